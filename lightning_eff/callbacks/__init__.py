@@ -1,0 +1,1 @@
+"""Techniques that go into `Trainer(callbacks=[...])`."""

@@ -1,0 +1,1 @@
+"""What the recipes train on: plain LightningDataModules that know nothing of the suite."""

@@ -1,0 +1,255 @@
+"""Real text that every machine has: the source of Python's own standard library, about 13 MB.
+
+The files are found beside the `os` module, split by file into training and validation (so that no file is on both
+sides), encoded by a byte-level BPE that is trained on the spot (Sennrich et al. 2016), and kept as two flat
+arrays of 16-bit tokens that are read through memory maps. What was made is cached under a name that contains the hash
+of the text and of the settings: another Python patch version has other source, and so another cache entry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+log = logging.getLogger(__name__)
+
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
+FORMAT = 1
+"""Changes whenever the cached files would be laid out differently."""
+
+
+class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of `context_length` tokens, side by side, each with the token that follows every position.
+
+    Args:
+        path: File of unsigned 16-bit tokens; opened when the first window is read, so that workers share pages.
+        context_length: Tokens in a window.
+    """
+
+    def __init__(self, path: Path, *, context_length: int) -> None:
+        self.path = path
+        self.context_length = context_length
+        num_tokens = path.stat().st_size // 2
+        self._num_windows = (num_tokens - 1) // context_length
+        self._tokens: np.ndarray[Any, Any] | None = None
+
+    def __len__(self) -> int:
+        return self._num_windows
+
+    @override
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self._tokens is None:
+            self._tokens = np.memmap(self.path, dtype=np.uint16, mode="r")
+        start = index * self.context_length
+        window = torch.from_numpy(self._tokens[start : start + self.context_length + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+
+class PythonSource(pl.LightningDataModule):
+    """Python's standard library as pairs (inputs, targets) of integer tensors [micro_batch_size, context_length].
+
+    Args:
+        context_length: Tokens in a sequence.
+        vocab_size: Number of BPE tokens, 257 to 65536: a byte-level alphabet and one separator at least.
+        micro_batch_size: Sequences per forward pass per rank.
+        num_workers: DataLoader worker processes; windows are cheap to read, 0 is fastest.
+        validation_share: Share of the files that are kept for validation.
+        cache_dir: Folder for the tokenizer and the token files.
+        source_dir: Folder that is searched for `*.py` instead of the standard library's.
+
+    Raises:
+        ValueError: A number is outside its range.
+        FileNotFoundError: `source_dir` has no Python files, raised in `prepare_data`.
+    """
+
+    def __init__(
+        self,
+        *,
+        context_length: int = 256,
+        vocab_size: int = 2048,
+        micro_batch_size: int = 16,
+        num_workers: int = 0,
+        validation_share: float = 0.05,
+        cache_dir: str = "outputs/cache",
+        source_dir: str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_range("context_length", context_length, 1, None)
+        _check_range("vocab_size", vocab_size, 257, 65_536)
+        _check_range("micro_batch_size", micro_batch_size, 1, None)
+        _check_range("num_workers", num_workers, 0, None)
+        if not 0.0 < validation_share < 1.0:
+            msg = f"validation_share={validation_share} must lie between 0 and 1"
+            raise ValueError(msg)
+        self.context_length = context_length
+        self.vocab_size = vocab_size
+        self.micro_batch_size = micro_batch_size
+        self.num_workers = num_workers
+        self.validation_share = validation_share
+        self.cache_dir = cache_dir
+        self.source_dir = source_dir
+        self._folder: Path | None = None
+        self._tokenizer: Tokenizer | None = None
+
+    @override
+    def prepare_data(self) -> None:
+        folder, files = self._locate()
+        if not folder.is_dir():
+            _build(folder, files, self.vocab_size, self.validation_share)
+
+    @override
+    def setup(self, stage: str) -> None:
+        if self._folder is None:
+            self._folder, _ = self._locate()
+            log.info("standard library source, hash and settings %s", self._folder.name)
+
+    def _locate(self) -> tuple[Path, list[Path]]:
+        """Return the cache entry for the text as it is now, and the files that make it up."""
+        source = Path(self.source_dir) if self.source_dir else Path(sysconfig.get_path("stdlib"))
+        files = _python_files(source)
+        if len(files) < 2:
+            msg = f"{source} has {len(files)} Python files: two are needed, one to train on and one to validate"
+            raise FileNotFoundError(msg)
+        digest = hashlib.sha256(f"{FORMAT} {self.vocab_size} {self.validation_share}".encode())
+        for file in files:
+            digest.update(f"{file.relative_to(source)} ".encode())
+            digest.update(file.read_bytes())
+        return Path(self.cache_dir) / f"python_source-{digest.hexdigest()[:16]}", files
+
+    @property
+    def folder(self) -> Path:
+        """Where the tokenizer and the token files lie; known after `setup`."""
+        if self._folder is None:
+            msg = "PythonSource has no folder yet: call prepare_data() and setup() first"
+            raise RuntimeError(msg)
+        return self._folder
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The byte-level BPE that turned the text into tokens."""
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        return self._tokenizer
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Nats per validation token of the best model that looks at no context: what a real model must beat."""
+        return float(json.loads((self.folder / "facts.json").read_text())["unigram_entropy"])
+
+    @override
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        return self._loader("train", shuffle=True)
+
+    @override
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        return self._loader("val", shuffle=False)
+
+    def _loader(self, split: str, *, shuffle: bool) -> DataLoader[tuple[Tensor, Tensor]]:
+        windows = TokenWindows(self.folder / f"{split}.bin", context_length=self.context_length)
+        if len(windows) == 0:
+            msg = f"the {split} text is shorter than one window of context_length={self.context_length} tokens"
+            raise ValueError(msg)
+        return DataLoader(
+            windows,
+            batch_size=self.micro_batch_size,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            drop_last=shuffle and len(windows) >= self.micro_batch_size,
+        )
+
+
+def _python_files(source: Path) -> list[Path]:
+    found: list[Path] = []
+    for folder, names, files in os.walk(source):
+        names[:] = sorted(set(names) - SKIPPED_FOLDERS)
+        found += [Path(folder) / file for file in files if file.endswith(".py")]
+    return sorted(found)
+
+
+def _build(folder: Path, files: Sequence[Path], vocab_size: int, validation_share: float) -> None:
+    """Write tokenizer, token files and facts into a folder beside the final one, then rename it into place."""
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    every = max(2, round(1 / validation_share))
+    splits = {"train": [t for i, t in enumerate(texts) if i % every], "val": texts[::every]}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".python_source-", dir=folder.parent))
+    try:
+        tokenizer = _train_bpe(splits["train"], vocab_size)
+        tokenizer.save(str(scratch / "tokenizer.json"))
+        counts = {name: _write_tokens(tokenizer, split, scratch / f"{name}.bin") for name, split in splits.items()}
+        facts = {
+            "files": len(files),
+            "bytes": sum(len(text.encode()) for text in texts),
+            "tokens": {name: int(count.sum()) for name, count in counts.items()},
+            "unigram_entropy": _cross_entropy(counts["train"], counts["val"]),
+        }
+        (scratch / "facts.json").write_text(json.dumps(facts, indent=1))
+        log.info("tokenized %s", facts)
+        _move_into_place(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _move_into_place(scratch: Path, folder: Path) -> None:
+    try:
+        scratch.rename(folder)
+    except OSError:
+        # Another process finished the same entry first; its content is the same, since the name is its hash.
+        if not folder.is_dir():
+            raise
+
+
+def _train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|file|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    return tokenizer
+
+
+def _write_tokens(tokenizer: Tokenizer, texts: Sequence[str], path: Path) -> np.ndarray[Any, Any]:
+    """Write every text after a separator; return how often each token occurs."""
+    separator = tokenizer.token_to_id("<|file|>")
+    counts = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
+    with path.open("wb") as file:
+        for encoding in tokenizer.encode_batch(list(texts)):
+            tokens = np.array([separator, *encoding.ids], dtype=np.uint16)
+            counts += np.bincount(tokens, minlength=len(counts))
+            file.write(tokens.tobytes())
+    return counts
+
+
+def _cross_entropy(train: np.ndarray[Any, Any], val: np.ndarray[Any, Any]) -> float:
+    """Nats per token of `val` under the token frequencies of `train`, one added to each so that none is 0."""
+    smoothed = train + 1
+    return float(-(val * np.log(smoothed / smoothed.sum())).sum() / val.sum())
+
+
+def _check_range(name: str, value: int, low: int, high: int | None) -> None:
+    if value < low or (high is not None and value > high):
+        limits = f"at least {low}" if high is None else f"{low} to {high}"
+        msg = f"{name}={value} must be {limits}"
+        raise ValueError(msg)

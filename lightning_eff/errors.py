@@ -1,0 +1,94 @@
+"""What can go wrong, in the words of whoever asked for it: each error names key, value, allowed values and remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+EXIT_ENVIRONMENT = 3
+EXIT_OUT_OF_MEMORY = 4
+EXIT_REFUSED = 5
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used, found before anything ran.
+
+    Args:
+        key: Name of the setting; a technique gives its parameter's name, the config adds the path in front.
+        value: What was given.
+        allowed: What would have been accepted, in words.
+        remedies: Up to three things to paste instead.
+
+    Example:
+        >>> raise ConfigError("every_n_steps", -1, allowed="a whole number of at least 1, or None")
+        Traceback (most recent call last):
+        lightning_eff.errors.ConfigError: every_n_steps=-1: expected a whole number of at least 1, or None
+    """
+
+    exit_code = EXIT_CONFIG
+
+    def __init__(self, key: str, value: object, *, allowed: str, remedies: Iterable[str] = ()) -> None:
+        self.key = key
+        self.value = value
+        self.allowed = allowed
+        self.remedies = tuple(remedies)
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        given = f"{self.key}={self.value!r}" if self.key else str(self.value)
+        lines = [f"{given}: expected {self.allowed}"]
+        lines += [f"  try: {remedy}" for remedy in self.remedies[:3]]
+        return "\n".join(lines)
+
+    def under(self, path: str) -> ConfigError:
+        """Return the same error with `path` in front of its key."""
+        return ConfigError(f"{path}.{self.key}", self.value, allowed=self.allowed, remedies=self.remedies)
+
+
+class UsageError(Exception):
+    """The command line asks for something that does not exist; its text says what does."""
+
+    exit_code = EXIT_CONFIG
+
+
+class ConflictError(Exception):
+    """Two settings that are fine alone and wrong together; its text says which to change."""
+
+    exit_code = EXIT_REFUSED
+
+
+class EnvironmentLacksError(Exception):
+    """Something that must be installed or plugged in is not there; its text gives the command that adds it."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+
+class NoEffectWarning(UserWarning):
+    """A technique was asked for and changed nothing."""
+
+
+class SlowPathWarning(UserWarning):
+    """What was asked for works here, but slower than doing without it."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return a half-sentence with the closest spelling, or with what there is when nothing is close.
+
+    Example:
+        >>> nearest("emty_cache", ["empty_cache", "mixed"])
+        "did you mean 'empty_cache'?"
+        >>> nearest("x", ["bf16_mixed", "fp32"])
+        'there are: bf16_mixed, fp32'
+    """
+    options = sorted(set(known))
+    close = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    if len(options) > 24:
+        options = [*options[:24], "..."]
+    return f"there are: {', '.join(options)}" if options else "there are none"

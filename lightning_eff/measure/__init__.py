@@ -1,0 +1,1 @@
+"""Numbers: time, bytes, FLOPs, and the tables that show them."""

@@ -1,0 +1,66 @@
+"""Count what a few training batches cost, exactly: floating-point operations, and live bytes where no allocator counts them.
+
+Counting slows a batch down, so it stops as soon as it has seen what matters: the first batch, whose operations every batch
+repeats, and on the CPU all batches up to the one after the first optimizer step, when parameters, gradients, optimizer state and
+activations have been alive together. None of it changes a number of the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_eff.measure.flops import FlopCount
+from lightning_eff.measure.memory import LiveBytes
+
+
+class Probe:
+    """Counts from `begin` to `end` of each batch, until `done`.
+
+    Args:
+        count_flops: Count the first batch's operations.
+        count_bytes: Count live bytes up to the batch after the first optimizer step.
+    """
+
+    def __init__(self, *, count_flops: bool, count_bytes: bool) -> None:
+        self.num_batches = 0
+        self.flops: int | None = None
+        self.peak_bytes: int | None = None
+        self._count_flops = count_flops
+        self._live = LiveBytes() if count_bytes else None
+        self._open = ExitStack()
+
+    def done(self, steps: int) -> bool:
+        """Say whether nothing is left to count after `steps` optimizer steps of this fit."""
+        flops_left = self._count_flops and self.flops is None
+        bytes_left = self._live is not None and (steps < 1 or self.num_batches < 2)
+        return not (flops_left or bytes_left)
+
+    def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """Start to count a batch that is about to be trained on."""
+        if self._live is not None:
+            self._live.add(tree_leaves(batch))
+            for tensor in [*module.parameters(), *module.buffers()]:
+                self._live.add([tensor, tensor.grad])
+            for optimizer in optimizers:
+                self._live.add(tree_leaves(list(optimizer.state.values())))
+            self._open.enter_context(self._live)
+        if self._count_flops and self.flops is None:
+            self._flop_count = self._open.enter_context(FlopCount())
+
+    def end(self) -> None:
+        """Stop counting; the batch is complete."""
+        self.close()
+        self.num_batches += 1
+        if self._count_flops and self.flops is None:
+            self.flops = self._flop_count.flops
+        if self._live is not None:
+            self.peak_bytes = self._live.peak_bytes
+
+    def close(self) -> None:
+        """Stop counting, also in the middle of a batch that failed."""
+        self._open.close()

@@ -1,0 +1,52 @@
+"""The efficiency report's words: one dictionary of plain types, and the same as a few lines of text and as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_eff.measure import html
+from lightning_eff.measure.tables import human_bytes, human_count, text_table
+
+
+def figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and formatted values of the figures that were measured."""
+    measured: Mapping[str, Any] = report["measured"]
+    formats = {
+        "batch_time_s": ("time per batch", lambda x: f"{x * 1e3:.1f} ms"),
+        "samples_per_s": ("samples/s", lambda x: f"{x:.1f}"),
+        "tokens_per_s": ("tokens/s", lambda x: human_count(x)),
+        "flops_per_s": ("FLOP/s per device", lambda x: human_count(x)),
+        "mfu": ("MFU", lambda x: f"{x:.1%}"),
+        "peak_bytes": ("peak memory", lambda x: human_bytes(x)),
+        "data_wait_share": ("data wait", lambda x: f"{x:.1%}"),
+    }
+    return [(name, show(measured[key])) for key, (name, show) in formats.items() if measured.get(key) is not None]
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """Return one sentence on how the run went."""
+    steps, measured = report["num_steps"], report["measured"]
+    if report["status"] != "finished":
+        return f"The run failed after {steps} optimizer steps: {report['reason']}"
+    if not measured["num_batches"]:
+        return f"The run finished after {steps} optimizer steps, too few to measure its speed."
+    idle = [row["technique"] for row in report["ledger"] if row["status"] == "no effect"]
+    unused = f" No effect: {', '.join(idle)}." if idle else ""
+    return f"The run finished after {steps} optimizer steps, {measured['num_batches']} batches of them timed.{unused}"
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """Return the report as a few lines for a terminal."""
+    lines = [f"{report['title']}. {verdict(report)}"]
+    lines.append(" " + " | ".join(f"{name} {value}" for name, value in figures(report)))
+    rows = [[row["technique"], row["status"], row["did"]] for row in report["ledger"]]
+    if rows:
+        lines.append(text_table(["technique", "status", "what it did"], rows))
+    return "\n".join(lines)
+
+
+def page(report: Mapping[str, Any], batch_times_s: Sequence[float]) -> str:
+    """Return the report as one HTML file."""
+    shown = dict(report) | {"verdict": verdict(report)}
+    return html.page(shown, figures=figures(report), batch_times_s=batch_times_s)

@@ -1,0 +1,95 @@
+"""How long steps take, and how long they wait for data."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+FETCH_ACTION = "[_TrainingEpochLoop].train_dataloader_next"
+"""The name under which Lightning's profiler sees the wait for the next training batch."""
+
+
+class Throughput:
+    """Times of training batches, after the ones that are not typical.
+
+    Call `restart` when what follows does not belong to a batch's time (validation, a slow first batch), and `finish_batch` at
+    the end of each batch.
+    """
+
+    def __init__(self) -> None:
+        self.batch_times_s = array("d")
+        self.num_samples = 0
+        self.num_tokens = 0
+        self.wait_s = 0.0
+        self._mark_s = time.perf_counter()
+
+    def restart(self) -> None:
+        """Begin the next batch's time now."""
+        self._mark_s = time.perf_counter()
+
+    def finish_batch(self, num_samples: int, num_tokens: int, wait_s: float) -> None:
+        """Count a batch whose time began at the end of the one before it, or at `restart`."""
+        now = time.perf_counter()
+        self.batch_times_s.append(now - self._mark_s)
+        self._mark_s = now
+        self.num_samples += num_samples
+        self.num_tokens += num_tokens
+        self.wait_s += wait_s
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Return medians, rates and shares; None where nothing was measured."""
+        total_s = sum(self.batch_times_s)
+        if total_s == 0.0:
+            names = ("batch_time_s", "batch_time_p90_s", "samples_per_s", "tokens_per_s", "data_wait_share")
+            return dict.fromkeys(names) | {"num_batches": 0}
+        ordered = sorted(self.batch_times_s)
+        return {
+            "batch_time_s": statistics.median(ordered),
+            "batch_time_p90_s": ordered[int(0.9 * (len(ordered) - 1))],
+            "samples_per_s": self.num_samples / total_s,
+            "tokens_per_s": self.num_tokens / total_s if self.num_tokens else None,
+            "data_wait_share": min(1.0, self.wait_s / total_s),
+            "num_batches": len(ordered),
+        }
+
+
+class DataWait:
+    """Seconds that the training loop waits for its next batch, heard from the Trainer's profiler.
+
+    The profiler keeps its type and does its own work; `close` takes the ears off again.
+
+    Args:
+        profiler: Lightning's, of any kind, the one that does nothing included.
+    """
+
+    def __init__(self, profiler: Any) -> None:
+        self.wait_s = 0.0
+        self._profiler = profiler
+        self._start: Callable[[str], None] = profiler.start
+        self._stop: Callable[[str], None] = profiler.stop
+        self._began_s = 0.0
+        profiler.start = self._on_start
+        profiler.stop = self._on_stop
+
+    def _on_start(self, action_name: str) -> None:
+        self._start(action_name)
+        if action_name == FETCH_ACTION:
+            self._began_s = time.perf_counter()
+
+    def _on_stop(self, action_name: str) -> None:
+        if action_name == FETCH_ACTION:
+            self.wait_s += time.perf_counter() - self._began_s
+        self._stop(action_name)
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        wait_s, self.wait_s = self.wait_s, 0.0
+        return wait_s
+
+    def close(self) -> None:
+        """Leave the profiler as it was; a second call does nothing."""
+        for name in ("start", "stop"):
+            self._profiler.__dict__.pop(name, None)

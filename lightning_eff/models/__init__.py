@@ -1,0 +1,1 @@
+"""What the recipes train: plain LightningModules that know nothing of the suite."""

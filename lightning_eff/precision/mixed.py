@@ -1,0 +1,340 @@
+"""Number formats: which dtype the model is kept in, and which one its matrix products are computed in.
+
+`bf16-mixed` and `16-mixed` keep float32 weights and cast inside matrix products (autocast), `bf16-true` keeps everything
+in bfloat16, `32-true` casts nothing. `auto` takes `bf16-mixed` where the device computes bfloat16 natively and
+`32-true` elsewhere, and says why: PyTorch runs bfloat16 on any CPU, several times slower where it is emulated.
+
+Three things differ from Lightning's own plugin. Autocast keeps each weight's cast copy for the length of a training step, so
+a layer that is used four times is cast and saved once, not four times; in evaluation, where nothing is saved, copies are not kept.
+The device is the strategy's, or the one that is given, and never guessed from an accelerator's name. Gradients are unscaled
+before clipping for every optimizer, so `fused` AdamW and clipping work together.
+
+Costs: bf16 has 8 bits of precision, fp16 overflows above 65504 (the loss is scaled, and a step whose gradients overflow is
+    skipped). Mixed formats add a copy of each weight during the step: a large model with a small batch can need more memory.
+Conflicts: `Trainer(precision=...)` beside this plugin, refused by Lightning. fp16 with LBFGS, refused.
+Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740; https://docs.pytorch.org/docs/stable/amp.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_eff.errors import ConfigError, NoEffectWarning, SlowPathWarning
+from lightning_eff.measure.tables import human_bytes, human_count
+from lightning_eff.plan import Outcome
+
+COMPUTE_DTYPES = {
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "bf16-true": torch.bfloat16,
+    "32-true": torch.float32,
+}
+CAST_LAYERS = (
+    nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase,
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+"""Layers whose matrix products autocast computes in the low format; everything else keeps the dtype of its input."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a device computes a dtype natively, and how that is known."""
+
+    native: bool
+    why: str
+
+
+def support(device_type: str, dtype: torch.dtype) -> Support:
+    """Say whether matrix products in `dtype` run natively on the current device of `device_type`.
+
+    Example:
+        >>> support("cpu", torch.float32).native
+        True
+    """
+    name = str(dtype).removeprefix("torch.")
+    if dtype == torch.float32:
+        return Support(native=True, why="every device computes float32")
+    if device_type == "cpu":
+        return _cpu_support(name)
+    native = True
+    if dtype == torch.bfloat16 and device_type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif dtype == torch.bfloat16 and device_type == "xpu":
+        native = torch.xpu.is_bf16_supported()
+    elif dtype == torch.bfloat16 and device_type == "mps":
+        native = torch.backends.mps.is_macos_or_newer(14, 0)
+    return Support(native=native, why=f"{device_type} {'computes' if native else 'has no units for'} {name}")
+
+
+def _cpu_support(name: str) -> Support:
+    """Ask for the instructions, not for what runs: oneDNN accepts bf16 on AVX-512 alone, 4x slower than float32."""
+    read = getattr(torch.cpu, "get_capabilities", None)
+    if read is None:
+        return Support(native=False, why=f"torch {torch.__version__} cannot tell whether this CPU computes {name}")
+    capabilities = read()
+    short = {"bfloat16": "bf16", "float16": "fp16"}[name]
+    units = [unit for unit in (f"amx_{short}", f"avx512_{short}", f"arm_{short}") if capabilities.get(unit)]
+    if units:
+        return Support(native=True, why=f"this CPU computes {name} ({units[0]})")
+    return Support(native=False, why=f"this CPU has no {name} instructions and emulates them")
+
+
+def choose(device_type: str) -> tuple[str, str]:
+    """Return the format that `auto` means on a device, and the reason."""
+    answer = support(device_type, torch.bfloat16)
+    return ("bf16-mixed" if answer.native else "32-true"), answer.why
+
+
+def step_context(
+    precision: str, device_type: str, *, keep_casts: bool = True
+) -> AbstractContextManager[None | torch.autocast]:
+    """Return the context in which one step's forward pass runs; for loops without a Trainer.
+
+    Args:
+        precision: One of `COMPUTE_DTYPES`.
+        device_type: `cpu`, `cuda`, ...
+        keep_casts: Keep each weight's cast copy until the context ends.
+
+    Example:
+        >>> layer = nn.Linear(4, 4)
+        >>> with step_context("bf16-mixed", "cpu"):
+        ...     layer(torch.ones(1, 4)).dtype
+        torch.bfloat16
+    """
+    dtype = COMPUTE_DTYPES[precision]
+    if precision.endswith("-mixed"):
+        return torch.autocast(device_type, dtype=dtype, cache_enabled=keep_casts)
+    return _default_dtype(dtype)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Mixed(Precision):
+    """Compute in a low-precision format where that is safe; `Trainer(plugins=[Mixed()])`.
+
+    Args:
+        precision: `auto`, `bf16-mixed`, `16-mixed`, `bf16-true` or `32-true`.
+        device: Device type for autocast; None takes the strategy's.
+        tf32: Let float32 matrix products and convolutions on CUDA use TF32 (10 bits of precision); None leaves
+            PyTorch's switches as they are. They are restored at the end of the run.
+        keep_casts: Keep a weight's cast copy for the length of a training step.
+
+    Raises:
+        ConfigError: `precision` is none of these, or LBFGS is used with `16-mixed`.
+
+    Warns:
+        SlowPathWarning: The device emulates the format.
+        NoEffectWarning: No layer of the model is cast, or TF32 was asked for without CUDA.
+
+    Example:
+        >>> trainer = pl.Trainer(plugins=[Mixed(precision="bf16-mixed")], logger=False, accelerator="cpu")
+        >>> Mixed(precision="bf16")
+        Traceback (most recent call last):
+        lightning_eff.errors.ConfigError: precision='bf16': expected one of auto, bf16-mixed, 16-mixed, bf16-true, 32-true
+    """
+
+    def __init__(
+        self,
+        *,
+        precision: str = "auto",
+        device: str | None = None,
+        tf32: bool | None = None,
+        keep_casts: bool = True,
+    ) -> None:
+        allowed = ("auto", *COMPUTE_DTYPES)
+        if precision not in allowed:
+            raise ConfigError("precision", precision, allowed=f"one of {', '.join(allowed)}")
+        self.precision: Any = precision
+        self.device = device
+        self.tf32 = tf32
+        self.keep_casts = keep_casts
+        self.scaler: torch.amp.GradScaler | None = None
+        self._reason = "asked for"
+        self._cast_layers: dict[str, str] = {}
+        self._bytes_before = self._bytes_after = 0
+        self._switches: tuple[str, bool] | None = None
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Settle format and device, convert the weights in place if the format asks for it, and count."""
+        device_type = self._settle_device(module)
+        if self.precision == "auto":
+            self.precision, self._reason = choose(device_type)
+        dtype = COMPUTE_DTYPES[self.precision]
+        self._warn_if_emulated(device_type, dtype)
+        if self.precision == "16-mixed" and self.scaler is None:
+            self.scaler = torch.amp.GradScaler(device_type)
+        self._set_tf32(device_type)
+        self._bytes_before = _parameter_bytes(module)
+        if self.precision == "bf16-true":
+            module.to(dtype=dtype)
+        self._bytes_after = _parameter_bytes(module)
+        if dtype != torch.float32:
+            self._count_cast_layers(module)
+        return module
+
+    def _settle_device(self, module: nn.Module) -> str:
+        if self.device is None:
+            if not isinstance(module, pl.LightningModule):
+                raise ConfigError("device", None, allowed="a device type, since there is no Trainer to ask")
+            self.device = module.trainer.strategy.root_device.type
+        return self.device
+
+    def _warn_if_emulated(self, device_type: str, dtype: torch.dtype) -> None:
+        answer = support(device_type, dtype)
+        if not answer.native:
+            warnings.warn(
+                f"precision={self.precision!r} will be slow: {answer.why}; precision='auto' would take "
+                f"{choose(device_type)[0]!r}",
+                SlowPathWarning,
+                stacklevel=2,
+            )
+
+    def _set_tf32(self, device_type: str) -> None:
+        if self.tf32 is None or self._switches is not None:
+            return
+        if device_type != "cuda":
+            if self.tf32:
+                text = f"tf32=True does nothing on {device_type}: TF32 is a format of NVIDIA GPUs"
+                warnings.warn(text, NoEffectWarning, stacklevel=2)
+            return
+        self._switches = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = self.tf32
+
+    def _count_cast_layers(self, module: nn.Module) -> None:
+        everything = self.precision.endswith("-true")
+        self._cast_layers = {
+            name: type(layer).__name__
+            for name, layer in module.named_modules()
+            if isinstance(layer, CAST_LAYERS)
+            or (everything and next(layer.parameters(recurse=False), None) is not None)
+        }
+        if not self._cast_layers:
+            text = f"precision={self.precision!r} found no layer to cast: no linear, convolution or recurrent layer"
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
+
+    @override
+    def teardown(self) -> None:
+        """Restore PyTorch's TF32 switches."""
+        if self._switches is not None:
+            torch.set_float32_matmul_precision(self._switches[0])
+            torch.backends.cudnn.allow_tf32 = self._switches[1]
+            self._switches = None
+
+    @contextlib.contextmanager
+    @override
+    def train_step_context(self) -> Iterator[None]:
+        with step_context(self._settled(), str(self.device), keep_casts=self.keep_casts):
+            yield
+
+    @contextlib.contextmanager
+    @override
+    def forward_context(self) -> Iterator[None]:
+        with step_context(self._settled(), str(self.device), keep_casts=False):
+            yield
+
+    def _settled(self) -> str:
+        return "32-true" if self.precision == "auto" else self.precision
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[None]:
+        return self.module_init_context()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[None]:
+        return _default_dtype(torch.bfloat16) if self.precision == "bf16-true" else contextlib.nullcontext()
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        if self.precision != "bf16-true":
+            return data
+        return apply_to_collection(data, dtype=Tensor, function=_to_bfloat16)
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.scaler is not None:
+            tensor = self.scaler.scale(tensor)
+        return super().pre_backward(tensor, module)
+
+    @override
+    def optimizer_step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Step; with a scaler, unscale first, so that hooks and clipping see true gradients whatever the optimizer."""
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "precision",
+                self.precision,
+                allowed="another format with LBFGS, which evaluates the loss several times a step",
+                remedies=["precision=bf16_mixed", "precision=fp32"],
+            )
+        result = closure()
+        no_backward = result is None and model.automatic_optimization
+        if not no_backward:
+            self.scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        if no_backward:
+            return result
+        step_output = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return step_output
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scaler is not None and state_dict:
+            self.scaler.load_state_dict(state_dict)
+
+    def outcome(self) -> Outcome:
+        """Say which format was used and why, and which layers it reached."""
+        kinds = Counter(self._cast_layers.values())
+        did = f"{self.precision} on {self.device or 'a device not yet known'}: {self._reason}"
+        if kinds:
+            did += "; cast " + ", ".join(f"{human_count(n)} {kind}" for kind, n in kinds.most_common())
+        if self._bytes_after != self._bytes_before:
+            did += f"; parameters {human_bytes(self._bytes_before)} -> {human_bytes(self._bytes_after)}"
+        return Outcome(
+            did=did,
+            effective=bool(self._cast_layers) or self._switches is not None,
+            numbers={
+                "precision": self.precision,
+                "device": self.device,
+                "layers": dict(self._cast_layers),
+                "parameter_bytes": self._bytes_after,
+            },
+        )
+
+
+def _parameter_bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def _to_bfloat16(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor

@@ -1,0 +1,1 @@
+"""Learning-rate schedules that no library has in a resumable form."""

@@ -1,0 +1,303 @@
+"""What a config may instantiate: the class behind each `_target_`, its parameters and their types, checked before any call.
+
+A group instantiates only classes of the group's base, a nested `_target_` only classes of `NESTED_BASES`. Functions are refused: most of what
+a config could do harm with is one. Naming a class imports its module; that is the user's own, trusted Python.
+Types are held against the constructor's annotations by beartype. What an annotation cannot say, the constructor checks itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_eff.errors import ConfigError, nearest
+
+GROUP_BASES = {
+    "model": "lightning.pytorch.LightningModule",
+    "data": "lightning.pytorch.LightningDataModule",
+    "callbacks": "lightning.pytorch.Callback",
+    "monitors": "lightning.pytorch.Callback",
+    "precision": "lightning.pytorch.plugins.precision.Precision",
+    "strategy": "lightning.pytorch.strategies.Strategy",
+    "checkpoint_io": "lightning.pytorch.plugins.io.CheckpointIO",
+    "optimizer": "torch.optim.Optimizer",
+    "scheduler": "torch.optim.lr_scheduler.LRScheduler",
+    "logger": "lightning.pytorch.loggers.Logger",
+}
+NESTED_BASES = (
+    "torch.nn.Module",
+    "torch.utils.data.Dataset",
+    "torch.utils.data.Sampler",
+    "torch.optim.Optimizer",
+    "torch.optim.lr_scheduler.LRScheduler",
+    "lightning.pytorch.Callback",
+    "lightning.pytorch.loggers.Logger",
+)
+PARTIAL_GROUPS = ("optimizer", "scheduler")
+"""Groups whose class is called later, with what it works on as first argument."""
+DIRECTIVES = ("_target_", "_partial_", "_recursive_", "_convert_")
+"""Hydra's own keys beside the parameters. `_args_` is refused: positional arguments cannot be checked by name."""
+
+
+def check_groups(values: dict[str, Any], *, explicit: set[str]) -> list[str]:
+    """Check every class, key and type of a composed config, in place.
+
+    Args:
+        values: The resolved config. Keys that came from a YAML and that an overridden `_target_` does not have are removed.
+        explicit: Keys that were given as overrides, and so are never removed.
+
+    Returns:
+        Keys that were removed.
+
+    Raises:
+        ConfigError: Something cannot be used.
+    """
+    _check_trainer(values)
+    for required in ("model", "data", "optimizer"):
+        if not isinstance(values.get(required), dict):
+            raise ConfigError(required, values.get(required), allowed="an option of this group, for example in the recipe")
+    dropped: list[str] = []
+    for group, base in GROUP_BASES.items():
+        for path, node in _nodes(group, values.get(group)):
+            if f"{path}._target_" in explicit:
+                dropped += _drop_foreign(path, node, explicit)
+            _check_node(path, node, (base,), partial=group in PARTIAL_GROUPS)
+    return dropped
+
+
+def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the path and the dictionary of each class that a group instantiates."""
+    if value is None or (group == "strategy" and isinstance(value, str)):
+        return
+    if not isinstance(value, dict):
+        raise ConfigError(group, value, allowed="an option of this group; ls shows them")
+    if group not in ("callbacks", "monitors"):
+        yield group, value
+        return
+    if "_target_" in value:
+        allowed = f"options that land under their name: begin the YAML with `# @package {group}.NAME`"
+        raise ConfigError(group, value["_target_"], allowed=allowed)
+    for name, node in value.items():
+        if node is not None and not (isinstance(node, dict) and "_target_" in node):
+            text = f"an option that was asked for: {name!r} is not in {group}"
+            raise ConfigError(f"{group}.{name}", node, allowed=text, remedies=[f"+{group}={name}"])
+        if node is not None:
+            yield f"{group}.{name}", node
+
+
+def _check_trainer(values: dict[str, Any]) -> None:
+    trainer = values.get("trainer")
+    if not isinstance(trainer, dict):
+        raise ConfigError("trainer", trainer, allowed="trainer=default or another option of this group")
+    from lightning.pytorch import Trainer
+
+    ours = {"callbacks", "logger", "plugins", "strategy", "precision"}
+    for key in ours & trainer.keys():
+        text = f"nothing here: a recipe sets it through the group {'precision' if key == 'plugins' else key!r}"
+        raise ConfigError(f"trainer.{key}", trainer[key], allowed=text)
+    _check_parameters("trainer", trainer, Trainer, skip_first=False, partial=True)
+
+
+def _drop_foreign(path: str, node: dict[str, Any], explicit: set[str]) -> list[str]:
+    parameters = _parameters(resolve_class(path, node["_target_"]))
+    if _takes_anything(parameters):
+        return []
+    foreign = [
+        key
+        for key in node
+        if key not in parameters and key not in DIRECTIVES and f"{path}.{key}" not in explicit
+    ]
+    for key in foreign:
+        del node[key]
+    return [f"{path}.{key}" for key in foreign]
+
+
+def _check_node(path: str, node: dict[str, Any], bases: Sequence[str], *, partial: bool = False) -> None:
+    target = node.get("_target_")
+    found = resolve_class(path, target)
+    if not any(issubclass(found, resolve_class(path, base)) for base in bases):
+        expected = bases[0] if len(bases) == 1 else f"one of {', '.join(bases)}"
+        raise ConfigError(f"{path}._target_", target, allowed=f"a class derived from {expected}")
+    if partial:
+        node["_partial_"] = True
+    partial = bool(node.get("_partial_"))
+    _check_parameters(path, node, found, skip_first=partial, partial=partial)
+
+
+def _check_parameters(path: str, node: dict[str, Any], owner: type, *, skip_first: bool, partial: bool) -> None:
+    parameters = _parameters(owner)
+    names = list(parameters)[1 if skip_first else 0 :]
+    hints = _hints(owner)
+    for key, value in node.items():
+        if key in DIRECTIVES:
+            continue
+        if key not in names and not _takes_anything(parameters):
+            raise ConfigError(f"{path}.{key}", value, allowed=f"a parameter of {owner.__name__}; {nearest(key, names)}")
+        if not _check_nested(f"{path}.{key}", value):
+            _check_type(f"{path}.{key}", value, hints.get(key, Any))
+    missing = [name for name in names if parameters[name].default is inspect.Parameter.empty and name not in node]
+    missing = [name for name in missing if parameters[name].kind not in (_KIND.VAR_KEYWORD, _KIND.VAR_POSITIONAL)]
+    if missing and not partial:
+        raise ConfigError(f"{path}.{missing[0]}", None, allowed=f"a value: {owner.__name__} has no default for it")
+
+
+def _check_nested(path: str, value: Any) -> bool:
+    """Check every `_target_` below a value; say whether there was one."""
+    found = False
+    if isinstance(value, dict):
+        if "_target_" in value:
+            _check_node(path, value, NESTED_BASES)
+            return True
+        for key, item in value.items():
+            found |= _check_nested(f"{path}.{key}", item)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            found |= _check_nested(f"{path}[{index}]", item)
+    return found
+
+
+def _check_type(path: str, value: Any, hint: Any) -> None:
+    from beartype import BeartypeConf
+    from beartype.door import is_bearable
+
+    conf = BeartypeConf(is_pep484_tower=True)
+    candidates = [value, tuple(value)] if isinstance(value, list) else [value]
+    fits = any(is_bearable(candidate, hint, conf=conf) for candidate in candidates)
+    if isinstance(value, bool) and fits:
+        fits = hint is Any or bool in _flat(hint) or not {int, float} & _flat(hint)
+    if not fits:
+        raise ConfigError(path, value, allowed=_words(hint))
+
+
+def _flat(hint: Any) -> set[Any]:
+    arguments = typing.get_args(hint)
+    return {hint}.union(*(_flat(argument) for argument in arguments)) if arguments else {hint}
+
+
+def _words(hint: Any) -> str:
+    text = inspect.formatannotation(hint).replace("typing.", "")
+    return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}.get(text, text)
+
+
+_KIND = inspect.Parameter
+
+
+def _parameters(owner: type) -> Mapping[str, inspect.Parameter]:
+    parameters = dict(inspect.signature(owner.__init__).parameters)
+    parameters.pop("self", None)
+    return parameters
+
+
+def _takes_anything(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is _KIND.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _hints(owner: type) -> Mapping[str, Any]:
+    """Return the constructor's annotations; none when one of them cannot be evaluated at run time."""
+    try:
+        return typing.get_type_hints(owner.__init__)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def resolve_class(path: str, target: object) -> type:
+    """Return the class that a `_target_` names.
+
+    Raises:
+        ConfigError: It is no importable name, or what it names is no class.
+
+    Example:
+        >>> resolve_class("model", "torch.nn.Linear").__name__
+        'Linear'
+        >>> resolve_class("model", "os.system")
+        Traceback (most recent call last):
+        lightning_eff.errors.ConfigError: model._target_='os.system': expected a class, not a function of this name
+    """
+    key = f"{path}._target_"
+    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")) or "." not in target:
+        raise ConfigError(key, target, allowed="the dotted name of a class, for example my_project.Net")
+    found = _locate(key, target)
+    if not isinstance(found, type):
+        kind = "module" if inspect.ismodule(found) else "function" if callable(found) else type(found).__name__
+        raise ConfigError(key, target, allowed=f"a class, not a {kind} of this name")
+    return found
+
+
+def _locate(key: str, target: str) -> Any:
+    parts = target.split(".")
+    found: Any = _import(key, target, parts[0])
+    for count, part in enumerate(parts[1:], start=2):
+        if not hasattr(found, part) and inspect.ismodule(found):
+            known = [name for name in vars(found) if not name.startswith("_")]
+            found = _import(key, target, ".".join(parts[:count]), known)
+        elif hasattr(found, part):
+            found = getattr(found, part)
+        else:
+            raise ConfigError(key, target, allowed=f"a class; {found!r} has no {part!r}")
+    return found
+
+
+def _import(key: str, target: str, module: str, known: Sequence[str] = ()) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
+            raise ConfigError(key, target, allowed=f"a class that can be imported; its module says: {error}") from error
+        parent, _, name = module.rpartition(".")
+        place = f"{parent} has no {name!r}" if parent else f"there is no module {module!r}"
+        hint = nearest(name, known) if known else "the current folder is on the import path"
+        raise ConfigError(key, target, allowed=f"a class that can be imported; {place}: {hint}") from error
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(key, target, allowed=f"a class that can be imported; its module says: {error}") from error
+
+
+def check_hydra(section: Mapping[str, Any]) -> None:
+    """Check the classes in Hydra's own section: its callbacks and its log handlers.
+
+    Launcher and sweeper need no check here: Hydra takes only plugins that are installed as such.
+
+    Raises:
+        ConfigError: A class is not of the expected base, or a log configuration names a factory.
+    """
+    for name, node in (section.get("callbacks") or {}).items():
+        path = f"hydra.callbacks.{name}"
+        if node is not None:
+            base = resolve_class(path, "hydra.experimental.callback.Callback")
+            target = node.get("_target_") if isinstance(node, dict) else node
+            if not issubclass(resolve_class(path, target), base):
+                raise ConfigError(f"{path}._target_", target, allowed="a class derived from Hydra's Callback")
+    for part in ("job_logging", "hydra_logging"):
+        for path, key, value in walk_leaves(section.get(part) or {}, f"hydra.{part}"):
+            if key == "()":
+                raise ConfigError(path, value, allowed="no factory in a log configuration")
+            if key == "class":
+                handler = resolve_class("hydra", "logging.Handler")
+                if not issubclass(resolve_class(path, value), handler):
+                    raise ConfigError(path, value, allowed="a class derived from logging.Handler")
+
+
+def walk_leaves(node: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield path, last key and value of everything that is neither mapping nor list.
+
+    Example:
+        >>> list(walk_leaves({"a": {"b": 1}, "c": [2]}))
+        [('a.b', 'b', 1), ('c[0]', 'c', 2)]
+    """
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from walk_leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from walk_leaves(value, f"{path}[{index}]")
+    else:
+        yield path, path.rpartition(".")[2].partition("[")[0], node
+
+
+def is_writable(folder: Path) -> bool:
+    """Say whether files can be made in a folder, as far as the operating system tells beforehand."""
+    return os.access(folder, os.W_OK | os.X_OK)

@@ -1,0 +1,1 @@
+"""What a user types: one module a verb."""
