@@ -1,4 +1,4 @@
-"""Where conf/ and recipes/ are, and how a recipe and its overrides become one checked dictionary.
+"""How a recipe and its overrides become one checked dictionary.
 
 Hydra composes; this module makes its silences audible. An override of a known group's key may set any parameter of the class behind it,
 and every key, class and type is held against that class afterwards (`signatures.py`), so nothing is dropped or added unseen.
@@ -6,6 +6,7 @@ and every key, class and type is held against that class afterwards (`signatures
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,25 +25,14 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from lightning_eff import signatures
+from lightning_eff.catalog import CONF, MANY, RECIPES, recipes
 from lightning_eff.errors import ConfigError, UsageError, nearest
 
 log = logging.getLogger(__name__)
 
-
-def _folder(name: str) -> Path:
-    """Return a folder that lies in the package when installed and beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    inside = package / name
-    return inside if inside.is_dir() else package.parent / name
-
-
-CONF = _folder("conf")
-RECIPES = _folder("recipes")
 VERSION_BASE = "1.3"
 
 RUN_KEYS = ("seed", "ckpt_path", "output_root", "run_dir")
-MANY = ("callbacks", "monitors")
-"""Groups of which a run may choose several options; each lands in a dictionary under its own name."""
 TOP_LEVEL = (*RUN_KEYS, "trainer", *signatures.GROUP_BASES)
 WRITTEN_FOLDERS = ("run_dir", "default_root_dir", "dirpath", "save_dir", "cache_dir", "root_dir", "log_dir")
 """Keys whose value is a folder that a run writes into."""
@@ -151,7 +141,7 @@ def _compose(recipe: str, overrides: Sequence[str]) -> DictConfig:
 def _missing(recipe: str, error: MissingConfigException) -> str:
     wanted = str(error.missing_cfg_file or recipe)
     if wanted == recipe:
-        return f"recipe {recipe!r} does not exist: {nearest(recipe, recipe_names())}"
+        return f"recipe {recipe!r} does not exist: {nearest(recipe, [entry.name for entry in recipes()])}"
     group, _, option = wanted.rpartition("/")
     options = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]
     return f"{group}={option}: no such option; {nearest(option, options)}"
@@ -166,11 +156,6 @@ def _compose_error(error: Exception) -> str:
     cause = error.__cause__
     reason = f" ({str(cause).splitlines()[0]})" if cause is not None and str(cause) else ""
     return f"{first}{reason}"
-
-
-def recipe_names() -> list[str]:
-    """Return the recipes that ship with the package."""
-    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
 
 
 def _explicit(overrides: Sequence[Override]) -> set[str]:
@@ -250,3 +235,23 @@ def _check_hydra(hydra: DictConfig) -> None:
     plain = OmegaConf.to_container(hydra, resolve=False)
     if isinstance(plain, dict):
         signatures.check_hydra({str(key): value for key, value in plain.items()})
+
+
+def sweep(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each run of a sweep over lists of values, in Hydra's order.
+
+    Other sweeps (ranges that a sweeper plugin searches) are known to the plugin alone; each of their runs is checked when it starts.
+
+    Example:
+        >>> sweep(["seed=1,2", "precision=fp32"])
+        [['seed=1', 'precision=fp32'], ['seed=2', 'precision=fp32']]
+    """
+    choices: list[list[str]] = []
+    for item in parse_overrides(overrides):
+        if item.is_sweep_override() and not item.is_discrete_sweep():
+            return []
+        if item.is_sweep_override():
+            choices.append([f"{item.get_key_element()}={value}" for value in item.sweep_string_iterator()])
+        else:
+            choices.append([str(item.input_line)])
+    return [list(combination) for combination in itertools.product(*choices)]

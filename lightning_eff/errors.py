@@ -92,3 +92,42 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if len(options) > 24:
         options = [*options[:24], "..."]
     return f"there are: {', '.join(options)}" if options else "there are none"
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the process's exit code for what ended it.
+
+    Example:
+        >>> exit_code(KeyboardInterrupt()), exit_code(RuntimeError("x")), exit_code(MemoryError())
+        (130, 1, 4)
+    """
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if "SIGTERMException" in names:
+        return EXIT_TERMINATED
+    if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else EXIT_FAILED if error.code else EXIT_OK
+    if "OutOfMemoryError" in names or isinstance(error, MemoryError) or _says_out_of_memory(error):
+        return EXIT_OUT_OF_MEMORY
+    return int(getattr(error, "exit_code", EXIT_FAILED))
+
+
+def _says_out_of_memory(error: BaseException) -> bool:
+    """Know an allocator's refusal that has no class of its own: the CPU's, and those of older back ends."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+
+
+def root_cause_line(error: BaseException) -> str:
+    """Return the first line of what went wrong, with the class unless it is one of ours.
+
+    Example:
+        >>> root_cause_line(KeyError("loss"))
+        "error: KeyError: 'loss'"
+    """
+    text = str(error)
+    if hasattr(error, "exit_code"):
+        return f"error: {text}"
+    first = text.splitlines()[0] if text else ""
+    return f"error: {type(error).__name__}: {first}" if first else f"error: {type(error).__name__}"

@@ -1,0 +1,44 @@
+# Two commands for a newcomer: `make run` and `make test`. Each sets up .venv on its first call.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: run test test-full check format setup clean
+
+run: setup  ## train the main recipe and print the efficiency report
+	$(BIN)/lightning-eff train lm
+
+test: setup  ## the tests that every change must pass
+	$(BIN)/python -m pytest -m "not slow"
+
+test-full: setup  ## all tests
+	$(BIN)/python -m pytest
+
+check: setup .venv/check.stamp  ## format, lint, types, import directions
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+format: setup .venv/check.stamp  ## what `check` would complain about and can be mended by a machine
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+setup: .venv/setup.stamp  ## .venv with the tested versions; does nothing when they are there
+
+.venv/setup.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) --editable '.[test]'
+	@touch $@
+
+.venv/check.stamp: .venv/setup.stamp
+	$(PIP) --editable '.[test,check]'
+	@touch $@
+
+# Debian ships python3 without ensurepip: then the pip outside fills the venv.
+.venv/bin/python:
+	$(PYTHON) -m venv .venv || ( rm -rf .venv && $(PYTHON) -m venv --without-pip .venv \
+		&& $(PYTHON) -m pip --python .venv/bin/python install --quiet pip )
+
+clean:  ## everything that the other targets made, runs included
+	rm -rf .venv outputs build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,182 @@
+"""From a checked config to a Trainer, a model and data, and through `fit`: the only caller of Hydra's `instantiate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_eff.callbacks.optimizer_choice import attach
+from lightning_eff.errors import ConfigError, UsageError
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
+
+CONSTRUCTOR_ERRORS = (ValueError, TypeError, MisconfigurationException)
+"""What a constructor raises about its arguments; whatever else it raises is the run's failure, not the config's."""
+
+
+@dataclass
+class Run:
+    """Everything that one `fit` needs.
+
+    Args:
+        trainer: With all techniques in it.
+        model: With the configured optimizer attached.
+        data: What it trains on.
+        run_dir: Where the run's files go.
+        ckpt_path: Checkpoint that the run goes on from.
+    """
+
+    trainer: pl.Trainer
+    model: pl.LightningModule
+    data: pl.LightningDataModule
+    run_dir: Path
+    ckpt_path: Path | None
+
+    def fit(self) -> dict[str, Any]:
+        """Train; return the efficiency report, empty without that monitor."""
+        self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path, weights_only=True)
+        self._ensure_checkpoint()
+        reports = [m.report for m in _callbacks(self.trainer) if isinstance(m, EfficiencyReport)]
+        return reports[0] if reports else {}
+
+    def _ensure_checkpoint(self) -> None:
+        """Every run ends with a checkpoint of its last step, whatever schedule its monitors save by."""
+        step = self.trainer.global_step
+        savers = [c for c in _callbacks(self.trainer) if isinstance(c, Checkpoint)]
+        if step and step not in [getattr(saver, "_last_global_step_saved", None) for saver in savers]:
+            self.trainer.save_checkpoint(self.run_dir / "checkpoints" / f"step-{step}.ckpt")
+
+
+def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
+    """Instantiate a checked config; nothing is written.
+
+    Args:
+        values: From `config.compose_recipe`.
+        recipe: Its name, under which `ckpt_path=last` looks for the newest checkpoint.
+        run_dir: The run's folder.
+
+    Raises:
+        ConfigError: A constructor refuses a value, or there is no such checkpoint.
+        UsageError: A class that is not ours refuses its arguments.
+    """
+    ckpt_path = find_checkpoint(values["ckpt_path"], Path(values["output_root"]) / recipe)
+    pl.seed_everything(values["seed"], workers=True, verbose=False)
+    trainer = _trainer(values)
+    data = _make("data", values["data"])
+    # The model's first weights depend on the seed alone, whatever the techniques before it have drawn.
+    pl.seed_everything(values["seed"], workers=True, verbose=False)
+    model = _make("model", values["model"])
+    attach(model, _make("optimizer", values["optimizer"]), _make("scheduler", values.get("scheduler")))
+    if ckpt_path is not None:
+        _check_something_left(ckpt_path, trainer)
+    return Run(trainer, model, data, run_dir, ckpt_path)
+
+
+def _trainer(values: Mapping[str, Any]) -> pl.Trainer:
+    plugins = [_make(group, values.get(group)) for group in ("precision", "checkpoint_io")]
+    many = [
+        _make(f"{group}.{name}", node)
+        for group in ("callbacks", "monitors")
+        for name, node in (values.get(group) or {}).items()
+    ]
+    callbacks = [callback for callback in many if callback is not None]
+    strategy = values.get("strategy") or "auto"
+    keywords = {
+        "plugins": [plugin for plugin in plugins if plugin is not None],
+        "callbacks": callbacks,
+        "logger": _make("logger", values.get("logger")) or False,
+        "strategy": strategy if isinstance(strategy, str) else _make("strategy", strategy),
+        "enable_progress_bar": any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks),
+    }
+    try:
+        return pl.Trainer(**(keywords | values["trainer"]))
+    except CONSTRUCTOR_ERRORS as error:
+        text = f"trainer: {error}"
+        raise UsageError(text) from error
+
+
+def _make(path: str, node: Mapping[str, Any] | None) -> Any:
+    """Instantiate one node; an error of its constructor is told with the node's path."""
+    if node is None:
+        return None
+    try:
+        return instantiate(dict(node), _convert_="all")
+    except InstantiationException as wrapper:
+        error: BaseException = wrapper
+        while isinstance(error, InstantiationException) and error.__cause__ is not None:
+            error = error.__cause__
+        if isinstance(error, ConfigError):
+            raise error.under(path) from error
+        if isinstance(error, CONSTRUCTOR_ERRORS):
+            text = f"{path}: {error}"
+            raise UsageError(text) from error
+        raise error from wrapper
+
+
+def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
+    """Return the checkpoint to go on from.
+
+    Args:
+        ckpt_path: None for none, a path, or `last` for the newest below `folder`.
+        folder: Where the runs of one recipe lie.
+
+    Raises:
+        ConfigError: There is none.
+
+    Example:
+        >>> find_checkpoint(None, Path("outputs/lm")) is None
+        True
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path == "last":
+        found = sorted(folder.glob("**/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise ConfigError("ckpt_path", ckpt_path, allowed=f"a checkpoint; there is none under {folder}")
+        return found[-1]
+    path = Path(ckpt_path)
+    if not path.exists():
+        raise ConfigError("ckpt_path", ckpt_path, allowed="an existing checkpoint, or last")
+    return path
+
+
+def _check_something_left(path: Path, trainer: pl.Trainer) -> None:
+    """Refuse to go on from a checkpoint that is already where the run would end: `fit` would return at once."""
+    if not path.is_file():
+        return
+    saved = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    step, limit = int(saved.get("global_step", 0)), trainer.max_steps
+    if 0 <= limit <= step:
+        raise ConfigError(
+            "trainer.max_steps",
+            limit,
+            allowed=f"more than the {step} steps that {path} has behind it",
+            remedies=[f"trainer.max_steps={2 * step}"],
+        )
+    epochs, max_epochs = int(saved.get("epoch", 0)) + 1, trainer.max_epochs
+    batches_left = _batches_left(saved)
+    if limit == -1 and max_epochs is not None and 0 <= max_epochs <= epochs and not batches_left:
+        raise ConfigError(
+            "trainer.max_epochs",
+            max_epochs,
+            allowed=f"more than the {epochs} epochs that {path} has behind it",
+            remedies=[f"trainer.max_epochs={2 * epochs}"],
+        )
+
+
+def _batches_left(saved: Mapping[str, Any]) -> bool:
+    """Say whether a checkpoint was saved in the middle of an epoch."""
+    progress = saved.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    return not progress.get("is_last_batch", True)
+
+
+def _callbacks(trainer: pl.Trainer) -> Iterable[pl.Callback]:
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,228 @@
+"""Train a recipe, with overrides; `-m` sweeps, `--cfg job` prints the config, `ckpt_path=last` goes on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lightning_eff import config
+from lightning_eff.errors import EXIT_OK, UsageError, exit_code, root_cause_line
+
+USAGE = """lightning-eff train RECIPE [overrides] [options]
+
+  lightning-eff train lm                                         a recipe as it is
+  lightning-eff train lm trainer.max_steps=50 precision=fp32     with overrides
+  lightning-eff train lm 'callbacks=[]'                          without techniques
+  lightning-eff train lm -m 'callbacks=[],[empty_cache]'         one run for each
+  lightning-eff train lm ckpt_path=last trainer.max_steps=400    go on from the newest checkpoint
+  lightning-eff train lm model._target_=my_project.Net model.width=3
+                                                                 a model of your own, from the current folder
+
+options:
+  -m, --multirun          one run for each combination of comma-separated values
+  -c, --cfg job|all       print the composed config and stop (--resolve, --package PATH)
+  -i, --info [WHAT]       print what Hydra knows and stop
+  --config-dir DIR        a folder of your own with groups and recipes
+  --json                  print the efficiency report as JSON on the standard output
+  --debug                 whole tracebacks"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    given = _parse(arguments)
+    overrides = [*given.overrides, *_search_path(given.config_dir)]
+    sys.path.insert(0, str(Path.cwd()))
+    if given.cfg or given.info:
+        composed = [*config.loosened(config.parse_overrides(overrides))]
+        _hydra(given, composed, _Jobs(given.recipe, prebuilt=None))
+        return EXIT_OK
+    if given.multirun:
+        for combination in config.sweep(overrides):
+            config.compose_recipe(given.recipe, combination)
+        jobs = _Jobs(given.recipe, prebuilt=None)
+        _hydra(given, config.loosened(config.parse_overrides(overrides)), jobs)
+    else:
+        jobs = _single(given.recipe, overrides)
+        _hydra(given, jobs.overrides, jobs)
+    return jobs.finish(as_json=given.json)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Split flags from overrides, wherever the flags stand."""
+    parser = argparse.ArgumentParser(prog="lightning-eff train", usage=USAGE, add_help=False, allow_abbrev=False)
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--info", "-i", nargs="?", const="all", choices=_INFO)
+    parser.add_argument("--config-dir", "-cd", action="append", default=[])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--debug", action="store_true")
+    parser.error = _usage_error  # pyright: ignore[reportAttributeAccessIssue]
+    given, rest = parser.parse_known_args(arguments)
+    unknown = [word for word in rest if word.startswith("-")]
+    if unknown:
+        raise UsageError(f"train: unknown option {unknown[0]!r}; lightning-eff train --help shows what there is")
+    recipes = [word for word in rest if "=" not in word and not word.startswith("~")]
+    if len(recipes) != 1:
+        what = f"one recipe, not {len(recipes)}: {' '.join(recipes)}" if recipes else "a recipe"
+        raise UsageError(f"train: expected {what}; lightning-eff ls shows what there is")
+    given.recipe = recipes[0]
+    given.overrides = [word for word in rest if word != given.recipe]
+    return given
+
+
+_INFO = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+
+
+def _usage_error(message: str) -> None:
+    text = f"train: {message}"
+    raise UsageError(text)
+
+
+def _search_path(folders: Sequence[str]) -> list[str]:
+    """Turn `--config-dir` into the override that adds folders to Hydra's search path."""
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise UsageError(f"--config-dir {folder}: no such folder")
+    if not folders:
+        return []
+    return [f"hydra.searchpath={json.dumps([Path(folder).resolve().as_uri() for folder in folders])}"]
+
+
+def _single(recipe: str, overrides: Sequence[str]) -> _Jobs:
+    """Compose, check and instantiate one run before Hydra makes its folder, so that a refusal leaves nothing behind."""
+    from lightning_eff import run
+
+    composed = config.compose_recipe(recipe, overrides)
+    jobs = _Jobs(recipe, prebuilt=run.build(composed.values, recipe=recipe, run_dir=composed.run_dir))
+    jobs.overrides = list(composed.overrides)
+    return jobs
+
+
+class _Jobs:
+    """What Hydra calls for each run; remembers reports and failures, so that one failed run does not end a sweep.
+
+    Args:
+        recipe: Name of the recipe.
+        prebuilt: The only run, already instantiated; None builds each from its config.
+    """
+
+    def __init__(self, recipe: str, *, prebuilt: Any) -> None:
+        self.recipe = recipe
+        self.overrides: list[str] = []
+        self.reports: list[dict[str, Any]] = []
+        self.failures: list[BaseException] = []
+        self._prebuilt = prebuilt
+
+    def __call__(self, _: DictConfig) -> None:
+        """Run one job in the folder that Hydra made for it."""
+        from hydra.core.hydra_config import HydraConfig
+
+        hydra = HydraConfig.get()
+        with _Kept(self.failures, Path(hydra.runtime.output_dir)):
+            run = self._prebuilt or self._build(list(hydra.overrides.task), list(hydra.overrides.hydra))
+            self.reports.append(run.fit())
+
+    def _build(self, task_overrides: list[str], hydra_overrides: list[str]) -> Any:
+        from hydra.core.hydra_config import HydraConfig
+
+        from lightning_eff import run
+
+        hydra = HydraConfig.get()
+        kept = [line for line in hydra_overrides if line.startswith("hydra.searchpath")]
+        here = f'hydra.run.dir="{hydra.runtime.output_dir}"'
+        composed = config.compose_recipe(self.recipe, [*task_overrides, *kept, here])
+        return run.build(composed.values, recipe=self.recipe, run_dir=composed.run_dir)
+
+    def finish(self, *, as_json: bool) -> int:
+        """Print what was asked for; raise the only failure, or name each of several."""
+        if as_json:
+            shown = self.reports[0] if len(self.reports) == 1 else {"rows": self.reports}
+            sys.stdout.write(json.dumps(shown, indent=1) + "\n")
+        if not self.failures:
+            return EXIT_OK
+        for failure in self.failures[1:]:
+            sys.stderr.write(f"{root_cause_line(failure)}\n")
+        raise self.failures[0]
+
+
+class _Kept:
+    """Keep a job's exception for later, its traceback in `error.log`.
+
+    Why not `except`: also what is no `Exception` must not pass Hydra, which prints its own frames around it.
+    """
+
+    def __init__(self, failures: list[BaseException], folder: Path) -> None:
+        self._failures = failures
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None:
+            return False
+        self._failures.append(error)
+        if exit_code(error) != EXIT_OK:
+            path = self._folder / "error.log"
+            path.write_text("".join(traceback.format_exception(kind, error, trace)))
+            error.__dict__["error_log"] = str(path)
+        return True
+
+
+def _hydra(given: argparse.Namespace, overrides: Sequence[str], jobs: _Jobs) -> None:
+    """Let Hydra run the jobs, or print what it was asked to, with the command line that it expects."""
+    import hydra
+
+    flags: list[str] = ["--multirun"] if given.multirun else []
+    flags += ["--cfg", given.cfg] if given.cfg else []
+    flags += ["--resolve"] if given.resolve else []
+    flags += ["--package", given.package] if given.package else []
+    flags += ["--info", given.info] if given.info else []
+
+    def job(cfg: DictConfig) -> None:
+        jobs(cfg)
+
+    config.register()
+    decorate = hydra.main(
+        version_base=config.VERSION_BASE, config_path=str(config.RECIPES), config_name=given.recipe
+    )
+    with _hydra_raises(), _argv([sys.argv[0], *flags, *overrides]):
+        decorate(job)()
+
+
+@contextmanager
+def _argv(words: list[str]) -> Iterator[None]:
+    before = sys.argv[:]
+    sys.argv[:] = words
+    try:
+        yield
+    finally:
+        sys.argv[:] = before
+
+
+@contextmanager
+def _hydra_raises() -> Iterator[None]:
+    """Let Hydra raise what goes wrong instead of printing it and leaving the process."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
