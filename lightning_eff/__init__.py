@@ -1,7 +1,8 @@
 """Training-efficiency techniques for PyTorch Lightning, one plugin each.
 
-Public names are loaded when they are first asked for (PEP 562), so that importing the package imports neither torch nor
-Lightning. A technique is found by its file: `lightning_eff.EmptyCache` is `callbacks/empty_cache.py`.
+Public names are loaded when they are first asked for (PEP 562), so that importing the package imports
+neither torch nor Lightning. A technique is found by its file: `lightning_eff.EmptyCache` is
+`callbacks/empty_cache.py`.
 """
 
 from __future__ import annotations

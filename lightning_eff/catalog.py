@@ -1,4 +1,4 @@
-"""What there is, read from the files alone: verbs, recipes, techniques and options, without importing torch or Lightning."""
+"""What there is: verbs, recipes, techniques and options, read from the files without importing torch."""
 
 from __future__ import annotations
 
@@ -110,5 +110,7 @@ def card(entry: Entry) -> dict[str, Any]:
     rows = parameters(file)
     return entry.as_dict() | {
         "text": docstring(module) if module.exists() else header(file),
-        "parameters": [{"key": key, "default": default, "meaning": meaning} for key, default, meaning in rows],
+        "parameters": [
+            {"key": key, "default": default, "meaning": meaning} for key, default, meaning in rows
+        ],
     }

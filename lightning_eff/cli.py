@@ -1,6 +1,7 @@
-"""The command `lightning-eff`: finds the verb, runs it, and turns what goes wrong into a few lines and an exit code.
+"""The command `lightning-eff`: finds the verb, runs it, turns what goes wrong into a few lines and a code.
 
-`--help`, `ls` and completion must answer in under a second, so nothing here imports torch, Lightning or Hydra.
+`--help`, `ls` and completion must answer in under a second, so nothing here imports torch, Lightning or
+Hydra.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ complete -o nospace -o default -F _lightning_eff lightning-eff
 _lightning_eff() { compadd -S '' -- ${(f)"$(lightning-eff --complete "${words[@]:1:$((CURRENT-1))}")"} }
 compdef _lightning_eff lightning-eff
 """,
-    "fish": """complete -c lightning-eff -f -a '(lightning-eff --complete (commandline -opc)[2..-1] (commandline -ct))'
+    "fish": """complete -c lightning-eff -f \\
+  -a '(lightning-eff --complete (commandline -opc)[2..-1] (commandline -ct))'
 """,
 }
 
@@ -69,7 +71,8 @@ def _run_verb(words: list[str]) -> int:
     found = [index for index, word in enumerate(words) if not word.startswith("-")]
     verb = words[found[0]] if found else words[0]
     if verb not in verbs:
-        raise UsageError(f"{verb!r} is no verb; {nearest(verb, verbs)}")
+        text = f"{verb!r} is no verb; {nearest(verb, verbs)}"
+        raise UsageError(text)
     rest = words[: found[0]] + words[found[0] + 1 :]
     module = importlib.import_module(f"lightning_eff.verbs.{verb}")
     if "--help" in rest or "-h" in rest:
@@ -92,7 +95,8 @@ def _help() -> str:
 def _completion(words: Sequence[str]) -> str:
     shell = words[0] if words else ""
     if shell not in COMPLETION:
-        raise UsageError(f"--completion {shell}: no such shell; {nearest(shell, COMPLETION)}")
+        text = f"--completion {shell}: no such shell; {nearest(shell, COMPLETION)}"
+        raise UsageError(text)
     return COMPLETION[shell]
 
 
@@ -111,7 +115,9 @@ def complete(words: Sequence[str]) -> list[str]:
     elif len(words) == 2:
         known = [entry.name for entry in catalog.recipes()]
     else:
-        known = [entry.use.lstrip("+") if not start.startswith("+") else entry.use for entry in catalog.options()]
+        known = [
+            entry.use.lstrip("+") if not start.startswith("+") else entry.use for entry in catalog.options()
+        ]
         known += _parameter_keys()
     return sorted({word for word in known if word.startswith(start)})
 

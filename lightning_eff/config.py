@@ -1,7 +1,8 @@
 """How a recipe and its overrides become one checked dictionary.
 
-Hydra composes; this module makes its silences audible. An override of a known group's key may set any parameter of the class behind it,
-and every key, class and type is held against that class afterwards (`signatures.py`), so nothing is dropped or added unseen.
+Hydra composes; this module makes its silences audible. An override of a known group's key may set any
+parameter of the class behind it, and every key, class and type is held against that class afterwards
+(`signatures.py`), so nothing is dropped or added unseen.
 """
 
 from __future__ import annotations
@@ -168,7 +169,9 @@ def _check_asked(cfg: DictConfig, overrides: Sequence[Override]) -> None:
         if key not in (*TOP_LEVEL, "hydra"):
             group, _, option = str(key).partition("/")
             remedy = [f"{group}=[{option}] or +{group}={option}"] if option and group in MANY else []
-            raise ConfigError(str(key), "", allowed=f"a known key; {nearest(str(key), TOP_LEVEL)}", remedies=remedy)
+            raise ConfigError(
+                str(key), "", allowed=f"a known key; {nearest(str(key), TOP_LEVEL)}", remedies=remedy
+            )
     for item in overrides:
         group = str(item.key_or_group)
         if group in MANY and not item.is_delete():
@@ -179,7 +182,9 @@ def _check_asked(cfg: DictConfig, overrides: Sequence[Override]) -> None:
                 if name is not None and str(name) not in present:
                     whole = ",".join([*present, str(name)])
                     text = f"{group} that holds {name!r}; Hydra left it out of {present}"
-                    raise ConfigError(group, str(item.get_value_string()), allowed=text, remedies=[f"{group}=[{whole}]"])
+                    raise ConfigError(
+                        group, str(item.get_value_string()), allowed=text, remedies=[f"{group}=[{whole}]"]
+                    )
 
 
 def _resolve(cfg: DictConfig) -> dict[str, Any]:
@@ -188,9 +193,10 @@ def _resolve(cfg: DictConfig) -> dict[str, Any]:
         resolved = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", "") or "config")
-        raise UsageError(f"{key}: {str(error).splitlines()[0]}") from error
+        text = f"{key}: {str(error).splitlines()[0]}"
+        raise UsageError(text) from error
     if not isinstance(resolved, dict):
-        raise ConfigError("config", resolved, allowed="a mapping")
+        raise ConfigError(key="config", value=resolved, allowed="a mapping")
     return {str(key): value for key, value in resolved.items()}
 
 
@@ -227,7 +233,9 @@ def _check_folders(values: Mapping[str, Any], root: Path) -> None:
             _check_inside(path, value, root.resolve())
     existing = next(folder for folder in (root.resolve(), *root.resolve().parents) if folder.exists())
     if not existing.is_dir() or not signatures.is_writable(existing):
-        raise ConfigError("output_root", str(root), allowed=f"a folder that can be written; {existing} cannot")
+        raise ConfigError(
+            key="output_root", value=str(root), allowed=f"a folder that can be written; {existing} cannot"
+        )
 
 
 def _check_hydra(hydra: DictConfig) -> None:
@@ -240,7 +248,8 @@ def _check_hydra(hydra: DictConfig) -> None:
 def sweep(overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each run of a sweep over lists of values, in Hydra's order.
 
-    Other sweeps (ranges that a sweeper plugin searches) are known to the plugin alone; each of their runs is checked when it starts.
+    Other sweeps (ranges that a sweeper plugin searches) are known to the plugin alone; each of their runs
+    is checked when it starts.
 
     Example:
         >>> sweep(["seed=1,2", "precision=fp32"])

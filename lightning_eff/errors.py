@@ -1,4 +1,4 @@
-"""What can go wrong, in the words of whoever asked for it: each error names key, value, allowed values and remedy."""
+"""What can go wrong, in the words of whoever asked: an error names key, value, allowed values and remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ConfigError(ValueError):
         remedies: Up to three things to paste instead.
 
     Example:
-        >>> raise ConfigError("every_n_steps", -1, allowed="a whole number of at least 1, or None")
+        >>> raise ConfigError(key="every_n_steps", value=-1, allowed="a whole number of at least 1, or None")
         Traceback (most recent call last):
         lightning_eff.errors.ConfigError: every_n_steps=-1: expected a whole number of at least 1, or None
     """
@@ -63,7 +63,7 @@ class ConflictError(Exception):
 
 
 class EnvironmentLacksError(Exception):
-    """Something that must be installed or plugged in is not there; its text gives the command that adds it."""
+    """Something that must be installed is not there; its text gives the command that adds it."""
 
     exit_code = EXIT_ENVIRONMENT
 

@@ -1,7 +1,7 @@
 """What a technique says about itself: what was asked of it, and what it did.
 
-A technique needs no base class for this. What was asked is read off its constructor: every parameter is kept in an
-attribute of the same name. What it did is the answer of its method `outcome()`.
+A technique needs no base class for this. What was asked is read off its constructor: every parameter is
+kept in an attribute of the same name. What it did is the answer of its method `outcome()`.
 """
 
 from __future__ import annotations

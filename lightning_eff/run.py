@@ -1,8 +1,10 @@
-"""From a checked config to a Trainer, a model and data, and through `fit`: the only caller of Hydra's `instantiate`."""
+"""From a checked config to a Trainer and through `fit`: the only caller of Hydra's `instantiate`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,15 @@ import lightning.pytorch as pl
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
 from lightning_eff.callbacks.optimizer_choice import attach
 from lightning_eff.errors import ConfigError, UsageError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, MisconfigurationException)
-"""What a constructor raises about its arguments; whatever else it raises is the run's failure, not the config's."""
+"""What a constructor raises about its arguments; anything else is the run's failure."""
 
 
 @dataclass
@@ -94,13 +96,26 @@ def _trainer(values: Mapping[str, Any]) -> pl.Trainer:
         "callbacks": callbacks,
         "logger": _make("logger", values.get("logger")) or False,
         "strategy": strategy if isinstance(strategy, str) else _make("strategy", strategy),
-        "enable_progress_bar": any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks),
+        "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
     }
     try:
-        return pl.Trainer(**(keywords | values["trainer"]))
+        with _quiet():
+            return pl.Trainer(**(keywords | values["trainer"]))
     except CONSTRUCTOR_ERRORS as error:
         text = f"trainer: {error}"
         raise UsageError(text) from error
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Leave out what Lightning says while a Trainer is built; the report names the device."""
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _make(path: str, node: Mapping[str, Any] | None) -> Any:
@@ -140,24 +155,26 @@ def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
     if ckpt_path == "last":
         found = sorted(folder.glob("**/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime)
         if not found:
-            raise ConfigError("ckpt_path", ckpt_path, allowed=f"a checkpoint; there is none under {folder}")
+            raise ConfigError(
+                key="ckpt_path", value=ckpt_path, allowed=f"a checkpoint; there is none under {folder}"
+            )
         return found[-1]
     path = Path(ckpt_path)
     if not path.exists():
-        raise ConfigError("ckpt_path", ckpt_path, allowed="an existing checkpoint, or last")
+        raise ConfigError(key="ckpt_path", value=ckpt_path, allowed="an existing checkpoint, or last")
     return path
 
 
 def _check_something_left(path: Path, trainer: pl.Trainer) -> None:
-    """Refuse to go on from a checkpoint that is already where the run would end: `fit` would return at once."""
+    """Refuse to go on from where the run would end: `fit` would return at once."""
     if not path.is_file():
         return
     saved = torch.load(path, map_location="meta", weights_only=True, mmap=True)
     step, limit = int(saved.get("global_step", 0)), trainer.max_steps
     if 0 <= limit <= step:
         raise ConfigError(
-            "trainer.max_steps",
-            limit,
+            key="trainer.max_steps",
+            value=limit,
             allowed=f"more than the {step} steps that {path} has behind it",
             remedies=[f"trainer.max_steps={2 * step}"],
         )
@@ -165,8 +182,8 @@ def _check_something_left(path: Path, trainer: pl.Trainer) -> None:
     batches_left = _batches_left(saved)
     if limit == -1 and max_epochs is not None and 0 <= max_epochs <= epochs and not batches_left:
         raise ConfigError(
-            "trainer.max_epochs",
-            max_epochs,
+            key="trainer.max_epochs",
+            value=max_epochs,
             allowed=f"more than the {epochs} epochs that {path} has behind it",
             remedies=[f"trainer.max_epochs={2 * epochs}"],
         )

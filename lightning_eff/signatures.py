@@ -1,21 +1,24 @@
-"""What a config may instantiate: the class behind each `_target_`, its parameters and their types, checked before any call.
+"""What a config may instantiate: each `_target_`, its parameters and their types, checked before any call.
 
-A group instantiates only classes of the group's base, a nested `_target_` only classes of `NESTED_BASES`. Functions are refused: most of what
-a config could do harm with is one. Naming a class imports its module; that is the user's own, trusted Python.
-Types are held against the constructor's annotations by beartype. What an annotation cannot say, the constructor checks itself.
+A group instantiates only classes of the group's base, a nested `_target_` only classes of `NESTED_BASES`.
+Functions are refused: most of what a config could do harm with is one. Naming a class imports its module;
+that is the user's own, trusted Python. Types are held against the constructor's annotations by beartype.
+What an annotation cannot say, the constructor checks itself.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import logging
 import os
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_eff.errors import ConfigError, nearest
+from lightning_eff.targets import resolve_class
 
 GROUP_BASES = {
     "model": "lightning.pytorch.LightningModule",
@@ -41,14 +44,15 @@ NESTED_BASES = (
 PARTIAL_GROUPS = ("optimizer", "scheduler")
 """Groups whose class is called later, with what it works on as first argument."""
 DIRECTIVES = ("_target_", "_partial_", "_recursive_", "_convert_")
-"""Hydra's own keys beside the parameters. `_args_` is refused: positional arguments cannot be checked by name."""
+"""Hydra's own keys. `_args_` is refused: positional arguments cannot be checked by name."""
 
 
 def check_groups(values: dict[str, Any], *, explicit: set[str]) -> list[str]:
     """Check every class, key and type of a composed config, in place.
 
     Args:
-        values: The resolved config. Keys that came from a YAML and that an overridden `_target_` does not have are removed.
+        values: The resolved config. Keys that came from a YAML and that an overridden `_target_` does not
+            have are removed.
         explicit: Keys that were given as overrides, and so are never removed.
 
     Returns:
@@ -57,10 +61,13 @@ def check_groups(values: dict[str, Any], *, explicit: set[str]) -> list[str]:
     Raises:
         ConfigError: Something cannot be used.
     """
+    _check_run(values)
     _check_trainer(values)
     for required in ("model", "data", "optimizer"):
         if not isinstance(values.get(required), dict):
-            raise ConfigError(required, values.get(required), allowed="an option of this group, for example in the recipe")
+            raise ConfigError(
+                required, values.get(required), allowed="an option of this group, for example in the recipe"
+            )
     dropped: list[str] = []
     for group, base in GROUP_BASES.items():
         for path, node in _nodes(group, values.get(group)):
@@ -85,21 +92,33 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, node in value.items():
         if node is not None and not (isinstance(node, dict) and "_target_" in node):
             text = f"an option that was asked for: {name!r} is not in {group}"
-            raise ConfigError(f"{group}.{name}", node, allowed=text, remedies=[f"+{group}={name}"])
+            raise ConfigError(key=f"{group}.{name}", value=node, allowed=text, remedies=[f"+{group}={name}"])
         if node is not None:
             yield f"{group}.{name}", node
+
+
+def _check_run(values: dict[str, Any]) -> None:
+    hints = {"seed": int, "ckpt_path": str | None, "output_root": str, "run_dir": str}
+    for key, hint in hints.items():
+        _check_type(key, values.get(key), hint)
+    if not 0 <= values["seed"] < 2**32:
+        raise ConfigError(key="seed", value=values["seed"], allowed="a whole number from 0 to 2**32 - 1")
 
 
 def _check_trainer(values: dict[str, Any]) -> None:
     trainer = values.get("trainer")
     if not isinstance(trainer, dict):
-        raise ConfigError("trainer", trainer, allowed="trainer=default or another option of this group")
+        raise ConfigError(
+            key="trainer", value=trainer, allowed="trainer=default or another option of this group"
+        )
     from lightning.pytorch import Trainer
 
     ours = {"callbacks", "logger", "plugins", "strategy", "precision"}
     for key in ours & trainer.keys():
-        text = f"nothing here: a recipe sets it through the group {'precision' if key == 'plugins' else key!r}"
-        raise ConfigError(f"trainer.{key}", trainer[key], allowed=text)
+        text = (
+            f"nothing here: a recipe sets it through the group {'precision' if key == 'plugins' else key!r}"
+        )
+        raise ConfigError(key=f"trainer.{key}", value=trainer[key], allowed=text)
     _check_parameters("trainer", trainer, Trainer, skip_first=False, partial=True)
 
 
@@ -122,14 +141,16 @@ def _check_node(path: str, node: dict[str, Any], bases: Sequence[str], *, partia
     found = resolve_class(path, target)
     if not any(issubclass(found, resolve_class(path, base)) for base in bases):
         expected = bases[0] if len(bases) == 1 else f"one of {', '.join(bases)}"
-        raise ConfigError(f"{path}._target_", target, allowed=f"a class derived from {expected}")
+        raise ConfigError(key=f"{path}._target_", value=target, allowed=f"a class derived from {expected}")
     if partial:
         node["_partial_"] = True
     partial = bool(node.get("_partial_"))
     _check_parameters(path, node, found, skip_first=partial, partial=partial)
 
 
-def _check_parameters(path: str, node: dict[str, Any], owner: type, *, skip_first: bool, partial: bool) -> None:
+def _check_parameters(
+    path: str, node: dict[str, Any], owner: type, *, skip_first: bool, partial: bool
+) -> None:
     parameters = _parameters(owner)
     names = list(parameters)[1 if skip_first else 0 :]
     hints = _hints(owner)
@@ -137,13 +158,23 @@ def _check_parameters(path: str, node: dict[str, Any], owner: type, *, skip_firs
         if key in DIRECTIVES:
             continue
         if key not in names and not _takes_anything(parameters):
-            raise ConfigError(f"{path}.{key}", value, allowed=f"a parameter of {owner.__name__}; {nearest(key, names)}")
+            raise ConfigError(
+                key=f"{path}.{key}",
+                value=value,
+                allowed=f"a parameter of {owner.__name__}; {nearest(key, names)}",
+            )
         if not _check_nested(f"{path}.{key}", value):
             _check_type(f"{path}.{key}", value, hints.get(key, Any))
-    missing = [name for name in names if parameters[name].default is inspect.Parameter.empty and name not in node]
-    missing = [name for name in missing if parameters[name].kind not in (_KIND.VAR_KEYWORD, _KIND.VAR_POSITIONAL)]
+    missing = [
+        name for name in names if parameters[name].default is inspect.Parameter.empty and name not in node
+    ]
+    missing = [
+        name for name in missing if parameters[name].kind not in (_KIND.VAR_KEYWORD, _KIND.VAR_POSITIONAL)
+    ]
     if missing and not partial:
-        raise ConfigError(f"{path}.{missing[0]}", None, allowed=f"a value: {owner.__name__} has no default for it")
+        raise ConfigError(
+            key=f"{path}.{missing[0]}", value=None, allowed=f"a value: {owner.__name__} has no default for it"
+        )
 
 
 def _check_nested(path: str, value: Any) -> bool:
@@ -181,7 +212,9 @@ def _flat(hint: Any) -> set[Any]:
 
 def _words(hint: Any) -> str:
     text = inspect.formatannotation(hint).replace("typing.", "")
-    return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}.get(text, text)
+    return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}.get(
+        text, text
+    )
 
 
 _KIND = inspect.Parameter
@@ -205,57 +238,6 @@ def _hints(owner: type) -> Mapping[str, Any]:
         return {}
 
 
-def resolve_class(path: str, target: object) -> type:
-    """Return the class that a `_target_` names.
-
-    Raises:
-        ConfigError: It is no importable name, or what it names is no class.
-
-    Example:
-        >>> resolve_class("model", "torch.nn.Linear").__name__
-        'Linear'
-        >>> resolve_class("model", "os.system")
-        Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: model._target_='os.system': expected a class, not a function of this name
-    """
-    key = f"{path}._target_"
-    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")) or "." not in target:
-        raise ConfigError(key, target, allowed="the dotted name of a class, for example my_project.Net")
-    found = _locate(key, target)
-    if not isinstance(found, type):
-        kind = "module" if inspect.ismodule(found) else "function" if callable(found) else type(found).__name__
-        raise ConfigError(key, target, allowed=f"a class, not a {kind} of this name")
-    return found
-
-
-def _locate(key: str, target: str) -> Any:
-    parts = target.split(".")
-    found: Any = _import(key, target, parts[0])
-    for count, part in enumerate(parts[1:], start=2):
-        if not hasattr(found, part) and inspect.ismodule(found):
-            known = [name for name in vars(found) if not name.startswith("_")]
-            found = _import(key, target, ".".join(parts[:count]), known)
-        elif hasattr(found, part):
-            found = getattr(found, part)
-        else:
-            raise ConfigError(key, target, allowed=f"a class; {found!r} has no {part!r}")
-    return found
-
-
-def _import(key: str, target: str, module: str, known: Sequence[str] = ()) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
-            raise ConfigError(key, target, allowed=f"a class that can be imported; its module says: {error}") from error
-        parent, _, name = module.rpartition(".")
-        place = f"{parent} has no {name!r}" if parent else f"there is no module {module!r}"
-        hint = nearest(name, known) if known else "the current folder is on the import path"
-        raise ConfigError(key, target, allowed=f"a class that can be imported; {place}: {hint}") from error
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(key, target, allowed=f"a class that can be imported; its module says: {error}") from error
-
-
 def check_hydra(section: Mapping[str, Any]) -> None:
     """Check the classes in Hydra's own section: its callbacks and its log handlers.
 
@@ -270,15 +252,23 @@ def check_hydra(section: Mapping[str, Any]) -> None:
             base = resolve_class(path, "hydra.experimental.callback.Callback")
             target = node.get("_target_") if isinstance(node, dict) else node
             if not issubclass(resolve_class(path, target), base):
-                raise ConfigError(f"{path}._target_", target, allowed="a class derived from Hydra's Callback")
+                raise ConfigError(
+                    key=f"{path}._target_", value=target, allowed="a class derived from Hydra's Callback"
+                )
     for part in ("job_logging", "hydra_logging"):
-        for path, key, value in walk_leaves(section.get(part) or {}, f"hydra.{part}"):
-            if key == "()":
-                raise ConfigError(path, value, allowed="no factory in a log configuration")
-            if key == "class":
-                handler = resolve_class("hydra", "logging.Handler")
-                if not issubclass(resolve_class(path, value), handler):
-                    raise ConfigError(path, value, allowed="a class derived from logging.Handler")
+        _check_logging(section.get(part) or {}, f"hydra.{part}")
+
+
+def _check_logging(node: Any, part: str) -> None:
+    for path, key, value in walk_leaves(node, part):
+        if key == "()":
+            raise ConfigError(path, value, allowed="no factory in a log configuration")
+        if key == "class" and not issubclass(resolve_class(path, value), logging.Handler):
+            raise ConfigError(path, value, allowed="a class derived from logging.Handler")
+        if key == "filename" and not re.fullmatch(r"\$\{hydra\.runtime\.output_dir\}/[^/]+", str(value)):
+            raise ConfigError(
+                path, value, allowed="a file ${hydra.runtime.output_dir}/NAME in the run's folder"
+            )
 
 
 def walk_leaves(node: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:

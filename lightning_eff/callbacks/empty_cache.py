@@ -1,15 +1,19 @@
 """Give memory that PyTorch's allocator keeps in its cache back to the driver, by the clock or by need.
 
-An allocator keeps what was freed, in blocks of the sizes that were asked for. When sizes change (ragged batches,
-validation, another process on the card) those blocks no longer fit, and a run fails with memory to spare. Emptying
-the cache returns them. By the clock: every n optimizer steps. By need: when the cache holds more than a share of the
-device's memory, or when the allocator had to flush it on its own; the ranks then decide together.
-The cache is emptied between two steps, when activations are gone. On the CPU the cache is glibc's heap.
+An allocator keeps what was freed, in blocks of the sizes that were asked for. When sizes change (ragged
+batches, validation, another process on the card) those blocks no longer fit, and a run fails with memory
+to spare. Emptying the cache returns them. By the clock: every n optimizer steps. By need: when the cache
+holds more than a share of the device's memory, or when the allocator had to flush it on its own; the ranks
+then decide together. The cache is emptied between two steps, when activations are gone. On the CPU the
+cache is glibc's heap.
 
-Costs: the next step must ask the driver again, up to about 10 % of the time when done every step; milliseconds are logged.
-    Looking at the need costs one all-reduce of a flag every `check_every_n_steps` with several ranks.
-Conflicts: none. With CUDA, `expandable_segments:True` prevents most of what this repairs; the outcome says so.
-Source: `torch_empty_cache_steps` of Hugging Face's Trainer; https://docs.pytorch.org/docs/stable/notes/cuda.html
+Costs: the next step must ask the driver again, up to about 10 % of the time when done every step;
+    milliseconds are logged. Looking at the need costs one all-reduce of a flag every `check_every_n_steps`
+    with several ranks.
+Conflicts: none. With CUDA, `expandable_segments:True` prevents most of what this repairs; the outcome says
+    so.
+Source: `torch_empty_cache_steps` of Hugging Face's Trainer;
+    https://docs.pytorch.org/docs/stable/notes/cuda.html
 """
 
 from __future__ import annotations
@@ -65,8 +69,9 @@ class EmptyCache(pl.Callback):
 
     Args:
         every_n_steps: Optimizer steps between two emptyings; None to go by need alone.
-        max_cached_share: Empty when the cache holds more than this share of the device's memory (0 to 1) beyond what
-            the last emptying could not return, or when the allocator flushed it on its own; None to go by the clock.
+        max_cached_share: Empty when the cache holds more than this share of the device's memory (0 to 1)
+            beyond what the last emptying could not return, or when the allocator flushed it on its own;
+            None to go by the clock.
         check_every_n_steps: Optimizer steps between two looks at the need.
 
     Raises:
@@ -90,15 +95,21 @@ class EmptyCache(pl.Callback):
         check_every_n_steps: int = 10,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
-            raise ConfigError("every_n_steps", every_n_steps, allowed="a whole number of at least 1, or None")
+            raise ConfigError(
+                key="every_n_steps", value=every_n_steps, allowed="a whole number of at least 1, or None"
+            )
         if max_cached_share is not None and not 0.0 <= max_cached_share <= 1.0:
-            raise ConfigError("max_cached_share", max_cached_share, allowed="a share from 0 to 1, or None")
+            raise ConfigError(
+                key="max_cached_share", value=max_cached_share, allowed="a share from 0 to 1, or None"
+            )
         if check_every_n_steps < 1:
-            raise ConfigError("check_every_n_steps", check_every_n_steps, allowed="a whole number of at least 1")
+            raise ConfigError(
+                key="check_every_n_steps", value=check_every_n_steps, allowed="a whole number of at least 1"
+            )
         if every_n_steps is None and max_cached_share is None:
             raise ConfigError(
-                "every_n_steps",
-                None,
+                key="every_n_steps",
+                value=None,
                 allowed="a number of steps when max_cached_share is None too: nothing would ever be emptied",
                 remedies=["every_n_steps=100", "max_cached_share=0.3"],
             )
@@ -182,10 +193,12 @@ class EmptyCache(pl.Callback):
                 f"{elapsed_s * 1e3:.1f} ms paid"
             )
             if self._num_alloc_retries and not allocator.uses_expandable_segments():
-                did += "; the allocator ran out of fitting blocks: PYTORCH_ALLOC_CONF=expandable_segments:True prevents that"
+                did += "; no cached block fitted: PYTORCH_ALLOC_CONF=expandable_segments:True prevents that"
         else:
             by_clock = f"every_n_steps={self.every_n_steps}, " if self.every_n_steps else ""
-            by_need = f"max_cached_share={self.max_cached_share}, " if self.max_cached_share is not None else ""
+            by_need = (
+                f"max_cached_share={self.max_cached_share}, " if self.max_cached_share is not None else ""
+            )
             did = f"never emptied ({by_clock}{by_need}{self._last_step} steps so far)"
         return Outcome(
             did=did,

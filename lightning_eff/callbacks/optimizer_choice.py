@@ -1,6 +1,7 @@
-"""The configured optimizer in place of the module's own, with a schedule by optimizer step and no decay on norms and biases.
+"""The configured optimizer in place of the module's own, with a schedule and no decay on norms and biases.
 
-A recipe's `optimizer` and `scheduler` groups are applied by the same function, `attach`, before the Trainer sees the module.
+A recipe's `optimizer` and `scheduler` groups are applied by the same function, `attach`, before the
+Trainer sees the module.
 
 Costs: none; the optimizer's own.
 Conflicts: modules with manual optimization, refused: they step the optimizers that they made themselves.
@@ -47,7 +48,7 @@ def parameter_groups(module: nn.Module, *, decays: bool) -> list[dict[str, Any]]
 
 
 def build(module: nn.Module, optimizer: OptimizerFactory) -> Optimizer:
-    """Make the optimizer for the parameters of `module`; `fused=True` falls back, with a warning, where it cannot run."""
+    """Make the optimizer for `module`; `fused=True` falls back, with a warning, where it cannot run."""
     keywords = _keywords(optimizer)
     groups = parameter_groups(module, decays=bool(keywords.get("weight_decay")))
     try:
@@ -68,19 +69,20 @@ def attach(
     Args:
         module: May have the method or not; must use automatic optimization.
         optimizer: Called with parameter groups, for example `functools.partial(torch.optim.AdamW, lr=1e-3)`.
-        scheduler: Called with the optimizer and stepped after each of its steps; a `total_steps=None` among its keywords
-            is filled with the Trainer's number of steps.
+        scheduler: Called with the optimizer and stepped after each of its steps; a `total_steps=None`
+            among its keywords is filled with the Trainer's number of steps.
 
     Raises:
         ConfigError: The module optimizes manually.
     """
     if not module.automatic_optimization:
         raise ConfigError(
-            "optimizer",
-            type(module).__name__,
+            key="optimizer",
+            value=type(module).__name__,
             allowed="a module with automatic optimization: this one steps optimizers of its own",
         )
-    module.configure_optimizers = functools.partial(_configure, module, optimizer, scheduler)
+    configure: Any = functools.partial(_configure, module, optimizer, scheduler)
+    module.configure_optimizers = configure
 
 
 def _configure(
@@ -107,7 +109,8 @@ def _keywords(factory: Callable[..., Any]) -> Mapping[str, Any]:
 class OptimizerChoice(pl.Callback):
     """Train with this optimizer instead of the module's own.
 
-    The module must have a `configure_optimizers`, because Lightning looks for one before any callback is asked.
+    The module must have a `configure_optimizers`, because Lightning looks for one before any callback is
+    asked.
 
     Args:
         optimizer: Called with parameter groups; a recipe uses its `optimizer` group instead.
@@ -119,7 +122,8 @@ class OptimizerChoice(pl.Callback):
     Example:
         >>> import torch
         >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
-        >>> trainer = pl.Trainer(callbacks=[OptimizerChoice(optimizer=adamw)], logger=False, accelerator="cpu")
+        >>> choice = OptimizerChoice(optimizer=adamw)
+        >>> trainer = pl.Trainer(callbacks=[choice], logger=False, accelerator="cpu")
     """
 
     def __init__(
@@ -127,7 +131,10 @@ class OptimizerChoice(pl.Callback):
     ) -> None:
         if optimizer is None:
             raise ConfigError(
-                "optimizer", None, allowed="an optimizer", remedies=["optimizer=adamw (a recipe's own group)"]
+                key="optimizer",
+                value=None,
+                allowed="an optimizer",
+                remedies=["optimizer=adamw (a recipe's own group)"],
             )
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -146,6 +153,15 @@ class OptimizerChoice(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._restore()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
         if self._replaced is None:
             return
         module, before = self._replaced
@@ -160,4 +176,6 @@ class OptimizerChoice(pl.Callback):
             return Outcome(did="not built yet", effective=False)
         counts = [len(group["params"]) for group in self._built.param_groups]
         name = type(self._built).__name__
-        return Outcome(did=f"{name} over {sum(counts)} tensors in {len(counts)} groups", numbers={"tensors": counts})
+        return Outcome(
+            did=f"{name} over {sum(counts)} tensors in {len(counts)} groups", numbers={"tensors": counts}
+        )

@@ -1,9 +1,10 @@
 """Real text that every machine has: the source of Python's own standard library, about 13 MB.
 
-The files are found beside the `os` module, split by file into training and validation (so that no file is on both
-sides), encoded by a byte-level BPE that is trained on the spot (Sennrich et al. 2016), and kept as two flat
-arrays of 16-bit tokens that are read through memory maps. What was made is cached under a name that contains the hash
-of the text and of the settings: another Python patch version has other source, and so another cache entry.
+The files are found beside the `os` module, split by file into training and validation (so that no file is
+on both sides), encoded by a byte-level BPE that is trained on the spot (Sennrich et al. 2016), and kept as
+two flat arrays of 16-bit tokens that are read through memory maps. What was made is cached under a name
+that contains the hash of the text and of the settings: another Python patch version has other source, and
+so another cache entry.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from typing_extensions import override
 
 log = logging.getLogger(__name__)
 
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
+)
 FORMAT = 1
 """Changes whenever the cached files would be laid out differently."""
 
@@ -38,7 +41,8 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of `context_length` tokens, side by side, each with the token that follows every position.
 
     Args:
-        path: File of unsigned 16-bit tokens; opened when the first window is read, so that workers share pages.
+        path: File of unsigned 16-bit tokens; opened when the first window is read, so that workers share
+            pages.
         context_length: Tokens in a window.
     """
 
@@ -62,7 +66,7 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class PythonSource(pl.LightningDataModule):
-    """Python's standard library as pairs (inputs, targets) of integer tensors [micro_batch_size, context_length].
+    """Python's standard library as (inputs, targets), integer tensors [micro_batch_size, context_length].
 
     Args:
         context_length: Tokens in a sequence.
@@ -124,7 +128,9 @@ class PythonSource(pl.LightningDataModule):
         source = Path(self.source_dir) if self.source_dir else Path(sysconfig.get_path("stdlib"))
         files = _python_files(source)
         if len(files) < 2:
-            msg = f"{source} has {len(files)} Python files: two are needed, one to train on and one to validate"
+            msg = (
+                f"{source} has {len(files)} Python files: two are needed, one to train on and one to validate"
+            )
             raise FileNotFoundError(msg)
         digest = hashlib.sha256(f"{FORMAT} {self.vocab_size} {self.validation_share}".encode())
         for file in files:
@@ -149,7 +155,7 @@ class PythonSource(pl.LightningDataModule):
 
     @property
     def unigram_entropy(self) -> float:
-        """Nats per validation token of the best model that looks at no context: what a real model must beat."""
+        """Nats per validation token of the best model without context: what a real model must beat."""
         return float(json.loads((self.folder / "facts.json").read_text())["unigram_entropy"])
 
     @override
@@ -163,7 +169,9 @@ class PythonSource(pl.LightningDataModule):
     def _loader(self, split: str, *, shuffle: bool) -> DataLoader[tuple[Tensor, Tensor]]:
         windows = TokenWindows(self.folder / f"{split}.bin", context_length=self.context_length)
         if len(windows) == 0:
-            msg = f"the {split} text is shorter than one window of context_length={self.context_length} tokens"
+            msg = (
+                f"the {split} text is shorter than one window of context_length={self.context_length} tokens"
+            )
             raise ValueError(msg)
         return DataLoader(
             windows,
@@ -184,7 +192,7 @@ def _python_files(source: Path) -> list[Path]:
 
 
 def _build(folder: Path, files: Sequence[Path], vocab_size: int, validation_share: float) -> None:
-    """Write tokenizer, token files and facts into a folder beside the final one, then rename it into place."""
+    """Write tokenizer, token files and facts into a folder beside the final one, then rename it."""
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     every = max(2, round(1 / validation_share))
     splits = {"train": [t for i, t in enumerate(texts) if i % every], "val": texts[::every]}
@@ -193,7 +201,9 @@ def _build(folder: Path, files: Sequence[Path], vocab_size: int, validation_shar
     try:
         tokenizer = _train_bpe(splits["train"], vocab_size)
         tokenizer.save(str(scratch / "tokenizer.json"))
-        counts = {name: _write_tokens(tokenizer, split, scratch / f"{name}.bin") for name, split in splits.items()}
+        counts = {
+            name: _write_tokens(tokenizer, split, scratch / f"{name}.bin") for name, split in splits.items()
+        }
         facts = {
             "files": len(files),
             "bytes": sum(len(text.encode()) for text in texts),

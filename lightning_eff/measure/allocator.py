@@ -1,8 +1,9 @@
 """Memory as the allocator of a device sees it: held from the driver, in use, free to give back.
 
-CUDA and XPU answer through `torch.accelerator`, MPS through `torch.mps`. On the CPU, PyTorch takes memory from the C
-library: glibc keeps freed blocks, counts them (`mallinfo2`) and gives them back when told (`malloc_trim`); other C
-libraries have neither call, and then there is nothing to empty.
+CUDA and XPU answer through `torch.accelerator`, MPS through `torch.mps`. On the CPU, PyTorch takes memory
+from the C
+library: glibc keeps freed blocks, counts them (`mallinfo2`) and gives them back when told (`malloc_trim`);
+other C libraries have neither call, and then there is nothing to empty.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def state(device: torch.device) -> AllocatorState:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Bytes that the process keeps other processes from using: resident pages on the CPU, else what is reserved."""
+    """Bytes that other processes cannot use: resident pages on the CPU, else what is reserved."""
     if device.type != "cpu":
         return state(device).reserved_bytes
     statm = Path("/proc/self/statm")

@@ -1,7 +1,8 @@
 """Floating-point operations of a step, counted as they are dispatched, and what a device could do at most.
 
-The formulas are PyTorch's own (`torch.utils.flop_counter.flop_registry`): matrix products, convolutions and attention, a
-multiplication and an addition each counted as one. Attention's CPU kernel has no entry there, so it gets one here.
+The formulas are PyTorch's own (`torch.utils.flop_counter.flop_registry`): matrix products, convolutions
+and attention, a multiplication and an addition each counted as one. Attention's CPU kernel has no entry
+there, so it gets one here.
 """
 
 from __future__ import annotations

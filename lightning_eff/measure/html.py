@@ -55,7 +55,9 @@ pre { overflow-x: auto; font-size: .85rem; } svg { width: 100%; height: 8rem; } 
 """
 
 
-def page(report: Mapping[str, Any], *, figures: Sequence[tuple[str, str]], batch_times_s: Sequence[float]) -> str:
+def page(
+    report: Mapping[str, Any], *, figures: Sequence[tuple[str, str]], batch_times_s: Sequence[float]
+) -> str:
     """Return the page.
 
     Args:
@@ -91,6 +93,10 @@ def _chart(times_s: Sequence[float]) -> tuple[str, str]:
     shown = [max(times_s[i : i + stride]) for i in range(0, len(times_s), stride)]
     top = max(shown)
     points = " ".join(
-        f"{1000 * i / max(1, len(shown) - 1):.1f},{100 - 95 * value / top:.1f}" for i, value in enumerate(shown)
+        f"{1000 * i / max(1, len(shown) - 1):.1f},{100 - 95 * value / top:.1f}"
+        for i, value in enumerate(shown)
     )
-    return points, f"{len(times_s)} batches in order, from 0 to {top:.4f} s; the slowest of every {stride} is drawn"
+    return (
+        points,
+        f"{len(times_s)} batches in order, from 0 to {top:.4f} s; the slowest of every {stride} is drawn",
+    )

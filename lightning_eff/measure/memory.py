@@ -1,8 +1,8 @@
 """Live bytes of a step on a device without allocator statistics: every storage that exists, counted once.
 
-A dispatch mode sees each operation's results. A storage that it has not seen adds its bytes, and takes them away again when it
-dies, so tensors that share memory count once, and the figure is the same to the byte in every run.
-What an operation allocates and frees inside itself is not seen.
+A dispatch mode sees each operation's results. A storage that it has not seen adds its bytes, and takes
+them away again when it dies, so tensors that share memory count once, and the figure is the same to the
+byte in every run. What an operation allocates and frees inside itself is not seen.
 """
 
 from __future__ import annotations

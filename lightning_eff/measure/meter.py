@@ -93,7 +93,7 @@ class Meter:
 
 
 def batch_size(batch: object) -> tuple[int, int]:
-    """Return samples and tokens of a batch: the first tensor's length, and the size of the first integer matrix.
+    """Return samples (the first tensor's length) and tokens (the first integer matrix's size) of a batch.
 
     Example:
         >>> batch_size({"input_ids": torch.zeros(4, 7, dtype=torch.long)}), batch_size(torch.zeros(3, 2))

@@ -1,8 +1,9 @@
-"""Count what a few training batches cost, exactly: floating-point operations, and live bytes where no allocator counts them.
+"""Count what a few training batches cost, exactly: operations, and bytes where no allocator counts them.
 
-Counting slows a batch down, so it stops as soon as it has seen what matters: the first batch, whose operations every batch
-repeats, and on the CPU all batches up to the one after the first optimizer step, when parameters, gradients, optimizer state and
-activations have been alive together. None of it changes a number of the training.
+Counting slows a batch down, so it stops as soon as it has seen what matters: the first batch, whose
+operations every batch repeats, and on the CPU all batches up to the one after the first optimizer step,
+when parameters, gradients, optimizer state and activations have been alive together. None of it changes a
+number of the training.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The efficiency report's words: one dictionary of plain types, and the same as a few lines of text and as HTML."""
+"""The efficiency report's words: its figures, a few lines of text, an HTML page."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ def figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     formats = {
         "batch_time_s": ("time per batch", lambda x: f"{x * 1e3:.1f} ms"),
         "samples_per_s": ("samples/s", lambda x: f"{x:.1f}"),
-        "tokens_per_s": ("tokens/s", lambda x: human_count(x)),
-        "flops_per_s": ("FLOP/s per device", lambda x: human_count(x)),
+        "tokens_per_s": ("tokens/s", human_count),
+        "flops_per_s": ("FLOP/s per device", human_count),
         "mfu": ("MFU", lambda x: f"{x:.1%}"),
-        "peak_bytes": ("peak memory", lambda x: human_bytes(x)),
+        "peak_bytes": ("peak memory", human_bytes),
         "data_wait_share": ("data wait", lambda x: f"{x:.1%}"),
     }
-    return [(name, show(measured[key])) for key, (name, show) in formats.items() if measured.get(key) is not None]
+    return [
+        (name, show(measured[key])) for key, (name, show) in formats.items() if measured.get(key) is not None
+    ]
 
 
 def verdict(report: Mapping[str, Any]) -> str:
@@ -33,7 +35,8 @@ def verdict(report: Mapping[str, Any]) -> str:
         return f"The run finished after {steps} optimizer steps, too few to measure its speed."
     idle = [row["technique"] for row in report["ledger"] if row["status"] == "no effect"]
     unused = f" No effect: {', '.join(idle)}." if idle else ""
-    return f"The run finished after {steps} optimizer steps, {measured['num_batches']} batches of them timed.{unused}"
+    timed = f"{measured['num_batches']} batches of them timed"
+    return f"The run finished after {steps} optimizer steps, {timed}.{unused}"
 
 
 def text(report: Mapping[str, Any]) -> str:

@@ -15,8 +15,8 @@ FETCH_ACTION = "[_TrainingEpochLoop].train_dataloader_next"
 class Throughput:
     """Times of training batches, after the ones that are not typical.
 
-    Call `restart` when what follows does not belong to a batch's time (validation, a slow first batch), and `finish_batch` at
-    the end of each batch.
+    Call `restart` when what follows does not belong to a batch's time (validation, a slow first batch),
+    and `finish_batch` at the end of each batch.
     """
 
     def __init__(self) -> None:

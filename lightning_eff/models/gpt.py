@@ -1,8 +1,8 @@
 """A small GPT, written to be read.
 
 Decoder-only Transformer with RMS normalisation before each half of a block (Zhang & Sennrich 2019), rotary
-positions (Su et al. 2021), `scaled_dot_product_attention`, a GELU MLP and an output projection that shares its
-weight with the token embedding. Shapes in comments: B sequences, T tokens each, C = `d_model` channels,
+positions (Su et al. 2021), `scaled_dot_product_attention`, a GELU MLP and an output projection that shares
+its weight with the token embedding. Shapes in comments: B sequences, T tokens each, C = `d_model` channels,
 H = `num_heads`, D = C / H.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 IGNORED_TARGET = -100
-"""A target with this value adds nothing to the loss (the `ignore_index` that PyTorch's cross-entropy defaults to)."""
+"""A target with this value adds nothing to the loss; cross-entropy's own default."""
 
 
 class Attention(nn.Module):
@@ -133,7 +133,7 @@ class GPT(pl.LightningModule):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Draw weights as GPT-2 does: N(0, 0.02), projections back into the residual stream scaled by depth."""
+        """Draw weights as GPT-2 does: N(0, 0.02), projections into the residual stream scaled by depth."""
         residual_std = 0.02 / math.sqrt(2 * len(self.blocks))
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -212,9 +212,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def _check_sizes(
-    vocab_size: int, context_length: int, d_model: int, num_layers: int, num_heads: int
-) -> None:
+def _check_sizes(vocab_size: int, context_length: int, d_model: int, num_layers: int, num_heads: int) -> None:
     sizes = {
         "vocab_size": vocab_size,
         "context_length": context_length,

@@ -1,13 +1,15 @@
-"""One table per run: what was asked, what was applied, and what it cost: time, throughput, FLOPs, memory, data wait.
+"""One table per run: what was asked, what was applied, and the time, FLOPs and memory that it took.
 
-Printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `report.html` beside the run's other files; a run that
-fails writes both too, with the reason. Measured are all training batches after the first ones, validation left out. Peak
-memory is the allocator's where it keeps one; on the CPU it is the live bytes of the first batches, counted storage by storage.
-A part of the step that is compiled is not dispatched operation by operation, so its FLOPs are not counted.
+Printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `report.html` beside the
+run's other files; a run that fails writes both too, with the reason. Measured are all training batches
+after the first ones, validation left out. Peak memory is the allocator's where it keeps one; on the CPU it
+is the live bytes of the first batches, counted storage by storage. A part of the step that is compiled is
+not dispatched operation by operation, so its FLOPs are not counted.
 
 Costs: about 5 us a batch; the first batches run slower while they are counted.
 Conflicts: none.
-Source: MFU as in Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B, with counted instead of estimated FLOPs
+Source: MFU as in Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B, with counted instead
+    of estimated FLOPs
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_eff.errors import ConfigError
@@ -51,7 +54,9 @@ class EfficiencyReport(pl.Callback):
         self, *, dirpath: str | None = None, num_warmup_batches: int = 2, count_flops: bool = True
     ) -> None:
         if num_warmup_batches < 0:
-            raise ConfigError("num_warmup_batches", num_warmup_batches, allowed="a whole number of at least 0")
+            raise ConfigError(
+                key="num_warmup_batches", value=num_warmup_batches, allowed="a whole number of at least 0"
+            )
         self.dirpath = dirpath
         self.num_warmup_batches = num_warmup_batches
         self.count_flops = count_flops
@@ -75,7 +80,7 @@ class EfficiencyReport(pl.Callback):
         self._first_step = trainer.global_step
         self._meter = Meter(
             trainer.strategy.root_device,
-            trainer.profiler,
+            trainer.profiler,  # pyright: ignore[reportAttributeAccessIssue]
             num_warmup_batches=self.num_warmup_batches,
             count_flops=self.count_flops,
         )

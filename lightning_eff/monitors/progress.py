@@ -1,6 +1,7 @@
-"""How far a run is: one line that is rewritten on a terminal, a new line every few seconds elsewhere (a log file, CI).
+"""How far a run is: one line rewritten on a terminal, a new line every few seconds in a log file or CI.
 
-A line has the optimizer step, what the module logs for a progress bar, samples a second since the last line and the time that is left.
+A line has the optimizer step, what the module logs for a progress bar, samples a second since the last
+line and the time that is left.
 
 Costs: under 1 us a batch between two lines.
 Conflicts: another progress bar, refused by Lightning.
@@ -14,13 +15,14 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar
 from typing_extensions import override
 
 from lightning_eff.errors import ConfigError
 from lightning_eff.measure.meter import batch_size
 
 
-class Progress(pl.callbacks.ProgressBar):
+class Progress(ProgressBar):
     """Show the progress of `fit` on the standard error output.
 
     Args:
@@ -36,7 +38,7 @@ class Progress(pl.callbacks.ProgressBar):
     def __init__(self, *, every_n_seconds: float = 5.0) -> None:
         super().__init__()
         if every_n_seconds <= 0.0:
-            raise ConfigError("every_n_seconds", every_n_seconds, allowed="a number greater than 0")
+            raise ConfigError(key="every_n_seconds", value=every_n_seconds, allowed="a number greater than 0")
         self.every_n_seconds = every_n_seconds
         self._enabled = True
         self._due_s = self._line_s = 0.0

@@ -1,8 +1,8 @@
 """After a fit of a language model: its losses beside the unigram entropy, and a sample of what it writes.
 
-Works with any module that has `generate(tokens, num_tokens=..., generator=...)` and any data module that has a `tokenizer`
-(Hugging Face `tokenizers`); a `unigram_entropy` of the data module is shown too. The module's mode and the global
-random state are as they were.
+Works with any module that has `generate(tokens, num_tokens=..., generator=...)` and any data module that
+has a `tokenizer` (Hugging Face `tokenizers`); a `unigram_entropy` of the data module is shown too. The
+module's mode and the global random state are as they were.
 
 Costs: one forward pass a token, once.
 Conflicts: none.
@@ -12,12 +12,13 @@ Source: none; the unigram entropy is Shannon's, with counts from the training te
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
@@ -33,7 +34,8 @@ class TextSample(pl.Callback):
         seed: Of the sample alone.
 
     Raises:
-        ConfigError: `num_tokens` is not positive, or at the start of `fit` the module or its data cannot do it.
+        ConfigError: `num_tokens` is not positive, or at the start of `fit` the module or its data cannot
+            do it.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TextSample(prompt="import ")], logger=False, accelerator="cpu")
@@ -41,9 +43,9 @@ class TextSample(pl.Callback):
 
     def __init__(self, *, prompt: str = "def ", num_tokens: int = 120, seed: int = 0) -> None:
         if num_tokens < 1:
-            raise ConfigError("num_tokens", num_tokens, allowed="a whole number of at least 1")
+            raise ConfigError(key="num_tokens", value=num_tokens, allowed="a whole number of at least 1")
         if not prompt:
-            raise ConfigError("prompt", prompt, allowed="at least one character")
+            raise ConfigError(key="prompt", value=prompt, allowed="at least one character")
         self.prompt = prompt
         self.num_tokens = num_tokens
         self.seed = seed
@@ -55,8 +57,8 @@ class TextSample(pl.Callback):
         data: Any = getattr(trainer, "datamodule", None)
         if not hasattr(pl_module, "generate") or not hasattr(data, "tokenizer"):
             raise ConfigError(
-                "monitors.text_sample",
-                f"{type(pl_module).__name__} on {type(data).__name__}",
+                key="monitors.text_sample",
+                value=f"{type(pl_module).__name__} on {type(data).__name__}",
                 allowed="a module with generate() and a data module with a tokenizer",
                 remedies=["~monitors.text_sample"],
             )
@@ -86,7 +88,7 @@ class TextSample(pl.Callback):
 
 
 @contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(module: nn.Module) -> Generator[None]:
     """Switch every submodule to evaluation, and back to what each was."""
     modes = {child: child.training for child in module.modules()}
     module.eval()

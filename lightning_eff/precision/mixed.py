@@ -1,18 +1,22 @@
 """Number formats: which dtype the model is kept in, and which one its matrix products are computed in.
 
-`bf16-mixed` and `16-mixed` keep float32 weights and cast inside matrix products (autocast), `bf16-true` keeps everything
-in bfloat16, `32-true` casts nothing. `auto` takes `bf16-mixed` where the device computes bfloat16 natively and
-`32-true` elsewhere, and says why: PyTorch runs bfloat16 on any CPU, several times slower where it is emulated.
+`bf16-mixed` and `16-mixed` keep float32 weights and cast inside matrix products (autocast), `bf16-true`
+keeps everything in bfloat16, `32-true` casts nothing. `auto` takes `bf16-mixed` where the device computes
+bfloat16 natively and `32-true` elsewhere, and says why: PyTorch runs bfloat16 on any CPU, several times
+slower where it is emulated.
 
-Three things differ from Lightning's own plugin. Autocast keeps each weight's cast copy for the length of a training step, so
-a layer that is used four times is cast and saved once, not four times; in evaluation, where nothing is saved, copies are not kept.
-The device is the strategy's, or the one that is given, and never guessed from an accelerator's name. Gradients are unscaled
-before clipping for every optimizer, so `fused` AdamW and clipping work together.
+Three things differ from Lightning's own plugin. Autocast keeps each weight's cast copy for the length of a
+training step, so a layer that is used four times is cast and saved once, not four times; in evaluation,
+where nothing is saved, copies are not kept. The device is the strategy's, or the one that is given, and
+never guessed from an accelerator's name. Gradients are unscaled before clipping for every optimizer, so
+`fused` AdamW and clipping work together.
 
-Costs: bf16 has 8 bits of precision, fp16 overflows above 65504 (the loss is scaled, and a step whose gradients overflow is
-    skipped). Mixed formats add a copy of each weight during the step: a large model with a small batch can need more memory.
+Costs: bf16 has 8 bits of precision, fp16 overflows above 65504 (the loss is scaled, and a step whose
+    gradients overflow is skipped). Mixed formats add a copy of each weight during the step: a large model
+    with a small batch can need more memory.
 Conflicts: `Trainer(precision=...)` beside this plugin, refused by Lightning. fp16 with LBFGS, refused.
-Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740; https://docs.pytorch.org/docs/stable/amp.html
+Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740;
+    https://docs.pytorch.org/docs/stable/amp.html
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +50,7 @@ CAST_LAYERS = (
     nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase,
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
-"""Layers whose matrix products autocast computes in the low format; everything else keeps the dtype of its input."""
+"""Layers whose matrix products autocast computes in the low format."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +84,12 @@ def support(device_type: str, dtype: torch.dtype) -> Support:
 
 
 def _cpu_support(name: str) -> Support:
-    """Ask for the instructions, not for what runs: oneDNN accepts bf16 on AVX-512 alone, 4x slower than float32."""
+    """Ask for the instructions, not for what runs: oneDNN emulates bf16 on plain AVX-512, slowly."""
     read = getattr(torch.cpu, "get_capabilities", None)
     if read is None:
-        return Support(native=False, why=f"torch {torch.__version__} cannot tell whether this CPU computes {name}")
+        return Support(
+            native=False, why=f"torch {torch.__version__} cannot tell whether this CPU computes {name}"
+        )
     capabilities = read()
     short = {"bfloat16": "bf16", "float16": "fp16"}[name]
     units = [unit for unit in (f"amx_{short}", f"avx512_{short}", f"arm_{short}") if capabilities.get(unit)]
@@ -100,7 +106,7 @@ def choose(device_type: str) -> tuple[str, str]:
 
 def step_context(
     precision: str, device_type: str, *, keep_casts: bool = True
-) -> AbstractContextManager[None | torch.autocast]:
+) -> AbstractContextManager[torch.autocast | None]:
     """Return the context in which one step's forward pass runs; for loops without a Trainer.
 
     Args:
@@ -121,7 +127,7 @@ def step_context(
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def _default_dtype(dtype: torch.dtype) -> Generator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -136,8 +142,8 @@ class Mixed(Precision):
     Args:
         precision: `auto`, `bf16-mixed`, `16-mixed`, `bf16-true` or `32-true`.
         device: Device type for autocast; None takes the strategy's.
-        tf32: Let float32 matrix products and convolutions on CUDA use TF32 (10 bits of precision); None leaves
-            PyTorch's switches as they are. They are restored at the end of the run.
+        tf32: Let float32 matrix products and convolutions on CUDA use TF32 (10 bits of precision); None
+            leaves PyTorch's switches as they are. They are restored at the end of the run.
         keep_casts: Keep a weight's cast copy for the length of a training step.
 
     Raises:
@@ -151,7 +157,8 @@ class Mixed(Precision):
         >>> trainer = pl.Trainer(plugins=[Mixed(precision="bf16-mixed")], logger=False, accelerator="cpu")
         >>> Mixed(precision="bf16")
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: precision='bf16': expected one of auto, bf16-mixed, 16-mixed, bf16-true, 32-true
+        lightning_eff.errors.ConfigError: precision='bf16': expected one of auto, bf16-mixed, 16-mixed,
+        bf16-true, 32-true
     """
 
     def __init__(
@@ -164,7 +171,7 @@ class Mixed(Precision):
     ) -> None:
         allowed = ("auto", *COMPUTE_DTYPES)
         if precision not in allowed:
-            raise ConfigError("precision", precision, allowed=f"one of {', '.join(allowed)}")
+            raise ConfigError(key="precision", value=precision, allowed=f"one of {', '.join(allowed)}")
         self.precision: Any = precision
         self.device = device
         self.tf32 = tf32
@@ -197,7 +204,9 @@ class Mixed(Precision):
     def _settle_device(self, module: nn.Module) -> str:
         if self.device is None:
             if not isinstance(module, pl.LightningModule):
-                raise ConfigError("device", None, allowed="a device type, since there is no Trainer to ask")
+                raise ConfigError(
+                    key="device", value=None, allowed="a device type, since there is no Trainer to ask"
+                )
             self.device = module.trainer.strategy.root_device.type
         return self.device
 
@@ -232,7 +241,7 @@ class Mixed(Precision):
             or (everything and next(layer.parameters(recurse=False), None) is not None)
         }
         if not self._cast_layers:
-            text = f"precision={self.precision!r} found no layer to cast: no linear, convolution or recurrent layer"
+            text = f"precision={self.precision!r} found no linear, convolution or recurrent layer"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
 
     @override
@@ -245,13 +254,13 @@ class Mixed(Precision):
 
     @contextlib.contextmanager
     @override
-    def train_step_context(self) -> Iterator[None]:
+    def train_step_context(self) -> Generator[None]:
         with step_context(self._settled(), str(self.device), keep_casts=self.keep_casts):
             yield
 
     @contextlib.contextmanager
     @override
-    def forward_context(self) -> Iterator[None]:
+    def forward_context(self) -> Generator[None]:
         with step_context(self._settled(), str(self.device), keep_casts=False):
             yield
 
@@ -282,13 +291,13 @@ class Mixed(Precision):
     def optimizer_step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Step; with a scaler, unscale first, so that hooks and clipping see true gradients whatever the optimizer."""
+        """Step; with a scaler, unscale first, so that hooks and clipping see true gradients."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
-                "precision",
-                self.precision,
+                key="precision",
+                value=self.precision,
                 allowed="another format with LBFGS, which evaluates the loss several times a step",
                 remedies=["precision=bf16_mixed", "precision=fp32"],
             )

@@ -1,12 +1,14 @@
-"""Learning rate that rises linearly, stays, and falls: cosine, linear and warmup-stable-decay are settings of it.
+"""Learning rate that rises, stays and falls: cosine, linear and warmup-stable-decay are settings of it.
 
-The rate is a closed form of the number of optimizer steps so far, and a checkpoint holds that number alone. A run that is resumed
-with more steps therefore follows the schedule of its new length from where it is. Why not SequentialLR or OneCycleLR: they store their
-length in the checkpoint, so a lengthened run raises or swings back.
+The rate is a closed form of the number of optimizer steps so far, and a checkpoint holds that number
+alone. A run that is resumed with more steps therefore follows the schedule of its new length from where it
+is. Why not SequentialLR or OneCycleLR: they store their length in the checkpoint, so a lengthened run
+raises or swings back.
 
 Costs: nothing measurable.
 Conflicts: none.
-Source: Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983; Hu et al. 2024, https://arxiv.org/abs/2404.06395 (stable, then decay)
+Source: Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983; Hu et al. 2024,
+    https://arxiv.org/abs/2404.06395 (stable, then decay)
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class WarmupDecay(LRScheduler):
         total_steps: Optimizer steps in the run; None is filled in by whoever builds it with a Trainer.
         warmup_steps: Steps in which the share rises linearly to 1.
         decay: `cosine`, `linear`, or `none` to stay at 1.
-        decay_share: Share of the steps after the warm-up in which the rate falls, at the end; the rest stays at 1.
+        decay_share: Share of the steps after the warm-up in which the rate falls, at the end; the rest
+            stays at 1.
         final_share: Share of the learning rate at the last step and after it.
 
     Raises:
@@ -56,11 +59,11 @@ class WarmupDecay(LRScheduler):
         final_share: float = 0.1,
     ) -> None:
         if decay not in DECAYS:
-            raise ConfigError("decay", decay, allowed=f"one of {', '.join(DECAYS)}")
+            raise ConfigError(key="decay", value=decay, allowed=f"one of {', '.join(DECAYS)}")
         if decay != "none" and (total_steps is None or total_steps < 1):
-            raise ConfigError("total_steps", total_steps, allowed="a whole number of at least 1")
+            raise ConfigError(key="total_steps", value=total_steps, allowed="a whole number of at least 1")
         if warmup_steps < 0:
-            raise ConfigError("warmup_steps", warmup_steps, allowed="a whole number of at least 0")
+            raise ConfigError(key="warmup_steps", value=warmup_steps, allowed="a whole number of at least 0")
         for name, share in (("decay_share", decay_share), ("final_share", final_share)):
             if not 0.0 <= share <= 1.0:
                 raise ConfigError(name, share, allowed="a share from 0 to 1")

@@ -24,7 +24,8 @@ def main(arguments: Sequence[str]) -> int:
     words = [argument for argument in arguments if not argument.startswith("-")]
     unknown = [flag for flag in flags if flag != "--json"]
     if unknown or len(words) > 1:
-        raise UsageError(f"ls: unknown argument {[*unknown, *words[1:]][0]!r}\n{USAGE}")
+        text = f"ls: unknown argument {[*unknown, *words[1:]][0]!r}\n{USAGE}"
+        raise UsageError(text)
     word = words[0] if words else ""
     named = _named(word)
     if named is not None:
@@ -34,7 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     if not found:
         names = {entry.name for entry in catalog.entries()}
         names |= {name.rpartition("/")[2] for name in names}
-        raise UsageError(f"ls: nothing is called {word!r}; {nearest(word, names)}")
+        text = f"ls: nothing is called {word!r}; {nearest(word, names)}"
+        raise UsageError(text)
     if "--json" in flags:
         sys.stdout.write(json.dumps({"rows": [entry.as_dict() for entry in found]}, indent=1) + "\n")
     else:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_eff import config
-from lightning_eff.errors import EXIT_OK, UsageError, exit_code, root_cause_line
+from lightning_eff.errors import EXIT_OK, ConfigError, UsageError, exit_code, root_cause_line
 
 USAGE = """lightning-eff train RECIPE [overrides] [options]
 
@@ -59,7 +59,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Split flags from overrides, wherever the flags stand."""
-    parser = argparse.ArgumentParser(prog="lightning-eff train", usage=USAGE, add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="lightning-eff train", usage=USAGE, add_help=False, allow_abbrev=False
+    )
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--resolve", action="store_true")
@@ -72,11 +74,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     given, rest = parser.parse_known_args(arguments)
     unknown = [word for word in rest if word.startswith("-")]
     if unknown:
-        raise UsageError(f"train: unknown option {unknown[0]!r}; lightning-eff train --help shows what there is")
+        text = f"train: unknown option {unknown[0]!r}; lightning-eff train --help shows what there is"
+        raise UsageError(text)
     recipes = [word for word in rest if "=" not in word and not word.startswith("~")]
     if len(recipes) != 1:
         what = f"one recipe, not {len(recipes)}: {' '.join(recipes)}" if recipes else "a recipe"
-        raise UsageError(f"train: expected {what}; lightning-eff ls shows what there is")
+        text = f"train: expected {what}; lightning-eff ls shows what there is"
+        raise UsageError(text)
     given.recipe = recipes[0]
     given.overrides = [word for word in rest if word != given.recipe]
     return given
@@ -94,24 +98,36 @@ def _search_path(folders: Sequence[str]) -> list[str]:
     """Turn `--config-dir` into the override that adds folders to Hydra's search path."""
     for folder in folders:
         if not Path(folder).is_dir():
-            raise UsageError(f"--config-dir {folder}: no such folder")
+            text = f"--config-dir {folder}: no such folder"
+            raise UsageError(text)
     if not folders:
         return []
     return [f"hydra.searchpath={json.dumps([Path(folder).resolve().as_uri() for folder in folders])}"]
 
 
 def _single(recipe: str, overrides: Sequence[str]) -> _Jobs:
-    """Compose, check and instantiate one run before Hydra makes its folder, so that a refusal leaves nothing behind."""
+    """Compose, check and instantiate before Hydra makes the folder, so that a refusal leaves nothing."""
     from lightning_eff import run
 
     composed = config.compose_recipe(recipe, overrides)
     jobs = _Jobs(recipe, prebuilt=run.build(composed.values, recipe=recipe, run_dir=composed.run_dir))
     jobs.overrides = list(composed.overrides)
+    _make_root(composed.run_dir)
     return jobs
 
 
+def _make_root(run_dir: Path) -> None:
+    """Make the parent folder, so that a disk that refuses is told as a setting, not as a failed run."""
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            key="output_root", value=str(run_dir.parent), allowed=f"a folder that can be made ({error})"
+        ) from error
+
+
 class _Jobs:
-    """What Hydra calls for each run; remembers reports and failures, so that one failed run does not end a sweep.
+    """What Hydra calls for each run; keeps reports and failures, so that one failure does not end a sweep.
 
     Args:
         recipe: Name of the recipe.
@@ -205,7 +221,7 @@ def _hydra(given: argparse.Namespace, overrides: Sequence[str], jobs: _Jobs) -> 
 
 
 @contextmanager
-def _argv(words: list[str]) -> Iterator[None]:
+def _argv(words: list[str]) -> Generator[None]:
     before = sys.argv[:]
     sys.argv[:] = words
     try:
@@ -215,7 +231,7 @@ def _argv(words: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _hydra_raises() -> Iterator[None]:
+def _hydra_raises() -> Generator[None]:
     """Let Hydra raise what goes wrong instead of printing it and leaving the process."""
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"

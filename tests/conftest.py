@@ -1,0 +1,127 @@
+"""A small model and its data, a Trainer for them, and the command line in this process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff import cli
+
+
+class Net(pl.LightningModule):
+    """Two linear layers with dropout between them, trained by SGD with momentum."""
+
+    def __init__(self, *, width: int = 16, dropout: float = 0.1, lr: float = 0.05) -> None:
+        super().__init__()
+        self.lr = lr
+        self.first = nn.Linear(8, width)
+        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(width)
+        self.second = nn.Linear(width, 3)
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(self.dropout(F.relu(self.first(x)))))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x).float(), y)
+        self.losses.append(float(loss.detach()))
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]).float(), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def make_loader(num_samples: int = 40, batch_size: int = 4) -> DataLoader[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_samples, 8, generator=generator)
+    y = torch.randint(0, 3, (num_samples,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+def make_trainer(**keywords: object) -> pl.Trainer:
+    quiet = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "max_epochs": -1,
+        "max_steps": 10,
+    }
+    return pl.Trainer(**(quiet | keywords))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture
+def net() -> Callable[..., Net]:
+    """Return a maker of models that all begin with the same weights and the same random state."""
+
+    def make(**keywords: float) -> Net:
+        torch.manual_seed(1)
+        model = Net(**keywords)  # pyright: ignore[reportArgumentType]
+        torch.manual_seed(2)
+        return model
+
+    return make
+
+
+TINY = [
+    "trainer.accelerator=cpu",
+    "trainer.max_steps=2",
+    "trainer.val_check_interval=2",
+    "trainer.limit_val_batches=1",
+    "trainer.num_sanity_val_steps=0",
+    "data.micro_batch_size=2",
+    "data.context_length=16",
+    "model.d_model=16",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "monitors.text_sample.num_tokens=3",
+]
+"""Overrides that make the language-model recipes train two steps in under a second."""
+
+
+@pytest.fixture(scope="session")
+def text_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of Python files that is tokenized in no time."""
+    folder = tmp_path_factory.mktemp("source")
+    for index in range(8):
+        lines = [f"def function_{index}_{i}(x):\n    return x + {i}\n" for i in range(60)]
+        (folder / f"module_{index}.py").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def tiny(text_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return overrides for a tiny run, from an empty current folder that holds a copy of the small text."""
+    source = tmp_path / "source"
+    shutil.copytree(text_cache, source)
+    monkeypatch.chdir(tmp_path)
+    return [*TINY, f"data.source_dir={source}", "data.vocab_size=300"]
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Return the command line as a function: exit code, standard output, standard error."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = cli.main(words)
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call

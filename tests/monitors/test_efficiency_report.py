@@ -1,0 +1,127 @@
+"""EfficiencyReport: what is in the ledger, exact counts, failures, files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_eff.callbacks.empty_cache import EmptyCache
+from lightning_eff.errors import ConfigError
+from lightning_eff.monitors.efficiency_report import LEDGER_FILE, PAGE_FILE, EfficiencyReport
+from lightning_eff.precision.mixed import Mixed
+from tests.conftest import Net, make_loader, make_trainer
+
+
+def fit(model: Net, folder: Path, *extra: Any, **keywords: Any) -> dict[str, Any]:
+    report = EfficiencyReport(dirpath=str(folder))
+    trainer = make_trainer(callbacks=[*extra, report], **keywords)
+    trainer.fit(model, make_loader(), make_loader(4))
+    return report.report
+
+
+def test_ledger_says_asked_applied_and_done(net: Callable[..., Net], tmp_path: Path) -> None:
+    report = fit(net(), tmp_path, EmptyCache(every_n_steps=4), plugins=[Mixed()])
+    rows = {row["technique"]: row for row in report["ledger"]}
+    assert list(rows) == ["precision/mixed", "callbacks/empty_cache"]
+    assert rows["precision/mixed"]["asked"]["precision"] == "auto"
+    assert rows["precision/mixed"]["numbers"]["precision"] in ("32-true", "bf16-mixed")
+    assert rows["callbacks/empty_cache"]["status"] == "applied"
+    assert rows["callbacks/empty_cache"]["numbers"]["times"] == 2
+
+
+def test_figures_are_counted_exactly(net: Callable[..., Net], tmp_path: Path) -> None:
+    model = net()
+    measured = fit(model, tmp_path)["measured"]
+    # Forward, weight gradient and input gradient of both layers; the first layer's input needs no gradient.
+    assert measured["flops_per_sample"] == 2 * 8 * 16 * 2 + 2 * 16 * 3 * 3
+    # Ten batches: two are counted, two warm up, six are timed.
+    assert measured["num_batches"] == 6
+    assert measured["samples_per_s"] > 0
+    assert 0.0 <= measured["data_wait_share"] <= 1.0
+    assert measured["tokens_per_s"] is None
+    assert measured["mfu"] is None
+
+
+def test_peak_memory_holds_parameters_gradients_and_momentum(net: Callable[..., Net], tmp_path: Path) -> None:
+    model = net(width=4096)
+    measured = fit(model, tmp_path)["measured"]
+    parameter_bytes = sum(p.numel() * 4 for p in model.parameters())
+    assert measured["peak_bytes"] >= 3 * parameter_bytes
+    again = fit(net(width=4096), tmp_path)["measured"]
+    assert again["peak_bytes"] == measured["peak_bytes"], "live bytes are the same in every run"
+    assert measured["peak_measured"] == "live bytes of the first batches"
+
+
+def test_files_are_written_where_asked(net: Callable[..., Net], tmp_path: Path) -> None:
+    report = fit(net(), tmp_path / "a" / "b")
+    assert json.loads((tmp_path / "a" / "b" / LEDGER_FILE).read_text()) == report
+    page = (tmp_path / "a" / "b" / PAGE_FILE).read_text()
+    assert "Efficiency report" in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_a_failed_run_is_reported_with_its_reason(net: Callable[..., Net], tmp_path: Path) -> None:
+    class Breaks(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 5:
+                msg = "the disk is full"
+                raise RuntimeError(msg)
+
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        fit(Breaks(), tmp_path)
+    report = json.loads((tmp_path / LEDGER_FILE).read_text())
+    assert report["status"] == "failed"
+    assert report["reason"] == "RuntimeError: the disk is full"
+    assert report["num_steps"] == 6
+
+
+def test_validation_is_not_part_of_a_batchs_time(net: Callable[..., Net], tmp_path: Path) -> None:
+    class SlowValidation(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            import time
+
+            time.sleep(0.3)
+
+    measured = fit(SlowValidation(), tmp_path, val_check_interval=2, num_sanity_val_steps=0)["measured"]
+    assert measured["batch_time_p90_s"] < 0.3
+
+
+def test_waiting_for_data_is_seen(net: Callable[..., Net], tmp_path: Path) -> None:
+    class SlowData(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> Any:
+            import time
+
+            time.sleep(0.01)
+            return torch.zeros(8), torch.tensor(0)
+
+    report = EfficiencyReport(dirpath=str(tmp_path))
+    loader = torch.utils.data.DataLoader(SlowData(), batch_size=4)
+    make_trainer(callbacks=[report]).fit(net(), loader)
+    assert report.report["measured"]["data_wait_share"] > 0.5
+
+
+def test_a_run_too_short_to_time_says_so(net: Callable[..., Net], tmp_path: Path) -> None:
+    report = fit(net(), tmp_path, max_steps=2)
+    assert report["measured"]["samples_per_s"] is None
+    assert report["measured"]["num_batches"] == 0
+
+
+def test_outcome_of_one_technique_is_found_by_name(net: Callable[..., Net], tmp_path: Path) -> None:
+    report = EfficiencyReport(dirpath=str(tmp_path))
+    make_trainer(callbacks=[EmptyCache(every_n_steps=4), report]).fit(net(), make_loader())
+    assert report.outcome_of("callbacks/empty_cache")["numbers"]["times"] == 2
+    with pytest.raises(KeyError):
+        report.outcome_of("callbacks/none")
+
+
+def test_negative_warmup_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_warmup_batches=-1"):
+        EfficiencyReport(num_warmup_batches=-1)

@@ -1,0 +1,65 @@
+"""TextSample: the same text for the same seed, nothing of the run changed, losses beside the entropy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_eff.data.python_source import PythonSource
+from lightning_eff.errors import ConfigError
+from lightning_eff.models.gpt import GPT
+from lightning_eff.monitors.text_sample import TextSample
+from tests.conftest import Net, make_loader, make_trainer
+
+
+def fit(sample: TextSample, text_cache: Path, folder: Path) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(vocab_size=300, context_length=16, d_model=16, num_layers=1, num_heads=2, dropout=0.5)
+    data = PythonSource(
+        vocab_size=300,
+        context_length=16,
+        micro_batch_size=2,
+        source_dir=str(text_cache),
+        cache_dir=str(folder),
+    )
+    make_trainer(callbacks=[sample], max_steps=2, limit_val_batches=1).fit(model, datamodule=data)
+    return model
+
+
+def test_sample_goes_on_from_the_prompt_and_repeats(
+    text_cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = TextSample(prompt="def ", num_tokens=8), TextSample(prompt="def ", num_tokens=8)
+    model = fit(first, text_cache, tmp_path)
+    with caplog.at_level(logging.INFO):
+        logging.getLogger("lightning.pytorch").propagate = True
+        fit(second, text_cache, tmp_path)
+    assert first.text.startswith("def ")
+    assert len(first.text) > len("def ")
+    assert first.text == second.text
+    assert model.training, "the module is in the mode that it was in"
+
+
+def test_random_state_is_untouched(text_cache: Path, tmp_path: Path) -> None:
+    states = []
+    for sample in (TextSample(num_tokens=1), TextSample(num_tokens=9)):
+        fit(sample, text_cache, tmp_path)
+        states.append(torch.random.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_a_module_that_cannot_write_is_refused_with_the_remedy(net: Callable[..., Net]) -> None:
+    with pytest.raises(ConfigError, match="generate") as caught:
+        make_trainer(callbacks=[TextSample()]).fit(net(), make_loader())
+    assert caught.value.remedies == ("~monitors.text_sample",)
+
+
+@pytest.mark.parametrize("keywords", [{"num_tokens": 0}, {"prompt": ""}])
+def test_values_out_of_range_are_named(keywords: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TextSample(**keywords)  # pyright: ignore[reportArgumentType]
+    assert caught.value.key in keywords

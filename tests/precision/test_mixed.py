@@ -1,0 +1,248 @@
+"""Mixed: the format that was asked for is the one that runs, casts are kept once, fused clips, scalers skip."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from torch import Tensor, nn
+
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.errors import ConfigError, NoEffectWarning, SlowPathWarning
+from lightning_eff.precision import mixed
+from lightning_eff.precision.mixed import Mixed, Support, choose, step_context, support
+from tests.conftest import Net, make_loader, make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.errors.SlowPathWarning")
+
+
+class Spy(Net):
+    """Remembers the dtype that the first layer computed, and the weight's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        self.seen = (hidden.dtype, self.first.weight.dtype, x.dtype, torch.get_default_dtype())
+        return self.second(self.norm(hidden))
+
+
+@pytest.mark.parametrize(
+    ("precision", "computed", "kept"),
+    [
+        ("32-true", torch.float32, torch.float32),
+        ("bf16-mixed", torch.bfloat16, torch.float32),
+        ("16-mixed", torch.float16, torch.float32),
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_computes_and_keeps_what_the_name_says(precision: str, computed: torch.dtype, kept: torch.dtype) -> None:
+    model, plugin = Spy(), Mixed(precision=precision)
+    make_trainer(plugins=[plugin], max_steps=1).fit(model, make_loader())
+    assert model.seen[:2] == (computed, kept)
+    assert model.seen[3] == kept
+    numbers = plugin.outcome().numbers
+    expected = {} if precision == "32-true" else {"first": "Linear", "second": "Linear"}
+    assert {k: v for k, v in numbers["layers"].items() if v == "Linear"} == expected
+    assert numbers["parameter_bytes"] == sum(p.numel() for p in model.parameters()) * kept.itemsize
+
+
+@pytest.mark.parametrize(("native", "chosen"), [(True, "bf16-mixed"), (False, "32-true")])
+def test_auto_takes_bf16_where_it_is_native(
+    native: bool, chosen: str, net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixed, "support", lambda device, dtype: Support(native=native, why="the test says so"))
+    plugin = Mixed()
+    make_trainer(plugins=[plugin], max_steps=1).fit(net(), make_loader())
+    assert plugin.precision == chosen
+    assert plugin.outcome().did.startswith(f"{chosen} on cpu: the test says so")
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "native"),
+    [({"avx512_f": True}, False), ({"amx_bf16": True}, True), ({"avx512_bf16": True}, True), ({}, False)],
+)
+def test_cpu_is_asked_for_instructions_not_for_what_runs(
+    capabilities: dict[str, bool], native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert support("cpu", torch.bfloat16).native is native
+    assert choose("cpu")[0] == ("bf16-mixed" if native else "32-true")
+
+
+class FourTimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("keep_casts", "copies"), [(True, 1), (False, 4)])
+def test_a_layer_used_four_times_is_cast_once(keep_casts: bool, copies: int) -> None:
+    module, saved = FourTimes(), dict[int, int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape == (64, 64) and tensor.dtype == torch.bfloat16:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = torch.randn(8, 64, requires_grad=True)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        step_context("bf16-mixed", "cpu", keep_casts=keep_casts),
+    ):
+        out = module(x)
+    assert sum(saved.values()) == copies * 64 * 64 * 2
+    assert out.dtype == torch.bfloat16
+
+
+def test_a_forward_without_gradient_does_not_cut_the_kept_casts_off() -> None:
+    """Autocast's cache once kept a copy made under no_grad, and the weight then got no gradient, without an error."""
+    module = FourTimes()
+    with step_context("bf16-mixed", "cpu"):
+        with torch.no_grad():
+            module(torch.randn(2, 64))
+        loss = module(torch.randn(2, 64)).float().sum()
+    loss.backward()
+    assert module.layer.weight.grad is not None
+    assert float(module.layer.weight.grad.abs().sum()) > 0
+
+
+def test_evaluation_keeps_no_casts(net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    original = mixed.step_context
+
+    def spy(precision: str, device: str, *, keep_casts: bool = True) -> Any:
+        asked.append(keep_casts)
+        return original(precision, device, keep_casts=keep_casts)
+
+    monkeypatch.setattr(mixed, "step_context", spy)
+    trainer = make_trainer(plugins=[Mixed(precision="bf16-mixed")], max_steps=1)
+    trainer.fit(net(), make_loader())
+    trainer.validate(net(), make_loader(4), verbose=False)
+    assert asked == [True, False]
+
+
+def test_device_is_the_strategys_also_for_an_accelerator_object(net: Callable[..., Net]) -> None:
+    """Lightning 2.6.6 autocasts on cuda when the accelerator is an instance of CPUAccelerator."""
+    model, plugin = Spy(), Mixed(precision="bf16-mixed")
+    make_trainer(accelerator=CPUAccelerator(), plugins=[plugin], max_steps=1).fit(model, make_loader())
+    assert plugin.device == "cpu"
+    assert model.seen[0] == torch.bfloat16
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_fused_adamw_clips(precision: str, net: Callable[..., Net]) -> None:
+    """Lightning's own plugin raises here (2.6.6)."""
+    norms: list[float] = []
+
+    class Watch(Net):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            grads = [p.grad for p in self.parameters() if p.grad is not None]
+            if grads:
+                norms.append(float(torch.stack([grad.norm() for grad in grads]).norm()))
+
+    choice = OptimizerChoice(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3, fused=True))
+    trainer = make_trainer(
+        plugins=[Mixed(precision=precision)], callbacks=[choice], gradient_clip_val=0.01, max_steps=4
+    )
+    trainer.fit(Watch(), make_loader())
+    assert norms == pytest.approx([0.01] * len(norms), rel=1e-3)
+    assert len(norms) >= 3
+
+
+def test_an_overflowing_step_is_skipped_and_the_scale_halved(net: Callable[..., Net]) -> None:
+    class Overflow(Net):
+        def on_after_backward(self) -> None:
+            if self.global_step == 1 and self.first.weight.grad is not None:
+                self.first.weight.grad.fill_(float("inf"))
+                self.before = self.first.weight.detach().clone()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.skipped = torch.equal(self.first.weight, self.before)
+
+    plugin, model = Mixed(precision="16-mixed"), Overflow()
+    make_trainer(plugins=[plugin], max_steps=3).fit(model, make_loader())
+    assert model.skipped
+    assert plugin.scaler is not None
+    assert plugin.scaler.get_scale() == 65536.0 / 2
+    assert torch.isfinite(model.first.weight).all()
+
+
+def test_scaler_is_saved_and_restored(net: Callable[..., Net], tmp_path: Any) -> None:
+    plugin = Mixed(precision="16-mixed")
+    trainer = make_trainer(plugins=[plugin], max_steps=20)
+    trainer.fit(net(), make_loader())
+    assert plugin.scaler is not None
+    plugin.scaler.update(128.0)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again = Mixed(precision="16-mixed")
+    resumed = make_trainer(plugins=[again], max_steps=21)
+    resumed.fit(net(), make_loader(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert resumed.global_step == 21
+    assert again.scaler is not None
+    assert again.scaler.get_scale() == 128.0
+
+
+def test_lbfgs_with_fp16_is_refused(net: Callable[..., Net]) -> None:
+    choice = OptimizerChoice(optimizer=functools.partial(torch.optim.LBFGS, lr=0.1))
+    with pytest.raises(ConfigError, match="another format with LBFGS"):
+        make_trainer(plugins=[Mixed(precision="16-mixed")], callbacks=[choice]).fit(net(), make_loader())
+
+
+def test_a_model_without_a_layer_to_cast_is_said() -> None:
+    class Bare(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.first, self.second, self.norm
+            self.scale = nn.Parameter(torch.ones(8, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.unsqueeze(-1).mul(self.scale).sum(1)
+
+    with pytest.warns(NoEffectWarning, match="found no linear, convolution or recurrent layer"):
+        make_trainer(plugins=[Mixed(precision="bf16-mixed")], max_steps=1).fit(Bare(), make_loader())
+
+
+def test_tf32_without_cuda_is_said_and_with_it_set_and_restored(net: Callable[..., Net]) -> None:
+    with pytest.warns(NoEffectWarning, match="tf32=True does nothing on cpu"):
+        make_trainer(plugins=[Mixed(precision="32-true", tf32=True)], max_steps=1).fit(net(), make_loader())
+    plugin = Mixed(precision="32-true", tf32=True)
+    before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+    plugin._set_tf32("cuda")
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("high", True)
+    assert plugin.outcome().effective
+    plugin.teardown()
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+
+
+def test_an_emulated_format_is_said_with_what_auto_would_take(
+    net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", SlowPathWarning)
+        with pytest.raises(SlowPathWarning, match="precision='auto' would take '32-true'"):
+            make_trainer(plugins=[Mixed(precision="bf16-mixed")]).fit(net(), make_loader())
+
+
+def test_a_bare_module_needs_a_device() -> None:
+    with pytest.raises(ConfigError, match="a device type"):
+        Mixed(precision="bf16-mixed").convert_module(nn.Linear(2, 2))
+    plugin = Mixed(precision="bf16-mixed", device="cpu")
+    plugin.convert_module(nn.Linear(2, 2))
+    assert plugin.outcome().numbers["layers"] == {"": "Linear"}
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="one of auto, bf16-mixed, 16-mixed, bf16-true, 32-true"):
+        Mixed(precision="fp8")

@@ -1,0 +1,117 @@
+"""One name, three roots; the YAML is the signature; the docstring has its headings."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import lightning_eff
+from lightning_eff import catalog
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "lightning_eff"
+TECHNIQUES = [
+    f"{folder}/{file.stem}"
+    for folder in lightning_eff.TECHNIQUE_FOLDERS
+    for file in sorted((PACKAGE / folder).glob("[a-z]*.py"))
+]
+TRAINED = [f"{f}/{file.stem}" for f in ("models", "data") for file in sorted((PACKAGE / f).glob("[a-z]*.py"))]
+GROUP = {"models": "model", "data": "data"}
+
+
+def yaml_of(name: str) -> Path:
+    folder, _, stem = name.partition("/")
+    return ROOT / "conf" / GROUP.get(folder, folder) / f"{stem}.yaml"
+
+
+def class_of(name: str) -> type:
+    """Return the class that a YAML's `_target_` names, which must lie in the module of the same name."""
+    target = yaml.safe_load(yaml_of(name).read_text())["_target_"]
+    module, _, attribute = target.rpartition(".")
+    assert module == f"lightning_eff.{name.replace('/', '.')}"
+    return getattr(importlib.import_module(module), attribute)
+
+
+def test_there_are_techniques() -> None:
+    assert {"callbacks/empty_cache", "precision/mixed", "monitors/efficiency_report"} <= set(TECHNIQUES)
+
+
+@pytest.mark.parametrize("name", [*TECHNIQUES, *TRAINED])
+def test_module_has_yaml_and_test(name: str) -> None:
+    folder, _, stem = name.partition("/")
+    assert yaml_of(name).is_file()
+    assert (ROOT / "tests" / folder / f"test_{stem}.py").is_file()
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_class_is_called_like_its_module(name: str) -> None:
+    assert class_of(name).__name__.lower() == name.partition("/")[2].replace("_", "")
+
+
+@pytest.mark.parametrize("name", [*TECHNIQUES, *TRAINED])
+def test_yaml_is_the_signature(name: str) -> None:
+    written: dict[str, Any] = yaml.safe_load(yaml_of(name).read_text())
+    keys = [key for key in written if not key.startswith("_")]
+    parameters = dict(inspect.signature(class_of(name)).parameters)
+    if written.get("_partial_"):
+        parameters.pop(next(iter(parameters)))
+    assert keys == list(parameters)
+    for key, parameter in parameters.items():
+        value = written[key]
+        if not (isinstance(value, str) and value.startswith("${")):
+            assert value == parameter.default, key
+
+
+@pytest.mark.parametrize("name", [*TECHNIQUES, *TRAINED])
+def test_every_yaml_key_says_what_it_means(name: str) -> None:
+    rows = catalog.parameters(yaml_of(name))
+    assert [key for key, _, meaning in rows if not meaning] == []
+
+
+@pytest.mark.parametrize("name", [*TECHNIQUES, *TRAINED])
+def test_constructor_is_keyword_only_typed_and_small(name: str) -> None:
+    parameters = list(inspect.signature(class_of(name)).parameters.values())
+    if name.startswith("scheduler/"):
+        parameters = parameters[1:]
+    assert len(parameters) <= 8
+    assert {parameter.kind for parameter in parameters} == {inspect.Parameter.KEYWORD_ONLY}
+    assert all(parameter.annotation is not inspect.Parameter.empty for parameter in parameters)
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_docstring_has_its_headings_in_order(name: str) -> None:
+    text = catalog.docstring(PACKAGE / f"{name}.py")
+    assert re.findall(r"^(Costs|Conflicts|Source):", text, re.MULTILINE) == ["Costs", "Conflicts", "Source"]
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_constructor_keeps_its_arguments_under_their_names(name: str) -> None:
+    if name in ("callbacks/optimizer_choice", "scheduler/warmup_decay"):
+        pytest.skip("has a required argument; its own test looks")
+    written = {k: v for k, v in yaml.safe_load(yaml_of(name).read_text()).items() if not k.startswith("_")}
+    technique = class_of(name)(**written)
+    assert {key: getattr(technique, key) for key in written} == written
+
+
+def test_every_option_is_of_the_suite_a_preset_or_of_a_library() -> None:
+    for file in sorted((ROOT / "conf").glob("*/*.yaml")):
+        written = yaml.safe_load(file.read_text())
+        target = str(written.get("_target_", ""))
+        preset = "defaults" in written
+        switch = file.read_text().startswith("# @package _global_")
+        assert target or preset or switch or file.parent.name == "trainer", file
+        if target.startswith("lightning_eff"):
+            assert target.rpartition(".")[0].rpartition(".")[2] == file.stem
+
+
+def test_lazy_names_are_the_classes() -> None:
+    for name in TECHNIQUES:
+        assert getattr(lightning_eff, class_of(name).__name__) is class_of(name)
+    with pytest.raises(AttributeError, match="no attribute 'EmptyCash'"):
+        _ = lightning_eff.EmptyCash
