@@ -7,19 +7,20 @@ parameter of the class behind it, and every key, class and type is held against 
 
 from __future__ import annotations
 
-import itertools
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
@@ -28,23 +29,37 @@ from typing_extensions import override
 from lightning_eff import signatures
 from lightning_eff.catalog import CONF, MANY, RECIPES, recipes
 from lightning_eff.errors import ConfigError, UsageError, nearest
+from lightning_eff.overrides import loosened, parse_overrides
+from lightning_eff.signatures import TOP_LEVEL
 
 log = logging.getLogger(__name__)
 
 VERSION_BASE = "1.3"
+HYDRA_DEFAULTS = {
+    "hydra.run.dir": (
+        "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}",
+        "${output_root}/${hydra.job.config_name}/${now:%Y-%m-%d_%H-%M-%S-%f}",
+    ),
+    "hydra.sweep.dir": (
+        "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}",
+        "${output_root}/${hydra.job.config_name}/sweep_${now:%Y-%m-%d_%H-%M-%S-%f}",
+    ),
+    "hydra/job_logging": ("default", "none"),
+    "hydra/hydra_logging": ("default", "none"),
+}
+"""Where Hydra's own default is replaced: its value, ours. Another value in a recipe or override stays."""
 
-RUN_KEYS = ("seed", "ckpt_path", "output_root", "run_dir")
-TOP_LEVEL = (*RUN_KEYS, "trainer", *signatures.GROUP_BASES)
 WRITTEN_FOLDERS = ("run_dir", "default_root_dir", "dirpath", "save_dir", "cache_dir", "root_dir", "log_dir")
 """Keys whose value is a folder that a run writes into."""
 
 
 class ConfSearchPath(SearchPathPlugin):
-    """Adds this package's conf/ to the places where Hydra looks for groups."""
+    """Adds this package's conf/ and recipes/ to the places where Hydra looks for groups and configs."""
 
     @override
     def manipulate_search_path(self, search_path: Any) -> None:
-        search_path.append(provider="lightning_eff", path=CONF.as_uri())
+        for folder in (CONF, RECIPES):
+            search_path.append(provider="lightning_eff", path=folder.as_uri())
 
 
 def register() -> None:
@@ -66,77 +81,95 @@ class Composed:
         values: Plain dictionaries, lists and numbers, resolved and checked; what is instantiated.
         run_dir: This run's folder, absolute, not created yet.
         overrides: What Hydra must be given to compose the same again.
+        hydra: What it must be given besides, so that run folders lie where they belong.
     """
 
     values: dict[str, Any]
     run_dir: Path
-    overrides: tuple[str, ...]
+    overrides: list[str]
+    hydra: list[str]
 
 
-def compose_recipe(recipe: str, overrides: Sequence[str]) -> Composed:
+@dataclass(frozen=True)
+class Place:
+    """Where a recipe is looked for: a user's own folders ahead of the package's.
+
+    Args:
+        folders: What `--config-dir` named.
+    """
+
+    folders: tuple[Path, ...] = ()
+
+    def main(self, recipe: str) -> Path:
+        """Return the folder that holds the recipe; Hydra wants a primary config in its main folder."""
+        found = (folder for folder in self.folders if (folder / f"{recipe}.yaml").is_file())
+        return next(found, RECIPES)
+
+    def overrides(self, recipe: str) -> list[str]:
+        """Return the override that lets Hydra look into the other folders too."""
+        others = [folder.as_uri() for folder in self.folders if folder != self.main(recipe)]
+        return [f"hydra.searchpath={json.dumps(others)}"] if others else []
+
+
+def compose_recipe(recipe: str, overrides: Sequence[str], place: Place | None = None) -> Composed:
     """Compose and check one run; nothing is created or instantiated.
 
     Args:
-        recipe: Name of a file in recipes/ or in a folder of `hydra.searchpath`, without its ending.
+        recipe: Name of a file in recipes/ or in a folder of `place`, without its ending.
         overrides: In Hydra's grammar, without sweeps.
+        place: Folders of the user's own.
 
     Raises:
         UsageError: Hydra cannot compose it: an unknown recipe, option or key, or a malformed override.
         ConfigError: It composes, and a key, class, type or path in it is not usable.
     """
-    parsed = parse_overrides(overrides)
-    lines = tuple(loosened(parsed))
-    cfg = _compose(recipe, lines)
+    place = place or Place()
+    parsed = parse_overrides([*overrides, *place.overrides(recipe)])
+    lines = loosened(parsed)
+    hydra = _replaced_defaults(_compose(recipe, lines, place.main(recipe)))
+    cfg = _compose(recipe, [*lines, *hydra], place.main(recipe))
     _check_hydra(cfg.hydra)
     run_dir = _run_dir(cfg)
+    _check_keys(cfg)
     _check_asked(cfg, parsed)
+    _drop_foreign(cfg, explicit={str(item.key_or_group) for item in parsed if not item.is_delete()})
     values = _resolve(cfg)
-    dropped = signatures.check_groups(values, explicit=_explicit(parsed))
-    for key in dropped:
-        log.warning("%s left out: the class that was put in its group's _target_ has no such parameter", key)
+    signatures.check_groups(values)
     _check_folders(values, Path(values["output_root"]))
-    return Composed(values, run_dir, (*lines, f'hydra.run.dir="{run_dir}"'))
+    return Composed(values, run_dir, lines, hydra)
 
 
-def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides of Hydra's grammar.
-
-    Raises:
-        UsageError: One of them is not of that grammar.
-    """
-    try:
-        return OverridesParser.create().parse_overrides(list(overrides))
-    except OverrideParseException as error:
-        text = f"{error.override}: not an override; expected key=value, group=option, +key=value or ~key"
-        raise UsageError(text) from error
+def _replaced_defaults(cfg: DictConfig) -> list[str]:
+    """Return overrides for what the recipe left at Hydra's default, also in a frozen config."""
+    hydra: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
+    now = {
+        "hydra.run.dir": hydra["run"]["dir"],
+        "hydra.sweep.dir": hydra["sweep"]["dir"],
+        **{key: hydra["runtime"]["choices"].get(key) for key in HYDRA_DEFAULTS if "/" in key},
+    }
+    return [f"{key}={ours}" for key, (stock, ours) in HYDRA_DEFAULTS.items() if now[key] == stock]
 
 
-def loosened(overrides: Sequence[Override]) -> list[str]:
-    """Let overrides of known groups set keys that the group's YAML does not list; the class is asked later.
-
-    Example:
-        >>> loosened(parse_overrides(["trainer.max_time=00:01:00:00", "seed=3", "~callbacks"]))
-        ['++trainer.max_time=00:01:00:00', 'seed=3', '~callbacks']
-    """
-    lines: list[str] = []
-    for item in overrides:
-        line = str(item.input_line)
-        group, _, key = str(item.key_or_group).partition(".")
-        if key and not item.is_delete() and group in TOP_LEVEL:
-            line = "++" + line.lstrip("+")
-        lines.append(line)
-    return lines
-
-
-def _compose(recipe: str, overrides: Sequence[str]) -> DictConfig:
+def _compose(recipe: str, overrides: Sequence[str], folder: Path) -> DictConfig:
     register()
     try:
-        with initialize_config_dir(str(RECIPES), version_base=VERSION_BASE):
+        with _no_hydra_yet(), initialize_config_dir(str(folder), version_base=VERSION_BASE):
             return compose(recipe, overrides=list(overrides), return_hydra_config=True)
     except MissingConfigException as error:
         raise UsageError(_missing(recipe, error)) from error
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UsageError(_compose_error(error)) from error
+
+
+@contextmanager
+def _no_hydra_yet() -> Generator[None]:
+    """Compose also from inside a job that Hydra runs: it allows one at a time."""
+    running = GlobalHydra.instance()
+    before, running.hydra = running.hydra, None
+    try:
+        yield
+    finally:
+        running.hydra = before
 
 
 def _missing(recipe: str, error: MissingConfigException) -> str:
@@ -159,12 +192,23 @@ def _compose_error(error: Exception) -> str:
     return f"{first}{reason}"
 
 
-def _explicit(overrides: Sequence[Override]) -> set[str]:
-    return {str(item.key_or_group) for item in overrides if not item.is_delete()}
+def _drop_foreign(cfg: DictConfig, *, explicit: set[str]) -> None:
+    """Leave out, and name, what a group's YAML has and the class that an override put there has not."""
+    for group in signatures.GROUP_BASES:
+        node = cfg.get(group)
+        if f"{group}._target_" not in explicit or not isinstance(node, DictConfig):
+            continue
+        given = {key for key in node if f"{group}.{key}" in explicit}
+        foreign = signatures.foreign_keys(group, node.get("_target_"), set(node) - given)
+        with open_dict(node):
+            for key in foreign:
+                del node[key]
+        if foreign:
+            log.warning("%s: %s has no %s; left out", group, node.get("_target_"), ", ".join(foreign))
 
 
-def _check_asked(cfg: DictConfig, overrides: Sequence[Override]) -> None:
-    """Hold what was asked for against what is there: Hydra drops some forms without a word."""
+def _check_keys(cfg: DictConfig) -> None:
+    """Refuse top-level keys that nothing reads, and options that did not land under their name."""
     for key in cfg:
         if key not in (*TOP_LEVEL, "hydra"):
             group, _, option = str(key).partition("/")
@@ -172,6 +216,14 @@ def _check_asked(cfg: DictConfig, overrides: Sequence[Override]) -> None:
             raise ConfigError(
                 str(key), "", allowed=f"a known key; {nearest(str(key), TOP_LEVEL)}", remedies=remedy
             )
+    for group in MANY:
+        if "_target_" in (cfg.get(group) or {}):
+            allowed = f"options that land under their name: begin the YAML with `# @package {group}.NAME`"
+            raise ConfigError(key=group, value=cfg[group]["_target_"], allowed=allowed)
+
+
+def _check_asked(cfg: DictConfig, overrides: Sequence[Override]) -> None:
+    """Hold what was asked for against what is there: Hydra drops some forms without a word."""
     for item in overrides:
         group = str(item.key_or_group)
         if group in MANY and not item.is_delete():
@@ -243,24 +295,3 @@ def _check_hydra(hydra: DictConfig) -> None:
     plain = OmegaConf.to_container(hydra, resolve=False)
     if isinstance(plain, dict):
         signatures.check_hydra({str(key): value for key, value in plain.items()})
-
-
-def sweep(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each run of a sweep over lists of values, in Hydra's order.
-
-    Other sweeps (ranges that a sweeper plugin searches) are known to the plugin alone; each of their runs
-    is checked when it starts.
-
-    Example:
-        >>> sweep(["seed=1,2", "precision=fp32"])
-        [['seed=1', 'precision=fp32'], ['seed=2', 'precision=fp32']]
-    """
-    choices: list[list[str]] = []
-    for item in parse_overrides(overrides):
-        if item.is_sweep_override() and not item.is_discrete_sweep():
-            return []
-        if item.is_sweep_override():
-            choices.append([f"{item.get_key_element()}={value}" for value in item.sweep_string_iterator()])
-        else:
-            choices.append([str(item.input_line)])
-    return [list(combination) for combination in itertools.product(*choices)]

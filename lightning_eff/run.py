@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +45,12 @@ class Run:
 
     def fit(self) -> dict[str, Any]:
         """Train; return the efficiency report, empty without that monitor."""
-        self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path, weights_only=True)
+        with warnings.catch_warnings():
+            # A run that goes on does so in a folder of its own, and leaves the old one's checkpoints alone.
+            warnings.filterwarnings("ignore", "The dirpath has changed from")
+            # Lightning 2.6.6 asks torch 2.13 about an empty batch in a way that torch deprecates.
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+            self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path, weights_only=True)
         self._ensure_checkpoint()
         reports = [m.report for m in _callbacks(self.trainer) if isinstance(m, EfficiencyReport)]
         return reports[0] if reports else {}

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ GROUP_BASES = {
     "scheduler": "torch.optim.lr_scheduler.LRScheduler",
     "logger": "lightning.pytorch.loggers.Logger",
 }
+RUN_KEYS = ("seed", "ckpt_path", "output_root", "run_dir")
+TOP_LEVEL = (*RUN_KEYS, "trainer", *GROUP_BASES)
+"""What may stand at the top of a composed config."""
 NESTED_BASES = (
     "torch.nn.Module",
     "torch.utils.data.Dataset",
@@ -47,16 +50,11 @@ DIRECTIVES = ("_target_", "_partial_", "_recursive_", "_convert_")
 """Hydra's own keys. `_args_` is refused: positional arguments cannot be checked by name."""
 
 
-def check_groups(values: dict[str, Any], *, explicit: set[str]) -> list[str]:
-    """Check every class, key and type of a composed config, in place.
+def check_groups(values: dict[str, Any]) -> None:
+    """Check every class, key and type of a composed config; groups whose class is called later are marked so.
 
     Args:
-        values: The resolved config. Keys that came from a YAML and that an overridden `_target_` does not
-            have are removed.
-        explicit: Keys that were given as overrides, and so are never removed.
-
-    Returns:
-        Keys that were removed.
+        values: The resolved config.
 
     Raises:
         ConfigError: Something cannot be used.
@@ -68,13 +66,9 @@ def check_groups(values: dict[str, Any], *, explicit: set[str]) -> list[str]:
             raise ConfigError(
                 required, values.get(required), allowed="an option of this group, for example in the recipe"
             )
-    dropped: list[str] = []
     for group, base in GROUP_BASES.items():
         for path, node in _nodes(group, values.get(group)):
-            if f"{path}._target_" in explicit:
-                dropped += _drop_foreign(path, node, explicit)
             _check_node(path, node, (base,), partial=group in PARTIAL_GROUPS)
-    return dropped
 
 
 def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -86,9 +80,6 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     if group not in ("callbacks", "monitors"):
         yield group, value
         return
-    if "_target_" in value:
-        allowed = f"options that land under their name: begin the YAML with `# @package {group}.NAME`"
-        raise ConfigError(group, value["_target_"], allowed=allowed)
     for name, node in value.items():
         if node is not None and not (isinstance(node, dict) and "_target_" in node):
             text = f"an option that was asked for: {name!r} is not in {group}"
@@ -122,18 +113,19 @@ def _check_trainer(values: dict[str, Any]) -> None:
     _check_parameters("trainer", trainer, Trainer, skip_first=False, partial=True)
 
 
-def _drop_foreign(path: str, node: dict[str, Any], explicit: set[str]) -> list[str]:
-    parameters = _parameters(resolve_class(path, node["_target_"]))
-    if _takes_anything(parameters):
-        return []
-    foreign = [
-        key
-        for key in node
-        if key not in parameters and key not in DIRECTIVES and f"{path}.{key}" not in explicit
-    ]
-    for key in foreign:
-        del node[key]
-    return [f"{path}.{key}" for key in foreign]
+def foreign_keys(path: str, target: object, keys: Iterable[object]) -> list[str]:
+    """Return those of `keys` that are no parameters of a class.
+
+    Raises:
+        ConfigError: `target` names no class.
+
+    Example:
+        >>> foreign_keys("model", "torch.nn.Linear", ["in_features", "vocab_size", "_target_"])
+        ['vocab_size']
+    """
+    parameters = _parameters(resolve_class(path, target))
+    known = {*parameters, *DIRECTIVES}
+    return [] if _takes_anything(parameters) else sorted(str(key) for key in keys if str(key) not in known)
 
 
 def _check_node(path: str, node: dict[str, Any], bases: Sequence[str], *, partial: bool = False) -> None:

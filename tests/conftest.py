@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -115,13 +116,17 @@ def tiny(text_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
 
 
 @pytest.fixture
-def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Return the command line as a function: exit code, standard output, standard error."""
+def command(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> Callable[..., tuple[int, str, str]]:
+    """Return the command line as a function: exit code, standard output, log messages and standard error."""
 
     def call(*words: str) -> tuple[int, str, str]:
         capfd.readouterr()
-        code = cli.main(words)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            code = cli.main(words)
         out, err = capfd.readouterr()
-        return code, out, err
+        return code, out, "\n".join([*caplog.messages, err])
 
     return call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.errors import NoEffectWarning, SlowPathWarning
+from lightning_eff.errors import NoEffectWarning
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
 from lightning_eff.plan import Technique, asked, name_of
@@ -72,8 +71,8 @@ def plain_loop(model: Net, precision: str) -> list[float]:
         model.to(dtype)
     optimizer, losses = SGD(model.parameters()), list[float]()
     while len(losses) < NUM_STEPS:
-        for x, y in make_loader():
-            x = x.to(dtype) if precision == "bf16-true" else x
+        for batch, y in make_loader():
+            x = batch.to(dtype) if precision == "bf16-true" else batch
             with torch.autocast("cpu", dtype=dtype, enabled=mixed):
                 loss = F.cross_entropy(model(x).float(), y)
             optimizer.zero_grad()
@@ -84,7 +83,9 @@ def plain_loop(model: Net, precision: str) -> list[float]:
     return losses[:NUM_STEPS]
 
 
-def test_result_is_bit_for_bit_that_of_a_plain_loop(case: Case, net: Callable[..., Net], tmp_path: Any) -> None:
+def test_result_is_bit_for_bit_that_of_a_plain_loop(
+    case: Case, net: Callable[..., Net], tmp_path: Any
+) -> None:
     """T0 for every technique: also a low format must give exactly what PyTorch's own recipe for it gives."""
     plain = net()
     expected = plain_loop(plain, case.precision)
@@ -123,11 +124,19 @@ def test_a_second_fit_and_validate_work(case: Case, net: Callable[..., Net], tmp
 def test_everything_patched_is_restored(case: Case, net: Callable[..., Net], tmp_path: Any) -> None:
     model = net()
     before = {*model.__dict__, "_hparams"}
-    switches = (torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu"))
+    switches = (
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.is_autocast_enabled("cpu"),
+    )
     _, trainer = case.trainer(tmp_path, max_steps=2)
     profiler = trainer.profiler
     trainer.fit(model, make_loader())
-    after = (torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu"))
+    after = (
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.is_autocast_enabled("cpu"),
+    )
     assert after == switches
     assert {"start", "stop"}.isdisjoint(profiler.__dict__)
     assert {*model.__dict__, "_hparams"} == before
@@ -173,10 +182,3 @@ def test_technique_says_what_was_asked_before_and_what_it_did_after(case: Case, 
 def test_no_effect_is_said(net: Callable[..., Net], tmp_path: Any) -> None:
     with pytest.warns(NoEffectWarning, match=r"never emptied \(every_n_steps=100, 2 steps so far\)"):
         make_trainer(callbacks=[EmptyCache(every_n_steps=100)], max_steps=2).fit(net(), make_loader())
-
-
-def test_emulated_format_is_said(net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
-    with pytest.warns(SlowPathWarning, match="emulates them"), warnings.catch_warnings():
-        warnings.simplefilter("always")
-        make_trainer(plugins=[Mixed(precision="bf16-mixed")], max_steps=1).fit(net(), make_loader())

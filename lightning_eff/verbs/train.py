@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from lightning_eff import config
 from lightning_eff.errors import EXIT_OK, ConfigError, UsageError, exit_code, root_cause_line
+from lightning_eff.overrides import loosened, parse_overrides, sweep
 
 USAGE = """lightning-eff train RECIPE [overrides] [options]
 
@@ -40,21 +41,20 @@ options:
 def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
     given = _parse(arguments)
-    overrides = [*given.overrides, *_search_path(given.config_dir)]
+    place = config.Place(tuple(_existing(folder) for folder in given.config_dir))
     sys.path.insert(0, str(Path.cwd()))
-    if given.cfg or given.info:
-        composed = [*config.loosened(config.parse_overrides(overrides))]
-        _hydra(given, composed, _Jobs(given.recipe, prebuilt=None))
-        return EXIT_OK
+    jobs = _Jobs(given.recipe, place)
     if given.multirun:
-        for combination in config.sweep(overrides):
-            config.compose_recipe(given.recipe, combination)
-        jobs = _Jobs(given.recipe, prebuilt=None)
-        _hydra(given, config.loosened(config.parse_overrides(overrides)), jobs)
+        runs = [config.compose_recipe(given.recipe, each, place) for each in sweep(given.overrides)]
+        overrides = [*given.overrides, *place.overrides(given.recipe)]
+        lines = [*loosened(parse_overrides(overrides)), *runs[0].hydra]
+    elif given.cfg or given.info:
+        composed = config.compose_recipe(given.recipe, given.overrides, place)
+        lines = [*composed.overrides, *composed.hydra]
     else:
-        jobs = _single(given.recipe, overrides)
-        _hydra(given, jobs.overrides, jobs)
-    return jobs.finish(as_json=given.json)
+        lines = jobs.prepare(given.overrides)
+    _hydra(given, lines, jobs, str(place.main(given.recipe)))
+    return EXIT_OK if given.cfg or given.info else jobs.finish(as_json=given.json)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -94,26 +94,11 @@ def _usage_error(message: str) -> None:
     raise UsageError(text)
 
 
-def _search_path(folders: Sequence[str]) -> list[str]:
-    """Turn `--config-dir` into the override that adds folders to Hydra's search path."""
-    for folder in folders:
-        if not Path(folder).is_dir():
-            text = f"--config-dir {folder}: no such folder"
-            raise UsageError(text)
-    if not folders:
-        return []
-    return [f"hydra.searchpath={json.dumps([Path(folder).resolve().as_uri() for folder in folders])}"]
-
-
-def _single(recipe: str, overrides: Sequence[str]) -> _Jobs:
-    """Compose, check and instantiate before Hydra makes the folder, so that a refusal leaves nothing."""
-    from lightning_eff import run
-
-    composed = config.compose_recipe(recipe, overrides)
-    jobs = _Jobs(recipe, prebuilt=run.build(composed.values, recipe=recipe, run_dir=composed.run_dir))
-    jobs.overrides = list(composed.overrides)
-    _make_root(composed.run_dir)
-    return jobs
+def _existing(folder: str) -> Path:
+    if not Path(folder).is_dir():
+        text = f"--config-dir {folder}: no such folder"
+        raise UsageError(text)
+    return Path(folder).resolve()
 
 
 def _make_root(run_dir: Path) -> None:
@@ -131,15 +116,28 @@ class _Jobs:
 
     Args:
         recipe: Name of the recipe.
-        prebuilt: The only run, already instantiated; None builds each from its config.
+        place: Folders that it is looked for in.
     """
 
-    def __init__(self, recipe: str, *, prebuilt: Any) -> None:
+    def __init__(self, recipe: str, place: config.Place) -> None:
         self.recipe = recipe
-        self.overrides: list[str] = []
+        self.place = place
         self.reports: list[dict[str, Any]] = []
         self.failures: list[BaseException] = []
-        self._prebuilt = prebuilt
+        self._prepared: Any = None
+
+    def prepare(self, overrides: Sequence[str]) -> list[str]:
+        """Compose, check and instantiate the only run before Hydra makes its folder.
+
+        Returns:
+            The overrides that let Hydra compose the same again.
+        """
+        from lightning_eff import run
+
+        composed = config.compose_recipe(self.recipe, overrides, self.place)
+        self._prepared = run.build(composed.values, recipe=self.recipe, run_dir=composed.run_dir)
+        _make_root(composed.run_dir)
+        return [*composed.overrides, *composed.hydra, f'hydra.run.dir="{composed.run_dir}"']
 
     def __call__(self, _: DictConfig) -> None:
         """Run one job in the folder that Hydra made for it."""
@@ -147,18 +145,14 @@ class _Jobs:
 
         hydra = HydraConfig.get()
         with _Kept(self.failures, Path(hydra.runtime.output_dir)):
-            run = self._prebuilt or self._build(list(hydra.overrides.task), list(hydra.overrides.hydra))
+            run = self._prepared or self._build(list(hydra.overrides.task), hydra.runtime.output_dir)
             self.reports.append(run.fit())
 
-    def _build(self, task_overrides: list[str], hydra_overrides: list[str]) -> Any:
-        from hydra.core.hydra_config import HydraConfig
-
+    def _build(self, overrides: list[str], run_dir: str) -> Any:
         from lightning_eff import run
 
-        hydra = HydraConfig.get()
-        kept = [line for line in hydra_overrides if line.startswith("hydra.searchpath")]
-        here = f'hydra.run.dir="{hydra.runtime.output_dir}"'
-        composed = config.compose_recipe(self.recipe, [*task_overrides, *kept, here])
+        here = f'hydra.run.dir="{run_dir}"'
+        composed = config.compose_recipe(self.recipe, [*overrides, here], self.place)
         return run.build(composed.values, recipe=self.recipe, run_dir=composed.run_dir)
 
     def finish(self, *, as_json: bool) -> int:
@@ -199,7 +193,7 @@ class _Kept:
         return True
 
 
-def _hydra(given: argparse.Namespace, overrides: Sequence[str], jobs: _Jobs) -> None:
+def _hydra(given: argparse.Namespace, overrides: Sequence[str], jobs: _Jobs, folder: str) -> None:
     """Let Hydra run the jobs, or print what it was asked to, with the command line that it expects."""
     import hydra
 
@@ -213,9 +207,7 @@ def _hydra(given: argparse.Namespace, overrides: Sequence[str], jobs: _Jobs) -> 
         jobs(cfg)
 
     config.register()
-    decorate = hydra.main(
-        version_base=config.VERSION_BASE, config_path=str(config.RECIPES), config_name=given.recipe
-    )
+    decorate = hydra.main(version_base=config.VERSION_BASE, config_path=folder, config_name=given.recipe)
     with _hydra_raises(), _argv([sys.argv[0], *flags, *overrides]):
         decorate(job)()
 

@@ -92,7 +92,10 @@ def test_empties_when_the_allocator_had_to_flush(
 
 @pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning")
 def test_looks_at_the_need_only_every_n_steps(
-    emptied: list[int], fake_allocator: dict[str, int], net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
+    emptied: list[int],
+    fake_allocator: dict[str, int],
+    net: Callable[..., Net],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks: list[bool] = []
     trainer = make_trainer(
@@ -106,7 +109,10 @@ def test_looks_at_the_need_only_every_n_steps(
 
 
 def test_all_ranks_empty_when_one_needs_it(
-    emptied: list[int], fake_allocator: dict[str, int], net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
+    emptied: list[int],
+    fake_allocator: dict[str, int],
+    net: Callable[..., Net],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     callback = EmptyCache(every_n_steps=None, max_cached_share=0.9, check_every_n_steps=5)
     trainer = make_trainer(callbacks=[callback])
@@ -137,7 +143,7 @@ def test_what_came_back_is_logged_and_reported(emptied: list[int], net: Callable
 
 @pytest.mark.skipif(not allocator.has_cache(torch.device("cpu")), reason="needs glibc's malloc_trim")
 def test_freed_heap_goes_back_to_the_operating_system() -> None:
-    # Blocks below glibc's mmap threshold stay in its heap; one in the middle that lives keeps the top from being trimmed.
+    # Blocks below glibc's mmap threshold stay in its heap, and a live one above them keeps it from shrinking.
     release("cpu")
     blocks = [torch.ones(16 * 1024) for _ in range(2000)]
     keep = blocks[-1]

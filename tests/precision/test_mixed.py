@@ -1,4 +1,4 @@
-"""Mixed: the format that was asked for is the one that runs, casts are kept once, fused clips, scalers skip."""
+"""Mixed: the format that was asked for is the one that runs, casts are kept once, fused clips."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class Spy(Net):
         ("bf16-true", torch.bfloat16, torch.bfloat16),
     ],
 )
-def test_computes_and_keeps_what_the_name_says(precision: str, computed: torch.dtype, kept: torch.dtype) -> None:
+def test_computes_and_keeps_what_the_name_says(
+    precision: str, computed: torch.dtype, kept: torch.dtype
+) -> None:
     model, plugin = Spy(), Mixed(precision=precision)
     make_trainer(plugins=[plugin], max_steps=1).fit(model, make_loader())
     assert model.seen[:2] == (computed, kept)
@@ -54,7 +56,9 @@ def test_computes_and_keeps_what_the_name_says(precision: str, computed: torch.d
 def test_auto_takes_bf16_where_it_is_native(
     native: bool, chosen: str, net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mixed, "support", lambda device, dtype: Support(native=native, why="the test says so"))
+    monkeypatch.setattr(
+        mixed, "support", lambda device, dtype: Support(native=native, why="the test says so")
+    )
     plugin = Mixed()
     make_trainer(plugins=[plugin], max_steps=1).fit(net(), make_loader())
     assert plugin.precision == chosen
@@ -104,7 +108,7 @@ def test_a_layer_used_four_times_is_cast_once(keep_casts: bool, copies: int) -> 
 
 
 def test_a_forward_without_gradient_does_not_cut_the_kept_casts_off() -> None:
-    """Autocast's cache once kept a copy made under no_grad, and the weight then got no gradient, without an error."""
+    """Autocast's cache once kept a copy made under no_grad: the weight got no gradient, without an error."""
     module = FourTimes()
     with step_context("bf16-mixed", "cpu"):
         with torch.no_grad():

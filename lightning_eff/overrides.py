@@ -1,0 +1,63 @@
+"""Overrides in Hydra's grammar: parsed, loosened so that a group's class decides what it takes, and swept."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import OverrideParseException
+
+from lightning_eff.errors import UsageError
+from lightning_eff.signatures import TOP_LEVEL
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides of Hydra's grammar.
+
+    Raises:
+        UsageError: One of them is not of that grammar.
+    """
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except OverrideParseException as error:
+        text = f"{error.override}: not an override; expected key=value, group=option, +key=value or ~key"
+        raise UsageError(text) from error
+
+
+def loosened(overrides: Sequence[Override]) -> list[str]:
+    """Let overrides of known groups set keys that the group's YAML does not list; the class is asked later.
+
+    Example:
+        >>> loosened(parse_overrides(["trainer.max_time=00:01:00:00", "seed=3", "~callbacks"]))
+        ['++trainer.max_time=00:01:00:00', 'seed=3', '~callbacks']
+    """
+    lines: list[str] = []
+    for item in overrides:
+        line = str(item.input_line)
+        group, _, key = str(item.key_or_group).partition(".")
+        if key and not item.is_delete() and group in TOP_LEVEL:
+            line = "++" + line.lstrip("+")
+        lines.append(line)
+    return lines
+
+
+def sweep(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each run of a sweep over lists of values, in Hydra's order.
+
+    What a sweeper plugin searches (ranges) is left out: those runs are checked when they start.
+
+    Example:
+        >>> sweep(["seed=1,2", "precision=fp32"])
+        [['seed=1', 'precision=fp32'], ['seed=2', 'precision=fp32']]
+    """
+    choices: list[list[str]] = []
+    for item in parse_overrides(overrides):
+        if item.is_sweep_override() and not item.is_discrete_sweep():
+            continue
+        if item.is_sweep_override():
+            choices.append([f"{item.get_key_element()}={value}" for value in item.sweep_string_iterator()])
+        else:
+            choices.append([str(item.input_line)])
+    return [list(combination) for combination in itertools.product(*choices)]

@@ -1,0 +1,218 @@
+"""The command: exit codes, few lines, root cause first, answers without torch, nothing half-written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_eff import catalog, cli
+
+Command = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning")
+
+
+def test_help_lists_verbs_and_recipes(command: Command) -> None:
+    code, out, _ = command("--help")
+    assert code == 0
+    assert all(name in out for name in ("train", "ls", "lm", "baseline"))
+
+
+@pytest.mark.parametrize("verb", list(catalog.verbs()))
+def test_every_verb_has_help(verb: str, command: Command) -> None:
+    code, out, _ = command(verb, "--help")
+    assert code == 0
+    assert f"lightning-eff {verb}" in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["ls"],
+        ["ls", "empty_cache"],
+        ["--complete", "train", "lm", "pre"],
+        ["--version"],
+        ["train", "-h"],
+    ],
+)
+def test_answers_come_without_torch_lightning_or_a_second(words: list[str]) -> None:
+    program = (
+        "import sys, time; from lightning_eff import cli; code = cli.main(sys.argv[1:]);"
+        "assert code == 0; loaded = {'torch', 'lightning'} & set(sys.modules); assert not loaded, loaded"
+    )
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", program, *words], check=True, stdout=subprocess.DEVNULL)
+    assert time.perf_counter() - start < 5.0, "a second on an idle machine; the bound allows for a busy one"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["trian", "lm"], "'trian' is no verb; did you mean 'train'?"),
+        (["train"], "expected a recipe"),
+        (["train", "lm", "baseline"], "expected one recipe, not 2"),
+        (["train", "lm", "--mulitrun"], "unknown option '--mulitrun'"),
+        (["train", "lm", "--cfg", "jobs"], "invalid choice: 'jobs'"),
+        (["train", "lm", "--config-dir", "nowhere"], "--config-dir nowhere: no such folder"),
+        (["train", "lm", "-m", "precision=fp32,fp23"], "precision=fp23: no such option"),
+        (["train", "lm", "ckpt_path=last"], "a checkpoint; there is none under outputs/lm"),
+        (["train", "lm", "ckpt_path=a.ckpt"], "an existing checkpoint, or last"),
+        (
+            ["train", "lm", "callbacks.empty_cache.every_n_steps=0"],
+            "callbacks.empty_cache.every_n_steps=0: expected",
+        ),
+        (["train", "lm", "model.num_heads=5"], "model: d_model=192 must be a multiple of 2 * num_heads = 10"),
+        (["train", "lm", "trainer.accelerator=gpuu"], "trainer: You selected an invalid accelerator name"),
+        (["train", "lm", "trainer.limit_val_batches=-2"], "trainer: You have passed invalid value -2"),
+        (["ls", "emty_cache"], "did you mean 'empty_cache'?"),
+        (["ls", "--jsn"], "unknown argument '--jsn'"),
+        (["--completion", "tcsh"], "--completion tcsh: no such shell"),
+    ],
+)
+def test_usage_errors_exit_2_in_few_lines_and_leave_nothing(
+    words: list[str], text: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command(*words)
+    assert code == 2
+    assert text in err
+    assert "Traceback" not in err
+    assert len(err.strip().splitlines()) <= cli.MAX_ERROR_LINES
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_fails_exits_1_root_cause_first(tiny: list[str], command: Command) -> None:
+    Path("my_failing_model.py").write_text(
+        "from lightning_eff.models.gpt import GPT\n"
+        "class Fails(GPT):\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        raise KeyError('the label is missing')\n"
+    )
+    code, _, err = command("train", "lm", *tiny, "model._target_=my_failing_model.Fails")
+    assert code == 1
+    lines = err.strip().splitlines()[-3:]
+    assert lines[0] == "error: KeyError: 'the label is missing'"
+    assert "my_failing_model.py:4 in training_step" in lines[1]
+    log = Path(lines[2].removeprefix("  traceback: "))
+    assert "Traceback" in log.read_text()
+    assert "Traceback" not in err
+    assert "Traceback" in command("train", "lm", *tiny, "model._target_=my_failing_model.Fails", "--debug")[2]
+
+
+def test_running_out_of_memory_exits_4(tiny: list[str], command: Command) -> None:
+    Path("my_hungry_model.py").write_text(
+        "import torch\nfrom lightning_eff.models.gpt import GPT\n"
+        "class Hungry(GPT):\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        return torch.ones(2**50)\n"
+    )
+    code, _, err = command("train", "lm", *tiny, "model._target_=my_hungry_model.Hungry")
+    assert code == 4
+    assert "error: RuntimeError: " in err
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_going_on_from_the_last_checkpoint(tiny: list[str], command: Command) -> None:
+    assert command("train", "lm", *tiny)[0] == 0
+    code, _, err = command("train", "lm", *tiny, "ckpt_path=last")
+    assert code == 2
+    assert "trainer.max_steps=2: expected more than the 2 steps" in err
+    assert "try: trainer.max_steps=4" in err
+    assert len(list(Path("outputs/lm").iterdir())) == 1, "the refused run left no folder"
+    code, _, err = command("train", "lm", *tiny, "ckpt_path=last", "trainer.max_steps=5")
+    assert code == 0, err
+    assert "finished after 3 optimizer steps" in err
+    assert len(list(Path("outputs/lm").glob("*/checkpoints/step-5.ckpt"))) == 1
+
+
+def test_a_sweep_runs_each_combination_and_survives_a_failure(tiny: list[str], command: Command) -> None:
+    code, _, err = command("train", "lm", *tiny, "-m", "callbacks=[],[empty_cache]")
+    assert code == 0, err
+    folders = sorted(path.parent.name for path in Path("outputs/lm").glob("sweep_*/*/efficiency.json"))
+    assert folders == ["0", "1"]
+    Path("my_picky_model.py").write_text(
+        "from lightning_eff.models.gpt import GPT\n"
+        "class Picky(GPT):\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        if self.hparams['dropout'] > 0:\n"
+        "            raise RuntimeError('no dropout, please')\n"
+        "        return super().training_step(batch, batch_idx)\n"
+    )
+    picky = ["model._target_=my_picky_model.Picky", "output_root=picky", f"data.cache_dir={Path('picky/c')}"]
+    code, _, err = command("train", "lm", *tiny, *picky, "-m", "model.dropout=0.5,0.0")
+    assert code == 1
+    assert "no dropout, please" in err
+    statuses = [path.read_text() for path in sorted(Path("picky/lm").glob("sweep_*/*/efficiency.json"))]
+    assert ['"status": "failed"' in text for text in statuses] == [True, False]
+
+
+def test_config_is_printed_and_a_frozen_one_is_a_recipe(tiny: list[str], command: Command) -> None:
+    code, out, err = command("train", "lm", "trainer.max_steps=7", "--cfg", "job")
+    assert code == 0, err
+    assert "max_steps: 7" in out
+    assert not Path("outputs").exists()
+    Path("mine").mkdir()
+    Path("mine/frozen.yaml").write_text(out)
+    code, again, err = command("train", "frozen", "--config-dir", "mine", "--cfg", "job")
+    assert code == 0, err
+    assert again == out
+    code, _, err = command("train", "frozen", "--config-dir", "mine", *tiny)
+    assert code == 0, err
+
+
+def test_own_model_data_and_config_folder(tiny: list[str], command: Command) -> None:
+    Path("my_project.py").write_text(
+        "import lightning.pytorch as pl, torch\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "class Net(pl.LightningModule):\n"
+        "    def __init__(self, width: int = 2):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(4, width)\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        return self.layer(batch[0]).square().mean()\n"
+        "class Data(pl.LightningDataModule):\n"
+        "    def train_dataloader(self):\n"
+        "        return DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2)\n"
+    )
+    Path("mine/data").mkdir(parents=True)
+    Path("mine/data/ones.yaml").write_text("_target_: my_project.Data\n")
+    code, _, err = command(
+        "train", "lm", "--config-dir", "mine", "data=ones", "model._target_=my_project.Net", "model.width=3",
+        "~monitors.text_sample", "trainer.max_steps=2", "trainer.val_check_interval=null",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "finished after 2 optimizer steps" in err
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
+    number: signal.Signals, expected: int, tiny: list[str]
+) -> None:
+    words = [sys.executable, "-m", "lightning_eff", "train", "lm", *tiny]
+    long = ["trainer.max_steps=100000", "trainer.max_epochs=-1", "trainer.limit_val_batches=0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*words, *long], stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step "):
+                break
+        process.send_signal(number)
+        process.stderr.read()
+    assert process.returncode == expected
+    assert list(Path("outputs/lm").glob("*/checkpoints/step-*.ckpt"))
+
+
+def test_completion_knows_options_keys_and_shells(command: Command) -> None:
+    assert cli.complete(["train", "lm", "+callbacks=e"]) == ["+callbacks=empty_cache"]
+    assert "callbacks.empty_cache.every_n_steps=" in cli.complete(["train", "lm", "callbacks.empty"])
+    assert cli.complete(["ls", "callbacks/em"]) == ["callbacks/empty_cache"]
+    for shell in cli.COMPLETION:
+        assert "lightning-eff --complete" in command("--completion", shell)[1]

@@ -1,0 +1,51 @@
+"""`ls`: lines, filters, cards, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def test_one_line_for_each_recipe_and_option(command: Command) -> None:
+    code, out, _ = command("ls", "--json")
+    rows = json.loads(out)["rows"]
+    assert code == 0
+    assert len(command("ls")[1].splitlines()) == len(rows) + 1
+    assert all(row["summary"] for row in rows)
+    kinds = {row["name"]: row["kind"] for row in rows}
+    assert kinds["lm"] == "recipe"
+    assert kinds["callbacks/empty_cache"] == "technique"
+    assert kinds["precision/bf16_mixed"] == "option"
+    assert kinds["model/gpt"] == "option"
+
+
+def test_a_word_filters(command: Command) -> None:
+    out = command("ls", "bfloat16")[1]
+    assert "precision/bf16_mixed" in out
+    assert "empty_cache" not in out
+
+
+def test_a_name_shows_costs_conflicts_source_and_every_option(command: Command) -> None:
+    for name in ("empty_cache", "callbacks/empty_cache"):
+        out = command("ls", name)[1]
+        for word in (
+            "Costs:",
+            "Conflicts:",
+            "Source:",
+            "every_n_steps",
+            "max_cached_share",
+            "+callbacks=empty_cache",
+        ):
+            assert word in out
+    card = json.loads(command("ls", "empty_cache", "--json")[1])
+    assert card["parameters"][0] == {
+        "key": "every_n_steps",
+        "default": "100",
+        "meaning": "optimizer steps between two emptyings; null = by need alone",
+    }
+
+
+def test_a_recipe_shows_its_bill_of_materials(command: Command) -> None:
+    assert "- callbacks: [empty_cache]" in command("ls", "lm")[1]
