@@ -1,0 +1,51 @@
+"""Upstream names without a promise that the suite leans on: when one changes, this says which and where."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_eff.measure.throughput import FETCH_ACTION
+
+ROOT = Path(__file__).parent.parent / "lightning_eff"
+USED_IN = {
+    "_after_closure": "precision/mixed.py",
+    "_last_global_step_saved": "run.py",
+    "_scaled_dot_product_flash_attention_for_cpu": "measure/flops.py",
+    "_TrainingEpochLoop": "measure/throughput.py",
+    "_pytree": "measure/memory.py",
+    "_python_dispatch": "measure/memory.py",
+}
+
+
+@pytest.mark.parametrize(("name", "file"), USED_IN.items())
+def test_private_name_is_used_where_the_list_says(name: str, file: str) -> None:
+    assert name in (ROOT / file).read_text()
+
+
+def test_precision_calls_hooks_and_clips_in_after_closure() -> None:
+    assert list(inspect.signature(Precision._after_closure).parameters) == ["self", "model", "optimizer"]
+    assert "on_before_optimizer_step" in inspect.getsource(Precision._after_closure)
+
+
+def test_model_checkpoint_remembers_the_step_it_saved() -> None:
+    assert pl.callbacks.ModelCheckpoint()._last_global_step_saved == 0
+
+
+def test_the_loop_tells_the_profiler_when_it_waits_for_a_batch() -> None:
+    source = inspect.getsource(_TrainingEpochLoop._on_before_fetch)
+    assert f"[{_TrainingEpochLoop.__name__}].train_dataloader_next" == FETCH_ACTION
+    assert ".train_dataloader_next" in source
+
+
+def test_cpu_attention_and_dispatch_modes_exist() -> None:
+    assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    assert torch.utils._python_dispatch.TorchDispatchMode
+    assert torch.utils._pytree.tree_leaves({"a": [1]}) == [1]

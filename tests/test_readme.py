@@ -1,0 +1,95 @@
+"""Every command and every block of the README runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TINY
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+Command = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning_eff.errors.NoEffectWarning",
+    "ignore::lightning_eff.errors.SlowPathWarning",
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended",
+    "ignore:Experiment logs directory",
+)
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", README, re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    lines = [line for block in blocks("console") for line in block.splitlines()]
+    assert all(line.startswith("$ ") for line in lines)
+    return [shlex.split(line[2:], comments=True) for line in lines]
+
+
+def write_files() -> None:
+    for block in [*blocks("python"), *blocks("yaml")]:
+        name = re.match(r"# (\S+\.(?:py|yaml))\n", block)
+        if name:
+            Path(name[1]).parent.mkdir(parents=True, exist_ok=True)
+            Path(name[1]).write_text(block)
+
+
+def test_make_targets_exist() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = {words[1] for words in commands() if words[0] == "make"} | set(
+        re.findall(r"`make ([\w-]+)`", README)
+    )
+    assert {"run", "test", "check", "test-full"} <= named <= set(targets)
+
+
+def test_the_python_block_runs_in_a_plain_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = [block for block in blocks("python") if not block.startswith("# ")]
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    assert "emptied 2 times" in capsys.readouterr().out
+
+
+def test_every_command_runs(tiny: list[str], command: Command) -> None:
+    write_files()
+    own_data = [word for word in TINY if word.startswith("trainer.accelerator")]
+    for words in commands():
+        if words[0] != "lightning-eff":
+            continue
+        extra: list[str] = []
+        if words[1] == "train" and "--cfg" not in words:
+            uses_numbers = "numbers" in words or "data=numbers" in words
+            given = {word.partition("=")[0] for word in words}
+            extra = (
+                own_data if uses_numbers else [word for word in tiny if word.partition("=")[0] not in given]
+            )
+            if "ckpt_path=last" in words:
+                extra.append("trainer.max_steps=60")
+                words.remove("trainer.max_steps=320")
+        if "data=numbers" in words:
+            extra.append("trainer.max_steps=2")
+        code, out, err = command(*words[1:], *extra)
+        assert code == 0, (words, err)
+        assert out or err
+
+
+def test_every_technique_is_in_the_table() -> None:
+    from lightning_eff import catalog
+
+    for entry in catalog.options():
+        if entry.kind == "technique":
+            assert entry.name in README or entry.name.rpartition("/")[2] in README, entry.name
+    for option in ("bf16_mixed", "fp16_mixed", "bf16_true", "fp32", "tf32", "adamw", "sgd", "cosine"):
+        assert f"`{option}`" in README
+
+
+def test_nothing_is_promised_that_is_not_there() -> None:
+    for name in re.findall(r"`((?:callbacks|precision|monitors|scheduler)/\w+)`", README):
+        assert (ROOT / "conf" / f"{name}.yaml").is_file(), name

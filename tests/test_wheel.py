@@ -1,0 +1,65 @@
+"""The wheel carries conf/ and recipes/, and runs a recipe from any folder, without the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TINY
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_configs_types_and_licence(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"lightning_eff/recipes/{file.name}" for file in (ROOT / "recipes").glob("*.yaml")} <= names
+    configs = {f"lightning_eff/{file.relative_to(ROOT)}" for file in (ROOT / "conf").rglob("*.yaml")}
+    assert configs <= names
+    assert "lightning_eff/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not any(name.startswith(("tests/", "conf/", "recipes/")) for name in names)
+
+
+def test_installed_wheel_trains_a_recipe_from_any_folder(
+    wheel: Path, text_cache: Path, tmp_path: Path
+) -> None:
+    # The dependencies are this environment's, by a path file; the package itself comes from the wheel alone.
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=False)
+    (site,) = environment.glob("lib/python3*/site-packages")
+    outer = next(path for path in sys.path if path.endswith("site-packages"))
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)],
+        check=True,
+    )
+    (site / "zz_outer.pth").write_text(f"{outer}\n")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    python = environment / "bin" / "python"
+    located = subprocess.run(
+        [python, "-c", "import lightning_eff; print(lightning_eff.__file__)"],
+        cwd=elsewhere, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert located.stdout.startswith(str(site))
+    overrides = [*TINY, f"data.source_dir={text_cache}", "data.vocab_size=300"]
+    done = subprocess.run(
+        [python, "-m", "lightning_eff", "train", "lm", *overrides],
+        cwd=elsewhere, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert list(elsewhere.glob("outputs/lm/*/report.html"))
