@@ -60,7 +60,9 @@ class Run:
         step = self.trainer.global_step
         savers = [c for c in _callbacks(self.trainer) if isinstance(c, Checkpoint)]
         if step and step not in [getattr(saver, "_last_global_step_saved", None) for saver in savers]:
-            self.trainer.save_checkpoint(self.run_dir / "checkpoints" / f"step-{step}.ckpt")
+            self.trainer.save_checkpoint(
+                self.run_dir / "checkpoints" / f"step-{step}.ckpt", weights_only=False
+            )
 
 
 def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:

@@ -53,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         lines = [*composed.overrides, *composed.hydra]
     else:
         lines = jobs.prepare(given.overrides)
-    _hydra(given, lines, jobs, str(place.main(given.recipe)))
+    with _argv([sys.argv[0], "train", *arguments]):
+        _hydra(given, lines, jobs, str(place.main(given.recipe)))
     return EXIT_OK if given.cfg or given.info else jobs.finish(as_json=given.json)
 
 
@@ -203,8 +204,12 @@ def _hydra(given: argparse.Namespace, overrides: Sequence[str], jobs: _Jobs, fol
     flags += ["--package", given.package] if given.package else []
     flags += ["--info", given.info] if given.info else []
 
+    own_words = sys.argv[:]
+
     def job(cfg: DictConfig) -> None:
-        jobs(cfg)
+        # Lightning starts the other ranks with this process's words, which must be ours again.
+        with _argv(own_words):
+            jobs(cfg)
 
     config.register()
     decorate = hydra.main(version_base=config.VERSION_BASE, config_path=folder, config_name=given.recipe)
