@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -208,6 +209,17 @@ def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
         process.stderr.read()
     assert process.returncode == expected
     assert list(Path("outputs/lm").glob("*/checkpoints/step-*.ckpt"))
+
+
+@pytest.mark.slow
+def test_two_ranks_share_one_run_folder(tiny: list[str]) -> None:
+    words = [sys.executable, "-m", "lightning_eff", "train", "lm", *tiny, "trainer.devices=2", "strategy=ddp"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = Path("outputs/lm").iterdir()
+    assert json.loads((run_dir / "efficiency.json").read_text())["measured"]["world_size"] == 2
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-2.ckpt"]
 
 
 def test_completion_knows_options_keys_and_shells(command: Command) -> None:

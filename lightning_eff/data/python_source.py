@@ -121,7 +121,11 @@ class PythonSource(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         if self._folder is None:
             self._folder, _ = self._locate()
-            log.info("standard library source, hash and settings %s", self._folder.name)
+            facts = json.loads((self._folder / "facts.json").read_text())
+            text = "text of %d files, %d bytes, hash %s: %d tokens to train on, %d to validate"
+            tokens = facts["tokens"]
+            digest = self._folder.name.rpartition("-")[2]
+            log.info(text, facts["files"], facts["bytes"], digest, tokens["train"], tokens["val"])
 
     def _locate(self) -> tuple[Path, list[Path]]:
         """Return the cache entry for the text as it is now, and the files that make it up."""
@@ -194,6 +198,7 @@ def _python_files(source: Path) -> list[Path]:
 def _build(folder: Path, files: Sequence[Path], vocab_size: int, validation_share: float) -> None:
     """Write tokenizer, token files and facts into a folder beside the final one, then rename it."""
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    log.info("training a tokenizer of %d tokens on %d files, kept in %s", vocab_size, len(files), folder)
     every = max(2, round(1 / validation_share))
     splits = {"train": [t for i, t in enumerate(texts) if i % every], "val": texts[::every]}
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +216,6 @@ def _build(folder: Path, files: Sequence[Path], vocab_size: int, validation_shar
             "unigram_entropy": _cross_entropy(counts["train"], counts["val"]),
         }
         (scratch / "facts.json").write_text(json.dumps(facts, indent=1))
-        log.info("tokenized %s", facts)
         _move_into_place(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import traceback
@@ -41,6 +42,9 @@ options:
 def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
     given = _parse(arguments)
+    # Before Lightning is imported: it then leaves its messages to this handler.
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("lightning_eff").setLevel(logging.INFO)
     place = config.Place(tuple(_existing(folder) for folder in given.config_dir))
     sys.path.insert(0, str(Path.cwd()))
     jobs = _Jobs(given.recipe, place)
