@@ -1,0 +1,58 @@
+"""Which number formats a device computes natively, and which it only emulates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a device computes a dtype natively, and how that is known."""
+
+    native: bool
+    why: str
+
+
+def support(device_type: str, dtype: torch.dtype) -> Support:
+    """Say whether matrix products in `dtype` run natively on the current device of `device_type`.
+
+    Example:
+        >>> support("cpu", torch.float32).native
+        True
+    """
+    name = str(dtype).removeprefix("torch.")
+    if dtype == torch.float32:
+        return Support(native=True, why="every device computes float32")
+    if device_type == "cpu":
+        return _cpu_support(name)
+    native = True
+    if dtype == torch.bfloat16 and device_type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif dtype == torch.bfloat16 and device_type == "xpu":
+        native = torch.xpu.is_bf16_supported()
+    elif dtype == torch.bfloat16 and device_type == "mps":
+        native = torch.backends.mps.is_macos_or_newer(14, 0)
+    return Support(native=native, why=f"{device_type} {'computes' if native else 'has no units for'} {name}")
+
+
+def _cpu_support(name: str) -> Support:
+    """Ask for the instructions, not for what runs: oneDNN emulates bf16 on plain AVX-512, slowly."""
+    read = getattr(torch.cpu, "get_capabilities", None)
+    if read is None:
+        return Support(
+            native=False, why=f"torch {torch.__version__} cannot tell whether this CPU computes {name}"
+        )
+    capabilities = read()
+    short = {"bfloat16": "bf16", "float16": "fp16"}[name]
+    units = [unit for unit in (f"amx_{short}", f"avx512_{short}", f"arm_{short}") if capabilities.get(unit)]
+    if units:
+        return Support(native=True, why=f"this CPU computes {name} ({units[0]})")
+    return Support(native=False, why=f"this CPU has no {name} instructions and emulates them")
+
+
+def choose(device_type: str) -> tuple[str, str]:
+    """Return the format that `auto` means on a device, and the reason."""
+    answer = support(device_type, torch.bfloat16)
+    return ("bf16-mixed" if answer.native else "32-true"), answer.why
