@@ -1,0 +1,69 @@
+"""What a figure was measured on: plain types, the versions that are installed, the chip's own name."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_eff.measure import environment
+
+CPU = torch.device("cpu")
+
+
+def test_versions_are_the_installed_ones() -> None:
+    described = environment.describe(CPU)
+    assert described["python"] == platform.python_version()
+    assert {name: described[name] for name in environment.PACKAGES} == {
+        name: metadata.version(name) for name in ("lightning-eff", "torch", "lightning", "hydra-core")
+    }
+    assert described["threads"] == torch.get_num_threads()
+    assert described["cores"] == os.cpu_count()
+
+
+def test_description_is_plain_types() -> None:
+    described = environment.describe(CPU)
+    assert json.loads(json.dumps(described)) == described
+
+
+def test_a_missing_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "PACKAGES", ("no-such-package-at-all",))
+    assert environment.describe(CPU)["no-such-package-at-all"] == "not installed"
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_chip_is_asked_for_its_name(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(getattr(torch, kind), "get_device_name", lambda device: f"chip {device}")
+    assert environment.device_name(torch.device(kind, 3)) == f"chip {kind}:3"
+
+
+def test_a_device_without_a_name_is_called_by_its_kind() -> None:
+    assert environment.device_name(torch.device("mps")) == "mps"
+    assert environment.device_name(torch.device("meta")) == "meta"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "processor", "expected"),
+    [
+        ({"cpu_name": "abacus"}, "intel", "abacus"),
+        ({}, "intel", "intel"),
+        ({"cpu_name": ""}, "", platform.machine()),
+    ],
+)
+def test_the_cpu_is_named_by_the_first_that_knows(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, Any], processor: str, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    monkeypatch.setattr(platform, "processor", lambda: processor)
+    assert environment.device_name(CPU) == expected
+
+
+def test_an_older_torch_leaves_the_name_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    monkeypatch.setattr(platform, "processor", lambda: "intel")
+    assert environment.device_name(CPU) == "intel"

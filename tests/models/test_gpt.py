@@ -1,0 +1,177 @@
+"""GPT: what a position sees, how it is told apart, what counts in the loss, what is drawn, what is saved."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff.models.gpt import GPT, IGNORED_TARGET, Attention, rotary_table, rotate
+from tests.conftest import make_trainer
+
+SIZES = {"vocab_size": 37, "context_length": 12, "d_model": 16, "num_layers": 2, "num_heads": 2}
+
+
+def make_gpt(**keywords: Any) -> GPT:
+    torch.manual_seed(0)
+    return GPT(**(SIZES | keywords)).eval()
+
+
+def loud_gpt(**keywords: Any) -> GPT:
+    """Return a model with large weights, in which attention is far from uniform."""
+    model = make_gpt(**keywords)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def draw_tokens(*shape: int) -> Tensor:
+    """Return the same tokens for the same shape; a transposed shape gives other ones."""
+    return torch.randint(0, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("changed", range(1, 12))
+def test_a_later_token_never_changes_earlier_logits(changed: int) -> None:
+    model, tokens = loud_gpt(), draw_tokens(3, 12)
+    other = tokens.clone()
+    other[:, changed] = (other[:, changed] + 1) % SIZES["vocab_size"]
+    before, after = model(tokens), model(other)
+    assert torch.equal(before[:, :changed], after[:, :changed])
+    assert not torch.equal(before[:, changed], after[:, changed])
+
+
+def test_order_of_earlier_tokens_matters() -> None:
+    # One layer without positions sees a set: swapping two earlier tokens would change rounding only.
+    model = loud_gpt(num_layers=1)
+    there, back = model(torch.tensor([[3, 5, 7]])), model(torch.tensor([[5, 3, 7]]))
+    assert (there[:, -1] - back[:, -1]).abs().max() > 1e-2
+
+
+def test_rotation_is_a_complex_product() -> None:
+    # A wrong sign, pairing or frequency is wrong by about 1; float32 angles are wrong by 1e-6.
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(2))
+    angle = torch.tensor([[m * 10_000 ** (-2 * i / 8) for i in range(4)] for m in range(12)]).double()
+    pairs = torch.complex(x[:, :4].double(), x[:, 4:].double()) * torch.polar(torch.ones_like(angle), angle)
+    rotated = rotate(x, *rotary_table(12, 8))
+    assert torch.equal(rotated[0], x[0])
+    torch.testing.assert_close(rotated.double(), torch.cat([pairs.real, pairs.imag], -1), rtol=0.0, atol=1e-5)
+
+
+def test_scores_depend_on_the_distance_alone() -> None:
+    q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
+    cos, sin = rotary_table(12, 8)
+    scores = rotate(q.expand(12, 8), cos, sin) @ rotate(k.expand(12, 8), cos, sin).T
+    torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1], rtol=0.0, atol=1e-5)
+    assert (scores[0, 1:] - scores[0, :-1]).abs().max() > 0.1, "one token further is another score"
+
+
+def test_attention_is_its_formula() -> None:
+    # Swapped heads, a missing scale or an unrotated key are wrong by more than 1e-3.
+    torch.manual_seed(0)
+    attention = Attention(16, 2, 12, 0.0).double()
+    x = torch.randn(3, 12, 16, dtype=torch.float64)
+    heads = [part.unflatten(-1, (2, 8)).transpose(1, 2) for part in attention.qkv(x).split(16, -1)]
+    q, k = (rotate(part, attention.cos, attention.sin) for part in heads[:2])
+    scores = q @ k.mT / math.sqrt(8) + torch.full((12, 12), -math.inf).triu(1)
+    expected = attention.out((scores.softmax(-1) @ heads[2]).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_embedding_and_head_are_one_parameter() -> None:
+    model = make_gpt()
+    assert model.head.weight is model.embedding.weight
+    assert [name for name, _ in model.named_parameters() if "head" in name] == []
+    state = model.state_dict()
+    assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+    assert [name for name in state if name.endswith((".cos", ".sin"))] == []
+
+
+def test_weights_begin_as_gpt2s_do() -> None:
+    model = make_gpt(d_model=128, num_layers=8)
+    # A forgotten scale is wrong by a factor of 4; the spread of 16384 draws is 0.6 %.
+    for name, std in (("attention.qkv", 0.02), ("attention.out", 0.005), ("mlp.down", 0.005)):
+        weight = model.blocks[3].get_submodule(name).weight.detach()
+        assert float(weight.std()) == pytest.approx(std, rel=0.03), name
+
+
+def test_ignored_targets_add_nothing_to_the_loss() -> None:
+    model, tokens, targets = loud_gpt().double(), draw_tokens(2, 12), draw_tokens(12, 2).T
+    targets = targets.masked_fill(torch.arange(12) >= 7, IGNORED_TARGET)
+    loss, kept = model.loss((tokens, targets)), model(tokens)[:, :7].flatten(0, 1).float()
+    assert torch.equal(loss, F.cross_entropy(kept, targets[:, :7].flatten()))
+    other = torch.where(torch.arange(12) >= 7, (tokens + 1) % SIZES["vocab_size"], tokens)
+    assert torch.equal(loss, model.loss((other, targets))), "what only ignored targets see does not matter"
+    assert not torch.equal(loss, model.loss((tokens, draw_tokens(12, 2).T)))
+
+
+def test_loss_begins_at_the_logarithm_of_the_vocabulary() -> None:
+    # Unscaled weights begin more than 1 away.
+    loss = make_gpt(vocab_size=500).loss((draw_tokens(8, 12), draw_tokens(12, 8).T))
+    assert float(loss.detach()) == pytest.approx(math.log(500), abs=0.05)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_generates_as_many_tokens_as_asked_and_keeps_the_prompt(temperature: float) -> None:
+    prompt = draw_tokens(3, 4)
+    out = make_gpt().generate(prompt, num_tokens=15, temperature=temperature)
+    assert out.shape == (3, 19)
+    assert torch.equal(out[:, :4], prompt)
+    assert 0 <= int(out.min()) <= int(out.max()) < SIZES["vocab_size"]
+
+
+def test_a_generator_decides_what_is_drawn_and_the_global_one_is_left_alone() -> None:
+    model, prompt = make_gpt(), draw_tokens(2, 4)
+    state = torch.get_rng_state()
+    first, same, other = (
+        model.generate(prompt, num_tokens=20, generator=torch.Generator().manual_seed(s)) for s in (5, 5, 6)
+    )
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+    model.generate(prompt, num_tokens=1)
+    assert not torch.equal(torch.get_rng_state(), state), "without a generator the global one is used"
+
+
+def test_temperature_zero_takes_the_likeliest_token_of_the_last_context() -> None:
+    model, tokens = loud_gpt(), draw_tokens(2, 11)
+    out = model.generate(tokens, num_tokens=6, temperature=0.0)
+    for _ in range(6):
+        tokens = torch.cat([tokens, model(tokens[:, -12:])[:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(out, tokens)
+    assert not out.requires_grad
+
+
+def test_a_fit_and_its_checkpoint_load_without_pickle(tmp_path: Path) -> None:
+    model = make_gpt(dropout=0.1).train()
+    begun = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer = make_trainer(max_steps=2)
+    trainer.fit(model, DataLoader(TensorDataset(draw_tokens(8, 12), draw_tokens(8, 12)), batch_size=4))
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = GPT.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    assert dict(loaded.hparams) == SIZES | {"dropout": 0.1}
+    assert loaded.head.weight is loaded.embedding.weight
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+        assert not torch.equal(begun[name], tensor), f"{name} did not move"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        *[({name: 0}, f"{name}=0 must be at least 1") for name in SIZES],
+        ({"num_heads": -2}, "num_heads=-2 must be at least 1"),
+        ({"d_model": 18}, "d_model=18 must be a multiple of 2 * num_heads = 4"),
+        ({"dropout": 1.0}, "dropout=1.0 must lie in [0, 1)"),
+        ({"dropout": -0.1}, "dropout=-0.1 must lie in [0, 1)"),
+    ],
+)
+def test_sizes_out_of_range_are_named(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole message is compared
+        make_gpt(**keywords)
+    assert str(caught.value) == message

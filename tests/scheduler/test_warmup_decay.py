@@ -1,0 +1,149 @@
+"""WarmupDecay: its curve against other formulas, what the optimizer gets, resuming with more steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_eff.errors import ConfigError
+from lightning_eff.scheduler.warmup_decay import WarmupDecay
+
+
+def make_optimizer(*rates: float) -> torch.optim.SGD:
+    parameters = [torch.zeros(1, dtype=torch.float64, requires_grad=True) for _ in rates]
+    return torch.optim.SGD([{"params": [p], "lr": lr} for p, lr in zip(parameters, rates, strict=True)])
+
+
+def make_schedule(optimizer: torch.optim.Optimizer | None = None, **keywords: Any) -> WarmupDecay:
+    return WarmupDecay(optimizer or make_optimizer(1.0), **keywords)
+
+
+def walk(schedule: WarmupDecay, num_steps: int) -> list[list[float]]:
+    """Train; return the rates that each step was made with, group by group."""
+    optimizer, rates = schedule.optimizer, []
+    for _ in range(num_steps):
+        for group in optimizer.param_groups:
+            group["params"][0].grad = torch.ones(1, dtype=torch.float64)
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def test_linear_curve_is_exact() -> None:
+    schedule = make_schedule(total_steps=10, warmup_steps=2, decay="linear", final_share=0.0)
+    assert [schedule.share(step) for step in range(12)] == [
+        *(0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0, 0.0)
+    ]
+
+
+# A curve that is one step off is wrong by more than 1e-3 somewhere.
+@pytest.mark.parametrize("decay_share", [1.0, 0.5, 0.2])
+@pytest.mark.parametrize("warmup_steps", [0, 1, 20])
+@pytest.mark.parametrize("decay", ["cosine", "linear"])
+def test_curve_equals_another_formula(decay: str, warmup_steps: int, decay_share: float) -> None:
+    total, final = 120, 0.1
+    schedule = make_schedule(
+        total_steps=total,
+        warmup_steps=warmup_steps,
+        decay=decay,
+        decay_share=decay_share,
+        final_share=final,
+    )
+    steps = np.arange(total + 30)
+    begin = total - decay_share * (total - warmup_steps)
+    progress = np.interp(steps, [begin, total], [0.0, 1.0])
+    fall = (1 + np.cos(np.pi * progress)) / 2 if decay == "cosine" else 1 - progress
+    rise = np.minimum(1.0, (steps + 1) / max(1, warmup_steps))
+    expected = np.where(steps < warmup_steps, rise, final * (1 - fall) + fall)
+    np.testing.assert_allclose([schedule.share(int(s)) for s in steps], expected, rtol=0.0, atol=1e-12)
+
+
+def test_cosine_matches_torchs() -> None:
+    schedule = make_schedule(make_optimizer(0.3), total_steps=25, decay="cosine", final_share=0.1)
+    optimizer = make_optimizer(0.3)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=25, eta_min=0.03)
+    for ours in walk(schedule, 25):
+        assert ours[0] == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+        optimizer.step()
+        theirs.step()
+
+
+def test_none_stays_at_one_with_and_without_a_length() -> None:
+    for total in (None, 5):
+        schedule = make_schedule(total_steps=total, warmup_steps=4, decay="none")
+        assert [schedule.share(step) for step in (0, 1, 2, 3, 4, 99)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_a_short_decay_leaves_the_rest_at_one() -> None:
+    schedule = make_schedule(total_steps=8, decay="linear", decay_share=0.25, final_share=0.5)
+    assert [schedule.share(step) for step in range(10)] == [*[1.0] * 7, 0.75, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear"])
+def test_rate_never_rises_after_the_warmup(decay: str) -> None:
+    schedule = make_schedule(total_steps=50, warmup_steps=7, decay=decay, decay_share=0.6)
+    shares = [schedule.share(step) for step in range(7, 70)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == 1.0
+    assert shares[43] == shares[-1] == 0.1
+
+
+def test_every_group_gets_its_rate_step_by_step() -> None:
+    optimizer = make_optimizer(1.0, 0.5)
+    schedule = make_schedule(optimizer, total_steps=8, warmup_steps=4, decay="linear", final_share=0.0)
+    shares = [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert walk(schedule, 10) == [[share, share / 2] for share in shares]
+    weights = [float(group["params"][0].detach()) for group in optimizer.param_groups]
+    assert weights == [-sum(shares), -sum(shares) / 2], "a gradient of one moves a weight by the rates' sum"
+
+
+def test_a_checkpoint_holds_the_step_alone() -> None:
+    schedule = make_schedule(total_steps=8)
+    walk(schedule, 3)
+    assert schedule.state_dict() == {"last_epoch": 3}
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear"])
+def test_resumed_with_more_steps_follows_the_longer_schedule(decay: str) -> None:
+    short = make_schedule(make_optimizer(0.5), total_steps=8, warmup_steps=2, decay=decay)
+    walk(short, 6)
+    long = make_schedule(make_optimizer(0.5), total_steps=32, warmup_steps=2, decay=decay)
+    long.load_state_dict(short.state_dict())
+    whole = walk(make_schedule(make_optimizer(0.5), total_steps=32, warmup_steps=2, decay=decay), 32)
+    assert walk(long, 26) == whole[6:]
+    assert short.optimizer.param_groups[0]["lr"] < whole[6][0], "the shorter one had fallen further"
+
+
+def test_resumed_with_the_same_length_goes_on_as_if_nothing_had_happened() -> None:
+    keywords: dict[str, Any] = {"total_steps": 12, "warmup_steps": 5}
+    whole = walk(make_schedule(**keywords), 12)
+    for stop in range(12):
+        first, second = make_schedule(**keywords), make_schedule(**keywords)
+        walk(first, stop)
+        second.load_state_dict(first.state_dict())
+        assert walk(second, 12 - stop) == whole[stop:], f"stopped after {stop} steps"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("decay", "cosin"),
+        ("total_steps", None),
+        ("total_steps", 0),
+        ("warmup_steps", -1),
+        ("decay_share", 1.01),
+        ("decay_share", -0.1),
+        ("final_share", 1.5),
+        ("final_share", math.nan),
+    ],
+)
+def test_values_out_of_range_are_named(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_schedule(**({"total_steps": 10} | {key: value}))
+    assert (caught.value.key, caught.value.value) == (key, value)
+    assert str(caught.value).startswith(f"{key}={value!r}: expected ")
