@@ -126,8 +126,8 @@ def compose_recipe(recipe: str, overrides: Sequence[str], place: Place | None = 
     place = place or Place()
     parsed = parse_overrides([*overrides, *place.overrides(recipe)])
     lines = loosened(parsed)
-    hydra = _replaced_defaults(_compose(recipe, lines, place.main(recipe)))
-    cfg = _compose(recipe, [*lines, *hydra], place.main(recipe))
+    cfg = _compose(recipe, lines, place.main(recipe))
+    hydra = _replace_defaults(cfg)
     _check_hydra(cfg.hydra)
     run_dir = _run_dir(cfg)
     _check_keys(cfg)
@@ -139,15 +139,19 @@ def compose_recipe(recipe: str, overrides: Sequence[str], place: Place | None = 
     return Composed(values, run_dir, lines, hydra)
 
 
-def _replaced_defaults(cfg: DictConfig) -> list[str]:
-    """Return overrides for what the recipe left at Hydra's default, also in a frozen config."""
+def _replace_defaults(cfg: DictConfig) -> list[str]:
+    """Put ours where the recipe left Hydra's default; return the overrides that do the same for Hydra."""
     hydra: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
     now = {
         "hydra.run.dir": hydra["run"]["dir"],
         "hydra.sweep.dir": hydra["sweep"]["dir"],
         **{key: hydra["runtime"]["choices"].get(key) for key in HYDRA_DEFAULTS if "/" in key},
     }
-    return [f"{key}={ours}" for key, (stock, ours) in HYDRA_DEFAULTS.items() if now[key] == stock]
+    ours = {key: mine for key, (stock, mine) in HYDRA_DEFAULTS.items() if now[key] == stock}
+    for key, mine in ours.items():
+        if "/" not in key:
+            OmegaConf.update(cfg, key, mine)
+    return [f"{key}={mine}" for key, mine in ours.items()]
 
 
 def _compose(recipe: str, overrides: Sequence[str], folder: Path) -> DictConfig:

@@ -21,8 +21,7 @@ def resolve_class(path: str, target: object) -> type:
         'Linear'
         >>> resolve_class("model", "os.system")
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: model._target_='os.system': expected a class, not a function of
-        this name
+        lightning_eff.errors.ConfigError: model._target_='os.system': expected a class, not a function ...
     """
     key = f"{path}._target_"
     if (

@@ -106,8 +106,7 @@ class Mixed(Precision):
         >>> trainer = pl.Trainer(plugins=[Mixed(precision="bf16-mixed")], logger=False, accelerator="cpu")
         >>> Mixed(precision="bf16")
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: precision='bf16': expected one of auto, bf16-mixed, 16-mixed,
-        bf16-true, 32-true
+        lightning_eff.errors.ConfigError: precision='bf16': expected one of auto, bf16-mixed, ...
     """
 
     def __init__(
