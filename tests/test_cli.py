@@ -198,6 +198,7 @@ def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
 ) -> None:
     words = [sys.executable, "-m", "lightning_eff", "train", "lm", *tiny]
     long = ["trainer.max_steps=100000", "trainer.max_epochs=-1", "trainer.limit_val_batches=0"]
+    long.append("monitors.progress.every_n_seconds=0.2")
     with subprocess.Popen([*words, *long], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:

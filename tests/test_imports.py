@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -24,6 +26,7 @@ def test_importing_the_package_loads_neither_torch_nor_lightning_nor_hydra() -> 
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.slow
 def test_importing_every_module_writes_nothing(tmp_path: Path) -> None:
     names = [
         str(file.relative_to(ROOT).with_suffix("")).replace("/", ".")

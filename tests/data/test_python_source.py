@@ -107,7 +107,7 @@ def test_other_settings_or_text_are_another_entry(make: Callable[..., PythonSour
     folders = [make().folder, make(vocab_size=301).folder, make(validation_share=0.2).folder]
     (source / "m03.py").write_text("changed = True\n")
     folders.append(make().folder)
-    (source / "m03.py").rename(source / "m99.py")
+    (source / "m03.py").rename(source / "m03_renamed.py")
     folders.append(make().folder)
     assert len(set(folders)) == 5
     assert make(context_length=8, micro_batch_size=2).folder == folders[-1], "windows are cut when read"
@@ -139,7 +139,7 @@ def test_two_that_build_the_same_entry_both_succeed(
     make: Callable[..., PythonSource], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = make(cache_dir=str(tmp_path / "alone")).folder
-    together, write = threading.Barrier(2, timeout=20), python_source._write_tokens
+    together, write = threading.Barrier(2, timeout=10), python_source._write_tokens
     monkeypatch.setattr(python_source, "_write_tokens", lambda *rest: (together.wait(), write(*rest))[1])
     with ThreadPoolExecutor(2) as pool:
         first, second = (job.result().folder for job in [pool.submit(make), pool.submit(make)])

@@ -138,13 +138,20 @@ def test_a_generator_decides_what_is_drawn_and_the_global_one_is_left_alone() ->
     assert not torch.equal(torch.get_rng_state(), state), "without a generator the global one is used"
 
 
-def test_temperature_zero_takes_the_likeliest_token_of_the_last_context() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1e-6])
+def test_temperature_zero_takes_the_likeliest_token_of_the_last_context(temperature: float) -> None:
     model, tokens = loud_gpt(), draw_tokens(2, 11)
-    out = model.generate(tokens, num_tokens=6, temperature=0.0)
+    out = model.generate(tokens, num_tokens=6, temperature=temperature)
     for _ in range(6):
         tokens = torch.cat([tokens, model(tokens[:, -12:])[:, -1].argmax(-1, keepdim=True)], 1)
     assert torch.equal(out, tokens)
-    assert not out.requires_grad
+
+
+def test_generating_builds_no_graph() -> None:
+    model, graphs = make_gpt(), []
+    model.register_forward_hook(lambda module, args, logits: graphs.append(logits.requires_grad))
+    model.generate(draw_tokens(1, 2), num_tokens=3)
+    assert graphs == [False, False, False]
 
 
 def test_a_fit_and_its_checkpoint_load_without_pickle(tmp_path: Path) -> None:
