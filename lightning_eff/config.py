@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_eff import signatures
 from lightning_eff.catalog import CONF, MANY, RECIPES, recipes
 from lightning_eff.errors import ConfigError, UsageError, nearest
+from lightning_eff.folders import check_folders, check_inside
 from lightning_eff.overrides import loosened, parse_overrides
 from lightning_eff.signatures import TOP_LEVEL
 
@@ -48,9 +49,6 @@ HYDRA_DEFAULTS = {
     "hydra/hydra_logging": ("default", "none"),
 }
 """Where Hydra's own default is replaced: its value, ours. Another value in a recipe or override stays."""
-
-WRITTEN_FOLDERS = ("run_dir", "default_root_dir", "dirpath", "save_dir", "cache_dir", "root_dir", "log_dir")
-"""Keys whose value is a folder that a run writes into."""
 
 
 class ConfSearchPath(SearchPathPlugin):
@@ -135,7 +133,7 @@ def compose_recipe(recipe: str, overrides: Sequence[str], place: Place | None = 
     _drop_foreign(cfg, explicit={str(item.key_or_group) for item in parsed if not item.is_delete()})
     values = _resolve(cfg)
     signatures.check_groups(values)
-    _check_folders(values, Path(values["output_root"]))
+    check_folders(values, Path(values["output_root"]))
     return Composed(values, run_dir, lines, hydra)
 
 
@@ -258,40 +256,22 @@ def _resolve(cfg: DictConfig) -> dict[str, Any]:
 
 def _run_dir(cfg: DictConfig) -> Path:
     """Return the run's folder, under `output_root`, and let `${run_dir}` mean it."""
+    if not str(cfg.output_root).strip():
+        raise ConfigError(
+            key="output_root", value=cfg.output_root, allowed="a folder", remedies=["output_root=outputs"]
+        )
     root = Path(str(cfg.output_root)).resolve()
     subdir = cfg.hydra.output_subdir
     folders = {"hydra.run.dir": cfg.hydra.run.dir, "hydra.sweep.dir": cfg.hydra.sweep.dir}
     if subdir is not None:
         folders["hydra.output_subdir"] = Path(cfg.hydra.run.dir) / str(subdir)
     for key, value in folders.items():
-        _check_inside(key, str(value), root)
+        check_inside(key, str(value), root)
     run_dir = Path(str(cfg.hydra.run.dir)).resolve()
     with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
         cfg.hydra.runtime.output_dir = str(run_dir)
     HydraConfig.instance().set_config(cfg)
     return run_dir
-
-
-def _check_inside(key: str, value: str, root: Path) -> None:
-    if not Path(value).resolve().is_relative_to(root):
-        raise ConfigError(
-            key,
-            value,
-            allowed=f"a folder under output_root={str(root)!r}",
-            remedies=[f"output_root={Path(value).resolve().parent}"],
-        )
-
-
-def _check_folders(values: Mapping[str, Any], root: Path) -> None:
-    """Refuse folders outside `output_root` and a root that cannot be written."""
-    for path, key, value in signatures.walk_leaves(values):
-        if key in WRITTEN_FOLDERS and isinstance(value, str):
-            _check_inside(path, value, root.resolve())
-    existing = next(folder for folder in (root.resolve(), *root.resolve().parents) if folder.exists())
-    if not existing.is_dir() or not signatures.is_writable(existing):
-        raise ConfigError(
-            key="output_root", value=str(root), allowed=f"a folder that can be written; {existing} cannot"
-        )
 
 
 def _check_hydra(hydra: DictConfig) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError  # the error alone: nothing is unpickled here
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +22,7 @@ from lightning_eff.callbacks.optimizer_choice import attach
 from lightning_eff.errors import ConfigError, UsageError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 
-CONSTRUCTOR_ERRORS = (ValueError, TypeError, MisconfigurationException)
+CONSTRUCTOR_ERRORS = (ValueError, TypeError, FileNotFoundError, MisconfigurationException)
 """What a constructor raises about its arguments; anything else is the run's failure."""
 
 
@@ -177,7 +178,12 @@ def _check_something_left(path: Path, trainer: pl.Trainer) -> None:
     """Refuse to go on from where the run would end: `fit` would return at once."""
     if not path.is_file():
         return
-    saved = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    try:
+        saved = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    except (RuntimeError, UnpicklingError, EOFError, OSError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        allowed = f"a checkpoint of tensors and plain values ({reason})"
+        raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed) from error
     step, limit = int(saved.get("global_step", 0)), trainer.max_steps
     if 0 <= limit <= step:
         raise ConfigError(

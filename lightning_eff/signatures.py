@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning_eff.errors import ConfigError, nearest
@@ -278,8 +276,3 @@ def walk_leaves(node: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:
             yield from walk_leaves(value, f"{path}[{index}]")
     else:
         yield path, path.rpartition(".")[2].partition("[")[0], node
-
-
-def is_writable(folder: Path) -> bool:
-    """Say whether files can be made in a folder, as far as the operating system tells beforehand."""
-    return os.access(folder, os.W_OK | os.X_OK)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_eff import catalog, cli
 
@@ -71,6 +72,7 @@ def test_answers_come_without_torch_lightning_or_a_second(words: list[str]) -> N
         (["train", "lm", "model.num_heads=5"], "model: d_model=192 must be a multiple of 2 * num_heads = 10"),
         (["train", "lm", "trainer.accelerator=gpuu"], "trainer: You selected an invalid accelerator name"),
         (["train", "lm", "trainer.limit_val_batches=-2"], "trainer: You have passed invalid value -2"),
+        (["train", "lm", "data.source_dir=nowhere"], "data: source_dir='nowhere' is no folder"),
         (["ls", "emty_cache"], "did you mean 'empty_cache'?"),
         (["ls", "--jsn"], "unknown argument '--jsn'"),
         (["--completion", "tcsh"], "--completion tcsh: no such shell"),
@@ -131,6 +133,27 @@ def test_going_on_from_the_last_checkpoint(tiny: list[str], command: Command) ->
     assert code == 0, err
     assert "finished after 3 optimizer steps" in err
     assert len(list(Path("outputs/lm").glob("*/checkpoints/step-5.ckpt"))) == 1
+
+
+class Hostile:
+    """Unpickling it would make a file."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return Path.touch, (Path("touched"),)
+
+
+@pytest.mark.parametrize("content", ["code", "nothing", "text"])
+def test_a_checkpoint_that_is_none_is_refused_unread(content: str, tiny: list[str], command: Command) -> None:
+    if content == "code":
+        torch.save({"global_step": 0, "x": Hostile()}, "bad.ckpt")
+    else:
+        Path("bad.ckpt").write_text("" if content == "nothing" else "no checkpoint")
+    code, _, err = command("train", "lm", *tiny, "ckpt_path=bad.ckpt")
+    assert code == 2
+    assert "ckpt_path='bad.ckpt': expected a checkpoint of tensors and plain values" in err
+    assert len(err.strip().splitlines()) <= cli.MAX_ERROR_LINES
+    assert not Path("touched").exists()
+    assert not Path("outputs").exists()
 
 
 def test_a_sweep_runs_each_combination_and_survives_a_failure(tiny: list[str], command: Command) -> None:

@@ -167,6 +167,10 @@ CONFIG_ERRORS = [
     (["data.cache_dir=/tmp/x"], "data.cache_dir", "under output_root"),
     (["trainer.default_root_dir=/tmp/x"], "trainer.default_root_dir", "under output_root"),
     (["logger.save_dir=/tmp/x"], "logger.save_dir", "under output_root"),
+    (["logger.name=../../../escaped"], "logger.name", "does not leave its folder"),
+    (["logger.version=/tmp/x"], "logger.version", "does not leave its folder"),
+    (["monitors.model_checkpoint.filename=../x"], "monitors.model_checkpoint.filename", "does not leave"),
+    (["output_root=''"], "output_root", "a folder"),
 ]
 
 

@@ -35,11 +35,18 @@ def parameter_groups(module: nn.Module, *, decays: bool) -> list[dict[str, Any]]
         module: Its trainable parameters are taken, each once.
         decays: Whether there is a weight decay to keep from the rest; one group if not.
 
+    Raises:
+        ConfigError: Nothing is trainable.
+
     Example:
         >>> [len(group["params"]) for group in parameter_groups(nn.Linear(2, 2), decays=True)]
         [1, 1]
     """
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ConfigError(
+            key="model", value=type(module).__name__, allowed="a module with a trainable parameter"
+        )
     rest: list[Tensor] = [parameter for parameter in trainable if parameter.dim() < 2]
     if not decays or not rest or len(rest) == len(trainable):
         return [{"params": trainable}]

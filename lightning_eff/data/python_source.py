@@ -73,13 +73,13 @@ class PythonSource(pl.LightningDataModule):
         vocab_size: Number of BPE tokens, 257 to 65536: a byte-level alphabet and one separator at least.
         micro_batch_size: Sequences per forward pass per rank.
         num_workers: DataLoader worker processes; windows are cheap to read, 0 is fastest.
-        validation_share: Share of the files that are kept for validation.
+        validation_share: Share of the files kept for validation, up to 0.5: one in `round(1 / share)`.
         cache_dir: Folder for the tokenizer and the token files.
         source_dir: Folder that is searched for `*.py` instead of the standard library's.
 
     Raises:
         ValueError: A number is outside its range.
-        FileNotFoundError: `source_dir` has no Python files, raised in `prepare_data`.
+        FileNotFoundError: `source_dir` is no folder, or, raised in `prepare_data`, has no Python files.
     """
 
     def __init__(
@@ -98,9 +98,12 @@ class PythonSource(pl.LightningDataModule):
         _check_range("vocab_size", vocab_size, 257, 65_536)
         _check_range("micro_batch_size", micro_batch_size, 1, None)
         _check_range("num_workers", num_workers, 0, None)
-        if not 0.0 < validation_share < 1.0:
-            msg = f"validation_share={validation_share} must lie between 0 and 1"
+        if not 0.0 < validation_share <= 0.5:
+            msg = f"validation_share={validation_share} must lie above 0 and not above 0.5"
             raise ValueError(msg)
+        if source_dir is not None and not Path(source_dir).is_dir():
+            msg = f"source_dir={source_dir!r} is no folder"
+            raise FileNotFoundError(msg)
         self.context_length = context_length
         self.vocab_size = vocab_size
         self.micro_batch_size = micro_batch_size
@@ -191,7 +194,9 @@ def _python_files(source: Path) -> list[Path]:
     found: list[Path] = []
     for folder, names, files in os.walk(source):
         names[:] = sorted(set(names) - SKIPPED_FOLDERS)
-        found += [Path(folder) / file for file in files if file.endswith(".py")]
+        found += [
+            Path(folder) / file for file in files if file.endswith(".py") and (Path(folder) / file).is_file()
+        ]
     return sorted(found)
 
 
@@ -199,7 +204,7 @@ def _build(folder: Path, files: Sequence[Path], vocab_size: int, validation_shar
     """Write tokenizer, token files and facts into a folder beside the final one, then rename it."""
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     log.info("training a tokenizer of %d tokens on %d files, kept in %s", vocab_size, len(files), folder)
-    every = max(2, round(1 / validation_share))
+    every = round(1 / validation_share)
     splits = {"train": [t for i, t in enumerate(texts) if i % every], "val": texts[::every]}
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".python_source-", dir=folder.parent))
@@ -216,6 +221,7 @@ def _build(folder: Path, files: Sequence[Path], vocab_size: int, validation_shar
             "unigram_entropy": _cross_entropy(counts["train"], counts["val"]),
         }
         (scratch / "facts.json").write_text(json.dumps(facts, indent=1))
+        scratch.chmod(0o755)
         _move_into_place(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -247,6 +253,7 @@ def _train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 def _write_tokens(tokenizer: Tokenizer, texts: Sequence[str], path: Path) -> np.ndarray[Any, Any]:
     """Write every text after a separator; return how often each token occurs."""
     separator = tokenizer.token_to_id("<|file|>")
+    tokenizer.encode_special_tokens = True  # a text that contains the separator's name keeps it as text
     counts = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
     with path.open("wb") as file:
         for encoding in tokenizer.encode_batch(list(texts)):

@@ -142,7 +142,16 @@ class GPT(pl.LightningModule):
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits [B, T, vocab_size] for the token after each of `tokens` [B, T]."""
+        """Return logits [B, T, vocab_size] for the token after each of `tokens` [B, T].
+
+        Raises:
+            ValueError: The sequences are longer than `context_length`.
+        """
+        if tokens.shape[1] > self.context_length:
+            msg = (
+                f"sequences of {tokens.shape[1]} tokens are longer than context_length={self.context_length}"
+            )
+            raise ValueError(msg)
         x = self.dropout(self.embedding(tokens))
         for block in self.blocks:
             x = block(x)
@@ -178,7 +187,7 @@ class GPT(pl.LightningModule):
         temperature: float = 0.8,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Append `num_tokens` drawn tokens to each row of `tokens` [B, T].
+        """Append `num_tokens` drawn tokens to each row of `tokens`; with dropout, call `eval()` first.
 
         Args:
             tokens: Prompts; only the last `context_length` tokens are looked at.

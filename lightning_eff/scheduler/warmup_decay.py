@@ -31,7 +31,7 @@ class WarmupDecay(LRScheduler):
     Args:
         optimizer: Whose learning rates are scaled.
         total_steps: Optimizer steps in the run; None is filled in by whoever builds it with a Trainer.
-        warmup_steps: Steps in which the share rises linearly to 1.
+        warmup_steps: Steps in which the share rises linearly to 1, also where the run is shorter.
         decay: `cosine`, `linear`, or `none` to stay at 1.
         decay_share: Share of the steps after the warm-up in which the rate falls, at the end; the rest
             stays at 1.
@@ -81,7 +81,9 @@ class WarmupDecay(LRScheduler):
         if self.decay == "none" or self.total_steps is None:
             return 1.0
         decay_steps = self.decay_share * (self.total_steps - self.warmup_steps)
-        remaining = (self.total_steps - step) / decay_steps if decay_steps > 0 else 0.0
+        remaining = (
+            (self.total_steps - step) / decay_steps if decay_steps > 0 else float(step < self.total_steps)
+        )
         remaining = min(1.0, max(0.0, remaining))
         if self.decay == "cosine":
             remaining = 0.5 - 0.5 * math.cos(math.pi * remaining)
@@ -99,5 +101,6 @@ class WarmupDecay(LRScheduler):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["last_epoch"]
-        for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+        self._last_lr = self.get_lr()
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = lr

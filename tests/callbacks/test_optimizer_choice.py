@@ -33,6 +33,11 @@ def test_frozen_parameters_are_left_out(net: Callable[..., Net]) -> None:
     assert sum(len(group["params"]) for group in parameter_groups(model, decays=True)) == 4
 
 
+def test_a_module_without_trainable_parameters_is_refused(net: Callable[..., Net]) -> None:
+    with pytest.raises(ConfigError, match="a module with a trainable parameter"):
+        build(net().requires_grad_(False), ADAMW)
+
+
 def test_without_decay_there_is_one_group(net: Callable[..., Net]) -> None:
     assert len(build(net(), functools.partial(torch.optim.SGD, lr=0.1)).param_groups) == 1
 

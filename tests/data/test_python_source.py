@@ -195,11 +195,28 @@ def test_the_folder_is_unknown_before_setup() -> None:
         ({"vocab_size": 65_537}, "vocab_size=65537 must be 257 to 65536"),
         ({"micro_batch_size": 0}, "micro_batch_size=0 must be at least 1"),
         ({"num_workers": -1}, "num_workers=-1 must be at least 0"),
-        ({"validation_share": 0.0}, "validation_share=0.0 must lie between 0 and 1"),
-        ({"validation_share": 1.0}, "validation_share=1.0 must lie between 0 and 1"),
+        ({"validation_share": 0.0}, "validation_share=0.0 must lie above 0 and not above 0.5"),
+        ({"validation_share": 1.0}, "validation_share=1.0 must lie above 0 and not above 0.5"),
     ],
 )
 def test_numbers_out_of_range_are_named(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole message is compared
         PythonSource(**keywords)
     assert str(caught.value) == message
+
+
+def test_the_separators_name_in_a_text_stays_text(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for index in range(4):
+        (source / f"m{index}.py").write_text(f"name_{index} = '<|file|>'\n" * 20)
+    (source / "dangling.py").symlink_to(source / "nowhere.py")
+    data = PythonSource(
+        source_dir=str(source), cache_dir=str(tmp_path / "c"), vocab_size=300, validation_share=0.5
+    )
+    data.prepare_data()
+    data.setup("fit")
+    tokens = np.fromfile(data.folder / "train.bin", dtype=np.uint16)
+    separator = data.tokenizer.token_to_id("<|file|>")
+    assert int((tokens == separator).sum()) == 2, "one for each of the two files"
+    assert "'<|file|>'" in data.tokenizer.decode(tokens.tolist())

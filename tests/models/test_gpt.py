@@ -182,3 +182,10 @@ def test_sizes_out_of_range_are_named(keywords: dict[str, Any], message: str) ->
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole message is compared
         make_gpt(**keywords)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("context_length", "length"), [(12, 13), (1, 5)])
+def test_a_sequence_longer_than_the_context_is_refused(context_length: int, length: int) -> None:
+    model = GPT(vocab_size=10, context_length=context_length, d_model=8, num_layers=1, num_heads=2)
+    with pytest.raises(ValueError, match=f"{length} tokens are longer than context_length={context_length}"):
+        model(torch.zeros(1, length, dtype=torch.long))

@@ -110,11 +110,11 @@ def test_a_checkpoint_holds_the_step_alone() -> None:
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
 def test_resumed_with_more_steps_follows_the_longer_schedule(decay: str) -> None:
-    short = make_schedule(make_optimizer(0.5), total_steps=8, warmup_steps=2, decay=decay)
+    short = make_schedule(make_optimizer(0.5, 0.2), total_steps=8, warmup_steps=2, decay=decay)
     walk(short, 6)
-    long = make_schedule(make_optimizer(0.5), total_steps=32, warmup_steps=2, decay=decay)
+    long = make_schedule(make_optimizer(0.5, 0.2), total_steps=32, warmup_steps=2, decay=decay)
     long.load_state_dict(short.state_dict())
-    whole = walk(make_schedule(make_optimizer(0.5), total_steps=32, warmup_steps=2, decay=decay), 32)
+    whole = walk(make_schedule(make_optimizer(0.5, 0.2), total_steps=32, warmup_steps=2, decay=decay), 32)
     assert walk(long, 26) == whole[6:]
     assert short.optimizer.param_groups[0]["lr"] < whole[6][0], "the shorter one had fallen further"
 
@@ -147,3 +147,10 @@ def test_values_out_of_range_are_named(key: str, value: Any) -> None:
         make_schedule(**({"total_steps": 10} | {key: value}))
     assert (caught.value.key, caught.value.value) == (key, value)
     assert str(caught.value).startswith(f"{key}={value!r}: expected ")
+
+
+def test_a_decay_share_of_zero_stays_until_the_end() -> None:
+    schedule = WarmupDecay(
+        make_optimizer(1.0), total_steps=10, decay="linear", decay_share=0.0, final_share=0.1
+    )
+    assert [schedule.share(step) for step in (0, 5, 9, 10, 12)] == [1.0, 1.0, 1.0, 0.1, 0.1]
