@@ -47,7 +47,9 @@ class ConfigError(ValueError):
 
     def under(self, path: str) -> ConfigError:
         """Return the same error with `path` in front of its key."""
-        return ConfigError(f"{path}.{self.key}", self.value, allowed=self.allowed, remedies=self.remedies)
+        return ConfigError(
+            f"{path}.{self.key}".rstrip("."), self.value, allowed=self.allowed, remedies=self.remedies
+        )
 
 
 class UsageError(Exception):
@@ -107,10 +109,11 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else EXIT_FAILED if error.code else EXIT_OK
+        return int(error.code) if isinstance(error.code, int) else EXIT_FAILED if error.code else EXIT_OK
     if "OutOfMemoryError" in names or isinstance(error, MemoryError) or _says_out_of_memory(error):
         return EXIT_OUT_OF_MEMORY
-    return int(getattr(error, "exit_code", EXIT_FAILED))
+    code = getattr(error, "exit_code", None)
+    return code if isinstance(code, int) else EXIT_FAILED
 
 
 def _says_out_of_memory(error: BaseException) -> bool:
@@ -129,5 +132,5 @@ def root_cause_line(error: BaseException) -> str:
     text = str(error)
     if hasattr(error, "exit_code"):
         return f"error: {text}"
-    first = text.splitlines()[0] if text else ""
+    first = next((line for line in text.splitlines() if line.strip()), "")
     return f"error: {type(error).__name__}: {first}" if first else f"error: {type(error).__name__}"

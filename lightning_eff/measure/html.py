@@ -91,7 +91,7 @@ def _chart(times_s: Sequence[float]) -> tuple[str, str]:
         return "", ""
     stride = max(1, len(times_s) // 500)
     shown = [max(times_s[i : i + stride]) for i in range(0, len(times_s), stride)]
-    top = max(shown)
+    top = max(shown) or 1.0
     points = " ".join(
         f"{1000 * i / max(1, len(shown) - 1):.1f},{100 - 95 * value / top:.1f}"
         for i, value in enumerate(shown)

@@ -32,11 +32,13 @@ class LiveBytes(TorchDispatchMode):
         (4096, 8192)
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.now_bytes = 0
         self.peak_bytes = 0
-        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def add(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were made elsewhere; what is no tensor is passed over."""
@@ -48,13 +50,15 @@ class LiveBytes(TorchDispatchMode):
     def _add_storage(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes = id(storage), storage.nbytes()
         if key in self._alive:
+            known, before = self._alive[key]
+            self._alive[key] = (known, num_bytes)
+            self.now_bytes += num_bytes - before
             return
 
         def forget(_: object) -> None:
-            del self._alive[key]
-            self.now_bytes -= num_bytes
+            self.now_bytes -= self._alive.pop(key)[1]
 
-        self._alive[key] = weakref.ref(storage, forget)
+        self._alive[key] = (weakref.ref(storage, forget), num_bytes)
         self.now_bytes += num_bytes
 
     @override

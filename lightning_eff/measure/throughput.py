@@ -91,5 +91,10 @@ class DataWait:
 
     def close(self) -> None:
         """Leave the profiler as it was; a second call does nothing."""
-        for name in ("start", "stop"):
-            self._profiler.__dict__.pop(name, None)
+        heard = {"start": (self._on_start, self._start), "stop": (self._on_stop, self._stop)}
+        for name, (ours, before) in heard.items():
+            if self._profiler.__dict__.get(name) != ours:
+                continue
+            del self._profiler.__dict__[name]
+            if getattr(self._profiler, name) != before:
+                setattr(self._profiler, name, before)

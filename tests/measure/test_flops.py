@@ -142,3 +142,20 @@ def test_full_float32_has_no_rate() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
     assert peak_flops_per_s("NVIDIA H200", torch.float32) is None
     assert peak_flops_per_s("NVIDIA H200", torch.bfloat16) == 989.4e12
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_higher_order_operator_runs_inside() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.randn(1, 2, 16, 8)
+    with FlopCount() as count, torch.no_grad():
+        assert flex_attention(q, q, q).shape == q.shape
+    assert count.flops >= 0
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H100 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D"]
+)
+def test_a_chip_of_almost_the_same_name_has_no_peak(name: str) -> None:
+    assert peak_flops_per_s(name, torch.bfloat16) is None

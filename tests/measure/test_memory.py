@@ -137,3 +137,12 @@ def test_the_figure_is_the_same_in_every_run() -> None:
         assert live.now_bytes == 2 * 4 * (32 * 64 + 64 + 64 * 8 + 8), "weights and gradients"
         peaks.add(live.peak_bytes)
     assert len(peaks) == 1
+
+
+def test_a_storage_that_grows_counts_its_new_size() -> None:
+    with LiveBytes() as live:
+        x = torch.empty(0)
+        x.resize_(1000)
+    assert live.now_bytes == 4000
+    del x
+    assert live.now_bytes == 0

@@ -110,3 +110,16 @@ def test_fetches_add_up_until_they_are_taken(clock: SimpleNamespace) -> None:
         with profiler.profile("run_training_batch"):
             clock.now += train_s
     assert wait.take() == 3.0
+
+
+def test_two_listeners_leave_the_profiler_as_it_was() -> None:
+    from lightning.pytorch.profilers import PassThroughProfiler
+
+    profiler = PassThroughProfiler()
+    first, second = DataWait(profiler), DataWait(profiler)
+    second.close()
+    profiler.start(FETCH_ACTION)
+    profiler.stop(FETCH_ACTION)
+    assert first.wait_s > 0.0, "closing the second did not deafen the first"
+    first.close()
+    assert {"start", "stop"}.isdisjoint(profiler.__dict__)
