@@ -19,6 +19,7 @@ USED_IN = {
     "_last_global_step_saved": "run.py",
     "_scaled_dot_product_flash_attention_for_cpu": "measure/flops.py",
     "_TrainingEpochLoop": "measure/throughput.py",
+    "_compiled_call_impl": "measure/probe.py",
     "_pytree": "measure/memory.py",
     "_python_dispatch": "measure/memory.py",
 }
@@ -48,4 +49,9 @@ def test_cpu_attention_and_dispatch_modes_exist() -> None:
     assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     assert torch.utils._python_dispatch.TorchDispatchMode
+    assert not torch.utils._python_dispatch.TorchDispatchMode.is_infra_mode()
+    module = torch.nn.Linear(1, 1)
+    assert module._compiled_call_impl is None
+    module.compile(backend="eager")
+    assert module._compiled_call_impl is not None
     assert torch.utils._pytree.tree_leaves({"a": [1]}) == [1]

@@ -34,6 +34,12 @@ class LiveBytes(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        """Say that operators which compile themselves (flex attention) may run inside."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()
         self.now_bytes = 0

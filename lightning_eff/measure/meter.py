@@ -25,14 +25,21 @@ class Meter:
         profiler: The Trainer's, which hears when the loop waits for data.
         num_warmup_batches: Batches that are not timed, after those that are counted by the probe.
         count_flops: Count the first batch's operations.
+        count_bytes: Count the first batches' live bytes, on a device whose allocator keeps no peak.
     """
 
     def __init__(
-        self, device: torch.device, profiler: Any, *, num_warmup_batches: int, count_flops: bool
+        self,
+        device: torch.device,
+        profiler: Any,
+        *,
+        num_warmup_batches: int,
+        count_flops: bool,
+        count_bytes: bool = True,
     ) -> None:
         self.device = device
         self.throughput = Throughput()
-        self.probe = Probe(count_flops=count_flops, count_bytes=device.type == "cpu")
+        self.probe = Probe(count_flops=count_flops, count_bytes=count_bytes and device.type == "cpu")
         self._probing = True
         self._data_wait = DataWait(profiler)
         self._num_warmup_batches = num_warmup_batches

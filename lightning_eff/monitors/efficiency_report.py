@@ -3,8 +3,7 @@
 Printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `report.html` beside the
 run's other files; a run that fails writes both too, with the reason. Measured are all training batches
 after the first ones, validation left out. Peak memory is the allocator's where it keeps one; on the CPU it
-is the live bytes of the first batches, counted storage by storage. A part of the step that is compiled is
-not dispatched operation by operation, so its FLOPs are not counted.
+is the live bytes of the first batches, counted storage by storage. A compiled model is timed and not counted: it is not dispatched operation by operation.
 
 Costs: about 5 us a batch; the first batches run slower while they are counted.
 Conflicts: none.
@@ -29,6 +28,7 @@ from typing_extensions import override
 from lightning_eff.errors import ConfigError
 from lightning_eff.measure import environment, report
 from lightning_eff.measure.meter import Meter
+from lightning_eff.measure.probe import is_compiled
 from lightning_eff.plan import Technique, asked, name_of, techniques
 
 LEDGER_FILE = "efficiency.json"
@@ -41,7 +41,8 @@ class EfficiencyReport(pl.Callback):
     Args:
         dirpath: Folder for the ledger and the page; None takes the Trainer's log folder.
         num_warmup_batches: Batches at the start that are not timed, after the few that are counted.
-        count_flops: Count the first batch's floating-point operations.
+        count_first_batches: Count floating-point operations, and on the CPU live bytes, in the first batches.
+            Compiled modules are never counted; switch it off for a function compiled with `fullgraph=True`.
 
     Raises:
         ConfigError: `num_warmup_batches` is negative.
@@ -51,7 +52,7 @@ class EfficiencyReport(pl.Callback):
     """
 
     def __init__(
-        self, *, dirpath: str | None = None, num_warmup_batches: int = 2, count_flops: bool = True
+        self, *, dirpath: str | None = None, num_warmup_batches: int = 2, count_first_batches: bool = True
     ) -> None:
         if num_warmup_batches < 0:
             raise ConfigError(
@@ -59,7 +60,7 @@ class EfficiencyReport(pl.Callback):
             )
         self.dirpath = dirpath
         self.num_warmup_batches = num_warmup_batches
-        self.count_flops = count_flops
+        self.count_first_batches = count_first_batches
         self.report: dict[str, Any] = {}
         """What was written, after `fit`."""
         self._asked: list[tuple[Technique, dict[str, Any]]] = []
@@ -78,11 +79,13 @@ class EfficiencyReport(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._first_step = trainer.global_step
+        count = self.count_first_batches and not is_compiled(pl_module)
         self._meter = Meter(
             trainer.strategy.root_device,
             trainer.profiler,  # pyright: ignore[reportAttributeAccessIssue]
             num_warmup_batches=self.num_warmup_batches,
-            count_flops=self.count_flops,
+            count_flops=count,
+            count_bytes=count,
         )
 
     @override

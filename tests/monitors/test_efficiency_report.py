@@ -122,6 +122,27 @@ def test_outcome_of_one_technique_is_found_by_name(net: Callable[..., Net], tmp_
         report.outcome_of("callbacks/none")
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+def test_a_compiled_model_is_timed_and_not_counted(tmp_path: Path) -> None:
+    class Block(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.tanh() * 2
+
+    class WithBlock(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+            self.block.compile(fullgraph=True, backend="eager")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.block(x))
+
+    measured = fit(WithBlock(), tmp_path)["measured"]
+    assert measured["flops_per_sample"] is None
+    assert measured["peak_bytes"] is None
+    assert measured["num_batches"] > 0
+
+
 def test_negative_warmup_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_warmup_batches=-1"):
         EfficiencyReport(num_warmup_batches=-1)

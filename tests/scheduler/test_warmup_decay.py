@@ -115,6 +115,7 @@ def test_resumed_with_more_steps_follows_the_longer_schedule(decay: str) -> None
     long = make_schedule(make_optimizer(0.5, 0.2), total_steps=32, warmup_steps=2, decay=decay)
     long.load_state_dict(short.state_dict())
     whole = walk(make_schedule(make_optimizer(0.5, 0.2), total_steps=32, warmup_steps=2, decay=decay), 32)
+    assert long.get_last_lr() == whole[6]
     assert walk(long, 26) == whole[6:]
     assert short.optimizer.param_groups[0]["lr"] < whole[6][0], "the shorter one had fallen further"
 
