@@ -3,7 +3,8 @@
 Printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `report.html` beside the
 run's other files; a run that fails writes both too, with the reason. Measured are all training batches
 after the first ones, validation left out. Peak memory is the allocator's where it keeps one; on the CPU it
-is the live bytes of the first batches, counted storage by storage. A compiled model is timed and not counted: it is not dispatched operation by operation.
+is the live bytes of the first batches, counted storage by storage.
+A compiled model is timed and not counted: it is not dispatched operation by operation.
 
 Costs: about 5 us a batch; the first batches run slower while they are counted.
 Conflicts: none.
