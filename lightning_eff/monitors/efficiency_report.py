@@ -6,7 +6,7 @@ after the first ones, validation left out. Peak memory is the allocator's where 
 is the live bytes of the first batches, counted storage by storage.
 A compiled model is timed and not counted: it is not dispatched operation by operation.
 
-Costs: about 5 us a batch; the first batches run slower while they are counted.
+Costs: a few Python calls a batch; the first batches run slower while they are counted.
 Conflicts: none.
 Source: MFU as in Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B, with counted instead
     of estimated FLOPs
