@@ -141,8 +141,9 @@ class PythonSource(pl.LightningDataModule):
             raise FileNotFoundError(msg)
         digest = hashlib.sha256(f"{FORMAT} {self.vocab_size} {self.validation_share}".encode())
         for file in files:
-            digest.update(f"{file.relative_to(source)} ".encode())
-            digest.update(file.read_bytes())
+            content = file.read_bytes()
+            digest.update(f"{file.relative_to(source)} {len(content)} ".encode())
+            digest.update(content)
         return Path(self.cache_dir) / f"python_source-{digest.hexdigest()[:16]}", files
 
     @property
@@ -158,6 +159,7 @@ class PythonSource(pl.LightningDataModule):
         """The byte-level BPE that turned the text into tokens."""
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+            self._tokenizer.encode_special_tokens = True  # as the texts were encoded
         return self._tokenizer
 
     @property

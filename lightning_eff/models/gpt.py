@@ -161,7 +161,9 @@ class GPT(pl.LightningModule):
         """Mean cross-entropy in nats per target that is not ignored."""
         tokens, targets = batch
         logits = self(tokens)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_TARGET)
+        if logits.dtype in {torch.bfloat16, torch.float16}:
+            logits = logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET)
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

@@ -103,7 +103,7 @@ def test_weights_begin_as_gpt2s_do() -> None:
 def test_ignored_targets_add_nothing_to_the_loss() -> None:
     model, tokens, targets = loud_gpt().double(), draw_tokens(2, 12), draw_tokens(12, 2).T
     targets = targets.masked_fill(torch.arange(12) >= 7, IGNORED_TARGET)
-    loss, kept = model.loss((tokens, targets)), model(tokens)[:, :7].flatten(0, 1).float()
+    loss, kept = model.loss((tokens, targets)), model(tokens)[:, :7].flatten(0, 1)
     assert torch.equal(loss, F.cross_entropy(kept, targets[:, :7].flatten()))
     other = torch.where(torch.arange(12) >= 7, (tokens + 1) % SIZES["vocab_size"], tokens)
     assert torch.equal(loss, model.loss((other, targets))), "what only ignored targets see does not matter"
@@ -189,3 +189,9 @@ def test_a_sequence_longer_than_the_context_is_refused(context_length: int, leng
     model = GPT(vocab_size=10, context_length=context_length, d_model=8, num_layers=1, num_heads=2)
     with pytest.raises(ValueError, match=f"{length} tokens are longer than context_length={context_length}"):
         model(torch.zeros(1, length, dtype=torch.long))
+
+
+def test_the_loss_of_a_float64_model_is_float64() -> None:
+    model = GPT(vocab_size=10, context_length=8, d_model=8, num_layers=1, num_heads=2).double()
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    assert model.loss((tokens, tokens)).dtype == torch.float64
