@@ -110,16 +110,21 @@ def exit_code(error: BaseException) -> int:
         return EXIT_INTERRUPTED
     if isinstance(error, SystemExit):
         return int(error.code) if isinstance(error.code, int) else EXIT_FAILED if error.code else EXIT_OK
-    if "OutOfMemoryError" in names or isinstance(error, MemoryError) or _says_out_of_memory(error):
+    if _is_out_of_memory(error):
         return EXIT_OUT_OF_MEMORY
     code = getattr(error, "exit_code", None)
     return code if isinstance(code, int) else EXIT_FAILED
 
 
-def _says_out_of_memory(error: BaseException) -> bool:
-    """Know an allocator's refusal that has no class of its own: the CPU's, and those of older back ends."""
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Know an allocator's refusal, by its class or by the text of back ends without one; also as a cause."""
+    if error is None:
+        return False
+    if isinstance(error, MemoryError) or any(k.__name__ == "OutOfMemoryError" for k in type(error).__mro__):
+        return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    says_so = "out of memory" in text or "can't allocate memory" in text
+    return (isinstance(error, RuntimeError) and says_so) or _is_out_of_memory(error.__cause__)
 
 
 def root_cause_line(error: BaseException) -> str:

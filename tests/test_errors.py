@@ -130,3 +130,9 @@ def test_a_warning_of_ours_is_a_users_warning() -> None:
         with pytest.warns(UserWarning, match="nothing changed") as caught:
             warnings.warn(kind("nothing changed"), stacklevel=1)
         assert [warning.category for warning in caught] == [kind]
+
+
+def test_out_of_memory_is_known_behind_what_it_caused() -> None:
+    error = ValueError("the step failed")
+    error.__cause__ = torch.OutOfMemoryError("no room")
+    assert exit_code(error) == 4

@@ -58,6 +58,9 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
 
     @override
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < self._num_windows:
+            msg = f"window {index} of {self._num_windows}"
+            raise IndexError(msg)
         if self._tokens is None:
             self._tokens = np.memmap(self.path, dtype=np.uint16, mode="r")
         start = index * self.context_length
@@ -123,7 +126,11 @@ class PythonSource(pl.LightningDataModule):
     @override
     def setup(self, stage: str) -> None:
         if self._folder is None:
-            self._folder, _ = self._locate()
+            folder, _ = self._locate()
+            if not folder.is_dir():
+                msg = f"{folder} is not there: call prepare_data() before setup()"
+                raise RuntimeError(msg)
+            self._folder = folder
             facts = json.loads((self._folder / "facts.json").read_text())
             text = "text of %d files, %d bytes, hash %s: %d tokens to train on, %d to validate"
             tokens = facts["tokens"]
@@ -212,6 +219,9 @@ def _build(folder: Path, files: Sequence[Path], vocab_size: int, validation_shar
     scratch = Path(tempfile.mkdtemp(prefix=".python_source-", dir=folder.parent))
     try:
         tokenizer = _train_bpe(splits["train"], vocab_size)
+        if tokenizer.get_vocab_size() < vocab_size:
+            text = "so little text gives %d tokens; of vocab_size=%d the rest is never used"
+            log.warning(text, tokenizer.get_vocab_size(), vocab_size)
         tokenizer.save(str(scratch / "tokenizer.json"))
         counts = {
             name: _write_tokens(tokenizer, split, scratch / f"{name}.bin") for name, split in splits.items()

@@ -3,7 +3,8 @@
 The formulas are PyTorch's own (`torch.utils.flop_counter.flop_registry`): matrix products, convolutions
 and attention, a multiplication and an addition each counted as one. Attention's CPU kernel has no entry
 there, so it gets one here.
-What has no formula (fused recurrent layers) is not counted.
+What has no formula (fused recurrent layers) is not counted, nor is anything under `inference_mode`, where
+layers are dispatched whole.
 """
 
 from __future__ import annotations

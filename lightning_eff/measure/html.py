@@ -63,7 +63,7 @@ def page(
     Args:
         report: What the JSON ledger holds.
         figures: Names and values, formatted, of the numbers at the top.
-        batch_times_s: One bar of the chart each; long runs are thinned.
+        batch_times_s: The chart's line; long runs are thinned to the slowest batch of each stretch.
 
     Example:
         >>> report = {"title": "a < b", "verdict": "fine", "ledger": [], "environment": {}, "command": ""}
@@ -91,12 +91,12 @@ def _chart(times_s: Sequence[float]) -> tuple[str, str]:
         return "", ""
     stride = max(1, len(times_s) // 500)
     shown = [max(times_s[i : i + stride]) for i in range(0, len(times_s), stride)]
-    top = max(shown) or 1.0
+    top = max(shown)
+    if top == 0.0:
+        return "", ""
     points = " ".join(
         f"{1000 * i / max(1, len(shown) - 1):.1f},{100 - 95 * value / top:.1f}"
         for i, value in enumerate(shown)
     )
-    return (
-        points,
-        f"{len(times_s)} batches in order, from 0 to {top:.4f} s; the slowest of every {stride} is drawn",
-    )
+    thinned = f"; the slowest of every {stride} is drawn" if stride > 1 else ""
+    return points, f"{len(times_s)} batches in order, from 0 to {top:.4f} s{thinned}"

@@ -2,7 +2,8 @@
 
 A dispatch mode sees each operation's results. A storage that it has not seen adds its bytes, and takes
 them away again when it dies, so tensors that share memory count once, and the figure is the same to the
-byte in every run. What an operation allocates and frees inside itself is not seen.
+byte in every run. What an operation allocates and frees inside itself is not seen, nor is a storage that
+is resized without an operation. Meta tensors have no memory and count nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
     def add(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were made elsewhere; what is no tensor is passed over."""
         for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
                 self._add_storage(tensor.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_eff.measure import html
 from lightning_eff.measure.tables import human_bytes, human_count, text_table
+
+
+def plain(value: Any) -> Any:
+    """Return a value as strict JSON can hold it, which has no word for nan and infinity.
+
+    Example:
+        >>> plain({"loss": float("nan"), "steps": [1, 2.5]})
+        {'loss': 'nan', 'steps': [1, 2.5]}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -42,7 +57,8 @@ def verdict(report: Mapping[str, Any]) -> str:
 def text(report: Mapping[str, Any]) -> str:
     """Return the report as a few lines for a terminal."""
     lines = [f"{report['title']}. {verdict(report)}"]
-    lines.append(" " + " | ".join(f"{name} {value}" for name, value in figures(report)))
+    shown = " | ".join(f"{name} {value}" for name, value in figures(report))
+    lines += [f" {shown}"] if shown else []
     rows = [[row["technique"], row["status"], row["did"]] for row in report["ledger"]]
     if rows:
         lines.append(text_table(["technique", "status", "what it did"], rows))

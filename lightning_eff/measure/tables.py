@@ -12,9 +12,9 @@ def human_bytes(num_bytes: float) -> str:
         >>> human_bytes(0), human_bytes(1536), human_bytes(3 * 2**30)
         ('0 B', '1.5 KiB', '3.0 GiB')
     """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 1)):
+        if abs(round(num_bytes, digits)) < 1024:
+            return f"{num_bytes:.{digits}f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
 
@@ -26,15 +26,15 @@ def human_count(count: float) -> str:
         >>> human_count(17), human_count(2_164_416), human_count(5.4e10)
         ('17', '2.2M', '54.0G')
     """
-    for prefix in ("", "k", "M", "G", "T"):
-        if abs(count) < 1000:
-            return f"{count:.0f}" if prefix == "" else f"{count:.1f}{prefix}"
+    for prefix, digits in (("", 0), ("k", 1), ("M", 1), ("G", 1), ("T", 1)):
+        if abs(round(count, digits)) < 1000:
+            return f"{count:.{digits}f}{prefix}"
         count /= 1000
     return f"{count:.1f}P"
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: int = 1) -> str:
-    """Align columns with two spaces between them; the last column is not padded.
+    """Align columns with two spaces between them; the last column is not padded, a cell is one line.
 
     Example:
         >>> print(text_table(["name", "n"], [["a", "1"], ["long", "22"]]))
@@ -42,9 +42,10 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: 
          a     1
          long  22
     """
-    widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
+    table = [[" ".join(cell.splitlines()) for cell in line] for line in [header, *rows]]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in [header, *rows]
+        for line in table
     ]
     return "\n".join(" " * indent + line for line in lines)

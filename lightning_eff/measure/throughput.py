@@ -71,6 +71,7 @@ class DataWait:
         self._start: Callable[[str], None] = profiler.start
         self._stop: Callable[[str], None] = profiler.stop
         self._began_s = 0.0
+        self.closed = False
         profiler.start = self._on_start
         profiler.stop = self._on_stop
 
@@ -90,11 +91,23 @@ class DataWait:
         return wait_s
 
     def close(self) -> None:
-        """Leave the profiler as it was; a second call does nothing."""
-        heard = {"start": (self._on_start, self._start), "stop": (self._on_stop, self._stop)}
-        for name, (ours, before) in heard.items():
-            if self._profiler.__dict__.get(name) != ours:
-                continue
+        """Leave the profiler as it was; a second call does nothing.
+
+        Listeners lie on top of each other: one that closes below another stays, and is taken off with it.
+        """
+        self.closed = True
+        while (top := _listener(self._profiler)) is not None and top.closed:
+            top.take_off()
+
+    def take_off(self) -> None:
+        """Give the profiler back what this listener found; `close` decides when."""
+        for name, before in (("start", self._start), ("stop", self._stop)):
             del self._profiler.__dict__[name]
             if getattr(self._profiler, name) != before:
                 setattr(self._profiler, name, before)
+
+
+def _listener(profiler: Any) -> DataWait | None:
+    """Return the listener that the profiler calls first, if it has one."""
+    owner = getattr(profiler.__dict__.get("start"), "__self__", None)
+    return owner if isinstance(owner, DataWait) else None

@@ -158,12 +158,15 @@ class GPT(pl.LightningModule):
         return self.head(self.norm(x))
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Mean cross-entropy in nats per target that is not ignored."""
+        """Mean cross-entropy in nats per target that is not ignored; 0 when all are."""
         tokens, targets = batch
         logits = self(tokens)
         if logits.dtype in {torch.bfloat16, torch.float16}:
             logits = logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET)
+        total = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
+        )
+        return total / (targets != IGNORED_TARGET).sum().clamp(min=1)
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -199,7 +202,16 @@ class GPT(pl.LightningModule):
 
         Returns:
             Integer tensor [B, T + num_tokens].
+
+        Raises:
+            ValueError: There is no prompt, or `temperature` is negative.
         """
+        if tokens.shape[1] == 0:
+            msg = "the prompt is empty: give at least one token"
+            raise ValueError(msg)
+        if temperature < 0.0:
+            msg = f"temperature={temperature} must be at least 0"
+            raise ValueError(msg)
         for _ in range(num_tokens):
             logits = self(tokens[:, -self.context_length :])[:, -1].float().cpu()
             if temperature == 0.0:

@@ -124,7 +124,7 @@ class EfficiencyReport(pl.Callback):
             return
         meter, self._meter = self._meter, None
         meter.close()
-        self.report = {
+        findings = {
             "title": "Efficiency report",
             "status": status,
             "reason": reason,
@@ -135,13 +135,14 @@ class EfficiencyReport(pl.Callback):
             "environment": environment.describe(meter.device),
             "command": shlex.join(sys.argv),
         }
+        self.report = report.plain(findings)
         self._write(trainer, meter)
 
     @rank_zero_only
     def _write(self, trainer: pl.Trainer, meter: Meter) -> None:
         folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / LEDGER_FILE).write_text(json.dumps(self.report, indent=1))
+        (folder / LEDGER_FILE).write_text(json.dumps(self.report, indent=1, allow_nan=False))
         (folder / PAGE_FILE).write_text(report.page(self.report, meter.throughput.batch_times_s))
         rank_zero_info("\n%s\n report: %s", report.text(self.report), folder / PAGE_FILE)
 

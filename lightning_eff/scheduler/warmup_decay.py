@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
@@ -60,9 +61,9 @@ class WarmupDecay(LRScheduler):
     ) -> None:
         if decay not in DECAYS:
             raise ConfigError(key="decay", value=decay, allowed=f"one of {', '.join(DECAYS)}")
-        if decay != "none" and (total_steps is None or total_steps < 1):
+        if not (_whole(total_steps, 1) or (decay == "none" and total_steps is None)):
             raise ConfigError(key="total_steps", value=total_steps, allowed="a whole number of at least 1")
-        if warmup_steps < 0:
+        if not _whole(warmup_steps, 0):
             raise ConfigError(key="warmup_steps", value=warmup_steps, allowed="a whole number of at least 0")
         for name, share in (("decay_share", decay_share), ("final_share", final_share)):
             if not 0.0 <= share <= 1.0:
@@ -103,4 +104,11 @@ class WarmupDecay(LRScheduler):
         self.last_epoch = state_dict["last_epoch"]
         self._last_lr = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = lr
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)  # a compiled step holds on to the tensor
+            else:
+                group["lr"] = lr
+
+
+def _whole(value: object, low: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low

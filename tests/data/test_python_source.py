@@ -220,3 +220,25 @@ def test_the_separators_name_in_a_text_stays_text(tmp_path: Path) -> None:
     separator = data.tokenizer.token_to_id("<|file|>")
     assert int((tokens == separator).sum()) == 2, "one for each of the two files"
     assert "'<|file|>'" in data.tokenizer.decode(tokens.tolist())
+
+
+@pytest.mark.parametrize("beyond", [-1, "len"])
+def test_windows_end_where_the_text_ends(make: Callable[..., PythonSource], beyond: int | str) -> None:
+    windows = make().train_dataloader().dataset
+    index = len(windows) if beyond == "len" else beyond
+    with pytest.raises(IndexError, match=rf"window {index} of {len(windows)}"):
+        windows[index]
+
+
+def test_setup_before_prepare_data_is_refused(source: Path, tmp_path: Path) -> None:
+    data = PythonSource(source_dir=str(source), cache_dir=str(tmp_path / "fresh"), vocab_size=300)
+    with pytest.raises(RuntimeError, match=r"call prepare_data\(\) before setup\(\)"):
+        data.setup("fit")
+
+
+def test_a_text_too_short_for_its_vocabulary_says_so(
+    make: Callable[..., PythonSource], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"):
+        data = make(vocab_size=60_000)
+    assert f"gives {data.tokenizer.get_vocab_size()} tokens; of vocab_size=60000" in caplog.text

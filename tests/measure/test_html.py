@@ -107,7 +107,7 @@ def test_long_runs_are_thinned_and_no_slow_batch_is_lost() -> None:
     assert drawn[-1] == (1000.0, 81.0)
 
 
-@pytest.mark.parametrize("times", [[], [0.1]])
+@pytest.mark.parametrize("times", [[], [0.1], [0.0, 0.0]])
 def test_too_few_batches_have_no_chart_and_no_command_no_section(times: list[float]) -> None:
     text = make_page(times=times, command="")
     assert "svg" not in Reader(text).tags

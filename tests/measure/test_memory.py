@@ -146,3 +146,10 @@ def test_a_storage_that_grows_counts_its_new_size() -> None:
     assert live.now_bytes == 4000
     del x
     assert live.now_bytes == 0
+
+
+def test_a_meta_tensor_has_no_memory() -> None:
+    with LiveBytes() as live:
+        x = torch.zeros(1000, device="meta")
+        y = x + 1
+    assert (live.now_bytes, live.peak_bytes, y.shape) == (0, 0, x.shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 from lightning_eff.measure import report
@@ -80,3 +82,9 @@ def test_page_has_the_verdict_the_figures_and_the_ledger() -> None:
         assert f"<dt>{name}</dt><dd>{value}</dd>" in page
     assert "16 layers in bf16" in page
     assert "verdict" not in shown, "what was given is left as it was"
+
+
+def test_plain_holds_what_strict_json_can() -> None:
+    value = report.plain({"a": [math.inf, (1, None)], 2: {"b": -math.inf, "c": True}})
+    assert value == {"a": ["inf", [1, None]], "2": {"b": "-inf", "c": True}}
+    json.dumps(value, allow_nan=False)

@@ -15,6 +15,7 @@ from lightning_eff.measure.tables import human_bytes, human_count, text_table
         (1024, "1.0 KiB"),
         (-2048, "-2.0 KiB"),
         (1023 * 2**10, "1023.0 KiB"),
+        (2**20 - 1, "1.0 MiB"),
         (2**20, "1.0 MiB"),
         (1.5 * 2**30, "1.5 GiB"),
         (2**40, "1.0 TiB"),
@@ -34,6 +35,8 @@ def test_bytes_are_shown_in_binary_units(num_bytes: float, shown: str) -> None:
         (-1500, "-1.5k"),
         (1e6, "1.0M"),
         (2.5e9, "2.5G"),
+        (999_960, "1.0M"),
+        (999.7, "1.0k"),
         (989.4e12, "989.4T"),
         (1.2e16, "12.0P"),
     ],
@@ -54,3 +57,7 @@ def test_columns_begin_below_each_other_and_lines_end_with_words() -> None:
 
 def test_a_table_without_rows_is_its_header() -> None:
     assert text_table(["name", "n"], []) == " name  n"
+
+
+def test_a_cell_is_one_line() -> None:
+    assert text_table(["a", "b"], [["1\n2", "x"]]) == " a    b\n 1 2  x"

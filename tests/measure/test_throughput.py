@@ -112,10 +112,16 @@ def test_fetches_add_up_until_they_are_taken(clock: SimpleNamespace) -> None:
     assert wait.take() == 3.0
 
 
-def test_two_listeners_leave_the_profiler_as_it_was() -> None:
-    from lightning.pytorch.profilers import PassThroughProfiler
-
+def test_two_listeners_leave_the_profiler_as_it_was_in_whatever_order_they_close() -> None:
     profiler = PassThroughProfiler()
+    first, second = DataWait(profiler), DataWait(profiler)
+    first.close()
+    profiler.start(FETCH_ACTION)
+    profiler.stop(FETCH_ACTION)
+    assert second.wait_s > 0.0, "closing the first did not deafen the second"
+    second.close()
+    assert {"start", "stop"}.isdisjoint(profiler.__dict__)
+
     first, second = DataWait(profiler), DataWait(profiler)
     second.close()
     profiler.start(FETCH_ACTION)

@@ -195,3 +195,20 @@ def test_the_loss_of_a_float64_model_is_float64() -> None:
     model = GPT(vocab_size=10, context_length=8, d_model=8, num_layers=1, num_heads=2).double()
     tokens = torch.zeros(1, 8, dtype=torch.long)
     assert model.loss((tokens, tokens)).dtype == torch.float64
+
+
+def test_a_batch_of_ignored_targets_has_loss_and_gradients_of_zero() -> None:
+    model = GPT(vocab_size=11, context_length=8, d_model=8, num_layers=1, num_heads=2)
+    loss = model.loss((torch.zeros(2, 4, dtype=torch.long), torch.full((2, 4), IGNORED_TARGET)))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("length", "temperature", "message"), [(0, 1.0, "empty"), (3, -1.0, "temperature=-1")]
+)
+def test_what_cannot_be_generated_from_is_refused(length: int, temperature: float, message: str) -> None:
+    model = GPT(vocab_size=11, context_length=8, d_model=8, num_layers=1, num_heads=2)
+    with pytest.raises(ValueError, match=message):
+        model.generate(torch.zeros(1, length, dtype=torch.long), num_tokens=1, temperature=temperature)

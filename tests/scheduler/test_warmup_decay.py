@@ -137,6 +137,8 @@ def test_resumed_with_the_same_length_goes_on_as_if_nothing_had_happened() -> No
         ("total_steps", None),
         ("total_steps", 0),
         ("warmup_steps", -1),
+        ("warmup_steps", 0.5),
+        ("total_steps", 10.0),
         ("decay_share", 1.01),
         ("decay_share", -0.1),
         ("final_share", 1.5),
@@ -155,3 +157,13 @@ def test_a_decay_share_of_zero_stays_until_the_end() -> None:
         make_optimizer(1.0), total_steps=10, decay="linear", decay_share=0.0, final_share=0.1
     )
     assert [schedule.share(step) for step in (0, 5, 9, 10, 12)] == [1.0, 1.0, 1.0, 0.1, 0.1]
+
+
+def test_a_tensor_rate_is_filled_and_not_replaced() -> None:
+    rate = torch.tensor(1.0)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)
+    schedule = WarmupDecay(optimizer, total_steps=10, warmup_steps=4)
+    group_rate = optimizer.param_groups[0]["lr"]
+    schedule.load_state_dict({"last_epoch": 1})
+    assert optimizer.param_groups[0]["lr"] is group_rate
+    assert group_rate.item() == 0.5
