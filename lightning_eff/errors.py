@@ -74,6 +74,10 @@ class NoEffectWarning(UserWarning):
     """A technique was asked for and changed nothing."""
 
 
+class ConflictWarning(UserWarning):
+    """Two settings work together, and not as one would expect."""
+
+
 class SlowPathWarning(UserWarning):
     """What was asked for works here, but slower than doing without it."""
 

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -51,6 +52,33 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
+class Layer(nn.Module):
+    """A residual layer with dropout inside."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(F.gelu(self.linear(self.norm(x))))
+
+
+class Deep(Net):
+    """A Net with three repeated blocks in the middle."""
+
+    def __init__(self, *, width: int = 16, dropout: float = 0.1, lr: float = 0.05) -> None:
+        super().__init__(width=width, dropout=dropout, lr=lr)
+        self.blocks = nn.ModuleList(Layer(width, dropout) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(F.relu(self.first(x)))
+        for block in self.blocks:
+            x = block(x)
+        return self.second(self.norm(x))
+
+
 def make_loader(num_samples: int = 40, batch_size: int = 4) -> DataLoader[tuple[Tensor, ...]]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(num_samples, 8, generator=generator)
@@ -76,9 +104,19 @@ def make_trainer(**keywords: object) -> pl.Trainer:
 def net() -> Callable[..., Net]:
     """Return a maker of models that all begin with the same weights and the same random state."""
 
+    return _maker(Net)
+
+
+@pytest.fixture
+def deep() -> Callable[..., Deep]:
+    """Return a maker of models with repeated blocks."""
+    return _maker(Deep)
+
+
+def _maker(kind: type[Net]) -> Callable[..., Any]:
     def make(**keywords: float) -> Net:
         torch.manual_seed(1)
-        model = Net(**keywords)  # pyright: ignore[reportArgumentType]
+        model = kind(**keywords)  # pyright: ignore[reportArgumentType]
         torch.manual_seed(2)
         return model
 

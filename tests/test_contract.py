@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.errors import NoEffectWarning
+from lightning_eff.facts import Technique, asked, name_of
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
-from lightning_eff.plan import Technique, asked, name_of
 from lightning_eff.precision.mixed import Mixed
 from tests.conftest import Net, make_loader, make_trainer
 

@@ -1,77 +1,201 @@
-"""What a technique is called, what was asked of it, and who is one."""
+"""Facts against facts: every rule speaks when it should, at the three moments, with a remedy."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.plugins import BitsandbytesPrecision, TransformerEnginePrecision
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
+from lightning_eff import plan
 from lightning_eff.callbacks.empty_cache import EmptyCache
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_eff.callbacks.torch_compile import TorchCompile
+from lightning_eff.errors import ConflictError, ConflictWarning, EnvironmentLacksError
+from lightning_eff.facts import SUITE, Facts, Outcome, Rule, Verdict
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
-from lightning_eff.plan import Outcome, Technique, asked, name_of, techniques
 from lightning_eff.precision.mixed import Mixed
+from tests.conftest import Deep, Net, make_loader, make_trainer
 
 
-class Foreign(pl.Callback):
-    """Someone else's callback that can say what it did."""
+class Stating(pl.Callback):
+    """A technique of someone else's that states what a test gives it."""
 
-    def __init__(self, ratio: float = 0.5, *, layers: Any = (), missing: int = 1, me: Any = None) -> None:
-        self.ratio = ratio
-        self.layers = layers
-        self.me = self if me is None else me
+    def __init__(self, *, facts: Facts) -> None:
+        self.stated = facts
+
+    def facts(self) -> Facts:
+        return self.stated
 
     def outcome(self) -> Outcome:
-        return Outcome(did="nothing yet", effective=False)
+        return Outcome(did="nothing")
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        plan.enforce(self, trainer, pl_module)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        plan.enforce(self, trainer, pl_module)
 
 
-def test_ours_are_named_by_their_module() -> None:
-    assert name_of(EmptyCache()) == "callbacks/empty_cache"
-    assert name_of(Mixed(precision="32-true")) == "precision/mixed"
+def stating(**facts: Any) -> Stating:
+    return Stating(facts=Facts(**facts))
 
 
-def test_foreign_ones_are_named_by_their_class() -> None:
-    assert name_of(Foreign()) == "Foreign"
-    assert name_of(pl.callbacks.Timer()) == "Timer"
+def rule(name: str, verdict: Verdict = Verdict.REFUSED) -> Rule:
+    return Rule(name=name, reason="it breaks", remedies=("a=1", "b=2", "c=3", "d=4"), verdict=verdict)
 
 
-def test_a_package_that_begins_like_ours_is_foreign() -> None:
-    neighbour = type("Neighbour", (), {"__module__": "lightning_eff_extras.callbacks.neighbour"})
-    assert name_of(neighbour()) == "Neighbour"
+def test_an_exclusion_speaks_when_the_other_is_there_whatever_the_order() -> None:
+    one = stating(excludes=(rule("callbacks/empty_cache"),))
+    for objects in ([one, EmptyCache()], [EmptyCache(), one]):
+        (finding,) = plan.check(objects, {})
+        assert (finding.technique, finding.found) == ("Stating", "callbacks/empty_cache")
+    assert plan.check([one], {}) == []
 
 
-def test_asked_is_every_parameter_as_the_technique_keeps_it() -> None:
-    technique = EmptyCache(every_n_steps=5)
-    written = asked(technique)
-    assert written["every_n_steps"] == 5
-    assert written == {name: getattr(technique, name) for name in written}
-    technique.every_n_steps = 6
-    assert asked(technique)["every_n_steps"] == 6
-    assert written["every_n_steps"] == 5, "what was read before stays"
+def test_a_need_speaks_when_the_other_is_missing() -> None:
+    one = stating(needs=(rule("callbacks/empty_cache"),))
+    (finding,) = plan.check([one], {})
+    assert finding.found == ""
+    assert plan.check([one, EmptyCache()], {}) == []
 
 
-@pytest.mark.parametrize("value", [None, True, 3, 0.25, "auto"])
-def test_plain_values_stay_and_others_become_text(value: object) -> None:
-    assert asked(Foreign(layers=value, me=1)) == {"ratio": 0.5, "layers": value, "missing": None, "me": 1}
-    assert asked(Foreign(layers=[torch.float16]))["layers"] == "[torch.float16]"
+def test_facts_of_the_run_and_provided_names_are_met_like_techniques() -> None:
+    one = stating(excludes=(rule("run/clipping"), rule("something")))
+    assert [f.found for f in plan.check([one], {"run/clipping": "gradient_clip_val"})] == [
+        "gradient_clip_val"
+    ]
+    found = [f.found for f in plan.check([one, GradientCheckpointing()], {})]
+    assert found == [], "it provides other names"
+    one = stating(excludes=(rule("recompute"),))
+    assert [f.found for f in plan.check([one, GradientCheckpointing()], {})] == [
+        "callbacks/gradient_checkpointing"
+    ]
 
 
-def test_a_technique_that_keeps_itself_is_not_asked_for_it() -> None:
-    assert list(asked(Foreign())) == ["ratio", "layers", "missing"]
+def test_a_finding_says_who_with_whom_why_and_three_remedies() -> None:
+    (finding,) = plan.check([stating(excludes=(rule("x"),))], {"x": "the thing"})
+    assert str(finding).splitlines() == [
+        "Stating with the thing: it breaks",
+        "  try: a=1",
+        "  try: b=2",
+        "  try: c=3",
+    ]
+    (finding,) = plan.check([stating(needs=(rule("x"),))], {})
+    assert str(finding).splitlines()[0] == "Stating without x: it breaks"
 
 
-def test_techniques_are_those_that_say_their_outcome_in_order() -> None:
-    ours, foreign = EmptyCache(), Foreign()
-    assert techniques([foreign, pl.callbacks.Timer(), object(), None, ours]) == [foreign, ours]
-    assert techniques(iter([])) == []
-    assert not isinstance(Progress(), Technique), "a monitor changes nothing, so it has no outcome"
+def test_what_is_refused_is_raised_together_and_what_the_machine_lacks_has_its_own_error() -> None:
+    conflicts = plan.check([stating(excludes=(rule("x"), rule("y"))), EmptyCache()], {"x": "1", "y": "2"})
+    with pytest.raises(ConflictError, match=r"with 1[\s\S]*with 2"):
+        plan.raise_refused(conflicts)
+    lacking = plan.check([stating(needs=(rule("machine/compiler"),))], {})
+    with pytest.raises(EnvironmentLacksError):
+        plan.raise_refused(lacking)
+    with pytest.raises(ConflictError):
+        plan.raise_refused([*lacking, *conflicts])
+    plan.raise_refused(plan.check([stating(excludes=(rule("x", Verdict.WARNED),))], {"x": "1"}))
 
 
-def test_an_outcome_is_a_fact_that_nobody_changes() -> None:
-    first, second = Outcome(did="a"), Outcome(did="a")
-    assert (first.effective, first.numbers) == (True, {})
-    assert first.numbers is not second.numbers
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        first.did = "b"  # pyright: ignore[reportAttributeAccessIssue]
+class Finder(BatchSizeFinder):
+    """A user's own subclass."""
+
+
+def bare(kind: type[Any]) -> Any:
+    """Return an instance of a class whose package is not installed."""
+    return kind.__new__(kind)
+
+
+@pytest.mark.parametrize("make", [BatchSizeFinder, Finder])
+@pytest.mark.parametrize("technique", [EmptyCache, GradientCheckpointing, TorchCompile])
+def test_a_batch_size_finder_is_refused_with_any_technique(make: Any, technique: Any) -> None:
+    findings = plan.check([make(), technique()], {"machine/compiler": "c++"})
+    assert [(f.technique, f.rule.verdict) for f in findings] == [(make.__name__, Verdict.REFUSED)]
+    assert plan.check([make(), Progress(), EfficiencyReport()], {}) == [], "what only watches may stay"
+
+
+@pytest.mark.parametrize("plugin", [BitsandbytesPrecision, TransformerEnginePrecision])
+def test_plugins_that_replace_layers_late_are_refused_with_surgery_alone(plugin: Any) -> None:
+    findings = plan.check([bare(plugin), GradientCheckpointing()], {})
+    assert [f.rule.verdict for f in findings] == [Verdict.REFUSED]
+    assert plan.check([bare(plugin), EmptyCache()], {}) == []
+
+
+def test_weight_averaging_may_meet_what_keeps_parameters() -> None:
+    from lightning.pytorch.callbacks import WeightAveraging
+
+    averaging = WeightAveraging()
+    assert plan.check([averaging, GradientCheckpointing(), EmptyCache()], {}) == []
+    replacing = stating(provides=("new_parameters",))
+    replacing.__class__ = Replacing
+    assert [f.technique for f in plan.check([averaging, replacing], {})] == ["WeightAveraging"]
+
+
+class Replacing(Stating):
+    """Belongs to the suite, as far as its module says."""
+
+    __module__ = f"{SUITE}.callbacks.replacing"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "name"),
+    [
+        ({"accumulate_grad_batches": 2}, "run/accumulation"),
+        ({"gradient_clip_val": 1.0}, "run/clipping"),
+        ({"plugins": [Mixed(precision="16-mixed")]}, "run/scaler"),
+        ({}, "run/one_device"),
+        ({}, "run/cpu"),
+        ({"strategy": DDPStrategy(static_graph=True)}, "run/static_graph"),
+        ({"strategy": "ddp_find_unused_parameters_true"}, "run/unused_parameters"),
+    ],
+)
+def test_facts_are_read_off_the_trainer(keywords: dict[str, Any], name: str) -> None:
+    assert name in plan.run_facts(make_trainer(**keywords))
+    if keywords:
+        assert name not in plan.run_facts(make_trainer())
+
+
+def test_a_strategy_that_recomputes_on_its_own_is_seen() -> None:
+    """Built by hand: Lightning makes no Trainer with FSDP where there is no GPU."""
+    strategy = FSDPStrategy(activation_checkpointing_policy={Net})
+    strategy.__class__ = type("OnCpu", (FSDPStrategy,), {"root_device": torch.device("cpu")})
+    plain = make_trainer()
+    words = ("accumulate_grad_batches", "gradient_clip_val", "precision", "world_size")
+    trainer: Any = SimpleNamespace(strategy=strategy, **{word: getattr(plain, word) for word in words})
+    findings = plan.check([GradientCheckpointing()], plan.run_facts(trainer))
+    assert [f.rule.name for f in findings] == ["run/strategy_checkpointing"]
+
+
+def test_facts_of_the_module_are_known_once_there_is_one(net: Callable[..., Net]) -> None:
+    model = net()
+    model.automatic_optimization = False
+    model.first.gradient_checkpointing = True
+    facts = plan.run_facts(make_trainer(), model)
+    assert facts["run/manual_optimization"] == "manual optimization"
+    assert "(first)" in facts["run/model_checkpointing"]
+    assert {"run/manual_optimization", "run/model_checkpointing"}.isdisjoint(plan.run_facts(make_trainer()))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_refusal_comes_before_anything_is_changed(deep: Callable[..., Deep], in_order: bool) -> None:
+    callbacks = [TorchCompile(backend="eager", target="forward"), GradientCheckpointing()]
+    model = deep()
+    before = {*model.__dict__}
+    with pytest.raises(ConflictError):
+        make_trainer(callbacks=callbacks if in_order else callbacks[::-1]).fit(model, make_loader())
+    assert {*model.__dict__} - {"_hparams", "_jit_is_scripting"} <= before | {"_trainer"}
+    assert model.losses == []
+
+
+def test_a_warning_is_given_by_the_one_that_states_it(net: Callable[..., Net]) -> None:
+    warns = stating(excludes=(rule("callbacks/empty_cache", Verdict.WARNED),))
+    callbacks = [warns, EmptyCache(every_n_steps=1)]
+    with pytest.warns(ConflictWarning, match="Stating with callbacks/empty_cache: it breaks"):
+        make_trainer(callbacks=callbacks, max_steps=1).fit(net(), make_loader())

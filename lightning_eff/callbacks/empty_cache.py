@@ -28,9 +28,9 @@ import torch
 from typing_extensions import override
 
 from lightning_eff.errors import ConfigError, NoEffectWarning
+from lightning_eff.facts import Outcome
 from lightning_eff.measure import allocator
 from lightning_eff.measure.tables import human_bytes
-from lightning_eff.plan import Outcome
 
 
 @dataclass(frozen=True)

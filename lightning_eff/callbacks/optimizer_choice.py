@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_eff.errors import ConfigError, SlowPathWarning
-from lightning_eff.plan import Outcome
+from lightning_eff.facts import Outcome
 
 OptimizerFactory = Callable[..., Optimizer]
 SchedulerFactory = Callable[..., LRScheduler]

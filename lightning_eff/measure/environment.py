@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 from importlib import metadata
 from typing import Any
 
@@ -39,6 +40,29 @@ def device_name(device: torch.device) -> str:
         read = getattr(torch.cpu, "get_capabilities", dict)
         return str(read().get("cpu_name") or platform.processor() or platform.machine())
     return device.type
+
+
+def machine_facts(device_type: str) -> dict[str, str]:
+    """Return what this machine has that a technique may need, by name, in words.
+
+    Args:
+        device_type: Where the model is trained.
+    """
+    compiler = find_compiler(device_type)
+    return {"machine/compiler": f"the compiler {compiler}"} if compiler else {}
+
+
+def find_compiler(device_type: str) -> str | None:
+    """Return the compiler that torch.compile's inductor calls on a device, or None.
+
+    On the CPU it generates C++; on a GPU Triton builds a small C launcher.
+    """
+    candidates = (
+        (os.environ.get("CXX"), "g++", "clang++")
+        if device_type == "cpu"
+        else (os.environ.get("CC"), "gcc", "clang")
+    )
+    return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
 
 def _version(package: str) -> str:

@@ -19,19 +19,6 @@ from lightning_eff.measure.flops import FlopCount
 from lightning_eff.measure.memory import LiveBytes
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Say whether a part of the module is compiled: dynamo does not compile while operations are seen.
-
-    Example:
-        >>> is_compiled(nn.Linear(1, 1))
-        False
-    """
-    return any(
-        getattr(child, "_compiled_call_impl", None) is not None or hasattr(child, "_orig_mod")
-        for child in module.modules()
-    )
-
-
 class Probe:
     """Counts from `begin` to `end` of each batch, until `done`.
 

@@ -157,10 +157,13 @@ class GPT(pl.LightningModule):
             x = block(x)
         return self.head(self.norm(x))
 
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Mean cross-entropy in nats per target that is not ignored; 0 when all are."""
-        tokens, targets = batch
-        logits = self(tokens)
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per target that is not ignored; 0 when all are.
+
+        Args:
+            logits: [B, T, vocab_size].
+            targets: Integers [B, T].
+        """
         if logits.dtype in {torch.bfloat16, torch.float16}:
             logits = logits.float()
         total = F.cross_entropy(
@@ -170,13 +173,16 @@ class GPT(pl.LightningModule):
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
+        tokens, targets = batch
+        loss = self.loss(self(tokens), targets)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True, batch_size=batch[0].shape[0])
+        tokens, targets = batch
+        loss = self.loss(self(tokens), targets)
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(tokens))
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -26,11 +26,11 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_eff.compiled import is_compiled
 from lightning_eff.errors import ConfigError
+from lightning_eff.facts import Technique, asked, name_of, techniques
 from lightning_eff.measure import environment, report
 from lightning_eff.measure.meter import Meter
-from lightning_eff.measure.probe import is_compiled
-from lightning_eff.plan import Technique, asked, name_of, techniques
 
 LEDGER_FILE = "efficiency.json"
 PAGE_FILE = "report.html"

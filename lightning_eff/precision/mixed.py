@@ -36,9 +36,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff.errors import ConfigError, NoEffectWarning, SlowPathWarning
+from lightning_eff.facts import Outcome
 from lightning_eff.measure.formats import choose, support
 from lightning_eff.measure.tables import human_bytes, human_count
-from lightning_eff.plan import Outcome
 
 COMPUTE_DTYPES = {
     "bf16-mixed": torch.bfloat16,

@@ -103,16 +103,19 @@ def test_weights_begin_as_gpt2s_do() -> None:
 def test_ignored_targets_add_nothing_to_the_loss() -> None:
     model, tokens, targets = loud_gpt().double(), draw_tokens(2, 12), draw_tokens(12, 2).T
     targets = targets.masked_fill(torch.arange(12) >= 7, IGNORED_TARGET)
-    loss, kept = model.loss((tokens, targets)), model(tokens)[:, :7].flatten(0, 1)
+    loss, kept = model.loss(model(tokens), targets), model(tokens)[:, :7].flatten(0, 1)
     torch.testing.assert_close(loss, F.cross_entropy(kept, targets[:, :7].flatten()), rtol=1e-12, atol=0.0)
     other = torch.where(torch.arange(12) >= 7, (tokens + 1) % SIZES["vocab_size"], tokens)
-    assert torch.equal(loss, model.loss((other, targets))), "what only ignored targets see does not matter"
-    assert not torch.equal(loss, model.loss((tokens, draw_tokens(12, 2).T)))
+    assert torch.equal(loss, model.loss(model(other), targets)), (
+        "what only ignored targets see does not matter"
+    )
+    assert not torch.equal(loss, model.loss(model(tokens), draw_tokens(12, 2).T))
 
 
 def test_loss_begins_at_the_logarithm_of_the_vocabulary() -> None:
     # Unscaled weights begin more than 1 away.
-    loss = make_gpt(vocab_size=500).loss((draw_tokens(8, 12), draw_tokens(12, 8).T))
+    model = make_gpt(vocab_size=500)
+    loss = model.loss(model(draw_tokens(8, 12)), draw_tokens(12, 8).T)
     assert float(loss.detach()) == pytest.approx(math.log(500), abs=0.05)
 
 
@@ -194,12 +197,12 @@ def test_a_sequence_longer_than_the_context_is_refused(context_length: int, leng
 def test_the_loss_of_a_float64_model_is_float64() -> None:
     model = GPT(vocab_size=10, context_length=8, d_model=8, num_layers=1, num_heads=2).double()
     tokens = torch.zeros(1, 8, dtype=torch.long)
-    assert model.loss((tokens, tokens)).dtype == torch.float64
+    assert model.loss(model(tokens), tokens).dtype == torch.float64
 
 
 def test_a_batch_of_ignored_targets_has_loss_and_gradients_of_zero() -> None:
     model = GPT(vocab_size=11, context_length=8, d_model=8, num_layers=1, num_heads=2)
-    loss = model.loss((torch.zeros(2, 4, dtype=torch.long), torch.full((2, 4), IGNORED_TARGET)))
+    loss = model.loss(model(torch.zeros(2, 4, dtype=torch.long)), torch.full((2, 4), IGNORED_TARGET))
     loss.backward()
     assert loss.item() == 0.0
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)

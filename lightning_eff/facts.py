@@ -1,0 +1,129 @@
+"""What a technique says about itself: what was asked of it, what it may meet, and what it did.
+
+A technique needs no base class for this. What was asked is read off its constructor: every parameter is
+kept in an attribute of the same name. What it needs and excludes is the answer of its method `facts()`, if it
+has one, and what it did that of `outcome()`. plan.py compares the facts of a whole run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, runtime_checkable
+
+PACKAGE = __name__.partition(".")[0]
+SUITE = PACKAGE
+"""Provided by everything of ours that changes a run; what only watches does not."""
+TRANSFORM = "transform"
+"""Provided by what changes the model before its checkpoint is restored."""
+RECOMPUTE = "recompute"
+"""Provided by what runs a part of the forward pass again in the backward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one technique did in a run.
+
+    Args:
+        did: One line for a person, with numbers and units.
+        effective: False when it changed nothing.
+        numbers: The same for a program; plain types only.
+    """
+
+    did: str
+    effective: bool = True
+    numbers: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@runtime_checkable
+class Technique(Protocol):
+    """Anything that can say what it did; may be asked at any time, also before and after a run."""
+
+    def outcome(self) -> Outcome:
+        """Say what was done so far."""
+        ...
+
+
+def name_of(technique: object) -> str:
+    """Return the technique's one name.
+
+    Example:
+        >>> from lightning_eff.callbacks.empty_cache import EmptyCache
+        >>> name_of(EmptyCache())
+        'callbacks/empty_cache'
+    """
+    package, _, rest = type(technique).__module__.partition(".")
+    return rest.replace(".", "/") if package == PACKAGE else type(technique).__name__
+
+
+def asked(technique: object) -> dict[str, Any]:
+    """Return the constructor's arguments as the technique keeps them.
+
+    Example:
+        >>> from lightning_eff.callbacks.empty_cache import EmptyCache
+        >>> asked(EmptyCache(every_n_steps=5))["every_n_steps"]
+        5
+    """
+    return {
+        name: value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+        for name in inspect.signature(type(technique)).parameters
+        if (value := getattr(technique, name, None)) is not technique
+    }
+
+
+def techniques(candidates: Iterable[object]) -> list[Technique]:
+    """Return those of `candidates` (callbacks, plugins, a strategy) that are techniques, in their order."""
+    return [candidate for candidate in candidates if isinstance(candidate, Technique)]
+
+
+class Verdict(StrEnum):
+    """What becomes of a technique in a run, best first."""
+
+    FINE = "fine"
+    ADJUSTED = "adjusted"
+    WARNED = "warned"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Something that a technique must not meet, or cannot do without.
+
+    Args:
+        name: A technique (`callbacks/torch_compile`), something that one provides (`recompute`), a class of
+            Lightning's (`lightning/BatchSizeFinder`), a fact of the run (`run/clipping`) or of the machine.
+        reason: What would happen.
+        remedies: Up to three overrides or commands that help, each of which then works.
+        verdict: What follows from it.
+    """
+
+    name: str
+    reason: str
+    remedies: tuple[str, ...] = ()
+    verdict: Verdict = Verdict.REFUSED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a technique states about itself, as it was constructed.
+
+    Args:
+        provides: Names that rules of others may mention, beside its own.
+        needs: What must be there.
+        excludes: What must not be there.
+    """
+
+    provides: tuple[str, ...] = ()
+    needs: tuple[Rule, ...] = ()
+    excludes: tuple[Rule, ...] = ()
+
+
+@runtime_checkable
+class StatesFacts(Protocol):
+    """A technique that has something to say about what it may meet."""
+
+    def facts(self) -> Facts:
+        """Return what follows from the constructor's arguments alone."""
+        ...

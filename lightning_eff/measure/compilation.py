@@ -1,0 +1,62 @@
+"""What torch.compile did between two moments: graphs, recompilations, graph breaks, seconds."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch._dynamo.callback import CallbackArgs, callback_handler
+from torch._dynamo.utils import counters
+
+
+@dataclass
+class Compilations:
+    """Listens to the compiler from `open` to `close`.
+
+    Args:
+        graphs: Graphs that were compiled.
+        recompilations: Compilations of code that had been compiled before, for other shapes or settings.
+        graph_breaks: Places that ended a graph early, by their reason.
+        elapsed_s: Wall time of tracing and compiling, of backward graphs too.
+    """
+
+    graphs: int = 0
+    recompilations: int = 0
+    graph_breaks: Counter[str] = field(default_factory=Counter[str])
+    elapsed_s: float = 0.0
+    _began_s: float = 0.0
+    _graphs_before: int = 0
+    _breaks_before: Counter[str] = field(default_factory=Counter[str])
+    _open: bool = False
+
+    def open(self) -> None:
+        """Begin to listen; a second call does nothing."""
+        if not self._open:
+            self._open = True
+            self._graphs_before = counters["stats"]["unique_graphs"]
+            self._breaks_before = Counter(counters["graph_break"])
+            callback_handler.register_start_callback(self._on_start)
+            callback_handler.register_end_callback(self._on_end)
+
+    def close(self) -> None:
+        """Stop listening; a second call does nothing."""
+        if self._open:
+            self._open = False
+            self._count()
+            callback_handler.remove_start_callback(self._on_start)
+            callback_handler.remove_end_callback(self._on_end)
+
+    def _on_start(self, args: CallbackArgs) -> None:
+        self._began_s = time.perf_counter()
+        _, _, attempt = args.compile_id.rpartition("/")
+        again = args.callback_trigger.name == "DYNAMO" and attempt.isdecimal() and int(attempt) > 0
+        self.recompilations += again
+
+    def _on_end(self, _: CallbackArgs) -> None:
+        self.elapsed_s += time.perf_counter() - self._began_s
+        self._count()
+
+    def _count(self) -> None:
+        self.graphs = counters["stats"]["unique_graphs"] - self._graphs_before
+        self.graph_breaks = Counter(counters["graph_break"]) - self._breaks_before

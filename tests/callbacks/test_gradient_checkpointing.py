@@ -1,0 +1,215 @@
+"""Policies by exact counts (products in the backward pass, blocks recomputed, bytes alive), and refusals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
+from lightning_eff.callbacks.torch_compile import TorchCompile
+from lightning_eff.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.measure.memory import LiveBytes
+from lightning_eff.models.gpt import GPT
+from tests.conftest import Deep, Net, make_loader, make_trainer
+
+NUM_LAYERS = 4
+PRODUCTS_A_BLOCK = 4
+"""Linear layers: queries, keys and values together, output, up, down."""
+aten = torch.ops.aten
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by their name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def make_gpt(dropout: float = 0.0) -> GPT:
+    torch.manual_seed(0)
+    return GPT(
+        vocab_size=11, context_length=16, d_model=16, num_layers=NUM_LAYERS, num_heads=2, dropout=dropout
+    )
+
+
+def step(model: GPT) -> Tensor:
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 11, (2, 17))
+    return model.loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+def backward_counts(policy: str | None, **options: Any) -> Counter[str]:
+    """Return the operations of one backward pass."""
+    model = make_gpt()
+    if policy is not None:
+        recompute(model, policy=policy, **options)
+    loss = step(model)
+    with Operations() as operations:
+        loss.backward()
+    return operations.counts
+
+
+PLAIN_PRODUCTS = 2 * (PRODUCTS_A_BLOCK * NUM_LAYERS + 1)
+"""Two a linear layer, for its input's and its weight's gradient; the head's are two more."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "products", "attentions"),
+    [
+        (None, {}, PLAIN_PRODUCTS, 0),
+        # Nothing needs the last product of a block again: the recomputation stops before it.
+        ("full", {}, PLAIN_PRODUCTS + (PRODUCTS_A_BLOCK - 1) * NUM_LAYERS, NUM_LAYERS),
+        ("offload", {}, PLAIN_PRODUCTS + (PRODUCTS_A_BLOCK - 1) * NUM_LAYERS, NUM_LAYERS),
+        ("every_n", {"every_n_blocks": 2}, PLAIN_PRODUCTS + (PRODUCTS_A_BLOCK - 1) * 2, 2),
+        ("every_n", {"every_n_blocks": 3}, PLAIN_PRODUCTS + (PRODUCTS_A_BLOCK - 1) * 2, 2),
+        ("every_n", {"every_n_blocks": 4}, PLAIN_PRODUCTS + PRODUCTS_A_BLOCK - 1, 1),
+        ("selective", {}, PLAIN_PRODUCTS, 0),
+        ("full", {"blocks": ["MLP"]}, PLAIN_PRODUCTS + NUM_LAYERS, 0),
+    ],
+)
+def test_products_and_attentions_of_the_backward_pass(
+    policy: str | None, options: dict[str, Any], products: int, attentions: int
+) -> None:
+    counts = backward_counts(policy, **options)
+    assert counts["mm"] == products
+    assert counts["_scaled_dot_product_flash_attention_for_cpu"] == attentions
+
+
+def live_bytes(policy: str | None, **options: Any) -> int:
+    """Return the bytes that a forward pass leaves alive for the backward pass."""
+    model = make_gpt()
+    if policy is not None:
+        recompute(model, policy=policy, **options)
+    live = LiveBytes()
+    live.add([*model.parameters(), *model.buffers()])
+    before = live.now_bytes
+    with live:
+        loss = step(model)
+    assert loss.requires_grad
+    return live.now_bytes - before
+
+
+def test_bytes_alive_after_the_forward_pass() -> None:
+    plain = live_bytes(None)
+    full = live_bytes("full")
+    hidden_bytes = 2 * 16 * 16 * 4
+    # Each recomputed block keeps its input; what a plain block keeps beyond that is the same for every block.
+    a_block = (plain - full) / NUM_LAYERS
+    assert a_block == int(a_block)
+    assert live_bytes("every_n", every_n_blocks=2) == plain - 2 * a_block
+    assert live_bytes("every_n", every_n_blocks=4) == plain - a_block
+    assert full < live_bytes("selective") < plain
+    assert live_bytes("offload") == full + NUM_LAYERS * 0, "on the CPU the copies take the inputs' place"
+    assert a_block > 10 * hidden_bytes
+
+
+@pytest.mark.parametrize("policy", ["full", "every_n", "selective", "offload"])
+def test_frozen_blocks_and_tied_weights_get_the_same_gradients(policy: str) -> None:
+    results = []
+    for each in (None, policy):
+        model = make_gpt(dropout=0.1)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(("embedding", "blocks.1", "blocks.3.mlp")))
+        model.blocks[2].mlp.up.weight = model.blocks[1].mlp.up.weight
+        if each is not None:
+            recompute(model, policy=each)
+        step(model).backward()
+        results.append([p.grad for p in model.parameters()])
+    for plain, ours in zip(*results, strict=True):
+        assert (plain is None) == (ours is None)
+        assert plain is None or torch.equal(plain, ours)
+
+
+def test_blocks_that_are_recomputed_already_are_left_alone() -> None:
+    model = make_gpt()
+    assert list(recompute(model, policy="every_n")) == ["blocks.0", "blocks.2"]
+    assert list(recompute(model)) == ["blocks.1", "blocks.3"]
+    assert recompute(model) == {}
+
+
+def test_the_report_says_which_blocks_and_how_often(deep: Callable[..., Deep]) -> None:
+    callback = GradientCheckpointing(policy="every_n", every_n_blocks=2)
+    assert not callback.outcome().effective
+    make_trainer(callbacks=[callback], max_steps=5).fit(deep(), make_loader())
+    outcome = callback.outcome()
+    assert outcome.did == "2 of 3 blocks recomputed (every_n), 10 times"
+    assert outcome.numbers == {"blocks": ["blocks.0", "blocks.2"], "num_blocks": 3, "recomputations": 10}
+
+
+def test_a_model_without_blocks_says_so(net: Callable[..., Net]) -> None:
+    with pytest.warns(NoEffectWarning, match="found no repeated blocks: name them with blocks="):
+        make_trainer(callbacks=[GradientCheckpointing()], max_steps=1).fit(net(), make_loader())
+
+
+def test_blocks_that_are_never_called_say_so(deep: Callable[..., Deep]) -> None:
+    model = deep()
+    model.unused = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.warns(
+        NoEffectWarning, match=r"recomputed nothing: 1 of 1 blocks recomputed \(full\), 0 times"
+    ):
+        make_trainer(callbacks=[GradientCheckpointing(blocks=["unused"])], max_steps=1).fit(
+            model, make_loader()
+        )
+
+
+def test_a_model_that_recomputes_on_its_own_is_refused(deep: Callable[..., Deep]) -> None:
+    model = deep()
+    model.blocks[1].gradient_checkpointing = True
+    trainer = make_trainer(callbacks=[GradientCheckpointing()], max_steps=1)
+    with pytest.raises(ConflictError, match=r"of the model's own \(blocks.1\): .*recomputed twice"):
+        trainer.fit(model, make_loader())
+    assert "configure_model" not in model.__dict__
+    model.blocks[1].gradient_checkpointing = False
+    trainer.fit(model, make_loader())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_selective_is_refused_with_the_compiler_and_its_remedy_works(
+    deep: Callable[..., Deep], backend: str
+) -> None:
+    compiled = TorchCompile(backend=backend)
+    trainer = make_trainer(callbacks=[GradientCheckpointing(policy="selective"), compiled], max_steps=1)
+    with pytest.raises(ConflictError, match=r"try: callbacks\.gradient_checkpointing\.policy=budget"):
+        trainer.fit(deep(), make_loader())
+    for policy in ("budget", "full"):
+        callbacks = [TorchCompile(backend=backend), GradientCheckpointing(policy=policy)]
+        make_trainer(callbacks=callbacks, max_steps=1).fit(deep(), make_loader())
+
+
+def test_a_budget_needs_the_compiler_and_is_restored(deep: Callable[..., Deep]) -> None:
+    from torch._functorch import config
+
+    alone = GradientCheckpointing(policy="budget")
+    with pytest.raises(
+        ConflictError, match=r"without callbacks/torch_compile[\s\S]*try: \+callbacks=torch_compile"
+    ):
+        make_trainer(callbacks=[alone], max_steps=1).fit(deep(), make_loader())
+    seen = []
+    model = deep()
+    model.blocks[0].register_forward_pre_hook(lambda *_: seen.append(config.activation_memory_budget))
+    budget = GradientCheckpointing(policy="budget", memory_budget=0.25)
+    make_trainer(callbacks=[budget, TorchCompile(backend="eager")], max_steps=1).fit(model, make_loader())
+    assert set(seen) == {0.25}
+    assert config.activation_memory_budget == 1.0
+    assert budget.outcome().did == "the compiler keeps 25% of the activations of each graph"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("policy", "some"), ("every_n_blocks", 0), ("memory_budget", 1.5), ("memory_budget", -0.1)],
+)
+def test_values_out_of_range_are_named(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GradientCheckpointing(**{key: value})
+    assert (caught.value.key, caught.value.value) == (key, value)

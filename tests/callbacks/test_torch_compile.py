@@ -1,0 +1,344 @@
+"""What is compiled, into how many graphs, with what result, and that nothing falls back in silence."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
+from lightning_eff.callbacks.torch_compile import TorchCompile, compile_in_place
+from lightning_eff.compiled import is_compiled
+from lightning_eff.errors import ConfigError, ConflictError, EnvironmentLacksError, NoEffectWarning
+from lightning_eff.measure.memory import LiveBytes
+from lightning_eff.models.gpt import GPT
+from tests.conftest import Deep, Net, make_loader, make_trainer
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Forget graphs of other tests before and after."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def fit(model: Net, *callbacks: Any, loader: Any = None, **keywords: Any) -> Net:
+    make_trainer(callbacks=list(callbacks), **({"max_steps": 6} | keywords)).fit(
+        model, loader or make_loader()
+    )
+    return model
+
+
+def compiler(**keywords: Any) -> TorchCompile:
+    return TorchCompile(**({"backend": "aot_eager"} | keywords))
+
+
+@pytest.mark.parametrize("num_blocks", [3, 12])
+def test_the_number_of_graphs_does_not_grow_with_the_depth(
+    deep: Callable[..., Deep], num_blocks: int
+) -> None:
+    model = deep()
+    model.blocks.extend(type(model.blocks[0])(16, 0.1) for _ in range(num_blocks - 3))
+    callback = compiler()
+    fit(model, callback)
+    outcome = callback.outcome()
+    assert outcome.numbers["parts"] == num_blocks
+    assert (outcome.numbers["graphs"], outcome.numbers["recompilations"]) == (1, 0)
+    assert outcome.numbers["graph_breaks"] == {}
+    assert outcome.numbers["compile_s"] > 0.0
+
+
+@pytest.mark.parametrize("checkpointing", [None, "full"])
+def test_a_short_last_batch_makes_one_more_graph_and_no_third(
+    deep: Callable[..., Deep], checkpointing: str | None
+) -> None:
+    callback = compiler()
+    others = [GradientCheckpointing(policy=checkpointing)] if checkpointing else []
+    loader = make_loader(num_samples=11, batch_size=4)
+    plain = fit(deep(dropout=0.0), loader=loader, max_steps=9)
+    model = fit(deep(dropout=0.0), callback, *others, loader=loader, max_steps=9)
+    assert callback.outcome().numbers["graphs"] == 2
+    assert model.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("target", ["blocks", "forward", "norm", "loss", ["blocks", "loss"]])
+def test_every_target_trains_like_the_plain_model(deep: Callable[..., Deep], target: Any) -> None:
+    def with_loss() -> Deep:
+        model = deep(dropout=0.0)
+        model.__class__ = WithLoss
+        return model
+
+    callback = compiler(target=target)
+    plain, model = fit(with_loss()), fit(with_loss(), callback)
+    assert callback.outcome().effective
+    assert model.losses == pytest.approx(plain.losses, rel=1e-5)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+class WithLoss(Deep):
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(self(batch[0]), batch[1])
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_memory_is_still_saved_when_recomputed_blocks_are_compiled(checkpointing: bool) -> None:
+    """Counted: the bytes that a compiled forward leaves for the backward pass."""
+    kept = {}
+    for compiled in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = GPT(vocab_size=11, context_length=16, d_model=16, num_layers=3, num_heads=2)
+        if checkpointing:
+            recompute(model)
+        if compiled:
+            compile_in_place(model, backend="aot_eager")
+        tokens = torch.zeros(2, 16, dtype=torch.long)
+        model(tokens).sum().backward()
+        live = LiveBytes()
+        with live:
+            logits = model(tokens)
+        kept[compiled] = live.now_bytes
+        logits.sum().backward()
+    if checkpointing:
+        assert kept[True] == kept[False]
+    else:
+        assert kept[True] > 0.8 * kept[False], "without checkpointing the compiler keeps about the same"
+
+
+def test_recomputed_blocks_run_their_compiled_code_again() -> None:
+    calls = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        return lambda *args: calls.append(1) or graph(*args)
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)))
+    recompute(model)
+    compile_in_place(model, backend=backend)
+    x = torch.randn(2, 4, requires_grad=True)
+    y = model(x)
+    assert len(calls) == 3
+    y.sum().backward()
+    assert len(calls) == 6
+
+
+class Broken(Net):
+    """Ends a graph in the middle."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(self.norm(hidden))
+
+
+def test_graph_breaks_are_reported_with_their_reason_or_refused() -> None:
+    callback = compiler(target="forward")
+    fit(Broken(), callback)
+    outcome = callback.outcome()
+    assert sum(outcome.numbers["graph_breaks"].values()) == 1
+    assert outcome.numbers["graphs"] == 2
+    assert "1 graph breaks" in outcome.did
+    assert "graph_break()" in outcome.did, "the reason"
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        fit(Broken(), compiler(target="forward", fullgraph=True))
+
+
+def test_past_the_limit_of_recompilations_the_run_stops() -> None:
+    model = Net()
+    model.calls = 0
+    model.__class__ = Counting
+    loader = make_loader(num_samples=200, batch_size=4)
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        fit(model, compiler(target="forward"), loader=loader, max_steps=40)
+
+
+class Counting(Net):
+    """A number that is different in every step, which each graph takes for a constant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1.0 + 0.0 * int(str(self.calls)))
+
+
+def test_blocks_that_differ_in_a_constant_are_all_compiled(deep: Callable[..., Deep]) -> None:
+    """As Hugging Face's layers do by their index; torch's limit of 8 for one code would leave some out."""
+    model = deep()
+    model.blocks = nn.ModuleList(Indexed(i) for i in range(11))
+    callback = compiler()
+    fit(model, callback)
+    assert callback.outcome().numbers["graphs"] == 11
+
+
+class Indexed(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) * (0.1 if self.index == 5 else self.index * 0.01)
+
+
+def test_everything_is_taken_off_at_the_end_and_after_a_failure(deep: Callable[..., Deep]) -> None:
+    from torch._dynamo import config
+
+    before = (config.recompile_limit, config.fail_on_recompile_limit_hit)
+    model = deep()
+    fit(model, compiler(target=["blocks", "forward"]))
+    for block in model.blocks:
+        assert "forward" not in block.__dict__
+    assert "forward" not in model.__dict__
+    wrong = TensorDataset(torch.zeros(2, 5), torch.zeros(2).long())
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        fit(model, compiler(target="forward", backend="eager"), loader=DataLoader(wrong))
+    assert not is_compiled(model)
+    assert (config.recompile_limit, config.fail_on_recompile_limit_hit) == before
+    assert not torch._dynamo.callback.callback_handler.start_callbacks
+
+
+def test_a_missing_compiler_is_said_with_the_line_that_installs_it(
+    deep: Callable[..., Deep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(EnvironmentLacksError, match=r"apt-get install g\+\+"):
+        fit(deep(), TorchCompile())
+    fit(deep(), compiler())
+
+
+def test_a_copy_of_a_compiled_model_runs_its_own_weights() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2)))
+    compile_in_place(model, backend="eager")
+    x = torch.randn(2, 4)
+    y = model(x)
+    twin = copy.deepcopy(model)
+    for parameter in twin.parameters():
+        parameter.detach().zero_()
+    assert torch.equal(twin(x), torch.zeros(2, 4))
+    assert torch.equal(model(x), y)
+    assert is_compiled(twin)
+    restored = pickle.loads(pickle.dumps(model))
+    assert torch.equal(restored(x), y)
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.CrossEntropyLoss, nn.TransformerEncoderLayer])
+def test_modules_of_pytorchs_own_are_compiled(kind: type[nn.Module]) -> None:
+    """`nn.Module.compile` does nothing for them."""
+    model = nn.Module()
+    arguments = {nn.LayerNorm: (8,), nn.TransformerEncoderLayer: (8, 2, 8)}
+    model.part = kind(*arguments.get(kind, ()))
+    compile_in_place(model, "part", backend="aot_eager")
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    inputs = (
+        [torch.randn(3, 8, 8)]
+        if kind is not nn.CrossEntropyLoss
+        else [torch.randn(3, 8), torch.zeros(3).long()]
+    )
+    model.part(*inputs)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+def test_inductor_trains_like_the_plain_model(deep: Callable[..., Deep]) -> None:
+    callback = TorchCompile()
+    plain, model = fit(deep(dropout=0.0), max_steps=50), fit(deep(dropout=0.0), callback, max_steps=50)
+    assert callback.outcome().numbers["graphs"] == 1
+    assert model.losses == pytest.approx(plain.losses, rel=1e-5)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+def test_a_budget_makes_inductor_keep_fewer_bytes() -> None:
+    """Counted on the compiled forward's autograd nodes: what they save for the backward pass."""
+    from torch._functorch import config
+
+    kept = []
+    for budget in (1.0, 0.0):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(2))
+        )
+        x = torch.randn(16, 8, requires_grad=True)
+        with config.patch(activation_memory_budget=budget):
+            compile_in_place(model)
+            y = model[0](x)
+        assert y.grad_fn is not None
+        kept.append(sum(t.nbytes for t in y.grad_fn.saved_tensors if not isinstance(t, nn.Parameter)))
+        y.sum().backward()
+    assert kept[1] < kept[0]
+
+
+def test_a_model_without_blocks_says_so(net: Callable[..., Net]) -> None:
+    with pytest.warns(NoEffectWarning, match="found no repeated blocks"):
+        fit(net(), compiler())
+
+
+def test_a_part_that_is_never_called_says_so(net: Callable[..., Net]) -> None:
+    model = net()
+    model.unused = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.warns(NoEffectWarning, match="made no graph"):
+        fit(model, compiler(target="unused"))
+
+
+def test_something_larger_around_recomputed_blocks_is_refused_and_the_remedy_works(
+    deep: Callable[..., Deep],
+) -> None:
+    with pytest.raises(ConflictError, match=r"try: callbacks\.torch_compile\.target=blocks"):
+        fit(deep(), compiler(target="forward"), GradientCheckpointing())
+    fit(deep(), compiler(target="blocks"), GradientCheckpointing())
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"backend": "inducktor"}, "did you mean 'inductor'"),
+        ({"mode": "fast"}, "one of default, reduce-overhead"),
+        ({"mode": "default", "backend": "eager"}, "the backend eager has no modes"),
+    ],
+)
+def test_values_that_torch_does_not_know_are_named(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TorchCompile(**keywords)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("blokcs", "did you mean 'blocks'"),
+        ("lr", "a part that can be called"),
+        ("norm.weigth", "did you mean 'weight'"),
+    ],
+)
+def test_parts_that_are_not_there_are_named(deep: Callable[..., Deep], target: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(deep(), compiler(target=target))
+
+
+def test_a_module_without_a_forward_names_its_children(net: Callable[..., Net]) -> None:
+    class Headless(Net):
+        forward = torch.nn.Module.forward
+
+    import lightning.pytorch as pl
+
+    Headless.forward = pl.LightningModule.forward
+    with pytest.raises(ConfigError, match="its children are first, dropout, norm, second"):
+        fit(Headless(), compiler(target="forward"))
