@@ -31,6 +31,8 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 _MARK = "_recomputed_by"
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Under which names Hugging Face's layers take a key-value cache."""
 
 
 class Recomputed:
@@ -46,6 +48,7 @@ class Recomputed:
         self, block: nn.Module, *, contexts: Contexts = noop_context_fn, host: HostMemory | None = None
     ) -> None:
         self.num_recomputed = 0
+        self.left_cache_empty = False
         self._block = block
         self._contexts = contexts
         self._host = host
@@ -75,7 +78,7 @@ class Recomputed:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._recomputing or not torch.is_grad_enabled():
             return args, kwargs
-        args, kwargs = self._positional(args, kwargs)
+        args, kwargs = self._positional(args, self._without_cache(kwargs))
         frame = _checkpoint(block, *self._options(block), *args, **kwargs)
         # The host's hooks see the inputs alone: inside the block, the checkpoint's own lie above them.
         moving = self._host.keeping() if self._host else nullcontext()
@@ -127,6 +130,20 @@ class Recomputed:
         while len(moved) < len(self._names) and self._names[len(moved)] in rest:
             moved.append(rest.pop(self._names[len(moved)]))
         return tuple(moved), rest
+
+    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Leave a key-value cache empty, which would be filled once more by each recomputation.
+
+        Hugging Face's models hand one to their layers, also in training.
+        """
+        given = {name: kwargs[name] for name in CACHES if kwargs.get(name) is not None}
+        for name, cache in given.items():
+            if len(cache) > 0 and getattr(cache, "get_seq_length", lambda: 1)() > 0:
+                msg = f"a recomputed block cannot go on from a filled cache ({name}), as in prefix tuning"
+                raise ValueError(msg)
+        self.left_cache_empty = self.left_cache_empty or bool(given)
+        off = {"use_cache": False} if "use_cache" in kwargs else {}
+        return kwargs | dict.fromkeys(given) | off
 
 
 def _positional_names(block: nn.Module) -> list[str]:

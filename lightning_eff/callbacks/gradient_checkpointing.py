@@ -148,7 +148,10 @@ class GradientCheckpointing(pl.Callback):
             Rule(
                 name="run/model_checkpointing",
                 reason=twice,
-                remedies=("call the model's gradient_checkpointing_disable()", off),
+                remedies=(
+                    "the model's own activation_checkpointing_disable() or gradient_checkpointing_disable()",
+                    off,
+                ),
             ),
             Rule(name="run/strategy_checkpointing", reason=twice, remedies=(off,)),
         ]
@@ -214,6 +217,8 @@ class GradientCheckpointing(pl.Callback):
             return Outcome(did=did, effective=self._budget_set)
         names, count = list(self._recomputed), self._num_recomputations()
         did = f"{len(names)} of {self._num_blocks} blocks recomputed ({self.policy}), {count} times"
+        if any(recomputed.left_cache_empty for recomputed in self._recomputed.values()):
+            did += "; their key-value cache stays empty"
         return Outcome(
             did=did,
             effective=count > 0,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
 from lightning_eff.callbacks.torch_compile import TorchCompile
@@ -213,3 +214,51 @@ def test_values_out_of_range_are_named(key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         GradientCheckpointing(**{key: value})
     assert (caught.value.key, caught.value.value) == (key, value)
+
+
+def make_llama() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_hidden_layers=3, **sizes)).train()
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_hugging_faces_layers_are_recomputed_without_filling_their_cache_twice(
+    policy: str, use_cache: bool
+) -> None:
+    results, tokens = [], torch.randint(0, 50, (2, 9))
+    for each in (None, policy):
+        model = make_llama()
+        hooks = recompute(model, policy=each) if each else {}
+        out = model(input_ids=tokens, labels=tokens, use_cache=use_cache)
+        out.loss.backward()
+        results.append([out.loss, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert [name for name, each in hooks.items() if each.num_recomputed == 1] == [
+        f"model.layers.{i}" for i in range(3)
+    ]
+    assert all(each.left_cache_empty == use_cache for each in hooks.values())
+    if use_cache:
+        assert out.past_key_values.get_seq_length() == 0
+
+
+def test_a_filled_cache_cannot_be_recomputed_from() -> None:
+    model = make_llama()
+    tokens = torch.randint(0, 50, (1, 4))
+    with torch.no_grad():
+        prefix = model(input_ids=tokens, use_cache=True).past_key_values
+    recompute(model)
+    with pytest.raises(ValueError, match=r"filled cache \(past_key_values\)"):
+        model(input_ids=tokens, past_key_values=prefix)
+
+
+def test_hugging_faces_own_switch_is_refused(deep: Callable[..., Deep]) -> None:
+    model = deep()
+    model.language_model = make_llama()
+    model.language_model.activation_checkpointing_enable()
+    trainer = make_trainer(callbacks=[GradientCheckpointing(blocks=["Layer"])], max_steps=1)
+    with pytest.raises(ConflictError, match=r"activation_checkpointing_disable\(\)"):
+        trainer.fit(model, make_loader())
+    model.language_model.activation_checkpointing_disable()
+    trainer.fit(model, make_loader())
