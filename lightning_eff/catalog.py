@@ -14,13 +14,14 @@ MANY = ("callbacks", "monitors")
 
 
 def folder(name: str) -> Path:
-    """Return a folder that lies in the package when installed and beside it in a checkout."""
+    """Return a folder or file that lies in the package when installed and beside it in a checkout."""
     inside = PACKAGE / name
-    return inside if inside.is_dir() else PACKAGE.parent / name
+    return inside if inside.exists() else PACKAGE.parent / name
 
 
 CONF = folder("conf")
 RECIPES = folder("recipes")
+CONSTRAINTS = folder("constraints.txt")
 
 
 @dataclass(frozen=True)

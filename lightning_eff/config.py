@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +97,19 @@ class Place:
     """
 
     folders: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, folders: Iterable[str]) -> Place:
+        """Return the place of folders that must exist.
+
+        Raises:
+            UsageError: One does not.
+        """
+        for folder in folders:
+            if not Path(folder).is_dir():
+                text = f"--config-dir {folder}: no such folder"
+                raise UsageError(text)
+        return cls(tuple(Path(folder).resolve() for folder in folders))
 
     def main(self, recipe: str) -> Path:
         """Return the folder that holds the recipe; Hydra wants a primary config in its main folder."""

@@ -73,6 +73,12 @@ def asked(technique: object) -> dict[str, Any]:
     }
 
 
+def defaults(technique: object) -> dict[str, Any]:
+    """Return the defaults of the constructor's arguments."""
+    parameters = inspect.signature(type(technique)).parameters
+    return {name: parameter.default for name, parameter in parameters.items()}
+
+
 def techniques(candidates: Iterable[object]) -> list[Technique]:
     """Return those of `candidates` (callbacks, plugins, a strategy) that are techniques, in their order."""
     return [candidate for candidate in candidates if isinstance(candidate, Technique)]

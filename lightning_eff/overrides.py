@@ -26,6 +26,28 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         raise UsageError(text) from error
 
 
+def recipe_and_overrides(verb: str, words: Sequence[str]) -> tuple[str, list[str]]:
+    """Split what stands behind a verb and its options.
+
+    Raises:
+        UsageError: There is an unknown option, no recipe, or more than one.
+
+    Example:
+        >>> recipe_and_overrides("train", ["seed=2", "lm", "~callbacks"])
+        ('lm', ['seed=2', '~callbacks'])
+    """
+    unknown = [word for word in words if word.startswith("-")]
+    if unknown:
+        text = f"{verb}: unknown option {unknown[0]!r}; lightning-eff {verb} --help shows what there is"
+        raise UsageError(text)
+    recipes = [word for word in words if "=" not in word and not word.startswith("~")]
+    if len(recipes) != 1:
+        what = f"one recipe, not {len(recipes)}: {' '.join(recipes)}" if recipes else "a recipe"
+        text = f"{verb}: expected {what}; lightning-eff ls shows what there is"
+        raise UsageError(text)
+    return recipes[0], [word for word in words if word != recipes[0]]
+
+
 def loosened(overrides: Sequence[Override]) -> list[str]:
     """Let overrides of known groups set keys that the group's YAML does not list; the class is asked later.
 

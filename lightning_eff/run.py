@@ -18,6 +18,7 @@ from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
+from lightning_eff import plan
 from lightning_eff.callbacks.optimizer_choice import attach
 from lightning_eff.errors import ConfigError, UsageError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
@@ -76,11 +77,14 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
 
     Raises:
         ConfigError: A constructor refuses a value, or there is no such checkpoint.
+        ConflictError: The techniques cannot work together; told before data and model are built.
+        EnvironmentLacksError: The machine lacks what one of them needs.
         UsageError: A class that is not ours refuses its arguments.
     """
     ckpt_path = find_checkpoint(values["ckpt_path"], Path(values["output_root"]) / recipe)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
-    trainer = _trainer(values)
+    trainer = build_trainer(values)
+    plan.raise_refused(plan.check(plan.objects_of(trainer), plan.run_facts(trainer)))
     data = _make("data", values["data"])
     # The model's first weights depend on the seed alone, whatever the techniques before it have drawn.
     pl.seed_everything(values["seed"], workers=True, verbose=False)
@@ -91,7 +95,13 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     return Run(trainer, model, data, run_dir, ckpt_path)
 
 
-def _trainer(values: Mapping[str, Any]) -> pl.Trainer:
+def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
+    """Instantiate the techniques and the Trainer that holds them; neither model nor data is touched.
+
+    Raises:
+        ConfigError: A technique refuses a value.
+        UsageError: The Trainer refuses its arguments.
+    """
     plugins = [_make(group, values.get(group)) for group in ("precision", "checkpoint_io")]
     many = [
         _make(f"{group}.{name}", node)

@@ -228,7 +228,8 @@ def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
             if line.startswith("step "):
                 break
         process.send_signal(number)
-        process.stderr.read()
+        rest = process.stderr.read()
+    assert rest.count("Efficiency report") == 1, "every message is printed once"
     assert process.returncode == expected
     assert list(Path("outputs/lm").glob("*/checkpoints/step-*.ckpt"))
 

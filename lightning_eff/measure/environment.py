@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from lightning_eff.measure.formats import support
+
 PACKAGES = ("lightning-eff", "torch", "lightning", "hydra-core")
 
 
@@ -49,7 +51,13 @@ def machine_facts(device_type: str) -> dict[str, str]:
         device_type: Where the model is trained.
     """
     compiler = find_compiler(device_type)
-    return {"machine/compiler": f"the compiler {compiler}"} if compiler else {}
+    facts = {"machine/compiler": f"the compiler {compiler}"} if compiler else {}
+    for dtype in (torch.bfloat16, torch.float16):
+        answer = support(device_type, dtype)
+        if not answer.native:
+            name = str(dtype).removeprefix("torch.")
+            facts[f"machine/emulated_{name}"] = f"{name} that is emulated on this {device_type}"
+    return facts
 
 
 def find_compiler(device_type: str) -> str | None:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff.errors import ConfigError, NoEffectWarning, SlowPathWarning
-from lightning_eff.facts import Outcome
+from lightning_eff.facts import Facts, Outcome, Rule, Verdict
 from lightning_eff.measure.formats import choose, support
 from lightning_eff.measure.tables import human_bytes, human_count
 
@@ -129,6 +129,17 @@ class Mixed(Precision):
         self._cast_layers: dict[str, str] = {}
         self._bytes_before = self._bytes_after = 0
         self._switches: tuple[str, bool] | None = None
+
+    def facts(self) -> Facts:
+        """State what the format asked for is on a device that only emulates it."""
+        if self.precision == "auto":
+            reason, verdict = "auto stays with 32-true, which is faster there", Verdict.ADJUSTED
+        else:
+            reason, verdict = f"{self.precision} will be slow", Verdict.WARNED
+        dtype = COMPUTE_DTYPES.get(self.precision, torch.bfloat16)
+        name = f"machine/emulated_{str(dtype).removeprefix('torch.')}"
+        emulated = Rule(name=name, reason=reason, remedies=("precision=mixed",), verdict=verdict)
+        return Facts(excludes=(emulated,))
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from lightning_eff import config
 from lightning_eff.errors import EXIT_OK, ConfigError, UsageError, exit_code, root_cause_line
-from lightning_eff.overrides import loosened, parse_overrides, sweep
+from lightning_eff.overrides import loosened, parse_overrides, recipe_and_overrides, sweep
 
 USAGE = """lightning-eff train RECIPE [overrides] [options]
 
@@ -42,10 +42,8 @@ options:
 def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
     given = _parse(arguments)
-    # Before Lightning is imported: it then leaves its messages to this handler.
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("lightning_eff").setLevel(logging.INFO)
-    place = config.Place(tuple(_existing(folder) for folder in given.config_dir))
+    _speak_with_one_voice()
+    place = config.Place.of(given.config_dir)
     sys.path.insert(0, str(Path.cwd()))
     jobs = _Jobs(given.recipe, place)
     if given.multirun:
@@ -60,6 +58,15 @@ def main(arguments: Sequence[str]) -> int:
     with _argv([sys.argv[0], "train", *arguments]):
         _hydra(given, lines, jobs, str(place.main(given.recipe)))
     return EXIT_OK if given.cfg or given.info else jobs.finish(as_json=given.json)
+
+
+def _speak_with_one_voice() -> None:
+    """Print every message once: Lightning brings a handler of its own, in front of the root's."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("lightning_eff").setLevel(logging.INFO)
+    import lightning
+
+    logging.getLogger(lightning.__name__).handlers.clear()
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -77,17 +84,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--debug", action="store_true")
     parser.error = _usage_error  # pyright: ignore[reportAttributeAccessIssue]
     given, rest = parser.parse_known_args(arguments)
-    unknown = [word for word in rest if word.startswith("-")]
-    if unknown:
-        text = f"train: unknown option {unknown[0]!r}; lightning-eff train --help shows what there is"
-        raise UsageError(text)
-    recipes = [word for word in rest if "=" not in word and not word.startswith("~")]
-    if len(recipes) != 1:
-        what = f"one recipe, not {len(recipes)}: {' '.join(recipes)}" if recipes else "a recipe"
-        text = f"train: expected {what}; lightning-eff ls shows what there is"
-        raise UsageError(text)
-    given.recipe = recipes[0]
-    given.overrides = [word for word in rest if word != given.recipe]
+    given.recipe, given.overrides = recipe_and_overrides("train", rest)
     return given
 
 
@@ -97,13 +94,6 @@ _INFO = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
 def _usage_error(message: str) -> None:
     text = f"train: {message}"
     raise UsageError(text)
-
-
-def _existing(folder: str) -> Path:
-    if not Path(folder).is_dir():
-        text = f"--config-dir {folder}: no such folder"
-        raise UsageError(text)
-    return Path(folder).resolve()
 
 
 def _make_root(run_dir: Path) -> None:

@@ -1,0 +1,61 @@
+"""The residual network: its formula, its memory format, and that it learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_eff.models.cnn import CNN, Block
+
+
+def make_cnn(**keywords: Any) -> CNN:
+    torch.manual_seed(0)
+    return CNN(**({"channels": 4, "num_blocks": 1, "num_classes": 3} | keywords))
+
+
+def test_a_block_is_its_formula() -> None:
+    torch.manual_seed(0)
+    block, x = Block(4).eval(), torch.randn(2, 4, 5, 5)
+    y = F.relu(F.conv2d(x, block.first.weight, padding=1) / (1 + 1e-5) ** 0.5)
+    y = F.conv2d(y, block.second.weight, padding=1) / (1 + 1e-5) ** 0.5
+    torch.testing.assert_close(block(x), F.relu(x + y), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [(8, 8), (6, 10), (2, 2)])
+def test_any_even_image_gives_a_row_of_logits(size: tuple[int, int]) -> None:
+    assert make_cnn()(torch.zeros(5, 1, *size)).shape == (5, 3)
+
+
+def test_channels_last_changes_the_memory_and_not_the_result() -> None:
+    plain, last = make_cnn(dropout=0.0), make_cnn(dropout=0.0, channels_last=True)
+    x = torch.randn(3, 1, 8, 8)
+    torch.testing.assert_close(plain(x), last(x), rtol=1e-5, atol=1e-6)
+    assert last.halve.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not last.halve.weight.is_contiguous()
+    assert plain.halve.weight.is_contiguous()
+    seen = []
+    last.wide.register_forward_hook(lambda _, __, out: seen.append(out))
+    last(x)
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_loss_of_a_low_format_is_float32_and_a_float64_models_float64() -> None:
+    labels = torch.tensor([0, 1])
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        assert make_cnn().loss(torch.randn(2, 3, dtype=dtype), labels).dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({name: 0}, f"{name}=0 must be at least 1")
+        for name in ("in_channels", "num_classes", "channels", "num_blocks")
+    ]
+    + [({"dropout": 1.0}, "dropout=1.0 must lie in")],
+)
+def test_sizes_out_of_range_are_named(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CNN(**keywords)
