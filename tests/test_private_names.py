@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from torch.utils import checkpoint
 
 from lightning_eff.measure.throughput import FETCH_ACTION
 
@@ -19,7 +22,16 @@ USED_IN = {
     "_last_global_step_saved": "run.py",
     "_scaled_dot_product_flash_attention_for_cpu": "measure/flops.py",
     "_TrainingEpochLoop": "measure/throughput.py",
-    "_compiled_call_impl": "measure/probe.py",
+    "_compiled_call_impl": "compiled.py",
+    "_checkpoint_without_reentrant_generator": "activations.py",
+    "_version": "activations.py",
+    "_dynamo.callback": "measure/compilation.py",
+    "_dynamo.utils": "measure/compilation.py",
+    "_dynamo": "callbacks/torch_compile.py",
+    "_functorch": "callbacks/gradient_checkpointing.py",
+    "_scaled_mm": "callbacks/gradient_checkpointing.py",
+    "_ddp_kwargs": "plan.py",
+    "_activation_checkpointing_kwargs": "plan.py",
     "_pytree": "measure/memory.py",
     "_python_dispatch": "measure/memory.py",
 }
@@ -55,3 +67,43 @@ def test_cpu_attention_and_dispatch_modes_exist() -> None:
     module.compile(backend="eager")
     assert module._compiled_call_impl is not None
     assert torch.utils._pytree.tree_leaves({"a": [1]}) == [1]
+
+
+def test_the_checkpoint_generator_takes_its_options_by_position() -> None:
+    parameters = list(inspect.signature(checkpoint._checkpoint_without_reentrant_generator).parameters)
+    assert parameters == [
+        *(
+            "fn",
+            "preserve_rng_state",
+            "context_fn",
+            "determinism_check",
+            "debug",
+            "early_stop",
+            "args",
+            "kwargs",
+        )
+    ]
+
+
+def test_the_compiler_has_its_counters_callbacks_and_limits() -> None:
+    from torch._dynamo import config
+    from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+    from torch._dynamo.utils import counters
+
+    assert {field.name for field in dataclasses.fields(CallbackArgs)} == {"callback_trigger", "compile_id"}
+    assert CallbackTrigger.DYNAMO.name == "DYNAMO"
+    assert callback_handler.start_callbacks == []
+    assert isinstance(counters["stats"]["unique_graphs"], int)
+    names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
+    assert all(hasattr(config, name) for name in names)
+
+
+def test_the_partitioner_has_a_memory_budget() -> None:
+    from torch._functorch import config
+
+    assert config.activation_memory_budget == 1.0
+
+
+def test_strategies_keep_their_arguments() -> None:
+    assert DDPStrategy(static_graph=True)._ddp_kwargs == {"static_graph": True}
+    assert FSDPStrategy(activation_checkpointing_policy={torch.nn.Linear})._activation_checkpointing_kwargs

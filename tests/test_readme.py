@@ -48,13 +48,15 @@ def test_make_targets_exist() -> None:
     assert {"run", "test", "check", "test-full"} <= named <= set(targets)
 
 
-def test_the_python_block_runs_in_a_plain_trainer(
+def test_the_python_blocks_run_in_a_plain_trainer_and_under_fabric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (block,) = [block for block in blocks("python") if not block.startswith("# ")]
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    in_trainer, in_fabric = [block for block in blocks("python") if not block.startswith("# ")]
+    exec(compile(in_trainer, "README.md", "exec"), {"__name__": "readme"})
     assert "emptied 2 times" in capsys.readouterr().out
+    exec(compile(in_fabric, "README.md", "exec"), {"__name__": "readme"})
+    assert "[4, 4]" in capsys.readouterr().out
 
 
 def test_every_command_runs(tiny: list[str], command: Command) -> None:

@@ -67,3 +67,30 @@ def test_an_older_torch_leaves_the_name_to_the_system(monkeypatch: pytest.Monkey
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     monkeypatch.setattr(platform, "processor", lambda: "intel")
     assert environment.device_name(CPU) == "intel"
+
+
+@pytest.mark.parametrize(
+    ("device", "names"), [("cpu", ("CXX", "g++", "clang++")), ("cuda", ("CC", "gcc", "clang"))]
+)
+def test_a_compiler_is_looked_for_by_its_variable_first(
+    monkeypatch: pytest.MonkeyPatch, device: str, names: tuple[str, ...]
+) -> None:
+    variable, *programs = names
+    monkeypatch.setattr(
+        environment.shutil, "which", lambda name: f"/bin/{name}" if name in programs else None
+    )
+    monkeypatch.delenv(variable, raising=False)
+    assert environment.find_compiler(device) == f"/bin/{programs[0]}"
+    monkeypatch.setenv(variable, programs[1])
+    assert environment.find_compiler(device) == f"/bin/{programs[1]}"
+    monkeypatch.setattr(environment.shutil, "which", lambda _: None)
+    assert environment.find_compiler(device) is None
+
+
+def test_facts_of_the_machine_name_a_compiler_and_what_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "find_compiler", lambda _: "/bin/c++")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    facts = environment.machine_facts("cpu")
+    assert set(facts) == {"machine/compiler", "machine/emulated_float16"}
+    monkeypatch.setattr(environment, "find_compiler", lambda _: None)
+    assert "machine/compiler" not in environment.machine_facts("cpu")

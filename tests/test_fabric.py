@@ -1,0 +1,65 @@
+"""The same techniques as functions, in a loop of one's own under Lightning Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+
+from lightning_eff import transform
+from lightning_eff.callbacks.empty_cache import release
+from lightning_eff.callbacks.gradient_checkpointing import recompute
+from lightning_eff.callbacks.optimizer_choice import build
+from lightning_eff.callbacks.torch_compile import compile_in_place
+from lightning_eff.precision.mixed import step_context
+from lightning_eff.transform import Change, Stage
+from tests.conftest import Deep, make_loader
+from tests.test_contract import SGD, assert_equal, plain_loop
+
+NUM_STEPS = 20
+POLICIES = (None, "full", "every_n", "selective", "offload")
+
+
+def changes(policy: str | None, *, compiled: bool) -> list[tuple[Stage, Change]]:
+    """Return what is to be done to the model, in the wrong order."""
+    found: list[tuple[Stage, Change]] = []
+    if compiled:
+        found.append((Stage.COMPILE, lambda model: len(compile_in_place(model, backend="aot_eager"))))
+    if policy is not None:
+        found.append((Stage.CHECKPOINT, lambda model: len(recompute(model, policy=policy))))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("precision", "policy", "compiled"),
+    [
+        *((precision, policy, False) for precision in ("32-true", "bf16-mixed") for policy in POLICIES),
+        ("32-true", None, True),
+        ("32-true", "full", True),
+    ],
+)
+def test_a_loop_of_ones_own_equals_the_plain_one(
+    deep: Callable[..., Deep], precision: str, policy: str | None, compiled: bool
+) -> None:
+    torch.compiler.reset()
+    plain = deep()
+    expected = plain_loop(plain, precision, NUM_STEPS)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = deep()
+    todo = changes(policy, compiled=compiled)
+    assert transform.apply(model, todo) == [2 if policy == "every_n" else 3] * len(todo)
+    assert transform.apply(model, todo) == [0] * len(todo), "a second time there is nothing to do"
+    ours, optimizer = fabric.setup(model, build(model, SGD))
+    while len(model.losses) < NUM_STEPS:
+        for x, y in fabric.setup_dataloaders(make_loader()):
+            with step_context(precision, "cpu"):
+                loss = F.cross_entropy(ours(x).float(), y)
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+            model.losses.append(float(loss.detach()))
+        release("cpu")
+    assert_equal(model, plain, expected, rtol=1e-5 if compiled else 0.0)
