@@ -1,0 +1,119 @@
+"""Live bytes of one training step under each policy of gradient checkpointing, counted storage by storage.
+
+The model is a GPT of 12 layers, d_model=512, 8 heads, 50,304 tokens of vocabulary and 512 positions (63.5 M
+parameters), trained in float32 with AdamW. The step runs on fake tensors, which have shapes and no memory;
+`--real 1` runs the smallest batch with memory too and checks that both counts agree to the byte.
+
+    python docs/benchmarks/live_bytes.py --real 1 --json docs/benchmarks/live_bytes.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_eff.callbacks.gradient_checkpointing import recompute
+from lightning_eff.measure.memory import LiveBytes
+from lightning_eff.measure.tables import text_table
+from lightning_eff.models.gpt import GPT
+
+LENGTH, VOCABULARY = 512, 50_304
+POLICIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "selective": {"policy": "selective"},
+    "every_n (2)": {"policy": "every_n", "every_n_blocks": 2},
+    "full": {"policy": "full"},
+    "offload": {"policy": "offload"},
+}
+
+
+def train(
+    model: GPT, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], live: LiveBytes
+) -> dict[str, int]:
+    """Return the peak of a second step by phase: optimizer state and gradients of the first are there."""
+    peaks: dict[str, int] = {}
+    for _ in range(2):
+        for phase in ("forward", "backward", "step"):
+            live.peak_bytes = live.now_bytes
+            with live:
+                if phase == "forward":
+                    loss = model.loss(model(batch[0]), batch[1])
+                    optimizer.zero_grad()
+                elif phase == "backward":
+                    loss.backward()  # pyright: ignore[reportPossiblyUnbound]
+                    del loss
+                else:
+                    optimizer.step()
+            peaks[phase] = live.peak_bytes
+    return peaks
+
+
+def measure(policy: dict[str, Any], batch_size: int, *, fake: bool, fused: bool) -> dict[str, int]:
+    """Build everything anew and train two steps."""
+    torch.manual_seed(0)
+    with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
+        model = GPT(vocab_size=VOCABULARY, context_length=LENGTH, d_model=512, num_layers=12, num_heads=8)
+        if policy:
+            recompute(model, **policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused, foreach=not fused)
+        batch = (
+            torch.zeros(batch_size, LENGTH, dtype=torch.long),
+            torch.zeros(batch_size, LENGTH, dtype=torch.long),
+        )
+        live = LiveBytes()
+        live.add(
+            [*batch, *model.parameters(), *model.buffers(), *tree_leaves(list(optimizer.state.values()))]
+        )
+        return train(model, optimizer, batch, live)
+
+
+def main() -> None:
+    """Print the table; write it as JSON where asked."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--real", type=int, default=0, help="check the count of this batch size with real memory"
+    )
+    parser.add_argument("--foreach", action="store_true", help="AdamW over lists of tensors instead of fused")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for batch_size in (1, 4, 16):
+        for name, policy in POLICIES.items():
+            peaks = measure(policy, batch_size, fake=True, fused=not given.foreach)
+            if batch_size == given.real:
+                real = measure(policy, batch_size, fake=False, fused=not given.foreach)
+                if real != peaks:
+                    text = f"{name}: the real step differs: {real}, fake {peaks}"
+                    raise SystemExit(text)
+            rows.append(
+                {"batch_size": batch_size, "policy": name, "peak_bytes": max(peaks.values()), "phases": peaks}
+            )
+    plain = {row["batch_size"]: row["peak_bytes"] for row in rows if row["policy"] == "plain"}
+    table = [
+        [
+            str(row["batch_size"]),
+            row["policy"],
+            *(f"{row['phases'][phase] / 1e6:.1f}" for phase in ("forward", "backward", "step")),
+            f"{row['peak_bytes'] / 1e6:.1f}",
+            f"{row['peak_bytes'] / plain[row['batch_size']]:.3f}",
+        ]
+        for row in rows
+    ]
+    header = ["batch", "policy", "forward MB", "backward MB", "step MB", "peak MB", "x plain"]
+    print(text_table(header, table))  # noqa: T201
+    if given.json:
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        given.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
