@@ -7,9 +7,8 @@ parameter of the class behind it, and every key, class and type is held against 
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from lightning_eff.catalog import CONF, MANY, RECIPES, recipes
 from lightning_eff.errors import ConfigError, UsageError, nearest
 from lightning_eff.folders import check_folders, check_inside
 from lightning_eff.overrides import loosened, parse_overrides
+from lightning_eff.place import Place, listed_groups
 from lightning_eff.signatures import TOP_LEVEL
 
 log = logging.getLogger(__name__)
@@ -88,40 +88,6 @@ class Composed:
     hydra: list[str]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a recipe is looked for: a user's own folders ahead of the package's.
-
-    Args:
-        folders: What `--config-dir` named.
-    """
-
-    folders: tuple[Path, ...] = ()
-
-    @classmethod
-    def of(cls, folders: Iterable[str]) -> Place:
-        """Return the place of folders that must exist.
-
-        Raises:
-            UsageError: One does not.
-        """
-        for folder in folders:
-            if not Path(folder).is_dir():
-                text = f"--config-dir {folder}: no such folder"
-                raise UsageError(text)
-        return cls(tuple(Path(folder).resolve() for folder in folders))
-
-    def main(self, recipe: str) -> Path:
-        """Return the folder that holds the recipe; Hydra wants a primary config in its main folder."""
-        found = (folder for folder in self.folders if (folder / f"{recipe}.yaml").is_file())
-        return next(found, RECIPES)
-
-    def overrides(self, recipe: str) -> list[str]:
-        """Return the override that lets Hydra look into the other folders too."""
-        others = [folder.as_uri() for folder in self.folders if folder != self.main(recipe)]
-        return [f"hydra.searchpath={json.dumps(others)}"] if others else []
-
-
 def compose_recipe(recipe: str, overrides: Sequence[str], place: Place | None = None) -> Composed:
     """Compose and check one run; nothing is created or instantiated.
 
@@ -136,7 +102,7 @@ def compose_recipe(recipe: str, overrides: Sequence[str], place: Place | None = 
     """
     place = place or Place()
     parsed = parse_overrides([*overrides, *place.overrides(recipe)])
-    lines = loosened(parsed)
+    lines = loosened(parsed, listed=listed_groups(recipe, place))
     cfg = _compose(recipe, lines, place.main(recipe))
     hydra = _replace_defaults(cfg)
     _check_hydra(cfg.hydra)
@@ -202,6 +168,9 @@ def _compose_error(error: Exception) -> str:
     if first.startswith("Could not override '"):
         key = first.split("'")[1]
         return f"{key}: no such key; {nearest(key, TOP_LEVEL)}"
+    if first.startswith("Multiple values for "):
+        key = first.split()[3].rstrip(".")
+        return f"{key} is given more than once; try: {key}=[one,other] in one list, with + to append"
     cause = error.__cause__
     reason = f" ({str(cause).splitlines()[0]})" if cause is not None and str(cause) else ""
     return f"{first}{reason}"

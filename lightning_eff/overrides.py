@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import OverrideParseException
 
+from lightning_eff.catalog import MANY
 from lightning_eff.errors import UsageError
 from lightning_eff.signatures import TOP_LEVEL
 
@@ -48,12 +49,20 @@ def recipe_and_overrides(verb: str, words: Sequence[str]) -> tuple[str, list[str
     return recipes[0], [word for word in words if word != recipes[0]]
 
 
-def loosened(overrides: Sequence[Override]) -> list[str]:
-    """Let overrides of known groups set keys that the group's YAML does not list; the class is asked later.
+def loosened(overrides: Sequence[Override], *, listed: Collection[str] = MANY) -> list[str]:
+    """Let overrides set keys that a group's YAML does not list, and choose options where a recipe has none.
+
+    Which keys there are is asked of the group's class later.
+
+    Args:
+        overrides: Parsed.
+        listed: Groups of many options that the recipe lists; the others must be appended to nothing.
 
     Example:
         >>> loosened(parse_overrides(["trainer.max_time=00:01:00:00", "seed=3", "~callbacks"]))
         ['++trainer.max_time=00:01:00:00', 'seed=3', '~callbacks']
+        >>> loosened(parse_overrides(["callbacks=[a]"]), listed=[])
+        ['+callbacks=[a]']
     """
     lines: list[str] = []
     for item in overrides:
@@ -61,6 +70,8 @@ def loosened(overrides: Sequence[Override]) -> list[str]:
         group, _, key = str(item.key_or_group).partition(".")
         if key and not item.is_delete() and group in TOP_LEVEL:
             line = "++" + line.lstrip("+")
+        elif group in MANY and group not in listed and not item.is_delete():
+            line = "+" + line.lstrip("+")
         lines.append(line)
     return lines
 

@@ -24,7 +24,7 @@ from lightning_eff.errors import ConfigError, nearest
 Change = Callable[[nn.Module], int]
 """Changes a model in place and returns how many parts of it; finds 0 where its work is done already."""
 
-Blocks = Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None
+Blocks = str | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 """Which parts of a model: class names, patterns of module names, classes, a predicate; None finds them."""
 
 
@@ -203,6 +203,7 @@ def select(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
     if callable(blocks):
         chosen = [name for name, module in named.items() if blocks(name, module)]
     else:
+        blocks = [blocks] if isinstance(blocks, str) else blocks
         fitting = {block: [name for name in named if _fits(block, name, named[name])] for block in blocks}
         _refuse_unknown(fitting, model)
         chosen = [name for name in named if any(name in names for names in fitting.values())]

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from lightning_eff import config
+from lightning_eff.catalog import RECIPES
 from lightning_eff.errors import ConfigError, UsageError
 from lightning_eff.overrides import sweep
+from lightning_eff.place import Place
 
 
 def compose(*overrides: str, recipe: str = "lm") -> dict[str, Any]:
@@ -46,6 +48,24 @@ def test_baseline_has_no_technique() -> None:
 )
 def test_forms_of_choosing_callbacks(overrides: list[str], names: list[str]) -> None:
     assert list(compose(*overrides).get("callbacks", {})) == names
+
+
+def test_a_recipe_without_callbacks_takes_them_in_both_forms() -> None:
+    for form in ("callbacks=[empty_cache]", "+callbacks=[empty_cache]", "+callbacks=empty_cache"):
+        assert list(compose(form, recipe="baseline")["callbacks"]) == ["empty_cache"]
+
+
+def test_a_recipe_of_ones_own_that_lists_none_takes_them_too(empty_folder: Path) -> None:
+    own = (RECIPES / "baseline.yaml").read_text().replace("  - monitors: ", "  - monitors: []  # ")
+    (empty_folder / "own.yaml").write_text(own)
+    place = Place((empty_folder,))
+    values = config.compose_recipe("own", ["callbacks=[empty_cache]", "monitors=[progress]"], place).values
+    assert (list(values["callbacks"]), list(values["monitors"])) == (["empty_cache"], ["progress"])
+
+
+def test_callbacks_given_twice_are_asked_for_in_one_list() -> None:
+    with pytest.raises(UsageError, match=r"callbacks is given more than once; try: callbacks=\[one,other\]"):
+        compose("+callbacks=empty_cache", "+callbacks=optimizer_choice")
 
 
 def test_a_key_of_a_chosen_callback_is_set() -> None:
@@ -236,7 +256,7 @@ def own_folder(folder: Path, **files: str) -> config.Place:
         path = folder / "mine" / f"{name.replace('__', '/')}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return config.Place((folder / "mine",))
+    return Place((folder / "mine",))
 
 
 def test_a_recipe_and_groups_of_ones_own(empty_folder: Path) -> None:

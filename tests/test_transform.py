@@ -266,6 +266,7 @@ def test_blocks_are_chosen_by_class_name_pattern_class_or_predicate() -> None:
     assert list(select(model, ["layers.[12]", "head"])) == ["layers.1", "layers.2", "head"]
     assert list(select(model, lambda name, module: name.endswith("1"))) == ["layers.1"]
     assert list(select(model, ["layers.0*"])) == ["layers.0"], "the outermost alone"
+    assert list(select(model, "Other")) == ["layers.1"], "a word alone"
 
 
 def test_a_block_that_is_not_there_is_named_with_the_nearest() -> None:

@@ -30,7 +30,7 @@ from typing_extensions import override
 from lightning_eff import plan, transform
 from lightning_eff.activations import Contexts, HostMemory, Recomputed, noop_context_fn
 from lightning_eff.errors import ConfigError, NoEffectWarning
-from lightning_eff.facts import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule
+from lightning_eff.facts import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.transform import Blocks, Stage
 
 POLICIES = ("full", "every_n", "selective", "budget", "offload")
@@ -173,9 +173,12 @@ class GradientCheckpointing(pl.Callback):
             transform.queue(trainer, pl_module, Stage.CHECKPOINT, self._apply)
 
     def _apply(self, model: nn.Module) -> int:
+        try:
+            self._num_blocks = len(transform.select(model, self.blocks))
+        except ConfigError as error:
+            raise error.under(name_of(self).replace("/", ".")) from error
         new = recompute(model, policy=self.policy, every_n_blocks=self.every_n_blocks, blocks=self.blocks)
         self._recomputed |= new
-        self._num_blocks = len(transform.select(model, self.blocks))
         if not self._recomputed:
             text = "GradientCheckpointing found no repeated blocks: name them with blocks="
             warnings.warn(text, NoEffectWarning, stacklevel=2)

@@ -31,7 +31,7 @@ from typing_extensions import override
 from lightning_eff import plan, transform
 from lightning_eff.compiled import CompiledCall
 from lightning_eff.errors import ConfigError, NoEffectWarning, nearest
-from lightning_eff.facts import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule
+from lightning_eff.facts import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.measure.compilation import Compilations
 from lightning_eff.transform import Blocks, Stage
 
@@ -88,7 +88,7 @@ def _parts(model: nn.Module, target: str, blocks: Blocks) -> dict[str, Any]:
     part: Any = model
     for name in target.split("."):
         if not hasattr(part, name):
-            known = [each for each in dir(part) if not each.startswith("_")]
+            known = {"blocks", "forward", *_own_names(part)}
             raise ConfigError(
                 key="target", value=target, allowed=f"blocks, forward, or a part; {nearest(name, known)}"
             )
@@ -96,6 +96,13 @@ def _parts(model: nn.Module, target: str, blocks: Blocks) -> dict[str, Any]:
     if not callable(part):
         raise ConfigError(key="target", value=target, allowed="blocks, forward, or a part that can be called")
     return {target: part}
+
+
+def _own_names(part: Any) -> set[str]:
+    """Return submodules, and the methods that PyTorch and Lightning do not give every module."""
+    children = [name for name, _ in part.named_children()] if isinstance(part, nn.Module) else []
+    methods = {name for name in dir(type(part)) if not name.startswith("_")}
+    return {*children, *(methods - set(dir(pl.LightningModule)))}
 
 
 def _compile(model: nn.Module, path: str, part: Any, options: dict[str, Any]) -> Callable[[], None] | None:
@@ -206,9 +213,23 @@ class TorchCompile(pl.Callback):
         self._compilations.open()
 
     def _apply(self, model: nn.Module) -> int:
-        num_blocks = len(transform.select(model, self.blocks))
-        # Blocks of a class share their code, and each may differ from the others in what it is compiled for.
-        limit = RECOMPILATIONS_PER_PART * max(1, num_blocks)
+        options = {"backend": self.backend, "mode": self.mode}
+        options |= {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
+        try:
+            done = compile_in_place(model, self.target, blocks=self.blocks, **options)
+        except ConfigError as error:
+            raise error.under(name_of(self).replace("/", ".")) from error
+        self._undo |= done
+        self._num_parts = len(self._undo)
+        self._set_limits()
+        if not self._undo:
+            text = "TorchCompile found no repeated blocks: name them with blocks=, or another target="
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
+        return len(done)
+
+    def _set_limits(self) -> None:
+        """Allow each part what torch allows each piece of code, which blocks of a class share; then stop."""
+        limit = RECOMPILATIONS_PER_PART * max(1, self._num_parts)
         self._limits.enter_context(
             dynamo_config.patch(
                 recompile_limit=limit,
@@ -216,15 +237,6 @@ class TorchCompile(pl.Callback):
                 fail_on_recompile_limit_hit=True,
             )
         )
-        options = {"backend": self.backend, "mode": self.mode}
-        options |= {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
-        done = compile_in_place(model, self.target, blocks=self.blocks, **options)
-        self._undo |= done
-        self._num_parts = len(self._undo)
-        if not self._undo:
-            text = "TorchCompile found no repeated blocks: name them with blocks=, or another target="
-            warnings.warn(text, NoEffectWarning, stacklevel=2)
-        return len(done)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

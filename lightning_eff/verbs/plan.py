@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_eff import config
-from lightning_eff.catalog import MANY, RECIPES
+from lightning_eff.catalog import MANY
 from lightning_eff.errors import EXIT_OK, UsageError
 from lightning_eff.measure.tables import text_table
 from lightning_eff.overrides import parse_overrides, recipe_and_overrides
+from lightning_eff.place import Place, listed_options, recipe_chain
 
 USAGE = """lightning-eff plan RECIPE [overrides] [options]
 
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.error = _usage_error  # pyright: ignore[reportAttributeAccessIssue]
     given, words = parser.parse_known_args(arguments)
     recipe, overrides = recipe_and_overrides("plan", words)
-    place = config.Place.of(given.config_dir)
+    place = Place.of(given.config_dir)
     sys.path.insert(0, str(Path.cwd()))
     values = config.compose_recipe(recipe, overrides, place).values
     rows, findings = _judge(values, lambda group, name: _set_by(recipe, overrides, place, group, name))
@@ -125,33 +124,18 @@ def _text(rows: Iterable[Row]) -> str:
     return text_table(["technique", "asked", "will be", "set by", "why"], table)
 
 
-def _set_by(recipe: str, overrides: Sequence[str], place: config.Place, group: str, name: str) -> str:
+def _set_by(recipe: str, overrides: Sequence[str], place: Place, group: str, name: str) -> str:
     """Return who lists a group's option, a recipe or an override, and the overrides that change it."""
-    setters = [_listing(recipe, place, group, name) or f"recipe {recipe}"]
+    many = group in MANY
+    chain = recipe_chain(recipe, place)
+    listing = ((each, listed_options(defaults, group)) for each, defaults in chain)
+    setters = [f"recipe {next((each for each, o in listing if o and (not many or name in o)), recipe)}"]
     for item in parse_overrides(overrides):
         path, _, rest = str(item.key_or_group).partition(".")
         if path != group:
             continue
-        if not rest and (group not in MANY or name in str(item.value())):
+        if not rest and (not many or name in str(item.value())):
             setters = [str(item.input_line)]
-        elif rest and (group not in MANY or rest.partition(".")[0] == name):
+        elif rest and (not many or rest.partition(".")[0] == name):
             setters.append(str(item.input_line))
     return ", ".join(setters)
-
-
-def _listing(recipe: str, place: config.Place, group: str, name: str) -> str | None:
-    """Return the recipe that lists an option, looking into those that it builds on."""
-    folder = place.main(recipe)
-    file = folder / f"{recipe}.yaml"
-    if not file.is_file():
-        file = RECIPES / f"{recipe}.yaml"
-    defaults = yaml.safe_load(file.read_text()).get("defaults", []) if file.is_file() else []
-    for entry in reversed(defaults):
-        if isinstance(entry, dict):
-            options = {str(key).removeprefix("override "): value for key, value in entry.items()}
-            if group in options and (group not in MANY or name in options[group]):
-                return f"recipe {recipe}"
-    bases = [
-        entry for entry in reversed(defaults) if isinstance(entry, str) and entry not in ("_self_", recipe)
-    ]
-    return next((found for base in bases if (found := _listing(base, place, group, name))), None)

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from lightning_eff import config
 from lightning_eff.errors import EXIT_OK, ConfigError, UsageError, exit_code, root_cause_line
 from lightning_eff.overrides import loosened, parse_overrides, recipe_and_overrides, sweep
+from lightning_eff.place import Place, listed_groups
 
 USAGE = """lightning-eff train RECIPE [overrides] [options]
 
@@ -43,13 +44,14 @@ def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
     given = _parse(arguments)
     _speak_with_one_voice()
-    place = config.Place.of(given.config_dir)
+    place = Place.of(given.config_dir)
     sys.path.insert(0, str(Path.cwd()))
     jobs = _Jobs(given.recipe, place)
     if given.multirun:
         runs = [config.compose_recipe(given.recipe, each, place) for each in sweep(given.overrides)]
         overrides = [*given.overrides, *place.overrides(given.recipe)]
-        lines = [*loosened(parse_overrides(overrides)), *runs[0].hydra]
+        listed = listed_groups(given.recipe, place)
+        lines = [*loosened(parse_overrides(overrides), listed=listed), *runs[0].hydra]
     elif given.cfg or given.info:
         composed = config.compose_recipe(given.recipe, given.overrides, place)
         lines = [*composed.overrides, *composed.hydra]
@@ -114,7 +116,7 @@ class _Jobs:
         place: Folders that it is looked for in.
     """
 
-    def __init__(self, recipe: str, place: config.Place) -> None:
+    def __init__(self, recipe: str, place: Place) -> None:
         self.recipe = recipe
         self.place = place
         self.reports: list[dict[str, Any]] = []

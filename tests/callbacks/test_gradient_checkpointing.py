@@ -262,3 +262,11 @@ def test_hugging_faces_own_switch_is_refused(deep: Callable[..., Deep]) -> None:
         trainer.fit(model, make_loader())
     model.language_model.activation_checkpointing_disable()
     trainer.fit(model, make_loader())
+
+
+def test_a_block_that_is_not_there_is_named_with_the_nearest(deep: Callable[..., Deep]) -> None:
+    trainer = make_trainer(callbacks=[GradientCheckpointing(blocks=["Layr"])], max_steps=1)
+    with pytest.raises(
+        ConfigError, match=r"callbacks.gradient_checkpointing.blocks='Layr'.*did you mean 'Layer'"
+    ):
+        trainer.fit(deep(), make_loader())

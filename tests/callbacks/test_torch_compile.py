@@ -323,9 +323,9 @@ def test_values_that_torch_does_not_know_are_named(keywords: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("blokcs", "did you mean 'blocks'"),
+        ("blokcs", r"callbacks.torch_compile.target='blokcs'.*did you mean 'blocks'"),
         ("lr", "a part that can be called"),
-        ("norm.weigth", "did you mean 'weight'"),
+        ("norm.reset_parameter", "did you mean 'reset_parameters'"),
     ],
 )
 def test_parts_that_are_not_there_are_named(deep: Callable[..., Deep], target: str, message: str) -> None:
