@@ -11,6 +11,7 @@ cannot be resumed. Why no `functools.wraps`: Lightning looks through it and take
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from fnmatch import fnmatchcase
@@ -71,6 +72,14 @@ class _Surgery:
     def configure_model(self) -> None:
         self.original()
         apply(self.module, self.changes)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Surgery:
+        """Go with a copy of the module (of its weights' average, for example), and copy no callback."""
+        twin = memo[id(self)] = copy.copy(self)
+        twin.module = copy.deepcopy(self.module, memo)
+        twin.original = copy.deepcopy(self.original, memo)
+        twin.changes = list(self.changes)
+        return twin
 
 
 def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change: Change) -> None:
