@@ -141,5 +141,6 @@ def root_cause_line(error: BaseException) -> str:
     text = str(error)
     if hasattr(error, "exit_code"):
         return f"error: {text}"
-    first = next((line for line in text.splitlines() if line.strip()), "")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
     return f"error: {type(error).__name__}: {first}" if first else f"error: {type(error).__name__}"

@@ -26,6 +26,9 @@ from lightning_eff.monitors.efficiency_report import EfficiencyReport
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, FileNotFoundError, MisconfigurationException)
 """What a constructor raises about its arguments; anything else is the run's failure."""
 
+SHARDED = (".metadata", "checkpoint", "latest")
+"""What marks a folder as a checkpoint: torch's distributed format, Lightning's and DeepSpeed's."""
+
 
 @dataclass
 class Run:
@@ -53,6 +56,9 @@ class Run:
             # Lightning 2.6.6 asks torch 2.13 about an empty batch in a way that torch deprecates.
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
             self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path, weights_only=True)
+        if self.trainer.fit_loop.total_batch_idx < 0:
+            text = "the run trained on nothing: its data has no batches"
+            raise UsageError(text)
         self._ensure_checkpoint()
         reports = [m.report for m in _callbacks(self.trainer) if isinstance(m, EfficiencyReport)]
         return reports[0] if reports else {}
@@ -89,10 +95,21 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     # The model's first weights depend on the seed alone, whatever the techniques before it have drawn.
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     model = _make("model", values["model"])
-    attach(model, _make("optimizer", values["optimizer"]), _make("scheduler", values.get("scheduler")))
+    optimizer = _make("optimizer", values["optimizer"])
+    _try_optimizer(optimizer)
+    attach(model, optimizer, _make("scheduler", values.get("scheduler")))
     if ckpt_path is not None:
         _check_something_left(ckpt_path, trainer)
     return Run(trainer, model, data, run_dir, ckpt_path)
+
+
+def _try_optimizer(optimizer: Any) -> None:
+    """Let an optimizer refuse its numbers now, on a matrix of one, instead of in the middle of `fit`."""
+    try:
+        optimizer([torch.zeros(1, 1, requires_grad=True)])
+    except CONSTRUCTOR_ERRORS as error:
+        text = f"optimizer: {error}"
+        raise UsageError(text) from error
 
 
 def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
@@ -102,6 +119,9 @@ def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
         ConfigError: A technique refuses a value.
         UsageError: The Trainer refuses its arguments.
     """
+    for key in ("max_steps", "max_epochs"):
+        if values["trainer"].get(key) == 0:
+            raise ConfigError(key=f"trainer.{key}", value=0, allowed="at least 1, or -1 for no limit")
     plugins = [_make(group, values.get(group)) for group in ("precision", "checkpoint_io")]
     many = [
         _make(f"{group}.{name}", node)
@@ -179,7 +199,7 @@ def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
             )
         return found[-1]
     path = Path(ckpt_path)
-    if not path.exists():
+    if not path.exists() or (path.is_dir() and not any((path / name).exists() for name in SHARDED)):
         raise ConfigError(key="ckpt_path", value=ckpt_path, allowed="an existing checkpoint, or last")
     return path
 
@@ -190,7 +210,7 @@ def _check_something_left(path: Path, trainer: pl.Trainer) -> None:
         return
     try:
         saved = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    except (RuntimeError, UnpicklingError, EOFError, OSError) as error:
+    except (RuntimeError, UnpicklingError, EOFError, OSError, ValueError, LookupError) as error:
         reason = str(error).splitlines()[0].partition(". ")[0]
         allowed = f"a checkpoint of tensors and plain values ({reason})"
         raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed) from error

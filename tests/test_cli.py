@@ -250,3 +250,52 @@ def test_completion_knows_options_keys_and_shells(command: Command) -> None:
     assert cli.complete(["ls", "callbacks/em"]) == ["callbacks/empty_cache"]
     for shell in cli.COMPLETION:
         assert "lightning-eff --complete" in command("--completion", shell)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainer.max_steps=0"], "trainer.max_steps=0: expected at least 1"),
+        (["optimizer.lr=-1"], "optimizer: Invalid learning rate: -1"),
+        (["ckpt_path=."], "ckpt_path='.': expected an existing checkpoint"),
+    ],
+)
+def test_what_would_fail_later_is_refused_before_a_folder_is_made(
+    words: list[str], message: str, tiny: list[str], command: Command
+) -> None:
+    code, _, err = command("train", "lm", *tiny, *words)
+    assert code == 2
+    assert message in err
+    assert not list(Path("outputs").glob("lm/*"))
+
+
+def test_damaged_checkpoints_are_refused(tiny: list[str], command: Command) -> None:
+    assert command("train", "baseline", *tiny)[0] == 0
+    (good,) = Path("outputs/baseline").glob("*/checkpoints/*.ckpt")
+    content = bytearray(good.read_bytes())
+    flipped = bytes(b ^ 255 if 200 <= i < 260 else b for i, b in enumerate(content))
+    for damaged in (flipped, content[:500], b"text"):
+        Path("bad.ckpt").write_bytes(damaged)
+        code, _, err = command("train", "baseline", *tiny, "ckpt_path=bad.ckpt", "trainer.max_steps=4")
+        assert code == 2, err
+        assert "ckpt_path='bad.ckpt': expected a checkpoint of tensors and plain values" in err
+
+
+@pytest.mark.filterwarnings("ignore:Total length of")
+def test_a_run_without_a_batch_is_an_error(tmp_path: Path, tiny: list[str], command: Command) -> None:
+    (tmp_path / "nothing.py").write_text(
+        "import lightning.pytorch as pl, torch\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "class Data(pl.LightningDataModule):\n"
+        "    def train_dataloader(self):\n"
+        "        return DataLoader(TensorDataset(torch.zeros(0, 8)))\n"
+    )
+    words = [
+        "data._target_=nothing.Data",
+        "~monitors.text_sample",
+        "model.vocab_size=9",
+        "model.context_length=8",
+    ]
+    code, _, err = command("train", "baseline", *tiny[:5], *words)
+    assert code == 2
+    assert "trained on nothing" in err

@@ -1,0 +1,85 @@
+"""A run that would learn nothing, or not everything, stops after its first step and names the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_eff.monitors.gradient_check import GradientCheck, GradientError
+from lightning_eff.precision.mixed import Mixed
+from tests.conftest import Net, make_loader, make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.errors.SlowPathWarning")
+
+
+def fit(model: Net, **keywords: Any) -> None:
+    unused = keywords.pop("unused", None)
+    trainer = make_trainer(callbacks=[GradientCheck(unused=unused)], **({"max_steps": 3} | keywords))
+    try:
+        trainer.fit(model, make_loader())
+    finally:
+        assert all(not optimizer._optimizer_step_post_hooks for optimizer in trainer.optimizers)
+
+
+def test_a_whole_model_passes_and_no_hook_stays(net: Callable[..., Net]) -> None:
+    model = net()
+    fit(model)
+    assert len(model.losses) == 3
+
+
+def test_a_layer_that_is_not_called_is_named_unless_it_may_be(net: Callable[..., Net]) -> None:
+    model = net()
+    model.forgotten = nn.Linear(2, 2)
+    message = r"2 parameters \(forgotten.weight, forgotten.bias\) have no gradient after the first step"
+    with pytest.raises(GradientError, match=message):
+        fit(model)
+    assert len(model.losses) == 1
+    fit(model, unused=["forgotten.*"])
+    model.forgotten.requires_grad_(False)
+    fit(model)
+
+
+class Broken(Net):
+    """Has a gradient that is no number, in one parameter."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + (self.second.bias * torch.nan)[0]
+
+
+def test_a_gradient_that_is_no_number_is_named() -> None:
+    with pytest.raises(GradientError, match=r"the parameter second.bias has a gradient that is not finite"):
+        fit(Broken())
+
+
+def test_many_names_are_cut_and_counted(net: Callable[..., Net]) -> None:
+    model = net()
+    model.forgotten = nn.ModuleList(nn.Linear(2, 2) for _ in range(20))
+    with pytest.raises(GradientError, match=r"^40 parameters \(forgotten.0.weight, .*, \.\.\.\) have no"):
+        fit(model)
+
+
+def test_a_step_that_the_scaler_skips_is_no_step(net: Callable[..., Net]) -> None:
+    """The first losses overflow float16 at the scaler's first scale, as they are meant to."""
+    plugin = Mixed(precision="16-mixed")
+    plugin.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    model = net()
+    fit(model, plugins=[plugin], max_steps=40)
+    assert plugin.scaler.get_scale() < 2.0**40, "no step was skipped"
+
+
+def test_a_window_of_batches_is_judged_as_a_whole(net: Callable[..., Net]) -> None:
+    class Alternating(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            unused = self.first if batch_idx % 2 else self.second
+            return unused.weight.square().sum() + 0 * self.norm.weight.sum() + self.norm.bias.sum()
+
+    model = Alternating()
+    model.first.bias.requires_grad_(False)
+    model.second.bias.requires_grad_(False)
+    fit(model, accumulate_grad_batches=2)
+    with pytest.raises(GradientError, match=r"first\.weight"):
+        fit(model)
