@@ -20,6 +20,10 @@ TRANSFORM = "transform"
 """Provided by what changes the model before its checkpoint is restored."""
 RECOMPUTE = "recompute"
 """Provided by what runs a part of the forward pass again in the backward pass."""
+BUDGET = "a compiler that keeps a memory budget"
+"""Provided by what lets the compiler choose which activations are kept."""
+NEW_PARAMETERS = "new_parameters"
+"""Provided by what replaces or adds parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 
 from lightning_eff.errors import ConflictError, ConflictWarning, EnvironmentLacksError
 from lightning_eff.facts import (
+    NEW_PARAMETERS,
     PACKAGE,
     SUITE,
     TRANSFORM,
@@ -69,7 +70,7 @@ FOREIGN = {
     "lightning/WeightAveraging": Facts(
         excludes=(
             Rule(
-                name="new_parameters",
+                name=NEW_PARAMETERS,
                 reason="it copies the model before its parameters are replaced, and averages the wrong ones",
                 remedies=("remove it",),
             ),

@@ -235,8 +235,13 @@ def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
 
 
 @pytest.mark.slow
-def test_two_ranks_share_one_run_folder(tiny: list[str]) -> None:
+@pytest.mark.parametrize(
+    "techniques",
+    [[], ["callbacks=[gradient_checkpointing,torch_compile]", "callbacks.torch_compile.backend=aot_eager"]],
+)
+def test_two_ranks_share_one_run_folder(tiny: list[str], techniques: list[str]) -> None:
     words = [sys.executable, "-m", "lightning_eff", "train", "lm", *tiny, "trainer.devices=2", "strategy=ddp"]
+    words += techniques
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     (run_dir,) = Path("outputs/lm").iterdir()

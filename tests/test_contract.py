@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
@@ -236,7 +237,7 @@ def test_every_pair_trains_like_a_plain_loop_or_is_refused(
     objects = {
         slot: [case.make() for case in cases if case.slot == slot] for slot in ("callbacks", "plugins")
     }
-    num_steps = 12
+    num_steps = NUM_STEPS
     bar = {"enable_progress_bar": "progress" in (one, other)}
     trainer = make_trainer(default_root_dir=tmp_path, max_steps=num_steps, **objects, **bar)
     findings = plan.check(plan.objects_of(trainer), plan.run_facts(trainer))
@@ -279,6 +280,31 @@ def test_few_pairs_are_refused() -> None:
             refused.append((one, other))
     assert refused == [("gradient_checkpointing selective", "torch_compile")]
     assert len(PAIRS) > 60
+
+
+def test_with_everything_on_names_identity_and_keys_are_kept(
+    deep: Callable[..., Deep], tmp_path: Any
+) -> None:
+    model, seen = deep(), []
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    keys = list(model.state_dict())
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.append({name: id(parameter) for name, parameter in pl_module.named_parameters()})
+            assert list(pl_module.state_dict()) == keys
+
+    names = ["empty_cache by the clock", "gradient_checkpointing full", "torch_compile", "optimizer_choice"]
+    names += ["efficiency_report", "progress"]
+    callbacks = [*(CASES[name].make() for name in names), Look()]
+    plugins = [Mixed(precision="bf16-mixed")]
+    trainer = make_trainer(
+        default_root_dir=tmp_path, callbacks=callbacks, plugins=plugins, max_steps=3, enable_progress_bar=True
+    )
+    trainer.fit(model, make_loader())
+    assert seen == [before] * 3
+    assert list(model.state_dict()) == keys
+    assert all(callback.outcome().effective for callback in callbacks[:4])
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")

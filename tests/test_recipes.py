@@ -73,3 +73,14 @@ def test_only_a_technique_differs_between_lm_and_baseline(
     lm, baseline = (config.compose_recipe(name, ["run_dir=outputs/x"]).values for name in ("lm", "baseline"))
     differing = {key for key in {*lm, *baseline} if lm.get(key) != baseline.get(key)}
     assert differing == {"precision", "callbacks"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning")
+def test_images_are_learnt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command("train", "images", "trainer.accelerator=cpu", "--json")
+    assert code == 0, err
+    assert json.loads(out)["metrics"]["val_accuracy"] > 0.95

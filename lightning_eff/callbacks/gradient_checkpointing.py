@@ -30,7 +30,7 @@ from typing_extensions import override
 from lightning_eff import plan, transform
 from lightning_eff.activations import Contexts, HostMemory, Recomputed, noop_context_fn
 from lightning_eff.errors import ConfigError, NoEffectWarning
-from lightning_eff.facts import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.facts import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.transform import Blocks, Stage
 
 POLICIES = ("full", "every_n", "selective", "budget", "offload")
@@ -99,7 +99,8 @@ class GradientCheckpointing(pl.Callback):
 
     Raises:
         ConfigError: A value is outside its range, or `blocks` fits nothing.
-        ConflictError: The model or the strategy recomputes on its own, ...
+        ConflictError: The model or the strategy recomputes on its own, `budget` has no compiler that keeps
+            one, or `selective` has a compiler.
 
     Warns:
         NoEffectWarning: The model has no repeated blocks, or none of them was recomputed in a fit.
@@ -140,9 +141,9 @@ class GradientCheckpointing(pl.Callback):
     def facts(self) -> Facts:
         """State what recomputing meets: another that does so, and the compiler."""
         if self.policy == "budget":
-            reason = "the budget is kept by the compiler, which chooses what is recomputed"
+            reason = "it is inductor that would choose what is recomputed"
             remedies = ("+callbacks=torch_compile", "callbacks.gradient_checkpointing.policy=selective")
-            return Facts(needs=(Rule(name="callbacks/torch_compile", reason=reason, remedies=remedies),))
+            return Facts(needs=(Rule(name=BUDGET, reason=reason, remedies=remedies),))
         twice, off = "the blocks would be recomputed twice", "~callbacks.gradient_checkpointing"
         excludes = [
             Rule(

@@ -31,13 +31,15 @@ from typing_extensions import override
 from lightning_eff import plan, transform
 from lightning_eff.compiled import CompiledCall
 from lightning_eff.errors import ConfigError, NoEffectWarning, nearest
-from lightning_eff.facts import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.facts import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.measure.compilation import Compilations
 from lightning_eff.transform import Blocks, Stage
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 RECOMPILATIONS_PER_PART = 8
 """The compiler's own limit, for each part instead of for each piece of code."""
+BUDGET_BACKENDS = ("inductor", "aot_eager_decomp_partition")
+"""Backends that choose what a graph keeps for its backward pass."""
 GRAPH_REPLAY_MODES = ("reduce-overhead", "max-autotune")
 """Modes that record CUDA graphs, which cannot hold memory that a recomputation allocates."""
 
@@ -200,7 +202,8 @@ class TorchCompile(pl.Callback):
             reason = f"mode={self.mode} replays CUDA graphs, which cannot hold what a recomputation allocates"
             remedy = "callbacks.torch_compile.mode=max-autotune-no-cudagraphs"
             excludes.append(Rule(name=RECOMPUTE, reason=reason, remedies=(remedy,)))
-        return Facts(provides=(TRANSFORM,), needs=tuple(needs), excludes=tuple(excludes))
+        provides = (TRANSFORM, BUDGET) if self.backend in BUDGET_BACKENDS else (TRANSFORM,)
+        return Facts(provides=provides, needs=tuple(needs), excludes=tuple(excludes))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

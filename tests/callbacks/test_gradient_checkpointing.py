@@ -183,8 +183,8 @@ def test_selective_is_refused_with_the_compiler_and_its_remedy_works(
     trainer = make_trainer(callbacks=[GradientCheckpointing(policy="selective"), compiled], max_steps=1)
     with pytest.raises(ConflictError, match=r"try: callbacks\.gradient_checkpointing\.policy=budget"):
         trainer.fit(deep(), make_loader())
-    for policy in ("budget", "full"):
-        callbacks = [TorchCompile(backend=backend), GradientCheckpointing(policy=policy)]
+    for policy, other in (("budget", "aot_eager_decomp_partition"), ("full", backend)):
+        callbacks = [TorchCompile(backend=other), GradientCheckpointing(policy=policy)]
         make_trainer(callbacks=callbacks, max_steps=1).fit(deep(), make_loader())
 
 
@@ -193,14 +193,20 @@ def test_a_budget_needs_the_compiler_and_is_restored(deep: Callable[..., Deep]) 
 
     alone = GradientCheckpointing(policy="budget")
     with pytest.raises(
-        ConflictError, match=r"without callbacks/torch_compile[\s\S]*try: \+callbacks=torch_compile"
+        ConflictError,
+        match=r"without a compiler that keeps a memory budget[\s\S]*try: \+callbacks=torch_compile",
     ):
         make_trainer(callbacks=[alone], max_steps=1).fit(deep(), make_loader())
+    eager = TorchCompile(backend="aot_eager")
+    with pytest.raises(ConflictError, match="it is inductor that would choose"):
+        make_trainer(callbacks=[GradientCheckpointing(policy="budget"), eager]).fit(deep(), make_loader())
     seen = []
     model = deep()
     model.blocks[0].register_forward_pre_hook(lambda *_: seen.append(config.activation_memory_budget))
     budget = GradientCheckpointing(policy="budget", memory_budget=0.25)
-    make_trainer(callbacks=[budget, TorchCompile(backend="eager")], max_steps=1).fit(model, make_loader())
+    make_trainer(callbacks=[budget, TorchCompile(backend="aot_eager_decomp_partition")], max_steps=1).fit(
+        model, make_loader()
+    )
     assert set(seen) == {0.25}
     assert config.activation_memory_budget == 1.0
     assert budget.outcome().did == "the compiler keeps 25% of the activations of each graph"
