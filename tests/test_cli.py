@@ -219,7 +219,10 @@ def test_own_model_data_and_config_folder(tiny: list[str], command: Command) -> 
 def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
     number: signal.Signals, expected: int, tiny: list[str]
 ) -> None:
-    words = [sys.executable, "-m", "lightning_eff", "train", "lm", *tiny]
+    # Whoever runs the tests in the background of a script has this signal ignored, and so would the child.
+    listening = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program = f"{listening}from lightning_eff.cli import main; sys.exit(main())"
+    words = [sys.executable, "-c", program, "train", "lm", *tiny]
     long = ["trainer.max_steps=100000", "trainer.max_epochs=-1", "trainer.limit_val_batches=0"]
     long.append("monitors.progress.every_n_seconds=0.2")
     with subprocess.Popen([*words, *long], stderr=subprocess.PIPE, text=True) as process:
