@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -193,3 +194,91 @@ def test_forwards_without_a_backward_do_not_pile_up_on_the_host() -> None:
     for _ in range(5):
         block(torch.randn(4, WIDTH, requires_grad=True))
     assert len(host._waiting) <= 2
+
+
+class Plain(nn.Module):
+    """What the odd blocks below are variations of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.linear(x).tanh(), 0.3, self.training)
+
+
+class InPlace(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clone().mul_(2))
+
+
+class AnyArguments(Plain):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(args[0]) * kwargs.get("gain", 1.0)
+
+
+class CheckpointsItself(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+class CastsItself(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+def with_weight_norm() -> Plain:
+    block = Plain()
+    nn.utils.parametrizations.weight_norm(block.linear)
+    return block
+
+
+def with_own_hooks() -> Plain:
+    block = Plain()
+    block.register_forward_hook(lambda _, __, out: out * 1.1)
+    block.register_full_backward_hook(lambda _, gradients, __: tuple(g * 0.9 for g in gradients))
+    return block
+
+
+def with_forward_on_the_instance() -> Plain:
+    block = Plain()
+    block.__dict__["forward"] = functools.partial(Plain.forward, block)
+    return block
+
+
+ODD = [InPlace, AnyArguments, CheckpointsItself, CastsItself]
+ODD += [with_weight_norm, with_own_hooks, with_forward_on_the_instance]
+
+
+@pytest.mark.parametrize("make_block", ODD)
+@pytest.mark.parametrize("times", [1, 2])
+def test_odd_blocks_give_the_same_bits(make_block: Callable[[], nn.Module], times: int) -> None:
+    """`times`: the same block once, or in two places of a forward."""
+    results = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        block = make_block()
+        hooks = Recomputed(block) if recomputed else None
+        x = h = torch.randn(4, WIDTH, requires_grad=True)
+        for _ in range(times):
+            h = block(h)
+        h.square().sum().backward()
+        results.append([x.grad, *(p.grad for p in block.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert hooks is not None
+    assert hooks.num_recomputed == times
+
+
+def test_second_derivatives_go_through_a_recomputed_block() -> None:
+    results = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        block = Plain()
+        if recomputed:
+            Recomputed(block)
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        (gradient,) = torch.autograd.grad(block(x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        results.append([x.grad, block.linear.weight.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -307,6 +307,18 @@ def test_with_everything_on_names_identity_and_keys_are_kept(
     assert all(callback.outcome().effective for callback in callbacks[:4])
 
 
+def test_the_order_of_the_list_changes_nothing(deep: Callable[..., Deep], tmp_path: Any) -> None:
+    results = []
+    for order in itertools.permutations(("gradient_checkpointing full", "torch_compile", "optimizer_choice")):
+        model = deep()
+        callbacks = [CASES[name].make() for name in order]
+        make_trainer(default_root_dir=tmp_path, callbacks=callbacks, max_steps=5).fit(model, make_loader())
+        results.append([*model.parameters()])
+        assert all(callback.outcome().effective for callback in callbacks)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
 @pytest.mark.parametrize("first", [True, False])
 def test_averaged_weights_are_those_of_a_run_without_techniques(
