@@ -132,11 +132,12 @@ class Mixed(Precision):
 
     def facts(self) -> Facts:
         """State what the format asked for is on a device that only emulates it."""
-        if self.precision == "auto":
-            reason, verdict = "auto stays with 32-true, which is faster there", Verdict.ADJUSTED
-        else:
-            reason, verdict = f"{self.precision} will be slow", Verdict.WARNED
-        dtype = COMPUTE_DTYPES.get(self.precision, torch.bfloat16)
+        auto = self.precision == "auto"
+        dtype = torch.bfloat16 if auto else COMPUTE_DTYPES[self.precision]
+        reason = (
+            "auto stays with 32-true, which is faster there" if auto else f"{self.precision} will be slow"
+        )
+        verdict = Verdict.ADJUSTED if auto else Verdict.WARNED
         name = f"machine/emulated_{str(dtype).removeprefix('torch.')}"
         emulated = Rule(name=name, reason=reason, remedies=("precision=mixed",), verdict=verdict)
         return Facts(excludes=(emulated,))
@@ -152,10 +153,10 @@ class Mixed(Precision):
         if self.precision == "16-mixed" and self.scaler is None:
             self.scaler = torch.amp.GradScaler(device_type)
         self._set_tf32(device_type)
-        self._bytes_before = _parameter_bytes(module)
+        self._bytes_before = sum(parameter.nbytes for parameter in module.parameters())
         if self.precision == "bf16-true":
             module.to(dtype=dtype)
-        self._bytes_after = _parameter_bytes(module)
+        self._bytes_after = sum(parameter.nbytes for parameter in module.parameters())
         if dtype != torch.float32:
             self._count_cast_layers(module)
         return module
@@ -238,7 +239,9 @@ class Mixed(Precision):
     def convert_input(self, data: Any) -> Any:
         if self.precision != "bf16-true":
             return data
-        return apply_to_collection(data, dtype=Tensor, function=_to_bfloat16)
+        return apply_to_collection(
+            data, dtype=Tensor, function=lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t
+        )
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -298,11 +301,3 @@ class Mixed(Precision):
                 "parameter_bytes": self._bytes_after,
             },
         )
-
-
-def _parameter_bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-
-
-def _to_bfloat16(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
