@@ -6,9 +6,9 @@ matrix products, convolutions and attention, which are kept, `offload` as `full`
 host memory, and `budget` leaves it to the compiler which share of the activations is kept. Random numbers,
 autocast and buffers (batch statistics) are those of the first run, so the result is the same to the bit.
 
-Costs: one more forward of the recomputed blocks (by operations a third of a step for `full`), the pointwise ones
-    for `selective`; `offload` adds two copies of each block's inputs over the bus. Forward hooks that a block
-    has already run again with it.
+Costs: one more forward of the recomputed blocks, by operations a third of a step for `full`; its pointwise
+    part for `selective`; `offload` adds two copies of each block's inputs over the bus. Forward hooks that
+    a block has already run again with it.
 Conflicts: a model or strategy that recomputes on its own; `budget` needs `callbacks/torch_compile`, and
     `selective` cannot see inside compiled blocks and has no second derivatives. Where the peak is the
     optimizer step, recomputing saves nothing.
