@@ -36,4 +36,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return ["__version__", *(key.rpartition(".")[2] for key in _modules().values())]
+    names = [module.rpartition(".")[2] for module in _modules().values()]
+    return ["__version__", *("".join(word.title() for word in name.split("_")) for name in names)]

@@ -101,6 +101,16 @@ def parameters(file: Path) -> list[tuple[str, str, str]]:
     return found
 
 
+def parameter_keys() -> list[str]:
+    """Return every parameter of every option as its path on the command line."""
+    keys: list[str] = []
+    for entry in options():
+        group, _, name = entry.name.partition("/")
+        path = f"{group}.{name}" if group in MANY else group
+        keys += [f"{path}.{key}" for key, _, _ in parameters(CONF / group / f"{name}.yaml")]
+    return sorted(set(keys))
+
+
 def card(entry: Entry) -> dict[str, Any]:
     """Return everything that is known about one entry."""
     if entry.kind == "recipe":

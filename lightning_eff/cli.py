@@ -118,17 +118,8 @@ def complete(words: Sequence[str]) -> list[str]:
         known = [
             entry.use.lstrip("+") if not start.startswith("+") else entry.use for entry in catalog.options()
         ]
-        known += _parameter_keys()
+        known += [f"{key}=" for key in catalog.parameter_keys()]
     return sorted({word for word in known if word.startswith(start)})
-
-
-def _parameter_keys() -> list[str]:
-    keys: list[str] = []
-    for entry in catalog.options():
-        group, _, name = entry.name.partition("/")
-        path = f"{group}.{name}" if group in catalog.MANY else group
-        keys += [f"{path}.{key}=" for key, _, _ in catalog.parameters(catalog.CONF / group / f"{name}.yaml")]
-    return keys
 
 
 class _Boundary:
@@ -162,7 +153,7 @@ def _lines(error: BaseException) -> list[str]:
     """Return what went wrong, where, and where to read more."""
     lines = root_cause_line(error).splitlines()[: MAX_ERROR_LINES - 1]
     if isinstance(error, (SystemExit, KeyboardInterrupt)):
-        return ["stopped"]
+        return ["stopped; ckpt_path=last goes on from the newest checkpoint"]
     if hasattr(error, "exit_code"):
         return lines
     frames = traceback.extract_tb(error.__traceback__)

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from lightning_eff import signatures
-from lightning_eff.catalog import CONF, MANY, RECIPES, recipes
+from lightning_eff.catalog import CONF, MANY, RECIPES, parameter_keys, recipes
 from lightning_eff.errors import ConfigError, UsageError, nearest
 from lightning_eff.folders import check_folders, check_inside
 from lightning_eff.overrides import loosened, parse_overrides
@@ -156,7 +156,8 @@ def _no_hydra_yet() -> Generator[None]:
 def _missing(recipe: str, error: MissingConfigException) -> str:
     wanted = str(error.missing_cfg_file or recipe)
     if wanted == recipe:
-        return f"recipe {recipe!r} does not exist: {nearest(recipe, [entry.name for entry in recipes()])}"
+        known = nearest(recipe, [entry.name for entry in recipes()])
+        return f"recipe {recipe!r} does not exist: {known} (--config-dir DIR adds a folder of your own)"
     group, _, option = wanted.rpartition("/")
     options = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]
     return f"{group}={option}: no such option; {nearest(option, options)}"
@@ -167,6 +168,9 @@ def _compose_error(error: Exception) -> str:
     first = str(error).splitlines()[0]
     if first.startswith("Could not override '"):
         key = first.split("'")[1]
+        paths = [path for path in parameter_keys() if path.endswith(f".{key}")]
+        if paths and key not in TOP_LEVEL:
+            return f"{key}: no such key; did you mean {' or '.join(paths[:3])}?"
         return f"{key}: no such key; {nearest(key, TOP_LEVEL)}"
     if first.startswith("Multiple values for "):
         key = first.split()[3].rstrip(".")

@@ -17,11 +17,14 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_eff import plan
 from lightning_eff.callbacks.optimizer_choice import attach
 from lightning_eff.errors import ConfigError, UsageError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
+
+log = logging.getLogger(__name__)
 
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, FileNotFoundError, MisconfigurationException)
 """What a constructor raises about its arguments; anything else is the run's failure."""
@@ -97,6 +100,12 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     model = _make("model", values["model"])
     optimizer = _make("optimizer", values["optimizer"])
     _try_optimizer(optimizer)
+    if (
+        is_overridden("configure_optimizers", model)
+        and type(model).__module__.partition(".")[0] != "lightning_eff"
+    ):
+        text = "%s.configure_optimizers is replaced by the recipe's optimizer and scheduler"
+        log.info(text, type(model).__name__)
     attach(model, optimizer, _make("scheduler", values.get("scheduler")))
     if ckpt_path is not None:
         _check_something_left(ckpt_path, trainer)
@@ -141,7 +150,8 @@ def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
         with _quiet():
             return pl.Trainer(**(keywords | values["trainer"]))
     except CONSTRUCTOR_ERRORS as error:
-        text = f"trainer: {error}"
+        remedy = "\n  try: trainer.accelerator=auto" if "backend found" in str(error) else ""
+        text = f"trainer: {error}{remedy}"
         raise UsageError(text) from error
 
 

@@ -233,6 +233,8 @@ def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
         process.send_signal(number)
         rest = process.stderr.read()
     assert rest.count("Efficiency report") == 1, "every message is printed once"
+    assert "The run was stopped after" in rest
+    assert "ckpt_path=last goes on" in rest
     assert process.returncode == expected
     assert list(Path("outputs/lm").glob("*/checkpoints/step-*.ckpt"))
 
@@ -265,6 +267,8 @@ def test_completion_knows_options_keys_and_shells(command: Command) -> None:
     [
         (["trainer.max_steps=0"], "trainer.max_steps=0: expected at least 1"),
         (["optimizer.lr=-1"], "optimizer: Invalid learning rate: -1"),
+        (["max_steps=3"], "max_steps: no such key; did you mean trainer.max_steps?"),
+        (["lr=3"], "lr: no such key; did you mean optimizer.lr?"),
         (["ckpt_path=."], "ckpt_path='.': expected an existing checkpoint"),
     ],
 )

@@ -44,6 +44,8 @@ def figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 def verdict(report: Mapping[str, Any]) -> str:
     """Return one sentence on how the run went."""
     steps, measured = report["num_steps"], report["measured"]
+    if report["status"] == "stopped":
+        return f"The run was stopped after {steps} optimizer steps."
     if report["status"] != "finished":
         return f"The run failed after {steps} optimizer steps: {report['reason']}"
     if not measured["num_batches"]:

@@ -23,6 +23,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -117,7 +118,8 @@ class EfficiencyReport(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         reason = f"{type(exception).__name__}: {exception}".splitlines()[0]
-        self._finish(trainer, status="failed", reason=reason)
+        stopped = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
+        self._finish(trainer, status="stopped" if stopped else "failed", reason=reason)
 
     def _finish(self, trainer: pl.Trainer, *, status: str, reason: str) -> None:
         if self._meter is None:
@@ -130,10 +132,13 @@ class EfficiencyReport(pl.Callback):
             "reason": reason,
             "num_steps": trainer.global_step - self._first_step,
             "measured": meter.summary(dtype=_compute_dtype(trainer), world_size=trainer.world_size),
-            "ledger": [_entry(technique, arguments) for technique, arguments in self._asked],
+            "ledger": [
+                _entry(technique, arguments, ran=trainer.global_step > self._first_step)
+                for technique, arguments in self._asked
+            ],
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "environment": environment.describe(meter.device),
-            "command": shlex.join(sys.argv),
+            "command": _command(),
         }
         self.report = report.plain(findings)
         self._write(trainer, meter)
@@ -163,15 +168,23 @@ def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _entry(technique: Technique, arguments: dict[str, Any]) -> dict[str, Any]:
+def _entry(technique: Technique, arguments: dict[str, Any], *, ran: bool) -> dict[str, Any]:
     outcome = technique.outcome()
+    effect = "applied" if outcome.effective else "no effect"
     return {
         "technique": name_of(technique),
         "asked": arguments,
-        "status": "applied" if outcome.effective else "no effect",
+        "status": effect if ran else "not run",
         "did": outcome.did,
         "numbers": dict(outcome.numbers),
     }
+
+
+def _command() -> str:
+    """Return the command line as it can be typed again, whichever way the program was started."""
+    program = Path(sys.argv[0])
+    ours = program.name == "lightning-eff" or program.parent.name == "lightning_eff"
+    return shlex.join(["lightning-eff" if ours else sys.argv[0], *sys.argv[1:]])
 
 
 def _compute_dtype(trainer: pl.Trainer) -> torch.dtype:

@@ -28,7 +28,7 @@ USAGE = """lightning-eff train RECIPE [overrides] [options]
   lightning-eff train lm 'callbacks=[]'                          without techniques
   lightning-eff train lm -m 'callbacks=[],[empty_cache]'         one run for each
   lightning-eff train lm ckpt_path=last trainer.max_steps=400    go on from the newest checkpoint
-  lightning-eff train lm model._target_=my_project.Net model.width=3
+  lightning-eff train images model._target_=my_project.Net model.width=3
                                                                  a model of your own, from the current folder
 
 options:

@@ -83,3 +83,13 @@ def test_a_window_of_batches_is_judged_as_a_whole(net: Callable[..., Net]) -> No
     fit(model, accumulate_grad_batches=2)
     with pytest.raises(GradientError, match=r"first\.weight"):
         fit(model)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_step_that_returns_nothing_stops_the_run() -> None:
+    class Silent(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            return None
+
+    with pytest.raises(GradientError, match="6 parameters"):
+        fit(Silent())

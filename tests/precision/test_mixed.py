@@ -161,6 +161,7 @@ def test_an_overflowing_step_is_skipped_and_the_scale_halved(net: Callable[..., 
             if batch_idx == 1:
                 self.skipped = torch.equal(self.first.weight, self.before)
 
+    torch.manual_seed(1)
     plugin, model = Mixed(precision="16-mixed"), Overflow()
     make_trainer(plugins=[plugin], max_steps=3).fit(model, make_loader())
     assert model.skipped
