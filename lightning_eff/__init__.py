@@ -13,7 +13,15 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-TECHNIQUE_FOLDERS = ("callbacks", "precision", "strategy", "checkpoint_io", "monitors", "scheduler")
+TECHNIQUE_FOLDERS = (
+    "callbacks",
+    "precision",
+    "strategy",
+    "checkpoint_io",
+    "optimizer",
+    "scheduler",
+    "monitors",
+)
 """Folders in which one module holds one public class: the module's name without underscores, in any case."""
 
 

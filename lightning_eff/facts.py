@@ -22,6 +22,8 @@ RECOMPUTE = "recompute"
 """Provided by what runs a part of the forward pass again in the backward pass."""
 BUDGET = "a compiler that keeps a memory budget"
 """Provided by what lets the compiler choose which activations are kept."""
+SCHEDULE = "a learning-rate schedule"
+"""Provided by what changes the learning rate while a run goes on."""
 NEW_PARAMETERS = "new_parameters"
 """Provided by what replaces or adds parameters."""
 
@@ -58,8 +60,14 @@ def name_of(technique: object) -> str:
         >>> name_of(EmptyCache())
         'callbacks/empty_cache'
     """
-    package, _, rest = type(technique).__module__.partition(".")
-    return rest.replace(".", "/") if package == PACKAGE else type(technique).__name__
+    kind = kind_of(technique)
+    package, _, rest = kind.__module__.partition(".")
+    return rest.replace(".", "/") if package == PACKAGE else kind.__name__
+
+
+def kind_of(technique: object) -> type:
+    """Return the class of an object; a class, which stands for an object that is not made yet, is its own."""
+    return technique if isinstance(technique, type) else type(technique)
 
 
 def asked(technique: object) -> dict[str, Any]:
@@ -115,6 +123,28 @@ class Rule:
     verdict: Verdict = Verdict.REFUSED
 
 
+FLATTENED = tuple(
+    Rule(
+        name=name,
+        reason="the strategy flattens matrices into vectors, and this optimizer works on whole matrices",
+        remedies=("optimizer=adamw",),
+    )
+    for name in ("lightning/DeepSpeedStrategy", "strategy/deepspeed_zero")
+)
+"""For optimizers that must see a matrix whole."""
+SHARDING = tuple(
+    Rule(name=name, reason="the strategy decides itself where state lives", remedies=("optimizer=adamw",))
+    for name in (
+        "lightning/DeepSpeedStrategy",
+        "lightning/FSDPStrategy",
+        "lightning/ModelParallelStrategy",
+        "strategy/deepspeed_zero",
+        "strategy/fsdp2",
+    )
+)
+"""For optimizers that place state themselves."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What a technique states about itself, as it was constructed.
@@ -136,4 +166,13 @@ class StatesFacts(Protocol):
 
     def facts(self) -> Facts:
         """Return what follows from the constructor's arguments alone."""
+        ...
+
+
+@runtime_checkable
+class Brings(Protocol):
+    """A technique that adds something to a run that has rules of its own."""
+
+    def brings(self) -> Iterable[object]:
+        """Return objects, or classes of objects that are made later."""
         ...

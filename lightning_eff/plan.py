@@ -14,20 +14,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.errors import ConflictError, ConflictWarning, EnvironmentLacksError
 from lightning_eff.facts import (
-    NEW_PARAMETERS,
     PACKAGE,
     SUITE,
-    TRANSFORM,
-    Facts,
+    Brings,
     Rule,
     StatesFacts,
     Technique,
     Verdict,
+    kind_of,
     name_of,
 )
+from lightning_eff.foreign import RULES
 from lightning_eff.measure.environment import machine_facts
 
 
@@ -47,39 +50,11 @@ class Finding:
 
     def __str__(self) -> str:
         """Return one sentence and the remedies, a line each."""
-        met = f"with {self.found}" if self.found else f"without {self.rule.name}"
+        in_words = " " in self.rule.name  # something that a technique provides, and not one itself
+        found = f"{self.rule.name} ({self.found})" if in_words else self.found
+        met = f"with {found}" if self.found else f"without {self.rule.name}"
         lines = [f"{self.technique} {met}: {self.rule.reason}"]
         return "\n".join([*lines, *(f"  try: {remedy}" for remedy in self.rule.remedies[:3])])
-
-
-_LATE_CONVERSION = Rule(
-    name=TRANSFORM,
-    reason="it replaces layers after the checkpoint was restored, so what was changed before is lost",
-    remedies=("precision=mixed",),
-)
-FOREIGN = {
-    "lightning/BatchSizeFinder": Facts(
-        excludes=(
-            Rule(
-                name=SUITE,
-                reason="its trials switch all callbacks off and may return a size that was never tried",
-                remedies=("remove it and set data.micro_batch_size",),
-            ),
-        )
-    ),
-    "lightning/WeightAveraging": Facts(
-        excludes=(
-            Rule(
-                name=NEW_PARAMETERS,
-                reason="it copies the model before its parameters are replaced, and averages the wrong ones",
-                remedies=("remove it",),
-            ),
-        )
-    ),
-    "lightning/TransformerEnginePrecision": Facts(excludes=(_LATE_CONVERSION,)),
-    "lightning/BitsandbytesPrecision": Facts(excludes=(_LATE_CONVERSION,)),
-}
-"""Rules about Lightning's own callbacks and plugins, which state none."""
 
 
 def check(objects: Iterable[object], run: Mapping[str, str]) -> list[Finding]:
@@ -99,9 +74,10 @@ def check(objects: Iterable[object], run: Mapping[str, str]) -> list[Finding]:
     there = dict(run)
     for each in everything:
         there |= dict.fromkeys(_provided(each), name_of(each))
+    stated = [(name_of(each), each.facts()) for each in everything if isinstance(each, StatesFacts)]
+    stated += [(title, RULES[name]) for name, title in there.items() if name in RULES]
     findings: list[Finding] = []
-    for each in everything:
-        facts, title = _facts(each), name_of(each)
+    for title, facts in stated:
         findings += [Finding(technique=title, rule=r, found="") for r in facts.needs if r.name not in there]
         findings += [
             Finding(technique=title, rule=r, found=there[r.name]) for r in facts.excludes if r.name in there
@@ -109,22 +85,21 @@ def check(objects: Iterable[object], run: Mapping[str, str]) -> list[Finding]:
     return findings
 
 
-def _facts(each: object) -> Facts:
-    if isinstance(each, StatesFacts):
-        return each.facts()
-    return next((FOREIGN[name] for name in _lightning_names(each) if name in FOREIGN), Facts())
-
-
 def _provided(each: object) -> list[str]:
-    ours = type(each).__module__.startswith(f"{PACKAGE}.")
-    names = [name_of(each), *_facts(each).provides] if ours else _lightning_names(each)
-    return [*names, SUITE] if isinstance(each, Technique) else names
+    kind = kind_of(each)
+    if kind.__module__.startswith(f"{PACKAGE}."):
+        stated = each.facts().provides if isinstance(each, StatesFacts) else ()
+        names = [name_of(each), *stated]
+    else:
+        names = []
+    names += _library_names(kind)
+    return [*names, SUITE] if isinstance(each, Technique) and not isinstance(each, type) else names
 
 
-def _lightning_names(each: object) -> list[str]:
-    """Return Lightning's classes that an object is one of: a user's subclass is still a BatchSizeFinder."""
-    kinds = [kind for kind in type(each).__mro__ if kind.__module__.startswith("lightning.")]
-    return [f"lightning/{kind.__name__}" for kind in kinds]
+def _library_names(kind: type) -> list[str]:
+    """Return the libraries' classes that a class is one of: a user's subclass is still a BatchSizeFinder."""
+    packages = [(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__]
+    return [f"{package}/{name}" for package, name in packages if package not in ("builtins", PACKAGE)]
 
 
 def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> dict[str, str]:
@@ -142,6 +117,11 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
         "run/clipping": (bool(trainer.gradient_clip_val), "gradient_clip_val"),
         "run/scaler": (str(trainer.precision) == "16-mixed", "a gradient scaler (16-mixed)"),
         "run/one_device": (trainer.world_size == 1, "one device"),
+        "run/many_devices": (trainer.world_size > 1, f"{trainer.world_size} devices"),
+        "run/clipping_by_lightnings_mixed": (
+            bool(trainer.gradient_clip_val) and isinstance(strategy.precision_plugin, MixedPrecision),
+            "gradient_clip_val under Lightning's own mixed precision",
+        ),
         "run/static_graph": (bool(ddp.get("static_graph")), "static_graph=True"),
         "run/unused_parameters": (bool(ddp.get("find_unused_parameters")), "find_unused_parameters=True"),
         "run/strategy_checkpointing": (
@@ -150,18 +130,33 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
         ),
     }
     if module is not None:
-        facts["run/manual_optimization"] = (not module.automatic_optimization, "manual optimization")
-        own = next((n for n, m in module.named_modules() if getattr(m, "gradient_checkpointing", False)), "")
-        facts["run/model_checkpointing"] = (bool(own), f"gradient checkpointing of the model's own ({own})")
+        facts |= _module_facts(module)
     known = {name: words for name, (holds, words) in facts.items() if holds}
     return {f"run/{device}": f"device {device}", **known, **machine_facts(device)}
 
 
+def _module_facts(module: pl.LightningModule) -> dict[str, tuple[bool, str]]:
+    parts = dict(module.named_modules())
+    own = next((name for name, part in parts.items() if getattr(part, "gradient_checkpointing", False)), "")
+    clips = is_overridden("configure_gradient_clipping", module)
+    normed = next((name for name, part in parts.items() if isinstance(part, _BatchNorm)), "")
+    facts = {
+        "run/manual_optimization": (not module.automatic_optimization, "manual optimization"),
+        "run/model_checkpointing": (bool(own), f"gradient checkpointing of the model's own ({own})"),
+        "run/batch_norm": (bool(normed), f"batch norms ({normed})"),
+    }
+    clipping = {"run/clipping": (True, f"{type(module).__name__}.configure_gradient_clipping")}
+    return facts | (clipping if clips else {})
+
+
 def objects_of(trainer: pl.Trainer) -> list[object]:
-    """Return everything in a Trainer that may state facts."""
+    """Return everything in a Trainer that may state facts; a class where an object is not made yet."""
     strategy = trainer.strategy
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    return [strategy.precision_plugin, strategy, strategy.checkpoint_io, *callbacks]
+    brought = [each for callback in callbacks if isinstance(callback, Brings) for each in callback.brings()]
+    brought += [type(optimizer) for optimizer in trainer.optimizers]
+    objects = [strategy.precision_plugin, strategy, strategy.checkpoint_io, *callbacks, *brought]
+    return list(dict.fromkeys(objects))
 
 
 def raise_refused(findings: Iterable[Finding]) -> None:
@@ -190,6 +185,10 @@ def enforce(technique: object, trainer: pl.Trainer, module: pl.LightningModule) 
     """
     findings = check(objects_of(trainer), run_facts(trainer, module))
     raise_refused(findings)
+    if not trainer.optimizers:
+        return  # the second call knows more, and warns once
+    brought = technique.brings() if isinstance(technique, Brings) else ()
+    speaks_for = {name_of(each) for each in (technique, *brought)}
     for finding in findings:
-        if finding.technique == name_of(technique) and finding.rule.verdict == Verdict.WARNED:
+        if finding.technique in speaks_for and finding.rule.verdict == Verdict.WARNED:
             warnings.warn(str(finding), ConflictWarning, stacklevel=2)

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_eff import plan
-from lightning_eff.callbacks.optimizer_choice import attach
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.errors import ConfigError, UsageError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 
@@ -98,24 +98,40 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     # The model's first weights depend on the seed alone, whatever the techniques before it have drawn.
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     model = _make("model", values["model"])
-    optimizer = _make("optimizer", values["optimizer"])
-    _try_optimizer(optimizer)
     if (
         is_overridden("configure_optimizers", model)
         and type(model).__module__.partition(".")[0] != "lightning_eff"
     ):
         text = "%s.configure_optimizers is replaced by the recipe's optimizer and scheduler"
         log.info(text, type(model).__name__)
-    attach(model, optimizer, _make("scheduler", values.get("scheduler")))
+    for choice in [c for c in _callbacks(trainer) if isinstance(c, OptimizerChoice)]:
+        choice.replace(model, keep_own=False)
     if ckpt_path is not None:
         _check_something_left(ckpt_path, trainer)
     return Run(trainer, model, data, run_dir, ckpt_path)
+
+
+def _choice(values: Mapping[str, Any]) -> OptimizerChoice:
+    """Make the callback that trains with the recipe's optimizer and schedule."""
+    if "optimizer_choice" in (values.get("callbacks") or {}):
+        raise ConfigError(
+            key="callbacks.optimizer_choice",
+            value="listed",
+            allowed="a recipe's own groups in place of this callback, which is for a plain Trainer",
+            remedies=["optimizer=adamw"],
+        )
+    optimizer = _make("optimizer", values["optimizer"])
+    _try_optimizer(optimizer)
+    return OptimizerChoice(optimizer=optimizer, scheduler=_make("scheduler", values.get("scheduler")))
 
 
 def _try_optimizer(optimizer: Any) -> None:
     """Let an optimizer refuse its numbers now, on a matrix of one, instead of in the middle of `fit`."""
     try:
         optimizer([torch.zeros(1, 1, requires_grad=True)])
+    except ConfigError as error:
+        group = "optimizer"
+        raise error.under(group) from error
     except CONSTRUCTOR_ERRORS as error:
         text = f"optimizer: {error}"
         raise UsageError(text) from error
@@ -137,7 +153,7 @@ def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
         for group in ("callbacks", "monitors")
         for name, node in (values.get(group) or {}).items()
     ]
-    callbacks = [callback for callback in many if callback is not None]
+    callbacks = [_choice(values), *(callback for callback in many if callback is not None)]
     strategy = values.get("strategy") or "auto"
     keywords = {
         "plugins": [plugin for plugin in plugins if plugin is not None],

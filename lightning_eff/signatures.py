@@ -12,6 +12,7 @@ import inspect
 import logging
 import re
 import typing
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -185,10 +186,13 @@ def _check_nested(path: str, value: Any) -> bool:
 def _check_type(path: str, value: Any, hint: Any) -> None:
     from beartype import BeartypeConf
     from beartype.door import is_bearable
+    from beartype.roar import BeartypeDecorHintPep585DeprecationWarning
 
     conf = BeartypeConf(is_pep484_tower=True)
     candidates = [value, tuple(value)] if isinstance(value, list) else [value]
-    fits = any(is_bearable(candidate, hint, conf=conf) for candidate in candidates)
+    with warnings.catch_warnings():  # about how a library wrote its annotations
+        warnings.simplefilter("ignore", BeartypeDecorHintPep585DeprecationWarning)
+        fits = any(is_bearable(candidate, hint, conf=conf) for candidate in candidates)
     if isinstance(value, bool) and fits:
         fits = hint is Any or bool in _flat(hint) or not {int, float} & _flat(hint)
     if not fits:

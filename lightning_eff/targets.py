@@ -7,7 +7,15 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_eff.errors import ConfigError, nearest
+from lightning_eff.errors import ConfigError, EnvironmentLacksError, nearest
+
+EXTRAS = {
+    "torchao": "optimizers",
+    "bitsandbytes": "optimizers",
+    "schedulefree": "optimizers",
+    "pytorch_optimizer": "optimizers",
+}
+"""Packages that an option may need, and the extra of ours that installs them."""
 
 
 def resolve_class(path: str, target: object) -> type:
@@ -15,6 +23,7 @@ def resolve_class(path: str, target: object) -> type:
 
     Raises:
         ConfigError: It is no importable name, or what it names is no class.
+        EnvironmentLacksError: It belongs to a package that is not installed, or needs one.
 
     Example:
         >>> resolve_class("model", "torch.nn.Linear").__name__
@@ -57,6 +66,7 @@ def _import(key: str, target: str, module: str, known: Sequence[str] = ()) -> An
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        _raise_if_an_extra(key, target, str(error.name).partition(".")[0])
         if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
             raise ConfigError(
                 key, target, allowed=f"a class that can be imported; its module says: {error}"
@@ -69,3 +79,10 @@ def _import(key: str, target: str, module: str, known: Sequence[str] = ()) -> An
         raise ConfigError(
             key, target, allowed=f"a class that can be imported; its module says: {error}"
         ) from error
+
+
+def _raise_if_an_extra(key: str, target: str, package: str) -> None:
+    if package in EXTRAS:
+        remedy = f"pip install 'lightning-eff[{EXTRAS[package]}]'"
+        text = f"{key}={target!r} needs the package {package}\n  try: {remedy}"
+        raise EnvironmentLacksError(text)

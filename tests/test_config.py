@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_eff import config
+from lightning_eff import config, targets
 from lightning_eff.catalog import RECIPES
-from lightning_eff.errors import ConfigError, UsageError
+from lightning_eff.errors import ConfigError, EnvironmentLacksError, UsageError, exit_code
 from lightning_eff.overrides import sweep
 from lightning_eff.place import Place
 
@@ -303,3 +304,24 @@ def test_any_hydra_app_can_use_the_groups() -> None:
         cfg = hydra_compose(overrides=["+precision=bf16_mixed", "+callbacks=empty_cache"])
     assert cfg.precision.precision == "bf16-mixed"
     assert cfg.callbacks.empty_cache.every_n_steps == 100
+
+
+@pytest.mark.parametrize("target", ["not_there.Adam", "not_there.optim.Adam", "needs_it.Adam"])
+def test_a_missing_extra_is_one_line_and_the_pip_command(
+    target: str, empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(targets.EXTRAS, "not_there", "optimizers")
+    monkeypatch.syspath_prepend(empty_folder)
+    (empty_folder / "needs_it.py").write_text("from not_there.optim import Adam")
+    with pytest.raises(EnvironmentLacksError) as error:
+        compose(f"optimizer._target_={target}")
+    remedy = "needs the package not_there\n  try: pip install 'lightning-eff[optimizers]'"
+    assert str(error.value) == f"optimizer._target_={target!r} {remedy}"
+    assert exit_code(error.value) == 3
+
+
+def test_every_extra_is_declared() -> None:
+    text = (RECIPES.parent / "pyproject.toml").read_text()
+    declared = tomllib.loads(text)["project"]["optional-dependencies"]
+    for package, extra in targets.EXTRAS.items():
+        assert any(line.startswith(package.replace("_", "-")) for line in declared[extra]), package

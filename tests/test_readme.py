@@ -6,10 +6,12 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.conftest import TINY
+from tests.conftest import TINY, make_trainer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -52,9 +54,14 @@ def test_the_python_blocks_run_in_a_plain_trainer_and_under_fabric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    in_trainer, in_fabric = [block for block in blocks("python") if not block.startswith("# ")]
-    exec(compile(in_trainer, "README.md", "exec"), {"__name__": "readme"})
+    in_trainer, choice, in_fabric = [block for block in blocks("python") if not block.startswith("# ")]
+    names: dict[str, Any] = {"__name__": "readme"}
+    exec(compile(in_trainer, "README.md", "exec"), names)
     assert "emptied 2 times" in capsys.readouterr().out
+    exec(compile(choice, "README.md", "exec"), names)
+    loader = names["DataLoader"](names["TensorDataset"](torch.randn(8, 8)))
+    make_trainer(callbacks=[names["choice"]], max_steps=1).fit(names["Net"](), loader)
+    assert "freed one by one" in names["choice"].outcome().did
     exec(compile(in_fabric, "README.md", "exec"), {"__name__": "readme"})
     assert "[4, 4]" in capsys.readouterr().out
 

@@ -1,116 +1,39 @@
-"""The configured optimizer in place of the module's own, with a schedule and no decay on norms and biases.
+"""The configured optimizer in place of the module's own, with no decay on norms and biases.
 
-A recipe's `optimizer` and `scheduler` groups are applied by the same function, `attach`, before the
-Trainer sees the module.
+In a plain Trainer the module's groups and its schedule stay, unless another schedule is given. A recipe's
+`optimizer` and `scheduler` groups come here too. It does what some optimizers need beside `step`: those that
+train at other weights than they evaluate at (schedule-free ones) are switched around validation, checkpoints
+and the end of the run. Gradients are freed at the end of a step instead of after the next forward pass, a
+buffer of the parameters' size less at the peak; not where something could look at them in between.
 
 Costs: none; the optimizer's own.
 Conflicts: modules with manual optimization, refused: they step the optimizers that they made themselves.
+    What an optimizer itself cannot meet is stated with it.
 Source: decay only on matrices as in GPT-2's training; https://docs.pytorch.org/docs/stable/optim.html
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor, nn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_eff.errors import ConfigError, SlowPathWarning
-from lightning_eff.facts import Outcome
+from lightning_eff import plan
+from lightning_eff.configure_optimizers import SchedulerFactory, attach, classes, settings
+from lightning_eff.errors import ConfigError
+from lightning_eff.facade import OptimizerFactory
+from lightning_eff.facts import PACKAGE, SCHEDULE, Facts, Outcome, Technique
+from lightning_eff.measure.memory import state_bytes
+from lightning_eff.measure.tables import human_bytes
 
-OptimizerFactory = Callable[..., Optimizer]
-SchedulerFactory = Callable[..., LRScheduler]
-
-
-def parameter_groups(module: nn.Module, *, decays: bool) -> list[dict[str, Any]]:
-    """Split the trainable parameters into matrices and the rest, which gets no weight decay.
-
-    Args:
-        module: Its trainable parameters are taken, each once.
-        decays: Whether there is a weight decay to keep from the rest; one group if not.
-
-    Raises:
-        ConfigError: Nothing is trainable.
-
-    Example:
-        >>> [len(group["params"]) for group in parameter_groups(nn.Linear(2, 2), decays=True)]
-        [1, 1]
-    """
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise ConfigError(
-            key="model", value=type(module).__name__, allowed="a module with a trainable parameter"
-        )
-    rest: list[Tensor] = [parameter for parameter in trainable if parameter.dim() < 2]
-    if not decays or not rest or len(rest) == len(trainable):
-        return [{"params": trainable}]
-    matrices = [parameter for parameter in trainable if parameter.dim() >= 2]
-    return [{"params": matrices}, {"params": rest, "weight_decay": 0.0}]
-
-
-def build(module: nn.Module, optimizer: OptimizerFactory) -> Optimizer:
-    """Make the optimizer for `module`; `fused=True` falls back, with a warning, where it cannot run."""
-    keywords = _keywords(optimizer)
-    groups = parameter_groups(module, decays=bool(keywords.get("weight_decay")))
-    try:
-        return optimizer(groups)
-    except RuntimeError as error:
-        if not keywords.get("fused") or "fused" not in str(error):
-            raise
-        text = f"fused=True cannot run here, so the optimizer steps in a loop: {error}"
-        warnings.warn(text, SlowPathWarning, stacklevel=2)
-        return optimizer(groups, fused=None)
-
-
-def attach(
-    module: pl.LightningModule, optimizer: OptimizerFactory, scheduler: SchedulerFactory | None = None
-) -> None:
-    """Replace `configure_optimizers` of `module`.
-
-    Args:
-        module: May have the method or not; must use automatic optimization.
-        optimizer: Called with parameter groups, for example `functools.partial(torch.optim.AdamW, lr=1e-3)`.
-        scheduler: Called with the optimizer and stepped after each of its steps; a `total_steps=None`
-            among its keywords is filled with the Trainer's number of steps.
-
-    Raises:
-        ConfigError: The module optimizes manually.
-    """
-    if not module.automatic_optimization:
-        raise ConfigError(
-            key="optimizer",
-            value=type(module).__name__,
-            allowed="a module with automatic optimization: this one steps optimizers of its own",
-        )
-    configure: Any = functools.partial(_configure, module, optimizer, scheduler)
-    module.configure_optimizers = configure
-
-
-def _configure(
-    module: pl.LightningModule, optimizer: OptimizerFactory, scheduler: SchedulerFactory | None
-) -> dict[str, Any]:
-    built = build(module, optimizer)
-    if scheduler is None:
-        return {"optimizer": built}
-    keywords = _keywords(scheduler)
-    filled: dict[str, Any] = {}
-    if "total_steps" in keywords and keywords["total_steps"] is None:
-        steps = module.trainer.estimated_stepping_batches
-        filled["total_steps"] = int(steps) if 0 < steps < float("inf") else None
-    return {
-        "optimizer": built,
-        "lr_scheduler": {"scheduler": scheduler(built, **filled), "interval": "step"},
-    }
-
-
-def _keywords(factory: Callable[..., Any]) -> Mapping[str, Any]:
-    return factory.keywords if isinstance(factory, functools.partial) else {}
+READERS = ("on_train_batch_end", "on_train_batch_start", "on_before_zero_grad", "optimizer_zero_grad")
+"""Hooks between a step and the moment at which Lightning frees the gradients."""
 
 
 class OptimizerChoice(pl.Callback):
@@ -121,13 +44,14 @@ class OptimizerChoice(pl.Callback):
 
     Args:
         optimizer: Called with parameter groups; a recipe uses its `optimizer` group instead.
-        scheduler: Called with the optimizer; None trains at a constant rate.
+        scheduler: Called with the optimizer, stepped after each of its steps; None keeps the module's own.
 
     Raises:
         ConfigError: No optimizer is given, or the module optimizes manually.
+        ConflictError: The optimizer cannot work with something else in the run.
 
     Example:
-        >>> import torch
+        >>> import functools, torch
         >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
         >>> choice = OptimizerChoice(optimizer=adamw)
         >>> trainer = pl.Trainer(callbacks=[choice], logger=False, accelerator="cpu")
@@ -146,17 +70,115 @@ class OptimizerChoice(pl.Callback):
         self.optimizer = optimizer
         self.scheduler = scheduler
         self._built: Optimizer | None = None
-        self._replaced: tuple[pl.LightningModule, Any] | None = None
+        self._patched: list[tuple[Any, str, Any]] = []
+        self._reader = ""
+        self._last_step = 0
+        self._zeroed = 0
+
+    def facts(self) -> Facts:
+        """State that there is a schedule, and whether one kernel steps."""
+        provides = (SCHEDULE,) if self.scheduler is not None else ()
+        fused = ("optimizer/fused",) if settings(self.optimizer).get("fused") else ()
+        return Facts(provides=(*provides, *fused))
+
+    def brings(self) -> Sequence[object]:
+        """Return the optimizer's classes, which have rules of their own."""
+        return classes(self.optimizer)
+
+    def replace(self, module: pl.LightningModule, *, keep_own: bool = True) -> None:
+        """Replace the module's `configure_optimizers`, once.
+
+        Args:
+            module: What is to be trained.
+            keep_own: Keep the groups of its own optimizer, and its schedule unless there is another.
+        """
+        if self._patched:
+            return
+        own = (
+            module.configure_optimizers
+            if keep_own and is_overridden("configure_optimizers", module)
+            else None
+        )
+        self._patched.append((module, "configure_optimizers", module.__dict__.get("configure_optimizers")))
+        attach(module, self.optimizer, self.scheduler, keep=own)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and self._replaced is None:
-            self._replaced = (pl_module, pl_module.__dict__.get("configure_optimizers"))
-            attach(pl_module, self.optimizer, self.scheduler)
+        if stage == "fit":
+            plan.enforce(self, trainer, pl_module)
+            self.replace(pl_module)
+            self._load_by_name(trainer)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._built = trainer.optimizers[0]
+        self._reader = _reader(trainer, pl_module)
+        self._zeroed = 0
+        plan.enforce(self, trainer, pl_module)
+        if _averages(self._built):
+            self._switch_around_saves(trainer)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._last_step = trainer.global_step
+        self._use_weights(train=True)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._reader or trainer.global_step == self._last_step or self._built is None:
+            return
+        self._last_step = trainer.global_step
+        self._built.zero_grad()
+        self._zeroed += 1
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._use_weights(train=False)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.training or trainer.validating:
+            self._use_weights(train=not trainer.sanity_checking)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._use_weights(train=False)
+
+    def _use_weights(self, *, train: bool) -> None:
+        """Let an optimizer that averages put the weights in place that are trained, or that are evaluated."""
+        if _averages(self._built):
+            optimizer: Any = self._built
+            _ = optimizer.train() if train else optimizer.eval()
+
+    def _load_by_name(self, trainer: pl.Trainer) -> None:
+        """Load checkpoints to the CPU by its name: Lightning's function for that fails on quantized state."""
+        reader: Any = trainer.strategy.checkpoint_io
+        if "map_location" in inspect.signature(reader.load_checkpoint).parameters:
+            self._patch(
+                reader, "load_checkpoint", functools.partial(reader.load_checkpoint, map_location="cpu")
+            )
+
+    def _patch(self, owner: Any, name: str, replacement: Any) -> None:
+        self._patched.append((owner, name, owner.__dict__.get(name)))
+        setattr(owner, name, replacement)
+
+    def _switch_around_saves(self, trainer: pl.Trainer) -> None:
+        """Save the weights that are evaluated; also where no callback is told, as for weights alone."""
+        save = trainer.save_checkpoint
+
+        def evaluated(*arguments: Any, **keywords: Any) -> None:
+            optimizer: Any = self._built
+            trained = any(group.get("train_mode", False) for group in optimizer.param_groups)
+            optimizer.eval()
+            try:
+                save(*arguments, **keywords)
+            finally:
+                if trained:
+                    optimizer.train()
+
+        self._patch(trainer, "save_checkpoint", evaluated)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -166,23 +188,63 @@ class OptimizerChoice(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
+        self._use_weights(train=False)
         self._restore()
 
     def _restore(self) -> None:
-        if self._replaced is None:
-            return
-        module, before = self._replaced
-        del module.configure_optimizers
-        if before is not None:
-            module.configure_optimizers = before
-        self._replaced = None
+        close = getattr(self._built, "close", None)
+        if close is not None:
+            close()
+        while self._patched:
+            owner, name, before = self._patched.pop()
+            delattr(owner, name)
+            if before is not None:
+                setattr(owner, name, before)
 
     def outcome(self) -> Outcome:
-        """Say which optimizer runs, over how many tensors."""
+        """Say which optimizer runs, over how many tensors, and what its state takes."""
         if self._built is None:
             return Outcome(did="not built yet", effective=False)
-        counts = [len(group["params"]) for group in self._built.param_groups]
-        name = type(self._built).__name__
+        groups = self._built.param_groups
+        counts = [len(group["params"]) for group in groups]
+        num_parameters = sum(p.numel() for group in groups for p in group["params"])
+        held = state_bytes(self._built)
+        where = ", ".join(f"{human_bytes(size)} on {place}" for place, size in held.items()) or "none yet"
+        share = sum(held.values()) / num_parameters
+        did = f"{_title(self._built)} over {sum(counts)} tensors in {len(counts)} groups; state {where}"
+        did += f", {share:.2f} bytes a parameter" if held else ""
+        own = self._built.outcome().did if isinstance(self._built, Technique) else ""
+        parts = [did, own, self._words_on_gradients()]
         return Outcome(
-            did=f"{name} over {sum(counts)} tensors in {len(counts)} groups", numbers={"tensors": counts}
+            did="; ".join(part for part in parts if part),
+            numbers={"tensors": counts, "state_bytes": held, "state_bytes_per_parameter": share},
         )
+
+    def _words_on_gradients(self) -> str:
+        if self._reader:
+            return f"gradients stay until the next forward pass has ended: {self._reader} may look at them"
+        return "gradients freed at the end of each step" if self._zeroed else ""
+
+
+def _title(optimizer: Optimizer) -> str:
+    options = optimizer.defaults
+    words = [word for word in ("fused", "foreach") if options.get(word)]
+    name = type(optimizer).__name__
+    return f"{name} ({words[0]})" if words else name
+
+
+def _averages(optimizer: Optimizer | None) -> bool:
+    """Say whether an optimizer evaluates at other weights than it trains at."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def _reader(trainer: pl.Trainer, module: pl.LightningModule) -> str:
+    """Return who may look at the gradients between a step and the next: a hook that is not Lightning's."""
+    callbacks: Sequence[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    packages = (PACKAGE, "lightning")
+    foreign = [c for c in callbacks if type(c).__module__.partition(".")[0] not in packages]
+    for each, base in [(module, pl.LightningModule), *((c, pl.Callback) for c in foreign)]:
+        for hook in READERS:
+            if getattr(type(each), hook, None) is not getattr(base, hook, None):
+                return f"{type(each).__name__}.{hook}"
+    return ""

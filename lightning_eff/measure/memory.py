@@ -9,11 +9,13 @@ is resized without an operation. Meta tensors have no memory and count nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -45,14 +47,20 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now_bytes = 0
         self.peak_bytes = 0
+        self.freed_bytes = 0
+        """Set from outside: bytes of gradients freed since the step before, which others would hold."""
+        self.peak_if_held_bytes = 0
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def add(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were made elsewhere; what is no tensor is passed over."""
         for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+            if hasattr(type(tensor), "__tensor_flatten__"):
+                self.add(_tensors(tensor))  # its own storage has a size and no memory
+            elif isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
                 self._add_storage(tensor.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        self.peak_if_held_bytes = max(self.peak_if_held_bytes, self.now_bytes + self.freed_bytes)
 
     def _add_storage(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes = id(storage), storage.nbytes()
@@ -73,3 +81,37 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.add(tree_leaves(out))
         return out
+
+
+def state_bytes(optimizer: Optimizer) -> dict[str, int]:
+    """Return the bytes of an optimizer's state by the kind of device they are on.
+
+    Quantized tensors count what they hold, and so do a library's own objects.
+
+    Example:
+        >>> layer = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        >>> layer(torch.ones(1, 4)).sum().backward()
+        >>> _ = optimizer.step()
+        >>> state_bytes(optimizer)
+        {'cpu': 40}
+    """
+    found: Counter[str] = Counter()
+    for tensor in {id(tensor): tensor for tensor in _tensors(list(optimizer.state.values()))}.values():
+        found[tensor.device.type] += tensor.nbytes
+    return dict(found)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors in a value: of containers, quantized tensors and objects."""
+    if isinstance(value, Tensor):
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is None:
+            yield value
+        else:
+            yield from _tensors([getattr(value, name) for name in flatten()[0]])
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors(list(vars(value).values()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_eff.facade import FreesGradients
 from lightning_eff.measure import allocator
 from lightning_eff.measure.environment import device_name
 from lightning_eff.measure.flops import peak_flops_per_s
@@ -44,11 +45,13 @@ class Meter:
         self._data_wait = DataWait(profiler)
         self._num_warmup_batches = num_warmup_batches
         self._samples_of_first_batch = 0
+        self.frees_gradients = False
         allocator.reset_peak(device)
 
-    def begin_batch(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    def begin_batch(self, batch: object, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Count what this batch does, if there is still something to count."""
         if self._probing:
+            self.frees_gradients = any(isinstance(optimizer, FreesGradients) for optimizer in optimizers)
             self.probe.begin(batch, module, optimizers)
 
     def end_batch(self, batch: object, *, num_steps: int) -> None:
@@ -89,12 +92,14 @@ class Meter:
             flops_per_s = flops_per_sample * figures["samples_per_s"] / world_size
         ceiling = peak_flops_per_s(device_name(self.device), dtype)
         peak = allocator.peak_bytes(self.device)
+        held = self.probe.peak_if_held_bytes if self.frees_gradients else None
         return figures | {
             "world_size": world_size,
             "flops_per_sample": flops_per_sample,
             "flops_per_s": flops_per_s,
             "mfu": flops_per_s / ceiling if flops_per_s and ceiling else None,
             "peak_bytes": self.probe.peak_bytes if peak is None else peak,
+            "peak_if_gradients_were_held_bytes": held,
             "peak_measured": "live bytes of the first batches" if peak is None else "max_memory_allocated",
         }
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_eff.facade import FreesGradients
 from lightning_eff.measure.flops import FlopCount
 from lightning_eff.measure.memory import LiveBytes
 
@@ -31,6 +32,7 @@ class Probe:
         self.num_batches = 0
         self.flops: int | None = None
         self.peak_bytes: int | None = None
+        self.peak_if_held_bytes: int | None = None
         self._count_flops = count_flops
         self._live = LiveBytes() if count_bytes else None
         self._open = ExitStack()
@@ -49,9 +51,26 @@ class Probe:
                 self._live.add([tensor, tensor.grad])
             for optimizer in optimizers:
                 self._live.add(tree_leaves(list(optimizer.state.values())))
+                self._watch_freed(optimizer)
             self._open.enter_context(self._live)
         if self._count_flops and self.flops is None:
             self._flop_count = self._open.enter_context(FlopCount())
+
+    def _watch_freed(self, optimizer: Optimizer) -> None:
+        """Listen to an optimizer that frees gradients in the backward pass, to know what that saves."""
+        live = self._live
+        if live is None or not isinstance(optimizer, FreesGradients):
+            return
+
+        alive_bytes = 0
+
+        def freed(_: Tensor, gradient: Tensor) -> None:
+            nonlocal alive_bytes
+            live.freed_bytes += alive_bytes  # of the gradient before: this one is still to be used
+            alive_bytes = gradient.nbytes
+
+        live.freed_bytes = 0
+        self._open.callback(optimizer.register_gradient_hook(freed).remove)
 
     def end(self) -> None:
         """Stop counting; the batch is complete."""
@@ -61,6 +80,7 @@ class Probe:
             self.flops = self._flop_count.flops
         if self._live is not None:
             self.peak_bytes = self._live.peak_bytes
+            self.peak_if_held_bytes = self._live.peak_if_held_bytes
 
     def close(self) -> None:
         """Stop counting, also in the middle of a batch that failed."""

@@ -34,6 +34,8 @@ def figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         "flops_per_s": ("FLOP/s per device", human_count),
         "mfu": ("MFU", lambda x: f"{x:.1%}"),
         "peak_bytes": ("peak memory", human_bytes),
+        "peak_if_gradients_were_held_bytes": ("with gradients held", human_bytes),
+        "optimizer_state_bytes": ("optimizer state", human_bytes),
         "data_wait_share": ("data wait", lambda x: f"{x:.1%}"),
     }
     return [
@@ -53,7 +55,17 @@ def verdict(report: Mapping[str, Any]) -> str:
     idle = [row["technique"] for row in report["ledger"] if row["status"] == "no effect"]
     unused = f" No effect: {', '.join(idle)}." if idle else ""
     timed = f"{measured['num_batches']} batches of them timed"
-    return f"The run finished after {steps} optimizer steps, {timed}.{unused}"
+    return f"The run finished after {steps} optimizer steps, {timed}.{unused}{_words_on_peak(measured)}"
+
+
+def _words_on_peak(measured: Mapping[str, Any]) -> str:
+    """Say whether gradients that are freed in the backward pass lowered the peak."""
+    held, peak = measured.get("peak_if_gradients_were_held_bytes"), measured.get("peak_bytes")
+    if held is None or peak is None:
+        return ""
+    if held > 1.01 * peak:
+        return f" Gradients freed in the backward pass lowered the peak by {human_bytes(held - peak)}."
+    return " Gradients freed in the backward pass did not lower the peak: it comes before them."
 
 
 def text(report: Mapping[str, Any]) -> str:

@@ -31,6 +31,7 @@ from lightning_eff.compiled import is_compiled
 from lightning_eff.errors import ConfigError
 from lightning_eff.facts import Technique, asked, name_of, techniques
 from lightning_eff.measure import environment, report
+from lightning_eff.measure.memory import state_bytes
 from lightning_eff.measure.meter import Meter
 
 LEDGER_FILE = "efficiency.json"
@@ -131,7 +132,8 @@ class EfficiencyReport(pl.Callback):
             "status": status,
             "reason": reason,
             "num_steps": trainer.global_step - self._first_step,
-            "measured": meter.summary(dtype=_compute_dtype(trainer), world_size=trainer.world_size),
+            "measured": meter.summary(dtype=_compute_dtype(trainer), world_size=trainer.world_size)
+            | {"optimizer_state_bytes": _state_bytes(trainer)},
             "ledger": [
                 _entry(technique, arguments, ran=trainer.global_step > self._first_step)
                 for technique, arguments in self._asked
@@ -166,6 +168,11 @@ class EfficiencyReport(pl.Callback):
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _state_bytes(trainer: pl.Trainer) -> int | None:
+    """Return the bytes of all optimizers' state on this rank, None while there is none."""
+    return sum(sum(state_bytes(optimizer).values()) for optimizer in trainer.optimizers) or None
 
 
 def _entry(technique: Technique, arguments: dict[str, Any], *, ran: bool) -> dict[str, Any]:

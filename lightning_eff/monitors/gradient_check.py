@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_eff.errors import EXIT_FAILED
+from lightning_eff.facade import FreesGradients
 
 MAX_NAMES = 5
 
@@ -57,14 +58,22 @@ class GradientCheck(pl.Callback):
             self._watch(getattr(optimizer, "optimizer", optimizer), names)
 
     def _watch(self, optimizer: Optimizer, names: dict[int, str]) -> None:
+        used: dict[int, torch.Tensor] = {}
+
+        def keep_one_value(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+            used[id(parameter)] = gradient.sum()  # finite only if all are; the gradient itself is freed
+
         def look(stepped: Optimizer, *_: Any) -> None:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
             parameters = [p for group in stepped.param_groups for p in group["params"] if p.requires_grad]
             named = [(names.get(id(p), "a parameter that is not the module's"), p) for p in parameters]
-            self._judge([(name, p.grad) for name, p in named])
+            self._judge([(name, used.get(id(p), p.grad)) for name, p in named])
 
-        handle = optimizer.register_step_post_hook(look)
-        self._handles.append(handle)
+        handles = [optimizer.register_step_post_hook(look)]
+        if isinstance(optimizer, FreesGradients):
+            handles.append(optimizer.register_gradient_hook(keep_one_value))
+        self._handles += handles
 
     def _judge(self, gradients: list[tuple[str, torch.Tensor | None]]) -> None:
         missing = [name for name, gradient in gradients if gradient is None and not self._may_lack(name)]

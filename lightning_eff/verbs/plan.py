@@ -29,6 +29,9 @@ options:
   --json                  print the rows as JSON on the standard output
   --debug                 whole tracebacks"""
 
+BY_GROUP = {"callbacks/optimizer_choice": "optimizer"}
+"""What a recipe makes of a group of another name."""
+
 
 @dataclass
 class Row:
@@ -94,7 +97,7 @@ def _judge(values: dict[str, Any], set_by: Any) -> tuple[list[Row], list[Any]]:
     for each in objects:
         if isinstance(each, Technique):
             name = name_of(each)
-            group, _, short = name.partition("/")
+            group, _, short = BY_GROUP.get(name, name).partition("/")
             arguments = {k: v for k, v in asked(each).items() if v != defaults(each).get(k)}
             rows[name] = Row(name, arguments, "on", set_by(group, short))
     for finding in findings:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import schedulefree
 import torch
+import torch.nn.functional as F
 
-from lightning_eff.callbacks.optimizer_choice import OptimizerChoice, attach, build, parameter_groups
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.configure_optimizers import attach, build, parameter_groups
 from lightning_eff.errors import ConfigError, SlowPathWarning
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
 from tests.conftest import Net, make_loader, make_trainer
@@ -82,7 +88,12 @@ def test_the_modules_own_method_comes_back(net: Callable[..., Net]) -> None:
     trainer = make_trainer(callbacks=[choice], max_steps=1)
     trainer.fit(model, make_loader())
     assert isinstance(trainer.optimizers[0], torch.optim.AdamW)
-    assert choice.outcome().did == "AdamW over 6 tensors in 2 groups"
+    did, numbers = choice.outcome().did, choice.outcome().numbers
+    assert did.startswith(
+        "AdamW (fused) over 6 tensors in 2 groups; state 1.8 KiB on cpu, 8.11 bytes a parameter"
+    )
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert numbers["state_bytes"] == {"cpu": 8 * num_parameters + 6 * 4}
     assert isinstance(model.configure_optimizers(), torch.optim.SGD)
 
 
@@ -96,3 +107,134 @@ def test_manual_optimization_is_refused(net: Callable[..., Net]) -> None:
     model.automatic_optimization = False
     with pytest.raises(ConfigError, match="a module with automatic optimization"):
         attach(model, ADAMW)
+
+
+class Weights(pl.Callback):
+    """Remembers a parameter's values when something looks at the model."""
+
+    def __init__(self) -> None:
+        self.trained: list[torch.Tensor] = []
+        self.validated: list[torch.Tensor] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.trained.append(pl_module.first.weight.detach().clone())
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.validated.append(pl_module.first.weight.detach().clone())
+
+
+def averaged(num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights that the library trains at and evaluates at, from a loop of its documentation."""
+    torch.manual_seed(1)
+    model = Net(dropout=0.0)
+    torch.manual_seed(2)
+    optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01)
+    optimizer.train()
+    batches = itertools.cycle(make_loader())
+    for _ in range(num_steps):
+        x, y = next(batches)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = model.first.weight.detach().clone()
+    optimizer.eval()
+    return trained, model.first.weight.detach().clone()
+
+
+def test_schedule_free_weights_are_switched_around_validation_checkpoints_and_the_end(
+    net: Callable[..., Net], tmp_path: Path
+) -> None:
+    weights, model = Weights(), net(dropout=0.0)
+    free = functools.partial(schedulefree.AdamWScheduleFree, lr=0.01)
+    callbacks = [OptimizerChoice(optimizer=free), weights]
+    trainer = make_trainer(callbacks=callbacks, max_steps=8, val_check_interval=5, num_sanity_val_steps=2)
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            for weights_only in (True, False):
+                trainer.save_checkpoint(tmp_path / f"{trainer.global_step}-{weights_only}.ckpt", weights_only)
+
+    trainer.callbacks.append(Save())
+    trainer.fit(model, make_loader(), make_loader(8))
+    for weights_only in (True, False):
+        saved = torch.load(tmp_path / f"3-{weights_only}.ckpt", weights_only=True)["state_dict"]
+        torch.testing.assert_close(saved["first.weight"], averaged(3)[1], rtol=1e-5, atol=1e-7)
+    trained, evaluated = averaged(5)
+    torch.testing.assert_close(weights.validated[-1], evaluated, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(weights.trained[5], trained, rtol=1e-5, atol=1e-7)
+    assert (trained - evaluated).abs().max() > 1e-4, "nothing to switch"
+    torch.testing.assert_close(model.first.weight.detach(), averaged(8)[1], rtol=1e-5, atol=1e-7)
+    assert "save_checkpoint" not in trainer.__dict__
+
+
+def test_an_exception_leaves_the_weights_that_are_evaluated(net: Callable[..., Net]) -> None:
+    class Breaks(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                msg = "on purpose"
+                raise RuntimeError(msg)
+
+    torch.manual_seed(1)
+    model = Breaks(dropout=0.0)
+    free = functools.partial(schedulefree.AdamWScheduleFree, lr=0.01)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        make_trainer(callbacks=[OptimizerChoice(optimizer=free)]).fit(model, make_loader())
+    torch.testing.assert_close(model.first.weight.detach(), averaged(4)[1], rtol=1e-5, atol=1e-7)
+
+
+class Looking(pl.Callback):
+    """Says at the start of each forward pass after the first how many gradients are still there."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def attach(self, model: Net) -> None:
+        model.first.register_forward_pre_hook(
+            lambda *_: self.counts.append(sum(p.grad is not None for p in model.parameters()))
+        )
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_are_freed_at_the_end_of_each_step_and_not_inside_a_window(
+    net: Callable[..., Net], accumulate: int
+) -> None:
+    for choose in (True, False):
+        looking, model = Looking(), net()
+        looking.attach(model)
+        callbacks = [OptimizerChoice(optimizer=ADAMW)] if choose else []
+        make_trainer(callbacks=callbacks, max_steps=3, accumulate_grad_batches=accumulate).fit(
+            model, make_loader()
+        )
+        held = {(True, 1): [0, 0, 0], (False, 1): [0, 6, 6]}
+        held |= {(True, 2): [0, 6, 0, 6, 0, 6], (False, 2): [0, 6, 6, 6, 6, 6]}
+        assert looking.counts == held[choose, accumulate]
+
+
+class Reads(Net):
+    """Looks at its gradients after the step."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.seen = self.first.weight.grad
+
+
+class ReadsLater(pl.Callback):
+    """Looks at gradients at the end of a batch."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        assert pl_module.first.weight.grad is not None
+
+
+def test_gradients_stay_where_something_may_look_at_them(net: Callable[..., Net]) -> None:
+    choice, model = OptimizerChoice(optimizer=ADAMW), Reads()
+    make_trainer(callbacks=[choice], max_steps=3).fit(model, make_loader())
+    assert model.seen is not None
+    assert "Reads.on_before_zero_grad may look at them" in choice.outcome().did
+    choice = OptimizerChoice(optimizer=ADAMW)
+    make_trainer(callbacks=[choice, ReadsLater()], max_steps=3).fit(net(), make_loader())
+    assert "ReadsLater.on_train_batch_end" in choice.outcome().did
+
+
+def test_quantized_state_is_loaded_by_a_reader_that_is_left_as_it_was(net: Callable[..., Net]) -> None:
+    trainer = make_trainer(callbacks=[OptimizerChoice(optimizer=ADAMW)], max_steps=1)
+    trainer.fit(net(), make_loader())
+    assert "load_checkpoint" not in trainer.strategy.checkpoint_io.__dict__

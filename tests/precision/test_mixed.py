@@ -13,7 +13,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor, nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.errors import ConfigError, NoEffectWarning, SlowPathWarning
+from lightning_eff.errors import ConfigError, ConflictError, NoEffectWarning, SlowPathWarning
 from lightning_eff.precision import mixed
 from lightning_eff.precision.mixed import Mixed, step_context
 from tests.conftest import Net, make_loader, make_trainer
@@ -187,8 +187,15 @@ def test_scaler_is_saved_and_restored(net: Callable[..., Net], tmp_path: Any) ->
 
 def test_lbfgs_with_fp16_is_refused(net: Callable[..., Net]) -> None:
     choice = OptimizerChoice(optimizer=functools.partial(torch.optim.LBFGS, lr=0.1))
-    with pytest.raises(ConfigError, match="another format with LBFGS"):
+    with pytest.raises(ConflictError, match="LBFGS with a gradient scaler"):
         make_trainer(plugins=[Mixed(precision="16-mixed")], callbacks=[choice]).fit(net(), make_loader())
+
+
+def test_a_modules_own_lbfgs_with_fp16_is_refused_where_it_would_step(net: Callable[..., Net]) -> None:
+    model = net()
+    model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="another format with LBFGS"):
+        make_trainer(plugins=[Mixed(precision="16-mixed")]).fit(model, make_loader())
 
 
 def test_a_model_without_a_layer_to_cast_is_said() -> None:

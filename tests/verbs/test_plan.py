@@ -23,9 +23,16 @@ def rows(command: Command, *words: str) -> dict[str, dict[str, Any]]:
 
 
 def test_every_technique_has_a_row_and_who_set_it(command: Command) -> None:
-    found = rows(command, "low_memory", "+callbacks=torch_compile", "callbacks.empty_cache.every_n_steps=7")
+    found = rows(
+        command,
+        "low_memory",
+        "+callbacks=torch_compile",
+        "callbacks.empty_cache.every_n_steps=7",
+        "optimizer.lr=0.1",
+    )
     assert {name: row["set_by"] for name, row in found.items()} == {
         "precision/mixed": "recipe lm",
+        "callbacks/optimizer_choice": "recipe baseline, optimizer.lr=0.1",
         "callbacks/empty_cache": "recipe lm, callbacks.empty_cache.every_n_steps=7",
         "callbacks/gradient_checkpointing": "recipe low_memory",
         "callbacks/torch_compile": "+callbacks=torch_compile",

@@ -1,0 +1,189 @@
+"""Keep the optimizer's state in the host's memory and step there.
+
+Each parameter has a copy on the host with an optimizer of its own. In a step the gradients come over, one
+after the other on a side stream, each is stepped on as it arrives, and the new values go back while the
+next one is worked on. The device keeps parameters and gradients alone. Schedulers, clipping, accumulation
+and checkpoints see one optimizer; its state stays on the host when a checkpoint is loaded, and a checkpoint
+has the layout of the optimizer that does the work.
+
+Costs: two copies of the parameters' size over the bus a step, and a step at the CPU's speed; host memory for
+    parameters, gradients and state, pinned.
+Conflicts: a model on the CPU, warned: its state is there already. Sharding strategies, refused: they move
+    state themselves.
+Source: Ren et al. 2021, https://arxiv.org/abs/2101.06840
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_eff.errors import NoEffectWarning
+from lightning_eff.facade import OptimizerFactory, PerParameter, evaluate, owned
+from lightning_eff.facts import SHARDING, Facts, Outcome, Rule, Verdict
+from lightning_eff.measure.tables import human_bytes
+from lightning_eff.optimizer.in_backward import ADAMW
+
+HOST = torch.device("cpu")
+
+
+class HostState(dict[str, Any]):
+    """One parameter's state; tensors that are put in are moved to the host."""
+
+    @override
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value.to(HOST) if isinstance(value, Tensor) else value)
+
+
+class CpuOffload(PerParameter):
+    """An optimizer whose state and step are on the CPU while the model is on another device.
+
+    Args:
+        params: Parameters or groups.
+        lr: Learning rate.
+        weight_decay: Share of `lr`; a group may have its own.
+        optimizer: What steps each parameter: a class of torch.optim or one that keeps its state for each
+            parameter, without `lr` and `weight_decay`; None is fused AdamW.
+        pin_memory: Keep the host's copies in page-locked memory, which copies faster and asynchronously.
+
+    Raises:
+        ConfigError: Two places set the learning rate.
+
+    Warns:
+        NoEffectWarning: The parameters are on the CPU.
+
+    Example:
+        >>> import pytest
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> optimizer = CpuOffload(layer.parameters(), lr=0.1)
+        >>> layer(torch.ones(1, 2)).sum().backward()
+        >>> with pytest.warns(NoEffectWarning, match="on the CPU already"):
+        ...     optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        optimizer: OptimizerFactory | None = None,
+        pin_memory: bool = True,
+    ) -> None:
+        self.pin_memory = pin_memory
+        self._copies: dict[Tensor, Tensor] = {}
+        self._versions: dict[Tensor, int] = {}
+        self._warned = False
+        super().__init__(params, owned(optimizer or ADAMW, lr=lr, weight_decay=weight_decay))
+
+    @staticmethod
+    def facts() -> Facts:
+        """State where it does nothing, and what moves state itself."""
+        idle = Rule(
+            name="run/cpu",
+            reason="the optimizer's state is on the CPU already",
+            remedies=("optimizer=adamw",),
+            verdict=Verdict.WARNED,
+        )
+        return Facts(excludes=(idle, *SHARDING))
+
+    @override
+    def stand_in(self, parameter: Tensor) -> Tensor:
+        if parameter not in self._copies:
+            pinned = self.pin_memory and parameter.is_cuda
+            copy = torch.empty_like(parameter, device=HOST, pin_memory=pinned)
+            self._copies[parameter] = copy
+            self._refresh(parameter)
+        return self._copies[parameter]
+
+    def _refresh(self, parameter: Tensor) -> None:
+        """Take over what was written to a parameter by someone else, a checkpoint for example."""
+        version = parameter._version  # noqa: SLF001 - the only way to see it
+        if self._versions.get(parameter) != version:
+            self._copies[parameter].copy_(parameter.detach())
+            self._versions[parameter] = version
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            part_state = self._parts[parameter].state
+            copy = self.stand_in(parameter)
+            part_state[copy] = HostState(part_state.get(copy, {}))
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = evaluate(closure)
+        arriving = [(p, self._fetch(p)) for p in self.parameters() if p.grad is not None]
+        for parameter, arrived in arriving:
+            if arrived is not None:
+                arrived.synchronize()
+            self.step_one(parameter)
+            parameter.copy_(self._copies[parameter], non_blocking=True)
+            self._versions[parameter] = parameter._version  # noqa: SLF001
+        if arriving and not self._warned and all(p.device == HOST for p, _ in arriving):
+            self._warned = True
+            text = "CpuOffload does nothing here: the optimizer's state is on the CPU already"
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
+        return loss
+
+    def _fetch(self, parameter: Tensor) -> torch.Event | None:
+        """Begin to copy a gradient to the host; return what tells that it is there, None when it is."""
+        copy, gradient = self._copies[parameter], parameter.grad
+        assert gradient is not None  # noqa: S101 - the caller looked
+        self._refresh(parameter)
+        if copy.grad is None:
+            copy.grad = torch.empty_like(copy, pin_memory=copy.is_pinned())
+        if not parameter.is_cuda:
+            copy.grad.copy_(gradient)
+            return None
+        side = self._stream(parameter.device)
+        side.wait_stream(torch.cuda.current_stream(parameter.device))
+        with torch.cuda.stream(side):
+            copy.grad.copy_(gradient, non_blocking=True)
+            return side.record_event()
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if not hasattr(self, "_side"):
+            self._side = torch.cuda.Stream(device)
+        return self._side
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        saved["state"] = {index: dict(state) for index, state in saved["state"].items()}
+        return saved
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load with the host's copies in place of the parameters, so that no state touches the device."""
+        on_device = [group["params"] for group in self.param_groups]
+        for group, parameters in zip(self.param_groups, on_device, strict=True):
+            group["params"] = [self._copies[parameter] for parameter in parameters]
+        try:
+            torch.optim.Optimizer.load_state_dict(self, state_dict)
+        finally:
+            for group, parameters in zip(self.param_groups, on_device, strict=True):
+                group["params"] = parameters
+        loaded = self.state
+        self.state = type(loaded)(dict)
+        for parameter in self.parameters():
+            if self._copies[parameter] in loaded:
+                self.state[parameter] = HostState(loaded[self._copies[parameter]])
+        self._share()
+
+    def outcome(self) -> Outcome:
+        """Say how many bytes the host holds for it."""
+        held = sum(copy.nbytes for copy in self._copies.values())
+        held += sum(v.nbytes for s in self.state.values() for v in s.values() if isinstance(v, Tensor))
+        return Outcome(
+            did=f"{human_bytes(held)} of copies and state on the host",
+            effective=any(parameter.device != HOST for parameter in self._copies),
+            numbers={"host_bytes": held},
+        )

@@ -1,0 +1,133 @@
+"""CpuOffload: exact, its state stays on the host, and what others write to a parameter is not lost."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from torch import nn
+
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.errors import ConflictWarning, NoEffectWarning
+from lightning_eff.optimizer.cpu_offload import CpuOffload
+from tests.conftest import Net, make_loader, make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:CpuOffload does nothing here")
+
+
+def stepped(num_steps: int = 1) -> tuple[nn.Linear, CpuOffload]:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    optimizer = CpuOffload(layer.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        layer(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return layer, optimizer
+
+
+def tensors(optimizer: CpuOffload) -> list[torch.Tensor]:
+    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+
+
+def test_state_stays_on_the_host_when_lightning_moves_it_to_the_device() -> None:
+    _, optimizer = stepped()
+    plain = torch.optim.AdamW(nn.Linear(4, 4).parameters())
+    plain.param_groups[0]["params"][0].grad = torch.ones(4, 4)
+    plain.step()
+    before = [id(tensor) for tensor in tensors(optimizer)]
+    assert len(before) == 6
+    _optimizer_to_device(plain, torch.device("cpu"))
+    _optimizer_to_device(optimizer, torch.device("cpu"))
+    assert {tensor.device.type for tensor in tensors(optimizer)} == {"cpu"}
+    state = next(iter(optimizer.state.values()))
+    state["exp_avg"] = Elsewhere(state["exp_avg"])
+    assert type(state["exp_avg"]) is torch.Tensor, "what is put in is moved to the host"
+
+
+class Elsewhere(torch.Tensor):
+    """Claims to be on another device until it is moved."""
+
+    def to(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        assert arguments == (torch.device("cpu"),)
+        return self.as_subclass(torch.Tensor)
+
+
+def test_a_checkpoint_is_the_plain_optimizers_and_is_loaded_to_the_host_for_the_same_copies() -> None:
+    layer, optimizer = stepped(2)
+    saved = optimizer.state_dict()
+    assert all(type(state) is dict for state in saved["state"].values())
+    plain = torch.optim.AdamW(layer.parameters(), lr=0.5)
+    plain.load_state_dict(saved)
+    other = CpuOffload(layer.parameters(), lr=0.7)
+    other.load_state_dict(plain.state_dict())
+    assert other.param_groups[0]["lr"] == 0.1
+    assert [id(p) for p in other.param_groups[0]["params"]] == [id(p) for p in layer.parameters()]
+    for parameter in layer.parameters():
+        assert torch.equal(other.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+    layer(torch.ones(1, 4)).sum().backward()
+    other.step()
+    assert float(other.state[layer.weight]["step"]) == 3.0
+
+
+def test_what_others_write_to_a_parameter_is_where_the_next_step_begins() -> None:
+    layer, optimizer = stepped()
+    with torch.no_grad():
+        layer.weight.fill_(5.0)
+    layer.weight.grad = torch.zeros(4, 4)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+        group["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(layer.weight.detach(), torch.full((4, 4), 5.0))
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    layer, optimizer = stepped()
+    before = layer.bias.detach().clone()
+    layer.weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    assert torch.equal(layer.bias.detach(), before)
+
+
+def test_clipping_accumulation_and_schedules_work_as_with_the_plain_optimizer(
+    net: Callable[..., Net], tmp_path: Path
+) -> None:
+    results = []
+    for factory in (CpuOffload, functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)):
+        model = net()
+        choice = OptimizerChoice(
+            optimizer=functools.partial(factory, lr=0.05, weight_decay=0.1),
+            scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2),
+        )
+        trainer = make_trainer(
+            callbacks=[choice], max_steps=8, accumulate_grad_batches=2, gradient_clip_val=0.01
+        )
+        if factory is CpuOffload:
+            with pytest.warns(ConflictWarning, match="optimizer/cpu_offload with device cpu"):
+                trainer.fit(model, make_loader())
+        else:
+            trainer.fit(model, make_loader())
+        results.append(model)
+    ours, plain = results
+    assert ours.losses == plain.losses
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("default:CpuOffload does nothing here")
+def test_on_the_cpu_it_says_once_that_there_is_nothing_to_offload() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = CpuOffload(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    with pytest.warns(NoEffectWarning, match="on the CPU already"):
+        optimizer.step()
+    optimizer.step()
+    assert not optimizer.outcome().effective
+    copies_and_two_averages, counts = 3 * (4 + 2) * 4, 2 * 4
+    assert optimizer.outcome().numbers == {"host_bytes": copies_and_two_averages + counts}

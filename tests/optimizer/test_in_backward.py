@@ -1,0 +1,242 @@
+"""InBackward: gradients freed, steps exact, checkpoints of the plain optimizer's layout, refusals."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.errors import ConfigError, ConflictError
+from lightning_eff.measure.memory import LiveBytes
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
+from lightning_eff.monitors.gradient_check import GradientCheck, GradientError
+from lightning_eff.optimizer.in_backward import InBackward
+from lightning_eff.precision.mixed import Mixed
+from tests.conftest import Deep, Net, make_loader, make_trainer
+
+FACTORY = functools.partial(InBackward, lr=0.01)
+
+
+def stack(num_layers: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(num_layers)))
+
+
+def test_gradients_never_exist_together() -> None:
+    model = stack()
+    optimizer = InBackward(model.parameters(), lr=0.01, optimizer=functools.partial(torch.optim.SGD))
+    live, seen = LiveBytes(), list[int]()
+    live.add(model.parameters())
+    start = live.now_bytes
+    optimizer.register_gradient_hook(lambda parameter, gradient: seen.append(live.now_bytes - start))
+    with live:
+        model(torch.randn(2, 64)).sum().backward()
+    one = 64 * 64 * 4
+    assert len(seen) == 8
+    assert max(seen) < 2 * one, "one gradient and small activations"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_is_to_the_bit_what_the_plain_optimizer_does(tied: bool) -> None:
+    def make() -> nn.Sequential:
+        model = stack(3)
+        if tied:
+            model[2].weight = model[0].weight
+        return model
+
+    ours, theirs = make(), make()
+    optimizer = InBackward(ours.parameters(), lr=0.01, weight_decay=0.3)
+    plain = torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0.3, betas=(0.9, 0.95), fused=True)
+    for _ in range(4):
+        x = torch.randn(2, 64)
+        ours(x).square().sum().backward()
+        optimizer.step()
+        theirs(x).square().sum().backward()
+        plain.step()
+        plain.zero_grad()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_its_checkpoint_and_the_plain_optimizers_load_each_other() -> None:
+    model = stack(2)
+    ours = InBackward(model.parameters(), lr=0.01, weight_decay=0.0)
+    model(torch.randn(2, 64)).sum().backward()
+    ours.step()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
+    plain.load_state_dict(ours.state_dict())
+    assert plain.param_groups[0]["lr"] == 0.01
+    again = InBackward(model.parameters(), lr=0.7)
+    again.load_state_dict(plain.state_dict())
+    for parameter in model.parameters():
+        assert torch.equal(again.state[parameter]["exp_avg"], ours.state[parameter]["exp_avg"])
+    before = model[0].weight.detach().clone()
+    model(torch.ones(1, 64)).sum().backward()
+    assert float(again.state[model[0].weight]["step"]) == 2.0
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_a_schedule_reaches_every_parameter() -> None:
+    model = stack(2)
+    optimizer = InBackward(model.parameters(), lr=1.0, weight_decay=0.0, optimizer=torch.optim.SGD)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+    before = model[0].weight.detach().clone()
+    model(torch.ones(1, 64)).sum().backward()
+    assert torch.equal(before, model[0].weight)
+
+
+def test_each_parameters_gradient_is_scaled_down_to_its_own_norm() -> None:
+    model = stack(2)
+    optimizer = InBackward(
+        model.parameters(), lr=1.0, weight_decay=0.0, optimizer=torch.optim.SGD, max_parameter_norm=0.5
+    )
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(torch.ones(4, 64)).square().sum().mul(100.0).backward()
+    optimizer.step()
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert torch.linalg.vector_norm(old - new.detach()) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_gradient_that_is_there_already_is_used_by_step() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = InBackward(layer.parameters(), lr=0.1, weight_decay=0.0, optimizer=torch.optim.SGD)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    before = layer.weight.detach().clone()
+    assert optimizer.step(lambda: 3.0) == 3.0
+    torch.testing.assert_close(before - layer.weight.detach(), torch.full((2, 2), 0.1))
+
+
+@pytest.mark.parametrize("end", ["close", "forget"])
+def test_afterwards_backward_leaves_gradients_alone(end: str) -> None:
+    layer = nn.Linear(2, 2)
+    optimizer: Any = InBackward(layer.parameters(), lr=0.1)
+    if end == "close":
+        optimizer.close()
+    del optimizer
+    gc.collect()
+    layer(torch.ones(1, 2)).sum().backward()
+    assert layer.weight.grad is not None
+    assert not layer.weight._post_accumulate_grad_hooks
+
+
+@pytest.mark.parametrize(
+    ("keywords", "found"),
+    [
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
+        ({"gradient_clip_val": 1.0}, "max_parameter_norm=1.0 trainer.gradient_clip_val=null"),
+        ({"plugins": [Mixed(precision="16-mixed")]}, "a gradient scaler"),
+        ({"strategy": "ddp", "devices": 2}, "2 devices"),
+        (
+            {"callbacks": [pl.callbacks.GradientAccumulationScheduler(scheduling={1: 2})]},
+            "GradientAccumulationScheduler",
+        ),
+    ],
+)
+def test_what_needs_the_gradients_afterwards_is_refused(
+    keywords: dict[str, Any], found: str, net: Callable[..., Net]
+) -> None:
+    from lightning_eff import plan
+
+    callbacks = [OptimizerChoice(optimizer=FACTORY), *keywords.pop("callbacks", [])]
+    trainer = make_trainer(callbacks=callbacks, **keywords)
+    with pytest.raises(ConflictError, match=found):
+        plan.raise_refused(plan.check(plan.objects_of(trainer), plan.run_facts(trainer)))
+    if trainer.world_size == 1:
+        with pytest.raises(ConflictError, match=found):
+            trainer.fit(net(), make_loader())
+
+
+def test_a_modules_own_clipping_is_refused_too(net: Callable[..., Net]) -> None:
+    class Clips(Net):
+        def configure_gradient_clipping(self, *arguments: Any, **keywords: Any) -> None:
+            return None
+
+    with pytest.raises(ConflictError, match=r"Clips\.configure_gradient_clipping"):
+        make_trainer(callbacks=[OptimizerChoice(optimizer=FACTORY)]).fit(Clips(), make_loader())
+
+
+def test_bad_settings_are_refused() -> None:
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"max_parameter_norm=0.0: expected a number above 0, or None"):
+        InBackward(layer.parameters(), max_parameter_norm=0.0)
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=0.5: expected lr on the outer optimizer alone"):
+        InBackward(layer.parameters(), optimizer=functools.partial(torch.optim.SGD, lr=0.5))
+
+
+def test_the_report_says_what_it_saved_and_when_it_saves_nothing(
+    deep: Callable[..., Deep], tmp_path: Path
+) -> None:
+    """With a wide model and few samples gradients are the peak; with many samples activations are."""
+    from lightning_eff.measure.report import verdict
+
+    saved = []
+    for width, num_samples in ((256, 2), (16, 4096)):
+        report = EfficiencyReport(dirpath=str(tmp_path))
+        callbacks = [OptimizerChoice(optimizer=FACTORY), GradientCheckpointing(), report]
+        trainer = make_trainer(callbacks=callbacks, max_steps=6)
+        trainer.fit(deep(width=width), make_loader(num_samples * 6, num_samples))
+        measured = report.report["measured"]
+        saved.append(measured["peak_if_gradients_were_held_bytes"] - measured["peak_bytes"])
+        words = "lowered the peak by" if saved[-1] > 1024 else "did not lower the peak"
+        assert words in verdict(report.report)
+    assert saved[0] > 2 * 256 * 256 * 4, "more than two of its three blocks' gradients"
+    assert saved[1] < 1024
+
+
+def test_with_checkpointing_the_peak_is_that_of_the_plain_optimizer_without_the_gradients(
+    deep: Callable[..., Deep], tmp_path: Path
+) -> None:
+    """The figure that the report predicts is what a plain run measures."""
+    reports = []
+    for factory in (FACTORY, functools.partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.95), fused=True)):
+        report = EfficiencyReport(dirpath=str(tmp_path))
+        callbacks = [OptimizerChoice(optimizer=factory), GradientCheckpointing(), report]
+        make_trainer(callbacks=callbacks, max_steps=6).fit(deep(width=256), make_loader(12, 2))
+        reports.append(report.report["measured"])
+    ours, plain = reports
+    assert ours["peak_bytes"] < 0.84 * plain["peak_bytes"]
+    assert ours["peak_if_gradients_were_held_bytes"] == pytest.approx(plain["peak_bytes"], rel=0.02)
+
+
+def test_the_gradient_check_sees_gradients_that_are_freed(net: Callable[..., Net]) -> None:
+    model = net()
+    model.unused = nn.Linear(2, 2)
+    callbacks = [OptimizerChoice(optimizer=FACTORY), GradientCheck()]
+    with pytest.raises(GradientError, match=r"2 parameters \(unused.weight, unused.bias\) have no gradient"):
+        make_trainer(callbacks=callbacks).fit(model, make_loader())
+    callbacks = [OptimizerChoice(optimizer=FACTORY), GradientCheck()]
+    make_trainer(callbacks=callbacks, max_steps=2).fit(net(), make_loader())
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in the group, as some libraries do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_counts_in_its_groups_is_refused() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = InBackward(layer.parameters(), lr=0.1, weight_decay=0.0, optimizer=Counting)
+    layer.weight.grad = torch.ones(2, 2)
+    with pytest.raises(ConfigError, match="one that keeps its state for each parameter"):
+        optimizer.step()
+
+
+def test_a_joined_optimizer_is_refused() -> None:
+    from lightning_eff.optimizer.muon import Muon
+
+    with pytest.raises(ConfigError, match="one that steps any parameter on its own"):
+        InBackward(nn.Linear(2, 2).parameters(), optimizer=Muon)

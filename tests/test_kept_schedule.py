@@ -1,0 +1,144 @@
+"""A module's own schedule moves the rates of another optimizer as it would have moved its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from tests.conftest import Net, make_loader, make_trainer
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda o: StepLR(o, 3, gamma=0.5),
+    "LambdaLR": lambda o: LambdaLR(o, lambda step: 1.0 / (1 + step)),
+    "ExponentialLR": lambda o: ExponentialLR(o, 0.9),
+    "LinearLR": lambda o: LinearLR(o, 0.25, total_iters=5),
+    "CosineAnnealingLR": lambda o: CosineAnnealingLR(o, 8),
+    "WarmRestarts": lambda o: CosineAnnealingWarmRestarts(o, 4),
+    "SequentialLR": lambda o: SequentialLR(o, [LinearLR(o, 0.1, total_iters=3), StepLR(o, 2)], [3]),
+}
+
+
+class Rates(Net):
+    """Remembers the rate of every step."""
+
+    def __init__(self, schedule: Any, interval: str = "step") -> None:
+        super().__init__(lr=0.4)
+        self.schedule = schedule
+        self.interval = interval
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=0.4, momentum=0.9)
+        schedule = self.schedule(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.interval}}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.rates.append(self.trainer.optimizers[0].param_groups[-1]["lr"])
+        return super().training_step(batch, batch_idx)
+
+
+CHOICE = functools.partial(AdamW, lr=0.01, weight_decay=0.1)
+
+
+def fit(model: Any, *, choose: bool, **keywords: Any) -> Any:
+    callbacks = [OptimizerChoice(optimizer=CHOICE)] if choose else []
+    checkpoint = keywords.pop("ckpt_path", None)
+    trainer = make_trainer(callbacks=callbacks, **({"max_steps": 12} | keywords))
+    trainer.fit(model, make_loader(), ckpt_path=checkpoint)
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_rates_are_the_same_share_of_the_new_rate(name: str, interval: str) -> None:
+    torch.manual_seed(0)
+    own, chosen = (Rates(SCHEDULES[name], interval) for _ in range(2))
+    epochs: dict[str, Any] = {} if interval == "step" else {"max_steps": -1, "max_epochs": 5}
+    fit(own, choose=False, **epochs)
+    trainer = fit(chosen, choose=True, **epochs)
+    assert isinstance(trainer.optimizers[0], AdamW)
+    assert chosen.rates == pytest.approx([rate * 0.01 / 0.4 for rate in own.rates], rel=1e-12)
+    assert len(set(own.rates)) > 1
+
+
+def test_numbers_that_a_schedule_sets_itself_are_taken_as_they_are() -> None:
+    def cycle(optimizer: Any) -> Any:
+        return OneCycleLR(optimizer, max_lr=0.2, total_steps=13)
+
+    own, chosen = Rates(cycle), Rates(cycle)
+    fit(own, choose=False)
+    trainer = fit(chosen, choose=True)
+    assert chosen.rates == pytest.approx(own.rates, rel=1e-12)
+    assert max(chosen.rates) == pytest.approx(0.2, rel=0.1)
+    assert trainer.optimizers[0].param_groups[0]["betas"] == (0.9, 0.999), "SGD has no betas to follow"
+
+
+def test_a_plateau_is_followed_with_its_monitor() -> None:
+    class Plateau(Rates):
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=0.4)
+            schedule = ReduceLROnPlateau(
+                optimizer, patience=0, factor=0.5, threshold=10.0, threshold_mode="abs"
+            )
+            return {"optimizer": optimizer, "lr_scheduler": schedule, "monitor": "train_loss"}
+
+    chosen = Plateau(None)
+    fit(chosen, choose=True, max_steps=-1, max_epochs=4)
+    assert sorted(set(chosen.rates), reverse=True) == pytest.approx([0.01, 0.005, 0.0025])
+
+
+@pytest.mark.parametrize("shape", ["optimizer", "list", "lists", "dicts"])
+def test_every_form_of_configure_optimizers_is_understood(shape: str) -> None:
+    class Formed(Rates):
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=0.4)
+            schedule = {"scheduler": ExponentialLR(optimizer, 0.5), "interval": "step"}
+            forms = {
+                "optimizer": optimizer,
+                "list": [optimizer],
+                "lists": ([optimizer], [schedule]),
+                "dicts": [{"optimizer": optimizer, "lr_scheduler": schedule}],
+            }
+            return forms[shape]
+
+    model = Formed(None)
+    fit(model, choose=True, max_steps=3)
+    expected = [0.01] * 3 if shape in ("optimizer", "list") else [0.01, 0.005, 0.0025]
+    assert model.rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["StepLR", "SequentialLR", "CosineAnnealingLR"])
+def test_a_run_goes_on_with_the_schedule_where_it_was(name: str, tmp_path: Path) -> None:
+    whole, first, second = (Rates(SCHEDULES[name]) for _ in range(3))
+    fit(whole, choose=True, max_steps=-1, max_epochs=2)
+    trainer = fit(first, choose=True, max_steps=-1, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    fit(second, choose=True, max_steps=-1, max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
+    assert first.rates + second.rates == whole.rates
+
+
+def test_a_schedule_that_is_given_replaces_the_modules_own() -> None:
+    model = Rates(SCHEDULES["StepLR"])
+    constant = functools.partial(LambdaLR, lr_lambda=lambda step: 1.0)
+    callbacks = [OptimizerChoice(optimizer=CHOICE, scheduler=constant)]
+    make_trainer(callbacks=callbacks, max_steps=12).fit(model, make_loader())
+    assert set(model.rates) == {0.01}
