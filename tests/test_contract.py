@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_eff import plan
+from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
@@ -57,6 +58,7 @@ CASES = {
         lambda: EmptyCache(every_n_steps=None, max_cached_share=0.0, check_every_n_steps=2), "callbacks"
     ),
     "optimizer_choice": Case(lambda: OptimizerChoice(optimizer=SGD), "callbacks"),
+    "data_preload": Case(lambda: DataPreload(num_workers=1), "callbacks"),
     "efficiency_report": Case(EfficiencyReport, "callbacks"),
     "progress": Case(lambda: Progress(every_n_seconds=0.001), "callbacks"),
     **{

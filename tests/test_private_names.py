@@ -31,6 +31,10 @@ USED_IN = {
     "_functorch": "callbacks/gradient_checkpointing.py",
     "_scaled_mm": "callbacks/gradient_checkpointing.py",
     "_ddp_kwargs": "plan.py",
+    "_BatchNorm": "plan.py",
+    "_opt_called": "kept_schedule.py",
+    "_shutdown_workers": "prefetch.py",
+    "_iterator": "prefetch.py",
     "_activation_checkpointing_kwargs": "plan.py",
     "_pytree": "measure/memory.py",
     "_python_dispatch": "measure/memory.py",
@@ -107,3 +111,18 @@ def test_the_partitioner_has_a_memory_budget() -> None:
 def test_strategies_keep_their_arguments() -> None:
     assert DDPStrategy(static_graph=True)._ddp_kwargs == {"static_graph": True}
     assert FSDPStrategy(activation_checkpointing_policy={torch.nn.Linear})._activation_checkpointing_kwargs
+
+
+def test_loaders_and_schedulers_keep_what_is_looked_at() -> None:
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+    assert issubclass(torch.nn.SyncBatchNorm, _BatchNorm)
+    assert "_opt_called" in inspect.getsource(LRScheduler)
+    assert DataLoader([1])._iterator is None  # pyright: ignore[reportArgumentType]
+    assert callable(_MultiProcessingDataLoaderIter._shutdown_workers)
+    assert "random_(generator=loader.generator)" in inspect.getsource(
+        inspect.getmodule(_MultiProcessingDataLoaderIter)  # pyright: ignore[reportArgumentType]
+    )

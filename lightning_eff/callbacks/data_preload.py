@@ -1,0 +1,285 @@
+"""Training batches ready before they are asked for: workers by measurement, and batches on the device ahead.
+
+Workers make samples in processes of their own. They halve the wait for slow samples and multiply the time
+of tiny ones, so their number is measured on the loader's own samples before training; 0 is an answer. On a
+GPU a thread then copies batches over on a stream of its own while the step before computes. On a CPU it
+fetches while the step computes, where there are no workers and samples wait for a disk or a network. How
+much is ready is limited in batches and in bytes. What is trained on, and in which order, stays the same:
+samplers and random draws of the training are untouched, and a stateful loader's position is that of the
+last batch handed out.
+
+Costs: host memory for each worker and device memory for the batches that are ready; a few seconds of
+    measuring at the start (`num_workers=2`, say, measures nothing). Samples that draw random numbers draw
+    others in a worker than in the main process.
+Conflicts: none. Hooks that move batches themselves (`transfer_batch_to_device`, `on_before_batch_transfer`)
+    are honoured: batches are then fetched ahead and not moved.
+Source: prefetching as in NVIDIA's Apex and DALI; https://docs.pytorch.org/docs/stable/data.html
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+from lightning_eff import plan
+from lightning_eff.errors import ConfigError
+from lightning_eff.facts import Outcome
+from lightning_eff.measure import loading
+from lightning_eff.measure.tables import human_bytes
+from lightning_eff.prefetch import Ahead, Settings, wrap
+
+MOVES = ("transfer_batch_to_device", "on_before_batch_transfer")
+"""Hooks that must see a batch before it is on the device."""
+WORTH_A_THREAD_S = 1e-3
+"""Time that a batch waits, for a disk or a network, below which a thread costs more than it saves."""
+
+
+class DataPreload(pl.Callback):
+    """Have training batches ready.
+
+    Args:
+        num_workers: Processes that make samples; `auto` measures, and leaves a loader over a stream as it is.
+        prefetch_factor: Batches that each worker keeps ready.
+        persistent_workers: Keep the workers from epoch to epoch.
+        pin_memory: Page-locked host memory, from which copies to a GPU overlap with computing; None is true
+            on a GPU alone.
+        num_batches_ahead: Batches that are fetched, and on a GPU moved, before they are asked for.
+        max_bytes_ahead: Bytes of these batches; one is allowed whatever its size. None for no limit.
+        max_measure_s: Seconds that measuring may take, the start of workers not counted.
+
+    Raises:
+        ConfigError: A number is outside its range.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[DataPreload(num_workers=2)], logger=False, accelerator="cpu")
+        >>> DataPreload(num_workers=-1)
+        Traceback (most recent call last):
+        lightning_eff.errors.ConfigError: num_workers=-1: expected 'auto' or a whole number of at least 0
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int | str = "auto",
+        prefetch_factor: int = 2,
+        persistent_workers: bool = True,
+        pin_memory: bool | None = None,
+        num_batches_ahead: int = 2,
+        max_bytes_ahead: int | None = 268435456,
+        max_measure_s: float = 4.0,
+    ) -> None:
+        if num_workers != "auto" and not (isinstance(num_workers, int) and num_workers >= 0):
+            raise ConfigError(
+                key="num_workers", value=num_workers, allowed="'auto' or a whole number of at least 0"
+            )
+        for name, value, least in (
+            ("prefetch_factor", prefetch_factor, 1),
+            ("num_batches_ahead", num_batches_ahead, 0),
+            ("max_bytes_ahead", max_bytes_ahead, 1),
+        ):
+            if value is not None and value < least:
+                raise ConfigError(name, value, allowed=f"a whole number of at least {least}")
+        if max_measure_s <= 0.0:
+            raise ConfigError(key="max_measure_s", value=max_measure_s, allowed="a number above 0")
+        self.num_workers = num_workers
+        self.prefetch_factor = prefetch_factor
+        self.persistent_workers = persistent_workers
+        self.pin_memory = pin_memory
+        self.num_batches_ahead = num_batches_ahead
+        self.max_bytes_ahead = max_bytes_ahead
+        self.max_measure_s = max_measure_s
+        self._forget()
+
+    def _forget(self) -> None:
+        self._loaders: list[Ahead] = []
+        self._choices: list[loading.Choice | None] = []
+        self._before: list[tuple[Any, dict[str, Any]]] = []
+        self._kept_to_itself = self._untried = ""
+        self._strategy: Any = None
+        self._validation_s = 0.0
+        self._validation_began_s = 0.0
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        plan.enforce(self, trainer, pl_module)
+        self._forget()
+        strategy = trainer.strategy
+        process = strategy.process_dataloader
+
+        def ready(dataloader: object) -> object:
+            loader = process(dataloader)
+            return self._prepare(loader, trainer, pl_module) if trainer.training else loader
+
+        strategy.process_dataloader = ready
+        self._strategy = strategy
+
+    def _prepare(self, loader: Any, trainer: pl.Trainer, module: pl.LightningModule) -> Ahead:
+        device = trainer.strategy.root_device
+        choice = self._choose(loader, trainer)
+        if isinstance(loader, DataLoader):
+            self._tune(loader, choice, device)
+        self._kept_to_itself = _mover(trainer, module)
+        moved = device.type == "cuda" and not self._kept_to_itself
+        num_workers = getattr(loader, "num_workers", 0)
+        computes = choice is not None and choice.idle_s < WORTH_A_THREAD_S
+        useless = not moved and (num_workers > 0 or computes)  # workers fetch ahead themselves
+        settings = Settings(
+            num_batches=0 if useless else self.num_batches_ahead,
+            max_bytes=self.max_bytes_ahead,
+            device=device if moved and self.num_batches_ahead else None,
+            limit=lambda: trainer.num_training_batches,
+            least_s=0.0 if moved or choice is not None else WORTH_A_THREAD_S,
+        )
+        ahead = wrap(loader, settings)
+        ahead.seen.num_workers = num_workers
+        self._loaders.append(ahead)
+        self._choices.append(choice)
+        return ahead
+
+    def _choose(self, loader: Any, trainer: pl.Trainer) -> loading.Choice | None:
+        """Measure; rank 0 decides for all. A number that is given is taken, and compared with none."""
+        if not loading.can_be_tried(loader):
+            self._untried = "its samples have no index to try"
+            return None
+        num_local = getattr(trainer, "num_devices", 1)
+        most = loading.num_cores(num_local) if self.num_workers == "auto" else 0
+        try:
+            measured = loading.choose(loader, max_workers=most, budget_s=self.max_measure_s)
+        except loading.SAMPLE_ERRORS as error:
+            self._untried = f"a trial failed ({type(error).__name__}: {error})".splitlines()[0]
+            return None
+        if isinstance(self.num_workers, int):
+            return replace(measured, num_workers=self.num_workers)
+        decided = int(trainer.strategy.broadcast(measured.num_workers))
+        return replace(measured, num_workers=decided)
+
+    def _tune(self, loader: DataLoader[Any], choice: loading.Choice | None, device: torch.device) -> None:
+        num_workers = loader.num_workers if choice is None else choice.num_workers
+        if choice is None and isinstance(self.num_workers, int) and not _is_stream(loader):
+            num_workers = self.num_workers
+        on_gpu = device.type == "cuda" if self.pin_memory is None else self.pin_memory
+        wanted = {
+            "num_workers": num_workers,
+            "prefetch_factor": self.prefetch_factor if num_workers else None,
+            "persistent_workers": self.persistent_workers and num_workers > 0,
+            "pin_memory": on_gpu or loader.pin_memory,
+        }
+        self._before.append((loader, {name: getattr(loader, name) for name in wanted}))
+        for name, value in wanted.items():
+            object.__setattr__(loader, name, value)  # the loader has no iterator yet, and forbids one of them
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validation_began_s = time.perf_counter()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validation_s += time.perf_counter() - self._validation_began_s
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._stop()
+        self._restore()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._stop()
+        self._restore()
+
+    def _stop(self) -> None:
+        for loader in self._loaders:
+            loader.end()
+
+    def _restore(self) -> None:
+        if self._strategy is not None:
+            del self._strategy.__dict__["process_dataloader"]
+            self._strategy = None
+        for loader, before in self._before:
+            loader._iterator = None  # noqa: SLF001 - ends workers that would stay
+            for name, value in before.items():
+                object.__setattr__(loader, name, value)
+        self._before = []
+
+    def outcome(self) -> Outcome:
+        """Say what was chosen, on what figures, and the share of the time that training waits for data."""
+        if not self._loaders:
+            return Outcome(did="no training data yet", effective=False)
+        said = [self._words(*each) for each in zip(self._loaders, self._choices, strict=True)]
+        shares = self._shares()
+        parts = [*dict.fromkeys(said), *([_words_on_waiting(*shares)] if shares else [])]
+        if self._kept_to_itself:
+            parts.append(f"not moved ahead: {self._kept_to_itself} moves batches itself")
+        return Outcome(
+            did="; ".join(parts),
+            effective=any(_works_ahead(loader) for loader in self._loaders),
+            numbers={
+                "num_workers": [loader.seen.num_workers for loader in self._loaders],
+                "seconds_per_batch": [c.seconds_per_batch if c else {} for c in self._choices],
+                "max_ready_bytes": max(loader.seen.max_ready_bytes for loader in self._loaders),
+                "data_wait_share_before": shares[0] if shares else None,
+                "data_wait_share": shares[1] if shares else None,
+            },
+        )
+
+    def _words(self, loader: Ahead, choice: loading.Choice | None) -> str:
+        if choice is None:
+            words = f"{loader.seen.num_workers} workers, not measured: {self._untried}"
+        else:
+            tried = [
+                f"{seconds * 1e3:.2f} ms with {count}" for count, seconds in choice.seconds_per_batch.items()
+            ]
+            words = f"{loader.seen.num_workers} workers (a batch takes {', '.join(tried)})"
+        if loader.seen.draws:
+            words += "; fetched when asked for: samples draw random numbers in this process"
+        elif loader.seen.max_ready_bytes:
+            words += f"; up to {human_bytes(loader.seen.max_ready_bytes)} ready"
+        return words
+
+    def _shares(self) -> tuple[float, float] | None:
+        """Return the share of waiting for data, as it would be in this process alone and as it was."""
+        taken = min((loader.seen.num_taken for loader in self._loaders), default=0)
+        if taken < 3 or any(choice is None for choice in self._choices):
+            return None
+        first = min(loader.seen.first_taken_s for loader in self._loaders)
+        last = max(loader.seen.last_taken_s for loader in self._loaders)
+        waited_s = sum(loader.seen.wait_s for loader in self._loaders)
+        total_s = max(1e-9, last - first - self._validation_s)
+        alone_s = sum(c.seconds_per_batch[0] for c in self._choices if c is not None) * (taken - 1)
+        return alone_s / (alone_s + max(0.0, total_s - waited_s)), min(1.0, waited_s / total_s)
+
+
+def _works_ahead(loader: Ahead) -> bool:
+    return loader.seen.num_workers > 0 or loader.seen.max_ready_bytes > 0
+
+
+def _words_on_waiting(before: float, after: float) -> str:
+    return f"data wait about {before:.1%} -> {after:.1%}"
+
+
+def _is_stream(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def _mover(trainer: pl.Trainer, module: pl.LightningModule) -> str:
+    """Return the hook of the user's own that moves batches to the device, if there is one."""
+    datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    for each in (module, datamodule):
+        for hook in MOVES:
+            if each is not None and is_overridden(hook, each):
+                return f"{type(each).__name__}.{hook}"
+    return ""

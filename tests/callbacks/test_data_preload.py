@@ -1,0 +1,359 @@
+"""DataPreload: the same run, sooner; loaders, processes and threads as they were before."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_eff.callbacks.data_preload import DataPreload
+from lightning_eff.errors import ConfigError
+from lightning_eff.measure import loading
+from tests.conftest import Net, make_loader, make_trainer
+
+# torchdata 0.11 on torch 2.13
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    for _ in range(300):
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert until(lambda: not multiprocessing.active_children())
+    assert until(lambda: not [t for t in threading.enumerate() if t.name == "lightning_eff prefetch"])
+
+
+class Samples(Dataset[Any]):
+    """Samples that wait, and draw if asked to."""
+
+    def __init__(self, length: int = 40, wait_s: float = 0.0, *, draws: bool = False) -> None:
+        self.length, self.wait_s, self.draws = length, wait_s, draws
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.wait_s)
+        generator = torch.Generator().manual_seed(index)
+        noise = torch.rand(8) if self.draws else 0.0
+        return torch.randn(8, generator=generator) + noise, index % 3
+
+
+def trained(preload: DataPreload | None, loader: Any, net: Any, **keywords: Any) -> Any:
+    model = net()
+    callbacks = [preload] if preload is not None else []
+    trainer = make_trainer(callbacks=callbacks, **({"max_steps": -1, "max_epochs": 3} | keywords))
+    trainer.fit(model, loader)
+    return model
+
+
+@pytest.mark.parametrize("num_workers", ["auto", 0, 2])
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("wait_s", [0.0, 0.002])
+def test_shuffled_epochs_with_dropout_are_to_the_bit_those_without_it(
+    num_workers: Any, persistent: bool, wait_s: float, net: Callable[..., Net]
+) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Samples(wait_s=wait_s), batch_size=4, shuffle=True)
+
+    plain = trained(None, loader(), net)
+    ours = trained(DataPreload(num_workers=num_workers, persistent_workers=persistent), loader(), net)
+    assert ours.losses == plain.losses
+    assert len(set(plain.losses)) > 20
+
+
+def test_samples_that_draw_in_this_process_draw_as_without_it(net: Callable[..., Net]) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Samples(wait_s=0.002, draws=True), batch_size=4, shuffle=True)
+
+    preload = DataPreload(num_workers=0)
+    assert trained(preload, loader(), net).losses == trained(None, loader(), net).losses
+    assert "samples draw random numbers in this process" in preload.outcome().did
+
+
+def test_two_workers_halve_the_wait_for_slow_samples_and_tiny_ones_get_none(net: Callable[..., Net]) -> None:
+    slow = DataPreload()
+    trained(slow, DataLoader(Samples(400, 0.002), batch_size=8), net, max_epochs=1)
+    numbers = slow.outcome().numbers
+    assert numbers["num_workers"] == [2]
+    assert numbers["data_wait_share"] < numbers["data_wait_share_before"]
+    assert slow.outcome().effective
+    assert "2 workers (a batch takes " in slow.outcome().did
+    tiny = DataPreload()
+    trained(tiny, DataLoader(Samples(400), batch_size=8), net, max_epochs=1)
+    assert tiny.outcome().numbers["num_workers"] == [0]
+    assert not tiny.outcome().effective
+
+
+def test_without_workers_a_thread_fetches_what_waits(net: Callable[..., Net]) -> None:
+    preload = DataPreload(num_workers=0)
+    trained(preload, DataLoader(Samples(wait_s=0.002), batch_size=4), net, max_epochs=1)
+    assert preload.outcome().numbers["max_ready_bytes"] > 0
+    assert " ready; data wait about " in preload.outcome().did
+
+
+def test_the_loader_has_its_own_settings_back(net: Callable[..., Net]) -> None:
+    names = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "_iterator")
+    loader = make_loader()
+    before = {name: getattr(loader, name) for name in names}
+    seen: list[dict[str, Any]] = []
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            seen.append({name: getattr(loader, name) for name in names[:4]})
+
+    preload = DataPreload(num_workers=1, prefetch_factor=3)
+    trainer = make_trainer(callbacks=[preload, Look()], max_epochs=2, max_steps=-1)
+    strategy = trainer.strategy
+    trainer.fit(net(), loader)
+    assert seen == [{"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True, "pin_memory": False}]
+    assert {name: getattr(loader, name) for name in names} == before
+    assert "process_dataloader" not in strategy.__dict__
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(net(), loader)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("where", ["step", "sample"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_after_a_failure_nothing_is_left_and_its_reason_is_told(
+    where: str, num_workers: int, net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Breaks(Samples):
+        def __getitem__(self, index: int) -> Any:
+            if index == 25 and where == "sample":
+                msg = "on purpose"
+                raise RuntimeError(msg)
+            return super().__getitem__(index)
+
+    class Stops(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 5 and where == "step":
+                msg = "on purpose"
+                raise RuntimeError(msg)
+
+    loader = DataLoader(Breaks(wait_s=0.001), batch_size=4)
+    monkeypatch.setattr(loading, "can_be_tried", lambda loader: False)
+    preload = DataPreload(num_workers=num_workers)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        make_trainer(callbacks=[preload, Stops()]).fit(net(), loader)
+    assert loader.num_workers == 0
+    assert loader._iterator is None
+
+
+def test_a_run_that_stops_in_the_middle_of_an_epoch_leaves_nothing(net: Callable[..., Net]) -> None:
+    for num_workers in (0, 2):
+        loader = DataLoader(Samples(wait_s=0.001), batch_size=4)
+        trained(DataPreload(num_workers=num_workers), loader, net, max_steps=3, max_epochs=-1)
+
+
+def test_thirty_epochs_grow_nothing(net: Callable[..., Net]) -> None:
+    counts: list[tuple[int, ...]] = []
+
+    class Count(pl.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            pl_module.losses.clear()
+            if trainer.current_epoch not in (9, 29):
+                return
+            gc.collect()
+            folder = Path("/proc/self/fd")
+            files = len(list(folder.iterdir())) if folder.exists() else 0
+            children = len(multiprocessing.active_children())
+            counts.append((children, threading.active_count(), files, len(gc.get_objects())))
+
+    for num_workers in (0, 2):
+        counts.clear()
+        loader = DataLoader(Samples(12, 0.001), batch_size=4, shuffle=True)
+        callbacks = [DataPreload(num_workers=num_workers), Count()]
+        make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=30).fit(net(), loader)
+        early, late = counts
+        assert late[0] == early[0] == num_workers
+        assert late[1] <= early[1]
+        assert late[2] <= early[2]
+        assert late[3] - early[3] < 40, "objects: less than two for each of 20 epochs"
+
+
+class Own(Net):
+    """Moves its batches itself, and notes where they were."""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        self.moved = getattr(self, "moved", 0) + 1
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+def test_a_hook_that_moves_batches_is_called_once_for_each_and_nothing_moves_before_it() -> None:
+    preload, model = DataPreload(num_workers=0), Own()
+    make_trainer(callbacks=[preload], max_steps=5).fit(model, make_loader())
+    assert model.moved == 5
+    assert "not moved ahead: Own.transfer_batch_to_device moves batches itself" in preload.outcome().did
+    assert preload._loaders[0].settings.device is None
+
+
+def test_every_loader_of_a_combined_one_is_prepared(net: Callable[..., Net]) -> None:
+    class Two(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch["a"], batch_idx) + super().training_step(batch["b"], batch_idx)
+
+    def combined() -> CombinedLoader:
+        loaders = {"a": DataLoader(Samples(24, 0.001), batch_size=4), "b": make_loader(16)}
+        return CombinedLoader(loaders, mode="max_size_cycle")
+
+    results = []
+    for preload in (None, DataPreload(num_workers=0), DataPreload(num_workers=1)):
+        torch.manual_seed(1)
+        model = Two(dropout=0.0)
+        callbacks = [preload] if preload else []
+        make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=2).fit(model, combined())
+        results.append(model.losses)
+        if preload:
+            assert len(preload.outcome().numbers["num_workers"]) == 2
+    assert results[0] == results[1] == results[2]
+    assert len(results[0]) == 24
+
+
+class Numbers(IterableDataset[Any]):
+    """A stream that goes on from epoch to epoch, and notes how far it was read."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.position += 1
+            time.sleep(0.0015)
+            yield torch.full((8,), float(self.position)), self.position % 3
+
+
+def test_a_stream_keeps_its_workers_and_is_not_read_past_what_an_epoch_needs(net: Callable[..., Net]) -> None:
+    results = []
+    for preload in (None, DataPreload()):
+        stream, model = Numbers(), net()
+        callbacks = [preload] if preload else []
+        trainer = make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=3, limit_train_batches=5)
+        trainer.fit(model, DataLoader(stream, batch_size=2))
+        results.append((model.losses, stream.position))
+    assert results[0] == results[1]
+    assert preload is not None
+    assert "0 workers, not measured: its samples have no index to try" in preload.outcome().did
+    assert preload.outcome().numbers["max_ready_bytes"] > 0
+
+
+def test_a_stateful_loader_goes_on_where_the_training_was_not_where_the_fetching_was(
+    net: Callable[..., Net], tmp_path: Path
+) -> None:
+    def loader() -> StatefulDataLoader:
+        return StatefulDataLoader(Samples(wait_s=0.002), batch_size=4)
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 4:
+                time.sleep(0.05)
+                trainer.save_checkpoint(tmp_path / "four.ckpt")
+
+    for num_workers in (0, 2):
+        whole, rest = net(dropout=0.0), net(dropout=0.0)
+        callbacks = [DataPreload(num_workers=num_workers), Save()]
+        make_trainer(callbacks=callbacks, max_steps=10).fit(whole, loader())
+        trainer = make_trainer(callbacks=[DataPreload(num_workers=num_workers)], max_steps=10)
+        trainer.fit(rest, loader(), ckpt_path=tmp_path / "four.ckpt")
+        assert rest.losses == whole.losses[4:]
+
+
+class ByName(Dataset[Any]):
+    """Samples that a sampler of its own asks for by name."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, name: str) -> Any:
+        return torch.zeros(8), {"a": 0, "b": 1, "c": 2}[name]
+
+
+@pytest.mark.parametrize("num_workers", ["auto", 1])
+def test_samples_that_cannot_be_asked_for_by_number_are_not_measured_and_trained_on(
+    num_workers: Any, net: Callable[..., Net]
+) -> None:
+    preload = DataPreload(num_workers=num_workers)
+    model = trained(preload, DataLoader(ByName(), batch_size=1, sampler=["a", "b", "c"]), net, max_epochs=1)
+    assert len(model.losses) == 3
+    used = 0 if num_workers == "auto" else 1
+    assert f"{used} workers, not measured: a trial failed (KeyError: 0)" in preload.outcome().did
+
+
+def test_numbers_outside_their_range_are_refused() -> None:
+    for keywords, words in (
+        ({"num_workers": "many"}, "num_workers='many'"),
+        ({"prefetch_factor": 0}, "at least 1"),
+        ({"num_batches_ahead": -1}, "at least 0"),
+        ({"max_bytes_ahead": 0}, "at least 1"),
+        ({"max_measure_s": 0.0}, "above 0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            DataPreload(**keywords)
+
+
+def test_loaders_that_are_made_anew_are_prepared_anew(net: Callable[..., Net]) -> None:
+    preload = DataPreload(num_workers=1)
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return DataLoader(TensorDataset(torch.randn(8, 8), torch.arange(8) % 3), batch_size=4)
+
+    trainer = make_trainer(
+        callbacks=[preload], max_steps=-1, max_epochs=3, reload_dataloaders_every_n_epochs=1
+    )
+    trainer.fit(net(), datamodule=Data())
+    assert len(preload._loaders) == 3
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_and_see_the_samples_that_they_would_see(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent.parent.parent)!r})
+        import torch
+        from torch.utils.data import DataLoader
+        from lightning_eff.callbacks.data_preload import DataPreload
+        from tests.conftest import Net, make_trainer
+        from tests.callbacks.test_data_preload import Samples
+
+        for preload in (None, DataPreload(), DataPreload(num_workers=2)):
+            torch.manual_seed(1)
+            model = Net(dropout=0.0)
+            callbacks = [preload] if preload else []
+            trainer = make_trainer(callbacks=callbacks, strategy="ddp", devices=2, max_steps=-1, max_epochs=2)
+            trainer.fit(model, DataLoader(Samples(wait_s=0.001), batch_size=4, shuffle=True))
+            if trainer.global_rank == 0:
+                print("LOSSES", model.losses)
+                print("WORKERS", preload.outcome().numbers["num_workers"] if preload else None)
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, timeout=240, check=True
+    )
+    losses = [line for line in done.stdout.splitlines() if line.startswith("LOSSES")]
+    assert len(losses) == 3
+    assert len(set(losses)) == 1

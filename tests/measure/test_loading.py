@@ -1,0 +1,143 @@
+"""Trials: how many workers are chosen, on which figures and samples, and that nothing is left changed."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+
+from lightning_eff.measure import loading
+
+
+class Noting(Dataset[int]):
+    """Notes which samples were asked for in this process, and draws random numbers."""
+
+    def __init__(self, length: int = 100) -> None:
+        self.length = length
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.asked.append(index)
+        _ = torch.rand(1), np.random.rand(), random.random()
+        return index
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({0: 1.0}, 0),
+        ({0: 1.0, 1: 1.2, 2: 0.6}, 2),
+        ({0: 1.0, 1: 6.0, 2: 5.0}, 0),
+        ({0: 1.0, 1: 0.95, 2: 0.91}, 0),
+        ({0: 1.0, 1: 0.8, 2: 0.4, 4: 0.38, 8: 0.2}, 8),
+        ({0: 1.0, 1: 0.8, 2: 0.4, 4: 0.38, 8: 0.37}, 2),
+    ],
+)
+def test_more_workers_must_earn_their_place(seconds: dict[int, float], chosen: int) -> None:
+    assert loading.best(seconds) == chosen
+
+
+def test_a_trial_asks_for_samples_by_index_and_leaves_sampler_and_random_states_alone() -> None:
+    dataset = Noting()
+    sampler = RandomSampler(dataset)
+    drawn = sampler.__iter__
+    loader = DataLoader(dataset, batch_size=5, sampler=sampler)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    sampler.__iter__ = lambda: pytest.fail("the sampler was asked")  # pyright: ignore[reportAttributeAccessIssue]
+    choice = loading.choose(loader, max_workers=0, budget_s=0.1)
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert choice.num_workers == 0
+    assert dataset.asked == list(range(5 * (loading.FEWEST + 1)))
+    assert drawn is not None
+
+
+def test_trials_with_workers_ask_for_samples_of_their_own_and_leave_no_process() -> None:
+    import multiprocessing
+
+    loader = DataLoader(Noting(), batch_size=2)
+    choice = loading.choose(loader, max_workers=2, budget_s=0.5)
+    assert set(choice.seconds_per_batch) == {0, 1, 2}
+    assert choice.num_workers == 0, "these samples are tiny"
+    for _ in range(200):
+        if not multiprocessing.active_children():
+            break
+        time.sleep(0.01)
+    assert multiprocessing.active_children() == []
+
+
+class Sleeps(Dataset[int]):
+    """Takes 2 ms for a sample."""
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.002)
+        return index
+
+
+def test_slow_samples_get_workers() -> None:
+    choice = loading.choose(DataLoader(Sleeps(), batch_size=8), max_workers=2, budget_s=2.0)
+    assert choice.num_workers == 2
+    assert choice.seconds_per_batch[2] < 0.7 * choice.seconds_per_batch[0]
+    assert choice.seconds_per_batch[0] == pytest.approx(0.016, rel=0.5)
+
+
+def test_the_budget_bounds_the_time_of_trials() -> None:
+    start = time.perf_counter()
+    loading.choose(DataLoader(Sleeps(), batch_size=50), max_workers=2, budget_s=0.3)
+    assert time.perf_counter() - start < 6.0, "a trial has at least 4 batches of 0.1 s for each worker"
+
+
+class Stream(IterableDataset[int]):
+    """Would be consumed by a trial."""
+
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("loader", "answer"),
+    [
+        (DataLoader(TensorDataset(torch.arange(4))), True),
+        (DataLoader(Stream()), False),
+        ([1, 2, 3], False),
+        (DataLoader(TensorDataset(torch.arange(0))), False),
+    ],
+)
+def test_what_can_be_tried(loader: Any, answer: bool) -> None:
+    assert loading.can_be_tried(loader) is answer
+
+
+def test_batches_have_the_loaders_size_however_it_makes_them() -> None:
+    dataset = Noting(7)
+    forms = {
+        "batch_size": DataLoader(dataset, batch_size=3),
+        "batch_sampler": DataLoader(dataset, batch_sampler=BatchSampler(range(7), 3, drop_last=False)),
+        "no batches": DataLoader(dataset, batch_size=None),
+    }
+    asked = []
+    for loader in forms.values():
+        dataset.asked = []
+        loading.choose(loader, max_workers=0, budget_s=0.1)
+        asked.append(dataset.asked[:4])
+    assert asked == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert max(dataset.asked) == 4
+
+
+def test_cores_are_divided_among_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading.os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
+    assert [loading.num_cores(n) for n in (1, 4, 12, 100)] == [12, 3, 1, 1]
+    monkeypatch.delattr(loading.os, "sched_getaffinity")
+    monkeypatch.setattr(loading.os, "cpu_count", lambda: None)
+    assert loading.num_cores() == 1
