@@ -16,13 +16,17 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._foreach_utils import (
+    _get_fused_kernels_supported_devices,  # pyright: ignore[reportPrivateUsage]
+)
 
-from lightning_eff.errors import ConfigError, SlowPathWarning
-from lightning_eff.facade import OptimizerFactory
-from lightning_eff.kept_schedule import KeptSchedule
+from lightning_eff.errors import ConfigError, ConflictWarning, SlowPathWarning
+from lightning_eff.facade import OptimizerFactory, PerParameter, is_matrix
+from lightning_eff.kept_schedule import KeptSchedule, Replaced
 
 SchedulerFactory = Callable[..., LRScheduler]
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -41,8 +45,8 @@ def parameter_groups(
         module: Its trainable parameters are taken, each once.
         decays: Whether there is a weight decay to keep from the rest.
         hidden: Parameters to tell from the others, by a key of that name.
-        own: Groups that the module's own optimizer had: each is split for itself, and a parameter that is
-            in none is left out. Their key `share`, if any, is kept.
+        own: Groups that the module's own optimizer had: each is split for itself, a parameter that is in none
+            is left out, and one that is frozen stays in. Their key `share`, if any, is kept.
 
     Raises:
         ConfigError: Nothing is trainable.
@@ -55,7 +59,7 @@ def parameter_groups(
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for index, candidate in enumerate(candidates):
         for parameter in candidate["params"]:
-            if not parameter.requires_grad:
+            if own is None and not parameter.requires_grad:
                 continue
             decayed = not decays or (parameter.dim() >= 2 and candidate.get("weight_decay") != 0.0)
             options: dict[str, Any] = {} if decayed else {"weight_decay": 0.0}
@@ -63,7 +67,7 @@ def parameter_groups(
             options |= {"share": candidate["share"]} if "share" in candidate else {}
             key = (index, *options.items())
             groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
-    if not groups:
+    if not any(parameter.requires_grad for group in groups.values() for parameter in group["params"]):
         raise ConfigError(
             key="model", value=type(module).__name__, allowed="a module with a trainable parameter"
         )
@@ -72,7 +76,10 @@ def parameter_groups(
 
 
 def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set[Tensor]:
-    """Return the matrices between hidden layers: neither embeddings nor layers as wide as a vocabulary.
+    """Return the matrices between hidden layers: neither embeddings nor the output layer's.
+
+    A matrix is a parameter called `weight` or `..._weight`. The output layer is every linear layer as wide as
+    the largest embedding has entries; without an embedding it must be named.
 
     Args:
         module: Whose parameters are looked at.
@@ -84,13 +91,14 @@ def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set
         (2, True)
     """
     tables = [part for part in module.modules() if isinstance(part, EMBEDDINGS)]
-    widths = {table.num_embeddings for table in tables}
-    heads = [m for m in module.modules() if isinstance(m, nn.Linear) and m.out_features in widths]
+    vocabulary = max((table.num_embeddings for table in tables), default=0)
+    heads = [m for m in module.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
     others: set[Tensor] = {layer.weight for layer in [*tables, *heads]}
     return {
         parameter
         for name, parameter in module.named_parameters()
-        if parameter.dim() == 2
+        if is_matrix(parameter)
+        and "weight" in name.rpartition(".")[2]
         and parameter not in others
         and not any(fnmatchcase(name, pattern) for pattern in rest or ())
     }
@@ -106,22 +114,53 @@ def build(
         optimizer: Called with parameter groups.
         own: Groups of the module's own optimizer, see `parameter_groups`.
     """
-    keywords, made = settings(optimizer), classes(optimizer)
+    keywords, made = settings(optimizer), classes(optimizer) or [type(_probe(optimizer))]
     asks = any(getattr(kind, "hidden_groups", False) for kind in made)
     hidden = hidden_matrices(module, keywords.get("rest")) if asks else None
     groups = parameter_groups(module, decays=_decays(optimizer), hidden=hidden, own=own)
     shares = [group.pop("share", None) for group in groups]
-    try:
-        built = optimizer(groups)
-    except RuntimeError as error:
-        if not keywords.get("fused") or "fused" not in str(error):
-            raise
-        text = f"fused=True cannot run here, so the optimizer steps in a loop: {error}"
+    reason = _unfusable(groups) if getattr(optimizer, "keywords", {}).get("fused") else ""
+    if reason:
+        text = f"fused=True cannot run here, so the optimizer steps in a loop: {reason}"
         warnings.warn(text, SlowPathWarning, stacklevel=2)
-        built = optimizer(groups, fused=None)
+    built = optimizer(groups, **({"fused": None} if reason else {}))
     if own is not None:
         _scale_rates(built, groups, shares)
+    built.register_load_state_dict_pre_hook(functools.partial(_refuse_another, keywords))
     return built
+
+
+def _probe(factory: OptimizerFactory) -> Optimizer:
+    """Return an optimizer over nothing to speak of, of a factory that does not say what it makes."""
+    return factory([nn.Parameter(torch.zeros(1, 1))])
+
+
+def _unfusable(groups: Iterable[Mapping[str, Any]]) -> str:
+    """Return why one kernel cannot step all parameters; torch finds that out in the first step."""
+    devices = _get_fused_kernels_supported_devices()
+    for parameter in (p for group in groups for p in group["params"]):
+        if not parameter.is_floating_point() or parameter.device.type not in devices:
+            return f"a parameter is {parameter.dtype} on {parameter.device.type}"
+    return ""
+
+
+def _refuse_another(keywords: Mapping[str, Any], built: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Refuse the state of an optimizer with other groups or options, before it is half loaded.
+
+    Raises:
+        ConfigError: It is another's.
+    """
+    ours, theirs = built.param_groups, saved["param_groups"]
+    missing = [key for key in keywords if key in ours[0] and theirs and key not in theirs[0]]
+    if len(ours) == len(theirs) and not missing:
+        return
+    found = f"without {missing[0]!r}" if missing else f"with {len(theirs)} parameter groups"
+    raise ConfigError(
+        key="optimizer",
+        value=type(built).__name__,
+        allowed=f"the optimizer that the checkpoint was saved with: its state is one {found}"
+        + ("" if missing else f" and not {len(ours)}"),
+    )
 
 
 def _scale_rates(
@@ -141,6 +180,8 @@ def _decays(factory: OptimizerFactory) -> bool:
     if "weight_decay" in keywords:
         return bool(keywords["weight_decay"])
     signatures = [inspect.signature(kind).parameters for kind in classes(factory)]
+    if not signatures:
+        return bool(_probe(factory).param_groups[0].get("weight_decay"))
     return bool(next((s["weight_decay"].default for s in signatures if "weight_decay" in s), 0.0))
 
 
@@ -165,6 +206,25 @@ def classes(factory: Callable[..., Any]) -> list[type]:
     inner = [value for value in keywords.values() if isinstance(value, (functools.partial, type))]
     found = [kind] if isinstance(kind, type) else []
     return [*found, *(each for value in inner for each in classes(value))]
+
+
+def layout(kind: type | None) -> str:
+    """Return the name of the class whose layout an optimizer's state has; empty if it is not known.
+
+    Example:
+        >>> from torch.optim import AdamW
+        >>> layout(AdamW)
+        'torch.AdamW'
+    """
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}" if kind is not None else ""
+
+
+def kind_behind(factory: OptimizerFactory) -> type | None:
+    """Return the class that will do the work, None if the factory does not say."""
+    made = classes(factory)
+    if made and issubclass(made[0], PerParameter):
+        return made[1] if len(made) > 1 else torch.optim.AdamW
+    return made[0] if made else None
 
 
 def attach(
@@ -204,32 +264,37 @@ def _configure(
     keep: Callable[[], Any] | None,
 ) -> Any:
     own, schedules = _own(keep()) if keep is not None else (None, [])
-    if own is None:
-        built = build(module, optimizer)
-    else:
-        built = build(module, optimizer, _shares(own))
-        own.state.clear()
+    built = build(module, optimizer, _shares(own) if own is not None else None)
     if scheduler is not None:
         keywords: Mapping[str, Any] = getattr(scheduler, "keywords", {})
         filled: dict[str, Any] = {}
         if "total_steps" in keywords and keywords["total_steps"] is None:
             steps = module.trainer.estimated_stepping_batches
             filled["total_steps"] = int(steps) if 0 < steps < float("inf") else None
+        if own is not None:
+            Replaced(own, built)
         return [built], [{"scheduler": scheduler(built, **filled), "interval": "step"}]
-    return [built], [_kept(schedule, built) for schedule in schedules]
+    if own is None:
+        return [built], []
+    if not schedules and any("initial_lr" in group for group in own.param_groups):
+        text = f"a schedule that {type(module).__name__} steps itself does not reach {type(built).__name__}"
+        warnings.warn(text, ConflictWarning, stacklevel=2)
+    replaced = Replaced(own, built)
+    return [built], [_kept(schedule, built, replaced) for schedule in schedules]
 
 
 def _shares(own: Optimizer) -> list[dict[str, Any]]:
     """Return the groups of an optimizer that is replaced, with their shares of its learning rate."""
-    base = own.defaults.get("lr")
+    rates = [float(g.get("max_lr", g.get("initial_lr", g.get("lr", 0.0)))) for g in own.param_groups]
+    default = float(own.defaults.get("lr", 0.0))
+    base = default if default in rates else max(rates)
     groups: list[dict[str, Any]] = []
-    for group in own.param_groups:
-        kept = {key: group[key] for key in ("params", "weight_decay") if key in group}
-        rate = group.get("initial_lr", group.get("lr"))
-        if base and rate is not None and rate != base and "max_lr" not in group:
-            kept["share"] = float(rate) / float(base)
-        if not own.defaults.get("weight_decay"):
-            kept.pop("weight_decay", None)  # none anywhere: nothing was taken from these parameters alone
+    for group, rate in zip(own.param_groups, rates, strict=True):
+        kept = {"params": group["params"]}
+        if base and rate != base:
+            kept["share"] = rate / base
+        if own.defaults.get("weight_decay"):  # if none has a decay, it was not taken from these alone
+            kept["weight_decay"] = group.get("weight_decay")
         groups.append(kept)
     return groups
 
@@ -270,7 +335,7 @@ def _as_dict(schedule: Any) -> dict[str, Any]:
     return dict(schedule) if isinstance(schedule, Mapping) else {"scheduler": schedule}
 
 
-def _kept(schedule: dict[str, Any], built: Optimizer) -> dict[str, Any]:
+def _kept(schedule: dict[str, Any], built: Optimizer, replaced: Replaced) -> dict[str, Any]:
     on_plateau = schedule.get("reduce_on_plateau", isinstance(schedule["scheduler"], ReduceLROnPlateau))
-    kept = KeptSchedule(schedule["scheduler"], built)
+    kept = KeptSchedule(schedule["scheduler"], built, replaced)
     return schedule | {"scheduler": kept, "reduce_on_plateau": on_plateau}

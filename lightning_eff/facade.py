@@ -30,7 +30,16 @@ class FreesGradients(Protocol):
         ...
 
 
-class Joined(Optimizer):
+class Face(Optimizer):
+    """What stands for others has no state of its own that a copy could be made of."""
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        text = f"{type(self).__name__} cannot be copied or pickled: build another and load its state_dict()"
+        raise TypeError(text)
+
+
+class Joined(Face):
     """Several optimizers that step one after the other, each with its own parameters.
 
     Args:
@@ -39,10 +48,30 @@ class Joined(Optimizer):
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
+        self._complete = False
         super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._complete = True
         for part in self.parts:
             self.state.update(part.state)
             part.state = self.state
+
+    def place(self, group: dict[str, Any]) -> list[tuple[Optimizer, dict[str, Any]]]:
+        """Return which of the optimizers takes which part of a group that comes later."""
+        raise NotImplementedError
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if not self._complete:
+            super().add_param_group(param_group)
+            return
+        placed = self.place(param_group)
+        known = {parameter for group in self.param_groups for parameter in group["params"]}
+        if any(parameter in known for _, group in placed for parameter in group["params"]):
+            text = "some parameters appear in more than one parameter group"
+            raise ValueError(text)
+        for part, group in placed:
+            part.add_param_group(group)
+            self.param_groups.append(part.param_groups[-1])
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -53,14 +82,15 @@ class Joined(Optimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        order = {id(group): index for index, group in enumerate(self.param_groups)}
+        places = [[order[id(group)] for group in part.param_groups] for part in self.parts]
         super().load_state_dict(state_dict)
-        groups = iter(self.param_groups)
-        for part in self.parts:
-            part.param_groups = [next(groups) for _ in part.param_groups]
+        for part, indices in zip(self.parts, places, strict=True):
+            part.param_groups = [self.param_groups[index] for index in indices]
             part.state = self.state
 
 
-class PerParameter(Optimizer):
+class PerParameter(Face):
     """One optimizer for each parameter, so that each can step when its gradient is there.
 
     Args:
@@ -73,12 +103,13 @@ class PerParameter(Optimizer):
 
     def __init__(self, params: Iterable[Any], factory: OptimizerFactory) -> None:
         whole = factory(params)
-        if isinstance(whole, Joined):
+        if isinstance(whole, Face):
             raise ConfigError(
                 key="optimizer", value=type(whole).__name__, allowed="one that steps any parameter on its own"
             )
         self._factory = factory
-        self._name = type(whole).__name__
+        self.kind_behind = type(whole)
+        """The class that does the work, and whose layout the state has."""
         self._parts: dict[Tensor, Optimizer] = {}
         self._groups: dict[Tensor, dict[str, Any]] = {}
         super().__init__(whole.param_groups, whole.defaults)
@@ -111,7 +142,7 @@ class PerParameter(Optimizer):
         if parameter not in self.state and inner.keys() - {"params"} != options.keys():
             raise ConfigError(
                 key="optimizer",
-                value=self._name,
+                value=self.kind_behind.__name__,
                 allowed="one that keeps its state for each parameter; this one counts in its groups",
             )
         self.state[parameter] = state
@@ -154,3 +185,8 @@ def evaluate(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def is_matrix(parameter: Tensor) -> bool:
+    """Say whether a parameter is a real matrix, which Muon can orthogonalize."""
+    return parameter.dim() == 2 and not parameter.is_complex()

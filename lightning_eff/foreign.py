@@ -77,10 +77,16 @@ _NO_PAGES = Rule(
     remedies=("optimizer=adamw_8bit_bnb",),
     verdict=Verdict.WARNED,
 )
+_OTHER_RATE = Rule(
+    name="callbacks/optimizer_choice",
+    reason="it tries rates with callbacks off, and sets one of the module's that this optimizer ignores",
+    remedies=("remove it and sweep: -m optimizer.lr=1e-4,1e-3",),
+)
 _SCHEDULE_FREE = Facts(excludes=(_SECOND_SCHEDULE, *_SECOND_AVERAGE, _OLD_STATISTICS))
 
 RULES = {
     "lightning/BatchSizeFinder": Facts(excludes=(_SEARCH,)),
+    "lightning/LearningRateFinder": Facts(excludes=(_OTHER_RATE,)),
     "lightning/WeightAveraging": Facts(excludes=(_COPIES,)),
     "lightning/TransformerEnginePrecision": Facts(excludes=(_LATE_CONVERSION,)),
     "lightning/BitsandbytesPrecision": Facts(excludes=(_LATE_CONVERSION,)),

@@ -1,4 +1,4 @@
-"""A module's own learning-rate schedule for another optimizer than the one that it was made for.
+"""A module's own learning-rate schedules for another optimizer than the one that they were made for.
 
 A scheduler is bound to its optimizer: it holds lists by group, and other schedulers inside itself. So it
 stays with that optimizer, which never steps, and after each of its own steps the new optimizer's rates are
@@ -18,43 +18,81 @@ from typing_extensions import override
 MOMENTA = ("momentum", "betas")
 
 
-class KeptSchedule(LRScheduler):
-    """Follow a scheduler of another optimizer.
+class Replaced:
+    """An optimizer that no longer steps, and whose groups' rates another one's groups follow.
 
     Args:
-        kept: The scheduler, bound to the optimizer that is replaced.
+        own: The one that is replaced; it is left without parameters and state.
         optimizer: The one that trains. Each of its groups follows the group that had its first parameter.
     """
 
-    def __init__(self, kept: Any, optimizer: Optimizer) -> None:
-        self.kept = kept
-        self.optimizer = optimizer
-        self._own: Optimizer = kept.optimizer
-        # The scheduler would warn that its optimizer has not stepped, and it never will.
-        self._own._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # noqa: SLF001
-        group_of = {p: index for index, group in enumerate(self._own.param_groups) for p in group["params"]}
+    def __init__(self, own: Optimizer, optimizer: Optimizer) -> None:
+        self.groups: list[dict[str, Any]] = own.param_groups
+        self._optimizer = optimizer
+        group_of = {p: index for index, group in enumerate(self.groups) for p in group["params"]}
         self._followed = [group_of[group["params"][0]] for group in optimizer.param_groups]
-        self._bases = [group["lr"] for group in optimizer.param_groups]
-        self._starts = [group.get("initial_lr", group["lr"]) for group in self._own.param_groups]
-        for group in self._own.param_groups:
+        self._bases = [float(group["lr"]) for group in optimizer.param_groups]
+        self._starts = [float(group.get("initial_lr", group["lr"])) for group in self.groups]
+        for group in self.groups:
             group["params"] = []
-        self._follow()
+        own.state.clear()
+        # A scheduler would warn that its optimizer has not stepped, and it never will.
+        own._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # noqa: SLF001
+        close = getattr(own, "close", None)
+        if close is not None:
+            close()
 
-    def _follow(self) -> None:
-        for group, base, index in zip(self.optimizer.param_groups, self._bases, self._followed, strict=True):
-            own, start = self._own.param_groups[index], self._starts[index]
-            rate = own["lr"] if "max_lr" in own or not start else base * (own["lr"] / start)
+    def follow(self) -> None:
+        """Set the rates of the optimizer that trains."""
+        self._take_in_new_groups()
+        for group, base, index in zip(self._optimizer.param_groups, self._bases, self._followed, strict=True):
+            own = self.groups[index]
+            rate = float(own["lr"]) if self._sets_numbers(index) else base * self._share(index)
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(float(rate))  # a compiled step holds on to the tensor
+                group["lr"].fill_(rate)  # a compiled step holds on to the tensor
             else:
-                group["lr"] = float(rate)
+                group["lr"] = rate
             if "max_momentum" in own:
                 group |= {key: own[key] for key in MOMENTA if key in own and key in group}
 
+    def _sets_numbers(self, index: int) -> bool:
+        return "max_lr" in self.groups[index] or not self._starts[index]
+
+    def _share(self, index: int) -> float:
+        return float(self.groups[index]["lr"]) / self._starts[index]
+
+    def _take_in_new_groups(self) -> None:
+        """Let a group that was added later follow the first one, from the rate that it came with."""
+        for group in self._optimizer.param_groups[len(self._bases) :]:
+            share = 1.0 if self._sets_numbers(0) else self._share(0)
+            self._bases.append(float(group["lr"]) / share if share else float(group["lr"]))
+            self._followed.append(0)
+
+
+class KeptSchedule(LRScheduler):
+    """A scheduler of an optimizer that is replaced, for the one in its place.
+
+    Args:
+        kept: The scheduler; what is not said here it answers itself.
+        optimizer: The one that trains.
+        replaced: The one that the scheduler is bound to.
+    """
+
+    def __init__(self, kept: Any, optimizer: Optimizer, replaced: Replaced) -> None:
+        self.kept = kept
+        self.optimizer = optimizer
+        self._replaced = replaced
+        replaced.follow()
+
+    def __getattr__(self, name: str) -> Any:
+        if "kept" not in self.__dict__:  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.kept, name)
+
     @override
-    def step(self, *arguments: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self.kept.step(*arguments)
-        self._follow()
+    def step(self, *arguments: Any, **keywords: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.kept.step(*arguments, **keywords)
+        self._replaced.follow()
 
     @override
     def get_last_lr(self) -> list[Any]:
@@ -62,14 +100,15 @@ class KeptSchedule(LRScheduler):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._own.param_groups]
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._replaced.groups]
         return {"kept": self.kept.state_dict(), "groups": groups}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load its own state, or that of a run in which the schedule was not kept but in use."""
-        self.kept.load_state_dict(state_dict.get("kept", state_dict))
-        for group, saved in zip(self._own.param_groups, state_dict.get("groups", ()), strict=False):
-            group.update(saved)
-        if "groups" in state_dict:
-            self._follow()
+        saved = state_dict.get("kept", state_dict)
+        self.kept.load_state_dict(saved)
+        groups = state_dict.get("groups", [{"lr": rate} for rate in saved.get("_last_lr", ())])
+        for group, options in zip(self._replaced.groups, groups, strict=False):
+            group.update(options)
+        self._replaced.follow()

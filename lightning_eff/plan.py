@@ -9,6 +9,7 @@ yet is absent, so a rule about it speaks later.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,13 +77,24 @@ def check(objects: Iterable[object], run: Mapping[str, str]) -> list[Finding]:
         there |= dict.fromkeys(_provided(each), name_of(each))
     stated = [(name_of(each), each.facts()) for each in everything if isinstance(each, StatesFacts)]
     stated += [(title, RULES[name]) for name, title in there.items() if name in RULES]
-    findings: list[Finding] = []
+    findings = _twice(everything)
     for title, facts in stated:
         findings += [Finding(technique=title, rule=r, found="") for r in facts.needs if r.name not in there]
         findings += [
             Finding(technique=title, rule=r, found=there[r.name]) for r in facts.excludes if r.name in there
         ]
     return findings
+
+
+def _twice(objects: Iterable[object]) -> list[Finding]:
+    """Refuse two of a technique: what one has changed the other would change back."""
+    names = Counter(name_of(each) for each in objects if isinstance(each, Technique))
+    reason = "there are two of it, and each would undo what the other did"
+    return [
+        Finding(technique=name, rule=Rule(name=name, reason=reason, remedies=("remove one",)), found=name)
+        for name, count in names.items()
+        if count > 1
+    ]
 
 
 def _provided(each: object) -> list[str]:

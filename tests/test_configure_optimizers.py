@@ -86,3 +86,14 @@ def test_settings_and_classes_look_inside() -> None:
     assert classes(factory) == [InBackward, torch.optim.SGD]
     assert classes(functools.partial(InBackward, optimizer=torch.optim.SGD)) == [InBackward, torch.optim.SGD]
     assert classes(lambda groups: None) == []
+
+
+def test_where_no_group_uses_the_default_rate_shares_are_of_the_largest(net: Callable[..., Net]) -> None:
+    model = net()
+    groups: list[dict[str, Any]] = [
+        {"params": model.first.parameters(), "lr": 3e-5},
+        {"params": model.second.parameters(), "lr": 3e-4},
+    ]
+    model.configure_optimizers = lambda: torch.optim.AdamW(groups)
+    optimizer = fitted(model, functools.partial(torch.optim.SGD, lr=0.1))
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.1])

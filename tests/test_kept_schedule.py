@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import (
+    ConstantLR,
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
     ExponentialLR,
@@ -23,6 +25,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.errors import ConflictWarning
+from lightning_eff.kept_schedule import KeptSchedule
 from tests.conftest import Net, make_loader, make_trainer
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
@@ -111,10 +115,10 @@ def test_every_form_of_configure_optimizers_is_understood(shape: str) -> None:
     class Formed(Rates):
         def configure_optimizers(self) -> Any:
             optimizer = SGD(self.parameters(), lr=0.4)
+            if shape in ("optimizer", "list"):
+                return optimizer if shape == "optimizer" else [optimizer]
             schedule = {"scheduler": ExponentialLR(optimizer, 0.5), "interval": "step"}
             forms = {
-                "optimizer": optimizer,
-                "list": [optimizer],
                 "lists": ([optimizer], [schedule]),
                 "dicts": [{"optimizer": optimizer, "lr_scheduler": schedule}],
             }
@@ -142,3 +146,108 @@ def test_a_schedule_that_is_given_replaces_the_modules_own() -> None:
     callbacks = [OptimizerChoice(optimizer=CHOICE, scheduler=constant)]
     make_trainer(callbacks=callbacks, max_steps=12).fit(model, make_loader())
     assert set(model.rates) == {0.01}
+
+
+def test_a_rate_in_a_tensor_follows_too() -> None:
+    model = Rates(SCHEDULES["ExponentialLR"])
+    choice = OptimizerChoice(optimizer=functools.partial(AdamW, lr=torch.tensor(1.0), fused=True))
+    make_trainer(callbacks=[choice], max_steps=3).fit(model, make_loader())
+    assert float(choice._built.param_groups[0]["lr"]) == pytest.approx(0.9**3)
+
+
+def test_several_schedules_of_one_optimizer_act_together() -> None:
+    class Both(Rates):
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=0.4)
+            first = {"scheduler": ExponentialLR(optimizer, 0.5), "interval": "step"}
+            return [optimizer], [first, StepLR(optimizer, 1)]
+
+    own, chosen = Both(None), Both(None)
+    fit(own, choose=False, max_steps=-1, max_epochs=2)
+    fit(chosen, choose=True, max_steps=-1, max_epochs=2)
+    assert chosen.rates == pytest.approx([rate * 0.01 / 0.4 for rate in own.rates])
+
+
+def test_a_plain_runs_checkpoint_brings_the_rates_that_it_had_come_to(tmp_path: Path) -> None:
+    first = Rates(SCHEDULES["StepLR"])
+    trainer = fit(first, choose=False, max_steps=-1, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    saved = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    model = Rates(SCHEDULES["StepLR"])
+    callbacks = [OptimizerChoice(optimizer=CHOICE)]
+    trainer = make_trainer(callbacks=callbacks, max_steps=1)
+    trainer.fit(model, make_loader())
+    schedule: Any = trainer.lr_scheduler_configs[0].scheduler
+    schedule.load_state_dict(saved["lr_schedulers"][0])
+    share = saved["lr_schedulers"][0]["_last_lr"][0] / 0.4
+    assert share < 0.2
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * share)
+
+
+def test_a_group_that_comes_later_is_scheduled_with_the_first() -> None:
+    class Unfreezes(Rates):
+        def __init__(self) -> None:
+            super().__init__(SCHEDULES["StepLR"], interval="step")
+            self.backbone = self.first
+
+        def configure_optimizers(self) -> Any:
+            trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+            optimizer = SGD(trained, lr=0.4)
+            return [optimizer], [{"scheduler": StepLR(optimizer, 3), "interval": "step"}]
+
+    finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
+    model = Unfreezes()
+    before = model.first.weight.detach().clone()
+    callbacks = [OptimizerChoice(optimizer=CHOICE), finetuning]
+    trainer = make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=3)
+    trainer.fit(model, make_loader())
+    assert len(trainer.optimizers[0].param_groups) == 3
+    assert not torch.equal(before, model.first.weight.detach())
+
+
+def test_it_answers_as_the_scheduler_that_it_stands_for() -> None:
+    class Steps(Rates):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            scheduler.step()
+            assert scheduler.last_epoch == scheduler.kept.last_epoch > 0
+            assert scheduler.gamma == 0.9
+            assert scheduler.get_last_lr() == [self.trainer.optimizers[0].param_groups[0]["lr"]] * 2
+
+    fit(Steps(SCHEDULES["ExponentialLR"]), choose=True, max_steps=2)
+    with pytest.raises(AttributeError):
+        KeptSchedule.__new__(KeptSchedule).__getattr__("gamma")
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
+def test_keywords_of_a_step_reach_the_scheduler() -> None:
+    class Steps(Rates):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            scheduler.step(epoch=7)
+
+    model = Steps(SCHEDULES["LambdaLR"])
+    fit(model, choose=True, max_steps=2)
+    assert model.rates[1] == pytest.approx(0.01 / 8)
+
+
+def test_a_schedule_that_the_module_steps_itself_is_said_to_have_no_effect() -> None:
+    class Keeps(Rates):
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=0.4)
+            self.mine = ExponentialLR(optimizer, 0.5)
+            return optimizer
+
+    with pytest.warns(ConflictWarning, match="a schedule that Keeps steps itself does not reach AdamW"):
+        fit(Keeps(None), choose=True, max_steps=1)
+
+
+def test_shares_are_kept_beside_a_schedule_that_set_rates_and_is_replaced() -> None:
+    class Cycles(Rates):
+        def configure_optimizers(self) -> Any:
+            groups = [{"params": self.first.parameters(), "lr": 0.01}, {"params": self.second.parameters()}]
+            optimizer = SGD(groups, lr=0.1)
+            cycle = OneCycleLR(optimizer, [0.01, 0.1], total_steps=9, cycle_momentum=False)
+            return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+    choice = OptimizerChoice(optimizer=functools.partial(SGD, lr=1.0), scheduler=ConstantLR)
+    make_trainer(callbacks=[choice], max_steps=1).fit(Cycles(None), make_loader())
+    assert [group["initial_lr"] for group in choice._built.param_groups] == pytest.approx([0.1, 1.0])

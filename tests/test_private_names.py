@@ -32,6 +32,7 @@ USED_IN = {
     "_scaled_mm": "callbacks/gradient_checkpointing.py",
     "_ddp_kwargs": "plan.py",
     "_BatchNorm": "plan.py",
+    "_get_fused_kernels_supported_devices": "configure_optimizers.py",
     "_opt_called": "kept_schedule.py",
     "_shutdown_workers": "prefetch.py",
     "_iterator": "prefetch.py",

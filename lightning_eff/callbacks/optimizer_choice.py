@@ -20,19 +20,33 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff import plan
-from lightning_eff.configure_optimizers import SchedulerFactory, attach, classes, settings
+from lightning_eff.configure_optimizers import (
+    SchedulerFactory,
+    attach,
+    classes,
+    kind_behind,
+    layout,
+    settings,
+)
 from lightning_eff.errors import ConfigError
-from lightning_eff.facade import OptimizerFactory
+from lightning_eff.facade import OptimizerFactory, PerParameter
 from lightning_eff.facts import PACKAGE, SCHEDULE, Facts, Outcome, Technique
 from lightning_eff.measure.memory import state_bytes
 from lightning_eff.measure.tables import human_bytes
 
-READERS = ("on_train_batch_end", "on_train_batch_start", "on_before_zero_grad", "optimizer_zero_grad")
+READERS = (
+    "on_train_batch_end",
+    "on_train_batch_start",
+    "on_train_epoch_end",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+)
 """Hooks between a step and the moment at which Lightning frees the gradients."""
 
 
@@ -135,12 +149,35 @@ class OptimizerChoice(pl.Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._use_weights(train=False)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._use_weights(train=False)
+            self._pause(paused=True)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.training or trainer.validating:
+        if trainer.state.fn == TrainerFn.FITTING:
             self._use_weights(train=not trainer.sanity_checking)
+            self._pause(paused=False)
+
+    def _pause(self, *, paused: bool) -> None:
+        """Let an optimizer that steps in the backward pass leave those of a validation alone."""
+        pause = getattr(self._built, "pause", None)
+        if pause is not None:
+            pause(paused=paused)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        built = self._built
+        kind = built.kind_behind if isinstance(built, PerParameter) else type(built)
+        return {} if built is None else {"optimizer": layout(kind)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another optimizer, before anything of it is used."""
+        saved, ours = state_dict.get("optimizer", ""), layout(kind_behind(self.optimizer))
+        if saved and ours and saved != ours:
+            allowed = f"{saved}, with which the checkpoint was saved: another's state is of no use"
+            raise ConfigError(key="optimizer", value=ours, allowed=allowed)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -197,7 +234,7 @@ class OptimizerChoice(pl.Callback):
             close()
         while self._patched:
             owner, name, before = self._patched.pop()
-            delattr(owner, name)
+            owner.__dict__.pop(name, None)
             if before is not None:
                 setattr(owner, name, before)
 
@@ -241,10 +278,10 @@ def _averages(optimizer: Optimizer | None) -> bool:
 def _reader(trainer: pl.Trainer, module: pl.LightningModule) -> str:
     """Return who may look at the gradients between a step and the next: a hook that is not Lightning's."""
     callbacks: Sequence[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    packages = (PACKAGE, "lightning")
-    foreign = [c for c in callbacks if type(c).__module__.partition(".")[0] not in packages]
-    for each, base in [(module, pl.LightningModule), *((c, pl.Callback) for c in foreign)]:
+    for each, base in [(module, pl.LightningModule), *((c, pl.Callback) for c in callbacks)]:
+        known = type(each).__module__.partition(".")[0] in (PACKAGE, "lightning")
         for hook in READERS:
-            if getattr(type(each), hook, None) is not getattr(base, hook, None):
+            overridden = getattr(type(each), hook, None) is not getattr(base, hook, None)
+            if hook in vars(each) or (overridden and not known):
                 return f"{type(each).__name__}.{hook}"
     return ""

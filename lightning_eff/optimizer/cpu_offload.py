@@ -1,13 +1,13 @@
 """Keep the optimizer's state in the host's memory and step there.
 
-Each parameter has a copy on the host with an optimizer of its own. In a step the gradients come over, one
-after the other on a side stream, each is stepped on as it arrives, and the new values go back while the
-next one is worked on. The device keeps parameters and gradients alone. Schedulers, clipping, accumulation
+Each parameter has a copy on the host with an optimizer of its own. In a step values and gradients come over,
+one after the other on a side stream, each is stepped on as it arrives, and the new values go back while
+the next one is worked on. The device keeps parameters and gradients alone. Schedulers, clipping, accumulation
 and checkpoints see one optimizer; its state stays on the host when a checkpoint is loaded, and a checkpoint
 has the layout of the optimizer that does the work.
 
-Costs: two copies of the parameters' size over the bus a step, and a step at the CPU's speed; host memory for
-    parameters, gradients and state, pinned.
+Costs: three copies of the parameters' size over the bus a step, and a step at the CPU's speed; pinned host
+    memory for parameters, gradients and state.
 Conflicts: a model on the CPU, warned: its state is there already. Sharding strategies, refused: they move
     state themselves.
 Source: Ren et al. 2021, https://arxiv.org/abs/2101.06840
@@ -77,7 +77,6 @@ class CpuOffload(PerParameter):
     ) -> None:
         self.pin_memory = pin_memory
         self._copies: dict[Tensor, Tensor] = {}
-        self._versions: dict[Tensor, int] = {}
         self._warned = False
         super().__init__(params, owned(optimizer or ADAMW, lr=lr, weight_decay=weight_decay))
 
@@ -96,17 +95,8 @@ class CpuOffload(PerParameter):
     def stand_in(self, parameter: Tensor) -> Tensor:
         if parameter not in self._copies:
             pinned = self.pin_memory and parameter.is_cuda
-            copy = torch.empty_like(parameter, device=HOST, pin_memory=pinned)
-            self._copies[parameter] = copy
-            self._refresh(parameter)
+            self._copies[parameter] = torch.empty_like(parameter, device=HOST, pin_memory=pinned)
         return self._copies[parameter]
-
-    def _refresh(self, parameter: Tensor) -> None:
-        """Take over what was written to a parameter by someone else, a checkpoint for example."""
-        version = parameter._version  # noqa: SLF001 - the only way to see it
-        if self._versions.get(parameter) != version:
-            self._copies[parameter].copy_(parameter.detach())
-            self._versions[parameter] = version
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -126,7 +116,6 @@ class CpuOffload(PerParameter):
                 arrived.synchronize()
             self.step_one(parameter)
             parameter.copy_(self._copies[parameter], non_blocking=True)
-            self._versions[parameter] = parameter._version  # noqa: SLF001
         if arriving and not self._warned and all(p.device == HOST for p, _ in arriving):
             self._warned = True
             text = "CpuOffload does nothing here: the optimizer's state is on the CPU already"
@@ -134,18 +123,25 @@ class CpuOffload(PerParameter):
         return loss
 
     def _fetch(self, parameter: Tensor) -> torch.Event | None:
-        """Begin to copy a gradient to the host; return what tells that it is there, None when it is."""
+        """Begin to copy value and gradient to the host; return what tells that they are there.
+
+        The value too: others may have written to the parameter, in ways that leave no trace.
+        """
         copy, gradient = self._copies[parameter], parameter.grad
-        assert gradient is not None  # noqa: S101 - the caller looked
-        self._refresh(parameter)
-        if copy.grad is None:
+        if gradient is None or gradient.layout != torch.strided:
+            copy.copy_(parameter.detach())
+            copy.grad = None if gradient is None else gradient.to(HOST)
+            return None
+        if copy.grad is None or copy.grad.layout != torch.strided:
             copy.grad = torch.empty_like(copy, pin_memory=copy.is_pinned())
         if not parameter.is_cuda:
+            copy.copy_(parameter.detach())
             copy.grad.copy_(gradient)
             return None
         side = self._stream(parameter.device)
         side.wait_stream(torch.cuda.current_stream(parameter.device))
         with torch.cuda.stream(side):
+            copy.copy_(parameter.detach(), non_blocking=True)
             copy.grad.copy_(gradient, non_blocking=True)
             return side.record_event()
 

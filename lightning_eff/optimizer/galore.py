@@ -84,6 +84,11 @@ class GaLore(pytorch_optimizer.GaLore):
         return Facts(excludes=(adapters, *FLATTENED))
 
     @override
+    def __getstate__(self) -> dict[str, Any]:
+        text = "GaLore cannot be copied or pickled: build another and load its state_dict()"
+        raise TypeError(text)
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         saved = super().state_dict()
         saved["state"] = {index: _plain(state) for index, state in saved["state"].items()}

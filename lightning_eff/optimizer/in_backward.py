@@ -72,6 +72,8 @@ class InBackward(PerParameter):
         self._gradient_hooks: OrderedDict[int, Callable[[Tensor, Tensor], None]] = OrderedDict()
         self._handles: list[RemovableHandle] = []
         self._freed_bytes = 0
+        self._used: set[Tensor] = set()
+        self._paused = False
         super().__init__(params, owned(optimizer or ADAMW, lr=lr, weight_decay=weight_decay))
         # Not __del__: Lightning wraps an optimizer in an object of a derived class, which dies before it.
         weakref.finalize(self, _remove, self._handles)
@@ -101,7 +103,8 @@ class InBackward(PerParameter):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         mine: weakref.ref[InBackward] = weakref.ref(self)
-        for parameter in self.param_groups[-1]["params"]:
+        # What is frozen now and trained later is used by `step`, in which its gradient is still there.
+        for parameter in [p for p in self.param_groups[-1]["params"] if p.requires_grad]:
             hook = functools.partial(_use, mine)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -114,24 +117,37 @@ class InBackward(PerParameter):
     def use(self, parameter: Tensor) -> None:
         """Step one parameter with the gradient that it has, and free it."""
         gradient = parameter.grad
-        if gradient is None:
+        if gradient is None or self._paused:
             return
+        if parameter in self._used:
+            text = (
+                "a parameter has a second gradient before step() was called: from another backward pass, or"
+                " from a layer that is used twice under reentrant checkpointing (use_reentrant=False works)"
+            )
+            raise RuntimeError(text)
+        self._used.add(parameter)
         for hook in list(self._gradient_hooks.values()):
             hook(parameter, gradient)
         if self.max_parameter_norm is not None:
             torch.nn.utils.clip_grad_norm_([parameter], self.max_parameter_norm)
-        self._freed_bytes += gradient.nbytes
+        self._freed_bytes += gradient.numel() * gradient.element_size()
         self.step_one(parameter)
         parameter.grad = None
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the closure, whose backward pass steps; a gradient that is there already is used too."""
-        self._freed_bytes = 0
+        if closure is not None:
+            self._freed_bytes = 0
         loss = evaluate(closure)
-        for parameter in self.parameters():
+        for parameter in [p for p in self.parameters() if p not in self._used]:
             self.use(parameter)
+        self._used.clear()
         return loss
+
+    def pause(self, *, paused: bool = True) -> None:
+        """Leave gradients alone, for a backward pass that is not one of the training's."""
+        self._paused = paused
 
     def close(self) -> None:
         """Take the hooks off: a later backward pass leaves its gradients alone."""

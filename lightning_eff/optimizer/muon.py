@@ -14,13 +14,17 @@ Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; scaling a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_eff.errors import ConfigError
-from lightning_eff.facade import Joined
+from lightning_eff.facade import Joined, is_matrix
 from lightning_eff.facts import FLATTENED, Facts, Outcome
 
 
@@ -78,10 +82,18 @@ class Muon(Joined):
             **shared,
         )
         first, second = betas
-        parts: list[torch.optim.Optimizer] = [muon]
-        if others:
-            parts.append(torch.optim.AdamW(others, betas=(first, second), fused=fused, **shared))
-        super().__init__(parts)
+        self._rest = functools.partial(torch.optim.AdamW, betas=(first, second), fused=fused, **shared)
+        super().__init__([muon, self._rest(others)] if others else [muon])
+
+    @override
+    def place(self, group: dict[str, Any]) -> list[tuple[Optimizer, dict[str, Any]]]:
+        hidden, others = split([group])
+        if others and len(self.parts) == 1:
+            adamw = self._rest([torch.zeros(0)])  # without parameters of its own until the group is added
+            adamw.param_groups.clear()
+            adamw.state = self.state
+            self.parts.append(adamw)
+        return [(self.parts[0], each) for each in hidden] + [(self.parts[-1], each) for each in others]
 
     @staticmethod
     def facts() -> Facts:
@@ -99,7 +111,7 @@ def split(params: Iterable[Any]) -> tuple[list[dict[str, Any]], list[dict[str, A
     """Return groups of hidden matrices and groups of the rest.
 
     Args:
-        params: Parameters or groups, as an optimizer takes them.
+        params: Parameters, named or not, or groups, as an optimizer takes them.
     """
     given = list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
@@ -108,8 +120,10 @@ def split(params: Iterable[Any]) -> tuple[list[dict[str, Any]], list[dict[str, A
     for group in groups:
         options = {key: value for key, value in group.items() if key not in ("params", "hidden")}
         told = group.get("hidden")
+        listed: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        parameters: list[Tensor] = [each[1] if isinstance(each, tuple) else each for each in listed]
         for target, chosen in ((hidden, True), (rest, False)):
-            members = [p for p in group["params"] if (told if told is not None else p.dim() == 2) is chosen]
+            members = [p for p in parameters if (is_matrix(p) and told is not False) is chosen]
             if members:
                 target.append({"params": members, **options})
     return hidden, rest

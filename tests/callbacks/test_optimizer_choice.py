@@ -16,7 +16,10 @@ import torch.nn.functional as F
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.configure_optimizers import attach, build, parameter_groups
-from lightning_eff.errors import ConfigError, SlowPathWarning
+from lightning_eff.errors import ConfigError, ConflictError, SlowPathWarning
+from lightning_eff.optimizer.galore import GaLore
+from lightning_eff.optimizer.in_backward import InBackward
+from lightning_eff.optimizer.muon import Muon
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
 from tests.conftest import Net, make_loader, make_trainer
 
@@ -48,21 +51,16 @@ def test_without_decay_there_is_one_group(net: Callable[..., Net]) -> None:
     assert len(build(net(), functools.partial(torch.optim.SGD, lr=0.1)).param_groups) == 1
 
 
-class NeverFused(torch.optim.AdamW):
-    """Refuses as AdamW does for parameters on a device without a fused kernel."""
-
-    def __init__(self, params: Any, **keywords: Any) -> None:
-        if keywords.get("fused"):
-            msg = "`fused=True` requires all the params to be floating point Tensors of supported devices"
-            raise RuntimeError(msg)
-        super().__init__(params, **keywords)
-
-
 def test_fused_falls_back_with_a_warning_where_it_cannot_run(net: Callable[..., Net]) -> None:
-    with pytest.warns(SlowPathWarning, match="fused=True cannot run here"):
-        optimizer = build(net(), functools.partial(NeverFused, lr=0.01, weight_decay=0.5, fused=True))
+    model = net()
+    model.phase = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.warns(
+        SlowPathWarning, match=r"fused=True cannot run here.* a parameter is torch.complex64 on cpu"
+    ):
+        optimizer = build(model, ADAMW)
     assert optimizer.defaults["fused"] is None
-    assert len(optimizer.param_groups) == 2
+    (model(torch.ones(1, 8)).sum() + model.phase.abs().sum()).backward()
+    optimizer.step()
 
 
 def test_another_error_of_the_optimizer_is_not_swallowed(net: Callable[..., Net]) -> None:
@@ -238,3 +236,163 @@ def test_quantized_state_is_loaded_by_a_reader_that_is_left_as_it_was(net: Calla
     trainer = make_trainer(callbacks=[OptimizerChoice(optimizer=ADAMW)], max_steps=1)
     trainer.fit(net(), make_loader())
     assert "load_checkpoint" not in trainer.strategy.checkpoint_io.__dict__
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_a_validation_of_its_own_changes_no_weight(
+    net: Callable[..., Net], tmp_path: Path, load: bool
+) -> None:
+    model = net()
+    choice = OptimizerChoice(optimizer=functools.partial(schedulefree.AdamWScheduleFree, lr=0.1))
+    trainer = make_trainer(callbacks=[choice], max_steps=5)
+    trainer.fit(model, make_loader(), make_loader(8))
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    before = model.first.weight.detach().clone()
+    trainer.validate(model, make_loader(8), verbose=False, ckpt_path=tmp_path / "end.ckpt" if load else None)
+    assert torch.equal(model.first.weight.detach(), before)
+
+
+def test_a_layer_that_is_trained_later_is_trained_as_by_the_modules_own_optimizer() -> None:
+    class Later(Net):
+        def on_train_epoch_start(self) -> None:
+            self.first.requires_grad_(self.current_epoch >= 1)
+
+    results = []
+    for callbacks in (
+        [],
+        [OptimizerChoice(optimizer=functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9))],
+    ):
+        torch.manual_seed(1)
+        model = Later(dropout=0.0)
+        model.first.requires_grad_(False)
+        make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=2).fit(model, make_loader())
+        results.append(model.first.weight.detach())
+    assert torch.equal(*results)
+
+
+def test_two_of_it_are_refused_before_anything_is_changed(net: Callable[..., Net]) -> None:
+    model = net()
+    before = {*model.__dict__, "_hparams"}
+    with pytest.raises(ConflictError, match="there are two of it"):
+        make_trainer(callbacks=[OptimizerChoice(optimizer=ADAMW), Mine(optimizer=ADAMW)]).fit(
+            model, make_loader()
+        )
+    assert {*model.__dict__, "_hparams"} <= before | {"_trainer"}
+
+
+class Mine(OptimizerChoice):
+    """Has a key of its own in checkpoints, so that Lightning lets two in."""
+
+    @property
+    def state_key(self) -> str:
+        return "mine"
+
+
+Mine.__module__ = OptimizerChoice.__module__
+
+
+@pytest.mark.parametrize("how", ["lambda", "epoch end"])
+def test_more_readers_are_known(net: Callable[..., Net], how: str) -> None:
+    seen: list[bool] = []
+
+    class AtTheEnd(Net):
+        def on_train_epoch_end(self) -> None:
+            seen.append(self.first.weight.grad is not None)
+
+    def look(trainer: Any, module: Any, *_: Any) -> None:
+        seen.append(module.first.weight.grad is not None)
+
+    callbacks: list[Any] = [OptimizerChoice(optimizer=ADAMW)]
+    model = AtTheEnd() if how == "epoch end" else net()
+    if how == "lambda":
+        callbacks.append(pl.callbacks.LambdaCallback(on_train_batch_end=look))
+    make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=1).fit(model, make_loader())
+    assert seen
+    assert all(seen)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_the_checkpoint_of_another_optimizer_is_refused_by_name(
+    net: Callable[..., Net], tmp_path: Path
+) -> None:
+    trainer = make_trainer(callbacks=[OptimizerChoice(optimizer=ADAMW)], max_steps=2)
+    trainer.fit(net(), make_loader())
+    trainer.save_checkpoint(tmp_path / "adamw.ckpt")
+    for kind in (Muon, GaLore, torch.optim.SGD):
+        other = OptimizerChoice(optimizer=functools.partial(kind, lr=0.1))
+        with pytest.raises(ConfigError, match=r"expected torch.AdamW, with which the checkpoint was saved"):
+            make_trainer(callbacks=[other], max_steps=4).fit(
+                net(), make_loader(), ckpt_path=tmp_path / "adamw.ckpt"
+            )
+    for kind in (torch.optim.AdamW, InBackward):
+        same = OptimizerChoice(optimizer=functools.partial(kind, lr=0.1, weight_decay=0.5))
+        make_trainer(callbacks=[same], max_steps=4).fit(
+            net(), make_loader(), ckpt_path=tmp_path / "adamw.ckpt"
+        )
+
+
+def test_a_plain_runs_checkpoint_with_other_groups_or_options_is_refused(
+    net: Callable[..., Net], tmp_path: Path
+) -> None:
+    trainer = make_trainer(max_steps=2)
+    trainer.fit(net(), make_loader())
+    trainer.save_checkpoint(tmp_path / "sgd.ckpt")
+    for factory, words in (
+        (ADAMW, "without 'fused'|with 1 parameter groups"),
+        (functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.1), "with 1 parameter groups and not 2"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make_trainer(callbacks=[OptimizerChoice(optimizer=factory)], max_steps=4).fit(
+                net(), make_loader(), ckpt_path=tmp_path / "sgd.ckpt"
+            )
+
+
+def unsaid_adamw(groups: Any) -> torch.optim.Optimizer:
+    return ADAMW(groups)
+
+
+def unsaid_muon(groups: Any) -> torch.optim.Optimizer:
+    return Muon(groups)
+
+
+def test_a_factory_that_does_not_say_what_it_makes_is_tried(net: Callable[..., Net]) -> None:
+    said = build(net(), ADAMW)
+    unsaid = build(net(), unsaid_adamw)
+    shapes = [[(len(g["params"]), g["weight_decay"]) for g in o.param_groups] for o in (said, unsaid)]
+    assert shapes[0] == shapes[1]
+    table = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4, bias=False))
+    muon: Any = build(table, unsaid_muon)
+    assert muon.outcome().numbers == {"hidden": 1, "rest": 1}
+
+
+def test_a_rate_finder_is_refused_because_its_rate_would_be_ignored(net: Callable[..., Net]) -> None:
+    model = net()
+    finder = pl.callbacks.LearningRateFinder()
+    with pytest.raises(ConflictError, match="LearningRateFinder with callbacks/optimizer_choice"):
+        make_trainer(callbacks=[OptimizerChoice(optimizer=ADAMW), finder]).fit(model, make_loader())
+
+
+def test_a_modules_own_optimizer_in_the_backward_pass_steps_no_more(net: Callable[..., Net]) -> None:
+    model = net()
+    model.configure_optimizers = lambda: InBackward(model.parameters(), lr=0.1)
+    before = model.first.weight.detach().clone()
+    choice = OptimizerChoice(optimizer=functools.partial(torch.optim.SGD, lr=0.0))
+    make_trainer(callbacks=[choice], max_steps=2).fit(model, make_loader())
+    assert torch.equal(model.first.weight.detach(), before)
+
+
+def test_a_backward_pass_in_a_validation_is_not_a_step(net: Callable[..., Net]) -> None:
+    class Probes(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            with torch.enable_grad():
+                self(batch[0]).sum().backward()
+
+    results = []
+    for kind in (torch.optim.SGD, functools.partial(InBackward, optimizer=torch.optim.SGD)):
+        torch.manual_seed(1)
+        model = Probes(dropout=0.0)
+        choice = OptimizerChoice(optimizer=functools.partial(kind, lr=0.1, weight_decay=0.0))
+        trainer = make_trainer(callbacks=[choice], max_steps=10, inference_mode=False, num_sanity_val_steps=0)
+        trainer.fit(model, make_loader(), make_loader(8))
+        results.append(model.first.weight.detach())
+    assert torch.equal(*results)

@@ -75,10 +75,14 @@ def test_a_checkpoint_is_the_plain_optimizers_and_is_loaded_to_the_host_for_the_
     assert float(other.state[layer.weight]["step"]) == 3.0
 
 
-def test_what_others_write_to_a_parameter_is_where_the_next_step_begins() -> None:
+@pytest.mark.parametrize("leaves_a_trace", [True, False])
+def test_what_others_write_to_a_parameter_is_where_the_next_step_begins(leaves_a_trace: bool) -> None:
     layer, optimizer = stepped()
-    with torch.no_grad():
-        layer.weight.fill_(5.0)
+    if leaves_a_trace:
+        with torch.no_grad():
+            layer.weight.fill_(5.0)
+    else:
+        layer.weight.data.fill_(5.0)
     layer.weight.grad = torch.zeros(4, 4)
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 
+import pytest
 import torch
 from torch import nn
 
@@ -54,3 +56,8 @@ def test_a_checkpoint_holds_tensors_and_plain_values_and_the_subspace_comes_back
         second.zero_grad()
     for one, other in zip(whole.parameters(), part.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_copy_is_refused_where_it_is_made() -> None:
+    with pytest.raises(TypeError, match="GaLore cannot be copied or pickled: build another"):
+        copy.deepcopy(build(make(), FACTORY))

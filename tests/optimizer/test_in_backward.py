@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 from collections.abc import Callable
@@ -240,3 +241,69 @@ def test_a_joined_optimizer_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="one that steps any parameter on its own"):
         InBackward(nn.Linear(2, 2).parameters(), optimizer=Muon)
+
+
+def test_a_wrapper_in_a_wrapper_is_refused() -> None:
+    from lightning_eff.optimizer.cpu_offload import CpuOffload
+
+    with pytest.raises(ConfigError, match="one that steps any parameter on its own"):
+        CpuOffload(nn.Linear(2, 2).parameters(), optimizer=InBackward)
+
+
+def test_a_second_gradient_before_the_step_is_an_error_and_not_a_second_step() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    layer = nn.Linear(8, 8)
+    optimizer = InBackward(layer.parameters(), lr=0.1)
+    x = torch.ones(2, 8, requires_grad=True)
+    shared = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False works"):
+        shared.sum().backward()
+    del optimizer
+
+
+def test_frozen_parameters_may_be_trained_later() -> None:
+    layer = nn.Linear(2, 2)
+    layer.bias.requires_grad_(False)
+    optimizer = InBackward(layer.parameters(), lr=0.1, weight_decay=0.0, optimizer=torch.optim.SGD)
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    layer.bias.requires_grad_(True)
+    before = layer.bias.detach().clone()
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(before - layer.bias.detach(), torch.full((2,), 0.1))
+    assert layer.bias.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:CpuOffload does nothing here")
+def test_sparse_gradients_are_used() -> None:
+    from lightning_eff.optimizer.cpu_offload import CpuOffload
+
+    results = []
+    for kind in (
+        torch.optim.SGD,
+        *(functools.partial(k, optimizer=torch.optim.SGD) for k in (InBackward, CpuOffload)),
+    ):
+        torch.manual_seed(0)
+        table = nn.Embedding(4, 2, sparse=True)
+        optimizer = kind(table.parameters(), lr=0.1, weight_decay=0.0)
+        for _ in range(2):
+            table(torch.tensor([1, 3])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(table.weight.detach())
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_pause_leaves_gradients_alone() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = InBackward(layer.parameters(), lr=0.1)
+    optimizer.pause()
+    before = layer.weight.detach().clone()
+    layer(torch.ones(1, 2)).sum().backward()
+    assert layer.weight.grad is not None
+    assert torch.equal(before, layer.weight.detach())
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(optimizer)

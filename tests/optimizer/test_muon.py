@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -84,3 +85,52 @@ def test_a_bare_list_of_parameters_is_split_by_dimension() -> None:
 def test_without_a_hidden_matrix_it_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a model with hidden matrices[\s\S]*optimizer=adamw"):
         build(nn.Embedding(3, 2), functools.partial(Muon, lr=0.1))
+
+
+def test_a_position_table_is_neither_a_vocabulary_nor_a_hidden_matrix() -> None:
+    model = nn.ModuleDict(
+        {"tokens": nn.Embedding(50, 8), "positions": nn.Embedding(8, 8), "mix": nn.Linear(8, 8)}
+    )
+    assert names(model, hidden_matrices(model)) == {"mix.weight"}
+    model.offsets = nn.Parameter(torch.zeros(8, 8))
+    assert names(model, hidden_matrices(model)) == {"mix.weight"}
+    attention = nn.MultiheadAttention(4, 2)
+    assert names(attention, hidden_matrices(attention)) == {"in_proj_weight", "out_proj.weight"}
+
+
+@pytest.mark.parametrize("start", ["both", "hidden alone"])
+def test_a_group_that_comes_later_is_trained_and_comes_back(start: str) -> None:
+    torch.manual_seed(0)
+    first, later = nn.Linear(4, 4, bias=start == "both"), nn.Linear(4, 4)
+
+    def make() -> Muon:
+        optimizer = Muon(first.parameters(), lr=0.1)
+        optimizer.add_param_group({"params": list(later.parameters()), "lr": 0.05})
+        return optimizer
+
+    optimizer = make()
+    before = [parameter.detach().clone() for parameter in later.parameters()]
+    later(first(torch.ones(1, 4))).square().sum().backward()
+    optimizer.step()
+    assert all(not torch.equal(old, new) for old, new in zip(before, later.parameters(), strict=True))
+    assert [group["lr"] for group in optimizer.param_groups][-2:] == [0.05, 0.05]
+    again = make()
+    again.load_state_dict(optimizer.state_dict())
+    assert set(again.state) == set(optimizer.state)
+    for parameter, state in optimizer.state.items():
+        assert again.state[parameter].keys() == state.keys()
+    again.step()
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [later.weight]})
+
+
+def test_named_and_complex_parameters_are_taken() -> None:
+    layer = nn.Linear(2, 2)
+    layer.phase = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+    hidden, rest = split(layer.named_parameters())
+    assert [len(group["params"]) for group in (*hidden, *rest)] == [1, 2]
+
+
+def test_a_copy_is_refused_where_it_is_made() -> None:
+    with pytest.raises(TypeError, match="Muon cannot be copied or pickled: build another"):
+        copy.deepcopy(Muon(nn.Linear(2, 2).parameters()))
