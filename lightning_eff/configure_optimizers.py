@@ -12,12 +12,11 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._foreach_utils import (
@@ -25,83 +24,12 @@ from torch.utils._foreach_utils import (
 )
 
 from lightning_eff.errors import ConfigError, ConflictWarning, SlowPathWarning
-from lightning_eff.facade import OptimizerFactory, PerParameter, is_matrix
+from lightning_eff.facade import OptimizerFactory
+from lightning_eff.factories import classes, settings
 from lightning_eff.kept_schedule import KeptSchedule, Replaced
+from lightning_eff.parameter_groups import hidden_matrices, parameter_groups
 
 SchedulerFactory = Callable[..., LRScheduler]
-EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-
-
-def parameter_groups(
-    module: nn.Module,
-    *,
-    decays: bool,
-    hidden: set[Tensor] | None = None,
-    own: Sequence[Mapping[str, Any]] | None = None,
-) -> list[dict[str, Any]]:
-    """Split the trainable parameters into matrices and the rest, which gets no weight decay.
-
-    Args:
-        module: Its trainable parameters are taken, each once.
-        decays: Whether there is a weight decay to keep from the rest.
-        hidden: Parameters to tell from the others, by a key of that name.
-        own: Groups that the module's own optimizer had: each is split for itself, a parameter that is in none
-            is left out, and one that is frozen stays in. Their key `share`, if any, is kept.
-
-    Raises:
-        ConfigError: Nothing is trainable.
-
-    Example:
-        >>> [len(group["params"]) for group in parameter_groups(nn.Linear(2, 2), decays=True)]
-        [1, 1]
-    """
-    candidates = own if own is not None else [{"params": list(module.parameters())}]
-    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for index, candidate in enumerate(candidates):
-        for parameter in candidate["params"]:
-            if own is None and not parameter.requires_grad:
-                continue
-            decayed = not decays or (parameter.dim() >= 2 and candidate.get("weight_decay") != 0.0)
-            options: dict[str, Any] = {} if decayed else {"weight_decay": 0.0}
-            options |= {"hidden": parameter in hidden} if hidden is not None else {}
-            options |= {"share": candidate["share"]} if "share" in candidate else {}
-            key = (index, *options.items())
-            groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
-    if not any(parameter.requires_grad for group in groups.values() for parameter in group["params"]):
-        raise ConfigError(
-            key="model", value=type(module).__name__, allowed="a module with a trainable parameter"
-        )
-    order = sorted(groups, key=lambda key: (key[0], "weight_decay" in groups[key]))
-    return [groups[key] for key in order]
-
-
-def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set[Tensor]:
-    """Return the matrices between hidden layers: neither embeddings nor the output layer's.
-
-    A matrix is a parameter called `weight` or `..._weight`. The output layer is every linear layer as wide as
-    the largest embedding has entries; without an embedding it must be named.
-
-    Args:
-        module: Whose parameters are looked at.
-        rest: Patterns of names of parameters that are not hidden either, a classifier's for example.
-
-    Example:
-        >>> layers = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
-        >>> len(hidden_matrices(layers)), hidden_matrices(layers, ["2.*"]) == {layers[0].weight}
-        (2, True)
-    """
-    tables = [part for part in module.modules() if isinstance(part, EMBEDDINGS)]
-    vocabulary = max((table.num_embeddings for table in tables), default=0)
-    heads = [m for m in module.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
-    others: set[Tensor] = {layer.weight for layer in [*tables, *heads]}
-    return {
-        parameter
-        for name, parameter in module.named_parameters()
-        if is_matrix(parameter)
-        and "weight" in name.rpartition(".")[2]
-        and parameter not in others
-        and not any(fnmatchcase(name, pattern) for pattern in rest or ())
-    }
 
 
 def build(
@@ -183,48 +111,6 @@ def _decays(factory: OptimizerFactory) -> bool:
     if not signatures:
         return bool(_probe(factory).param_groups[0].get("weight_decay"))
     return bool(next((s["weight_decay"].default for s in signatures if "weight_decay" in s), 0.0))
-
-
-def settings(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return the keywords that a factory was given, those of a factory among them included.
-
-    Example:
-        >>> from torch.optim import SGD
-        >>> settings(functools.partial(SGD, lr=0.1, momentum=0.9))["momentum"]
-        0.9
-    """
-    keywords: dict[str, Any] = dict(getattr(factory, "keywords", {}))
-    for inner in [value for value in keywords.values() if isinstance(value, functools.partial)]:
-        keywords = settings(inner) | keywords
-    return keywords
-
-
-def classes(factory: Callable[..., Any]) -> list[type]:
-    """Return the classes that a factory makes, the outermost first."""
-    kind = getattr(factory, "func", factory)
-    keywords: Mapping[str, Any] = getattr(factory, "keywords", {})
-    inner = [value for value in keywords.values() if isinstance(value, (functools.partial, type))]
-    found = [kind] if isinstance(kind, type) else []
-    return [*found, *(each for value in inner for each in classes(value))]
-
-
-def layout(kind: type | None) -> str:
-    """Return the name of the class whose layout an optimizer's state has; empty if it is not known.
-
-    Example:
-        >>> from torch.optim import AdamW
-        >>> layout(AdamW)
-        'torch.AdamW'
-    """
-    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}" if kind is not None else ""
-
-
-def kind_behind(factory: OptimizerFactory) -> type | None:
-    """Return the class that will do the work, None if the factory does not say."""
-    made = classes(factory)
-    if made and issubclass(made[0], PerParameter):
-        return made[1] if len(made) > 1 else torch.optim.AdamW
-    return made[0] if made else None
 
 
 def attach(

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.configure_optimizers import build, classes, parameter_groups, settings
+from lightning_eff.configure_optimizers import build
 from lightning_eff.errors import ConfigError
+from lightning_eff.factories import classes, settings
 from lightning_eff.optimizer.in_backward import InBackward
+from lightning_eff.parameter_groups import parameter_groups
 from tests.conftest import Net, make_loader, make_trainer
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1.0, weight_decay=0.5)

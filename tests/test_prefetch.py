@@ -16,8 +16,9 @@ from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_eff import prefetch
-from lightning_eff.prefetch import Ahead, Settings, StatefulAhead, wrap
+from lightning_eff import lookahead
+from lightning_eff.lookahead import Settings
+from lightning_eff.prefetch import Ahead, StatefulAhead, wrap
 
 # torchdata 0.11 on torch 2.13
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -321,7 +322,7 @@ def test_the_end_of_a_pass_does_not_wait_for_ever_for_a_sample(monkeypatch: pyte
                     release.wait(5)
                 yield batch
 
-    monkeypatch.setattr(prefetch, "JOIN_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(lookahead, "JOIN_TIMEOUT_S", 0.01)
     loader = ahead(Stuck(9), 3)
     batches = iter(loader)
     for _ in range(3):

@@ -31,9 +31,10 @@ from typing_extensions import override
 from lightning_eff import plan
 from lightning_eff.errors import ConfigError
 from lightning_eff.facts import Outcome
+from lightning_eff.lookahead import Settings
 from lightning_eff.measure import loading
 from lightning_eff.measure.tables import human_bytes
-from lightning_eff.prefetch import Ahead, Settings, wrap
+from lightning_eff.prefetch import Ahead, wrap
 
 MOVES = ("transfer_batch_to_device", "on_before_batch_transfer")
 """Hooks that must see a batch before it is on the device."""

@@ -26,16 +26,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff import plan
-from lightning_eff.configure_optimizers import (
-    SchedulerFactory,
-    attach,
-    classes,
-    kind_behind,
-    layout,
-    settings,
-)
+from lightning_eff.configure_optimizers import SchedulerFactory, attach
 from lightning_eff.errors import ConfigError
 from lightning_eff.facade import OptimizerFactory, PerParameter
+from lightning_eff.factories import classes, kind_behind, layout, settings
 from lightning_eff.facts import PACKAGE, SCHEDULE, Facts, Outcome, Technique
 from lightning_eff.measure.memory import state_bytes
 from lightning_eff.measure.tables import human_bytes
