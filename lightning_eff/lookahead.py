@@ -168,9 +168,8 @@ class Lookahead:
             self._owner.seen.quick = idle_s < self._owner.settings.least_s
             self._owner.seen.draws = not _same(before, _random_state())
         state = self._owner.loader.state_dict() if self._stateful else None
-        num_bytes = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         batch, arrived = self._move(batch)
-        return Fetched(batch, num_bytes, state, arrived)
+        return Fetched(batch, state=state, arrived=arrived)
 
     def _move(self, batch: Any) -> tuple[Any, Any]:
         device = self._owner.settings.device
@@ -203,6 +202,8 @@ class Lookahead:
         seen = self._owner.seen
         while self._may_go_on():
             fetched = self._fetch()
+            leaves = tree_leaves(fetched.batch)
+            fetched.num_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
             with self._changed:
                 self._ready.append(fetched)
                 self._ready_bytes += fetched.num_bytes

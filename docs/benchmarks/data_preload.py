@@ -1,0 +1,122 @@
+"""Time of an epoch with and without DataPreload, for samples that wait, that compute, and that are tiny.
+
+A small model is trained for one epoch at a time, the variants in turns, A B C A B C; the smallest time of
+`--repeats` counts; measuring and the start of workers are shown apart (`setup`). Wall time.
+
+    OMP_NUM_THREADS=1 python docs/benchmarks/data_preload.py --json docs/benchmarks/data_preload.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_eff.callbacks.data_preload import DataPreload
+from lightning_eff.measure.tables import text_table
+
+SECONDS = {"waits 2 ms": 0.002, "computes 2 ms": 0.002, "tiny": 0.0}
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "DataPreload()": {},
+    "num_workers=2": {"num_workers": 2},
+    "num_workers=0": {"num_workers": 0},
+}
+
+
+class Samples(Dataset[Any]):
+    """Samples of one kind."""
+
+    def __init__(self, kind: str, length: int) -> None:
+        self.kind, self.length = kind, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.kind == "computes 2 ms":
+            end = time.thread_time() + SECONDS[self.kind]
+            while time.thread_time() < end:
+                pass
+        elif self.kind == "waits 2 ms":
+            time.sleep(SECONDS[self.kind])
+        return torch.full((64,), float(index))
+
+
+class Model(pl.LightningModule):
+    """Two layers; remembers when its first and its last batch began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        self.began_s: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        """Return a loss."""
+        del batch_idx
+        self.began_s.append(time.perf_counter())
+        return self.layers(batch / 1000.0).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return plain SGD."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def epoch(kind: str, keywords: dict[str, Any] | None, length: int) -> tuple[float, float, str]:
+    """Return the time from the first batch to the last, the time before the first, and what was chosen."""
+    preload = None if keywords is None else DataPreload(**keywords)
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[preload] if preload else [],
+    )
+    model = Model()
+    start = time.perf_counter()
+    trainer.fit(model, DataLoader(Samples(kind, length), batch_size=8, shuffle=True))
+    said = preload.outcome().did if preload else "0 workers"
+    return model.began_s[-1] - model.began_s[0], model.began_s[0] - start, said
+
+
+def main() -> None:
+    """Measure, print a table, and write the raw figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--length", type=int, default=800)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    rows = []
+    for kind in SECONDS:
+        runs: dict[str, list[tuple[float, float, str]]] = {name: [] for name in VARIANTS}
+        for _ in range(given.repeats):
+            for name, keywords in VARIANTS.items():
+                runs[name].append(epoch(kind, keywords, given.length))
+        plain_s = min(seconds for seconds, _, _ in runs["plain"])
+        for name, measured in runs.items():
+            seconds, setup_s, said = min(measured)
+            chosen = said.partition(" (")[0]
+            rows.append([kind, name, chosen, f"{seconds:.2f}", f"{plain_s / seconds:.2f}", f"{setup_s:.2f}"])
+    head = ["samples", "variant", "chosen", "epoch s", "x plain", "setup s"]
+    print(text_table(head, rows))  # noqa: T201
+    if given.json:
+        versions = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+        given.json.write_text(json.dumps({"versions": versions, "head": head, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""CPU time and live bytes of one optimizer step, for every optimizer, with plain AdamW in a loop as the base.
+
+The model is a GPT of 4 layers, d_model=256 and 8,192 tokens of vocabulary (5.4 M parameters, 51 tensors) in
+float32, with gradients that are there already; the optimizers are called in turns, A B C A B C, one thread,
+and the smallest of `--repeats` times counts. Bytes are those that a step needs beyond parameters, gradients
+and state (temporaries), counted storage by storage; compiled steps (torchao) are timed and not counted.
+
+    OMP_NUM_THREADS=1 python docs/benchmarks/optimizers.py --json docs/benchmarks/optimizers.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_eff.configure_optimizers import build
+from lightning_eff.measure.memory import LiveBytes, state_bytes
+from lightning_eff.measure.tables import text_table
+from lightning_eff.models.gpt import GPT
+from lightning_eff.optimizer.cpu_offload import CpuOffload
+from lightning_eff.optimizer.in_backward import InBackward
+from lightning_eff.optimizer.muon import Muon
+
+
+def optional(module: str, name: str, **keywords: Any) -> Callable[..., Any] | None:
+    """Return a factory of a library's optimizer, None where the library is missing."""
+    try:
+        return functools.partial(getattr(importlib.import_module(module), name), lr=1e-4, **keywords)
+    except ModuleNotFoundError:
+        return None
+
+
+def factories() -> dict[str, Callable[..., Any] | None]:
+    """Return what is compared; the first one is the base."""
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1)
+    return {
+        "adamw loop": functools.partial(adamw, foreach=False, fused=False),
+        "adamw foreach": functools.partial(adamw, foreach=True),
+        "adamw fused": functools.partial(adamw, fused=True),
+        "in_backward": functools.partial(InBackward, lr=1e-4),
+        "cpu_offload": functools.partial(CpuOffload, lr=1e-4),
+        "sgd": functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
+        "adafactor": functools.partial(torch.optim.Adafactor, lr=1e-4),
+        "muon": functools.partial(Muon, lr=1e-4),
+        "galore": optional("lightning_eff.optimizer.galore", "GaLore", rank=32),
+        "lion": optional("pytorch_optimizer", "Lion"),
+        "schedule_free": optional("schedulefree", "AdamWScheduleFree"),
+        "adamw_8bit_bnb": optional("bitsandbytes.optim", "AdamW8bit"),
+        "adamw_8bit": optional("torchao.optim", "AdamW8bit"),
+    }
+
+
+class Trial:
+    """One optimizer with a model of its own."""
+
+    def __init__(self, factory: Callable[..., Any]) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(vocab_size=8192, context_length=64, d_model=256, num_layers=4, num_heads=4)
+        self.optimizer: Any = build(self.model, factory)
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
+        self.best_s = float("inf")
+        self.step()
+
+    def give_gradients(self) -> None:
+        """Put a gradient on every parameter."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+
+    def step(self) -> float:
+        """Return the CPU seconds of one step."""
+        self.give_gradients()
+        start = time.process_time()
+        self.optimizer.step()
+        elapsed = time.process_time() - start
+        self.best_s = min(self.best_s, elapsed)
+        return elapsed
+
+    def temporaries(self) -> int:
+        """Return the bytes that a step needs beyond what is there before it."""
+        self.give_gradients()
+        live = LiveBytes()
+        for parameter in self.model.parameters():
+            live.add([parameter, parameter.grad])
+        live.add([tensor for state in self.optimizer.state.values() for tensor in state.values()])
+        before = live.now_bytes
+        with live:
+            self.optimizer.step()
+        return live.peak_bytes - before
+
+
+def main() -> None:
+    """Measure, print a table, and write the raw figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    trials = {name: Trial(factory) for name, factory in factories().items() if factory is not None}
+    for _ in range(given.repeats):
+        for trial in trials.values():
+            trial.step()
+    base = trials["adamw loop"].best_s
+    rows = []
+    for name, trial in trials.items():
+        num_parameters = sum(parameter.numel() for parameter in trial.model.parameters())
+        held = sum(state_bytes(trial.optimizer).values())
+        temporaries = None if name == "adamw_8bit" else trial.temporaries()
+        rows.append(
+            {
+                "optimizer": name,
+                "step_ms": trial.best_s * 1e3,
+                "times_faster": base / trial.best_s,
+                "state_bytes_per_parameter": held / num_parameters,
+                "temporary_bytes_per_parameter": None
+                if temporaries is None
+                else temporaries / num_parameters,
+            }
+        )
+    head = ["optimizer", "CPU ms a step", "x loop", "state B/parameter", "temporaries B/parameter"]
+    cells = [[_shown(value) for value in row.values()] for row in rows]
+    print(text_table(head, cells))  # noqa: T201
+    if given.json:
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        given.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+
+
+def _shown(value: Any) -> str:
+    return "not counted" if value is None else value if isinstance(value, str) else f"{value:.2f}"
+
+
+if __name__ == "__main__":
+    main()
