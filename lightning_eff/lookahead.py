@@ -16,8 +16,8 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 JOIN_TIMEOUT_S = 60.0
 """How long the end of an epoch waits for a sample that is being made."""
@@ -51,15 +51,12 @@ class Settings:
         max_bytes: Bytes that may be ready, beyond the first batch; None for no limit.
         device: A CUDA device that batches are moved to on a stream of its own; None leaves them.
         limit: Returns how many batches of an epoch will be asked for.
-        least_s: None is fetched ahead when the second batch waits less than these seconds for something else
-            than this thread's own computing, which a second thread would only disturb.
     """
 
     num_batches: int
     max_bytes: int | None
     device: torch.device | None
     limit: Callable[[], float]
-    least_s: float = 0.0
 
 
 @dataclass
@@ -72,9 +69,9 @@ class Seen:
         wait_s: Time that this took, without the first batch: for that one workers are started.
         first_taken_s: When the first was handed out.
         last_taken_s: When the last was.
+        num_ahead: Batches that were fetched before they were asked for.
         max_ready_bytes: The most that was ready at a time.
         draws: Whether a sample drew random numbers in this process.
-        quick: Whether a batch waits too little to be worth a thread.
     """
 
     num_workers: int = 0
@@ -82,9 +79,9 @@ class Seen:
     wait_s: float = 0.0
     first_taken_s: float = 0.0
     last_taken_s: float = 0.0
+    num_ahead: int = 0
     max_ready_bytes: int = 0
     draws: bool = False
-    quick: bool = False
 
     def count(self, wait_s: float) -> None:
         """Count a batch that was waited for."""
@@ -112,13 +109,15 @@ class Lookahead:
     """One pass over a loader.
 
     Args:
-        source: The loader's iterator.
+        begin: Returns the loader's iterator; called for the first batch.
         owner: Whose settings hold, and who counts.
         stateful: Whether the loader has a state to be kept with each batch.
     """
 
-    def __init__(self, source: Iterator[Any], owner: Owner, *, stateful: bool) -> None:
-        self.source = source
+    def __init__(self, begin: Callable[[], Iterator[Any]], owner: Owner, *, stateful: bool) -> None:
+        self.source: Iterator[Any] | None = None
+        self.ended = False
+        self._begin = begin
         self._owner = owner
         self._stateful = stateful
         self._num_fetched = 0
@@ -127,6 +126,9 @@ class Lookahead:
         self._changed = threading.Condition()
         self._stopped = False
         self._awaited = False
+        self._paused = False
+        self._fetching = False
+        self._grad = torch.is_grad_enabled()
         self._thread: threading.Thread | None = None
         self._stream: Any = None
 
@@ -134,6 +136,8 @@ class Lookahead:
         return self
 
     def __next__(self) -> Any:
+        if self.ended:
+            raise StopIteration
         start = time.perf_counter()
         fetched = self._fetch() if self._fetches_itself() else self._wait()
         if fetched.error is not None:
@@ -142,30 +146,28 @@ class Lookahead:
         if fetched.arrived is not None:
             current = torch.cuda.current_stream(self._owner.settings.device)
             current.wait_event(fetched.arrived)
-            for tensor in tree_leaves(fetched.batch):
-                if isinstance(tensor, Tensor):
-                    tensor.record_stream(current)
+            for tensor in tensors_of(fetched.batch):
+                tensor.record_stream(current)
         self._owner.take(fetched, time.perf_counter() - start)
         return fetched.batch
 
     def _fetches_itself(self) -> bool:
-        """Say whether the caller fetches: the first two batches, and all if they tell to."""
-        if self._owner.settings.num_batches < 1 or self._owner.seen.draws or self._owner.seen.quick:
+        """Say whether the caller fetches: the first two batches, and all if they draw random numbers."""
+        if self._owner.settings.num_batches < 1 or self._owner.seen.draws:
             return True
         return self._thread is None and self._num_fetched < 2
 
     def _fetch(self) -> Fetched:
         watched = self._num_fetched == 1 and self._owner.settings.num_batches > 0
         before = _random_state() if watched else None
-        start = time.perf_counter() - time.thread_time()
         try:
+            if self.source is None:
+                self.source = self._begin()
             batch = next(self.source)
         except BaseException as error:  # noqa: BLE001 - raised where the batch would have been handed out
             return Fetched(error=error)
         self._num_fetched += 1
         if before is not None:
-            idle_s = time.perf_counter() - time.thread_time() - start
-            self._owner.seen.quick = idle_s < self._owner.settings.least_s
             self._owner.seen.draws = not _same(before, _random_state())
         state = self._owner.loader.state_dict() if self._stateful else None
         batch, arrived = self._move(batch)
@@ -199,15 +201,17 @@ class Lookahead:
 
     def _run(self) -> None:
         """Fetch until the end, a failure, the limit or `close`; in the thread."""
+        torch.set_grad_enabled(self._grad)
         seen = self._owner.seen
         while self._may_go_on():
             fetched = self._fetch()
-            leaves = tree_leaves(fetched.batch)
-            fetched.num_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+            fetched.num_bytes = sum(tensor.nbytes for tensor in tensors_of(fetched.batch))
             with self._changed:
+                self._fetching = False
                 self._ready.append(fetched)
                 self._ready_bytes += fetched.num_bytes
                 seen.max_ready_bytes = max(seen.max_ready_bytes, self._ready_bytes)
+                seen.num_ahead += 1
                 self._changed.notify_all()
             if fetched.error is not None:
                 return
@@ -220,13 +224,23 @@ class Lookahead:
                 in_bytes = settings.max_bytes is None or self._ready_bytes < settings.max_bytes
                 room = not self._ready or (len(self._ready) < settings.num_batches and in_bytes)
                 asked_for = self._awaited and not self._ready
-                if room and (asked_for or self._num_fetched < settings.limit()):
+                wanted = asked_for or (self._num_fetched < settings.limit() and not self._paused)
+                if room and wanted:
+                    self._fetching = True
                     return True
                 self._changed.wait()
         return False
 
+    def pause(self, *, paused: bool) -> None:
+        """Fetch nothing ahead for a while; what is being fetched is waited for."""
+        with self._changed:
+            self._paused = paused
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not (paused and self._fetching), JOIN_TIMEOUT_S)
+
     def close(self) -> None:
-        """Stop the thread and forget what is ready."""
+        """Stop the thread and forget what is ready; the pass has ended."""
+        self.ended = True
         with self._changed:
             self._stopped = True
             self._ready.clear()
@@ -234,6 +248,18 @@ class Lookahead:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_TIMEOUT_S)
             self._thread = None
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch, in dataclasses too."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    apply_to_collection(batch, Tensor, note)
+    return found
 
 
 def _random_state() -> tuple[Any, ...]:

@@ -91,7 +91,11 @@ def test_docstring_has_its_headings_in_order(name: str) -> None:
     assert re.findall(r"^(Costs|Conflicts|Source):", text, re.MULTILINE) == ["Costs", "Conflicts", "Source"]
 
 
-WITH_REQUIRED_ARGUMENT = {"callbacks/optimizer_choice", "scheduler/warmup_decay"}
+WITH_REQUIRED_ARGUMENT = {
+    "callbacks/gradient_accumulation",
+    "callbacks/optimizer_choice",
+    "scheduler/warmup_decay",
+}
 MADE_ALONE = [n for n in TECHNIQUES if n not in WITH_REQUIRED_ARGUMENT and not n.startswith("optimizer/")]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import random
 import threading
 import time
@@ -134,6 +136,7 @@ def test_stopping_in_the_middle_leaves_no_thread_and_a_new_pass_begins_anew() ->
     for _ in range(4):
         next(batches)
     assert prefetchers()
+    loader.close()
     assert [int(batch) for batch in loader] == list(range(9))
     assert not prefetchers()
 
@@ -160,40 +163,48 @@ def test_samples_that_draw_random_numbers_are_fetched_when_they_are_asked_for(dr
     assert "lightning_eff prefetch" not in source.threads
 
 
-def test_what_waits_too_little_is_fetched_when_it_is_asked_for() -> None:
-    source = Source(6)
-    loader = ahead(source, 3, least_s=10.0)
-    assert len(list(loader)) == 6
-    assert loader.seen.quick
-    assert "lightning_eff prefetch" not in source.threads
+def test_beside_the_training_everyone_has_an_iterator_of_the_loaders_own() -> None:
+    loader = ahead(Source(9), 3)
+    batches = iter(loader)
+    assert [int(next(batches)) for _ in range(4)] == [0, 1, 2, 3]
+    assert [int(batch) for batch in loader] == list(range(9))
+    assert [int(batch) for batch in batches] == [4, 5, 6, 7, 8]
+    assert next(batches, "end") == "end"
+    assert next(batches, "end") == "end"
+    loader.end()
+    assert [int(batch) for batch in loader] == list(range(9))
+    assert loader.seen.num_taken == 9
 
 
-class Slow(Source):
-    """Waits, as for a disk, or computes."""
-
-    def __init__(self, wait: Any) -> None:
-        super().__init__(4)
-        self.wait = wait
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for batch in super().__iter__():
-            self.wait()
-            yield batch
-
-
-def compute() -> None:
-    end = time.thread_time() + 0.01
-    while time.thread_time() < end:
-        pass
+def test_a_pause_waits_for_what_is_being_fetched_and_fetches_no_more() -> None:
+    source = Source(20)
+    loader = ahead(source, 2)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    loader.pause()
+    asked = source.num_asked
+    next(batches)
+    time.sleep(0.02)
+    assert source.num_asked == asked
+    loader.pause(paused=False)
+    until(lambda: source.num_asked > asked)
+    loader.close()
 
 
-def test_waiting_is_worth_a_thread_and_computing_is_not() -> None:
-    waits, computes = ahead(Slow(lambda: time.sleep(0.01)), least_s=5e-3), ahead(Slow(compute), least_s=5e-3)
-    assert len(list(waits)) == len(list(computes)) == 4
-    assert not waits.seen.quick
-    assert waits.seen.max_ready_bytes > 0
-    if computes.seen.quick:  # a core that was taken away looks like waiting
-        assert computes.seen.max_ready_bytes == 0
+@dataclasses.dataclass
+class Pair:
+    """A batch that is no container."""
+
+    x: torch.Tensor
+    y: list[torch.Tensor]
+
+
+def test_bytes_of_every_kind_of_batch_count() -> None:
+    batches = [Pair(torch.zeros(4), [torch.zeros(2)]) for _ in range(9)]
+    loader = ahead(batches, 8, max_bytes=1)
+    assert len(list(loader)) == 9
+    assert loader.seen.max_ready_bytes == 24
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -247,16 +258,30 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
-def test_workers_that_stay_draw_from_the_random_state_as_others_do() -> None:
+@pytest.mark.parametrize("own_workers", [0, 1])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_other_workers_draw_from_the_random_state_what_the_loaders_own_would(
+    own_workers: int, persistent: bool
+) -> None:
+    """Also where something draws between the iterator and its first batch."""
     draws = []
-    for persistent in (False, True):
+    for tune in (False, True):
         torch.manual_seed(0)
-        plain = DataLoader(
-            TensorDataset(torch.arange(6)), shuffle=True, num_workers=1, persistent_workers=persistent
-        )
-        loader = ahead(plain)
-        draws.append([([int(batch[0]) for batch in loader], torch.rand(1).item()) for _ in range(3)])
-        plain._iterator = None
+        plain = DataLoader(TensorDataset(torch.arange(6)), shuffle=True, num_workers=own_workers)
+        tuned = copy.copy(plain) if tune else None
+        if tuned is not None:
+            object.__setattr__(tuned, "num_workers", 1)
+            object.__setattr__(tuned, "prefetch_factor", 2)
+            object.__setattr__(tuned, "persistent_workers", persistent)
+        keywords: dict[str, Any] = {"max_bytes": None, "device": None, "limit": lambda: float("inf")}
+        loader = wrap(plain, Settings(num_batches=0, **keywords), tuned)
+        seen = []
+        for _ in range(3):
+            batches = iter(loader)
+            between = torch.rand(1).item()
+            seen.append(([int(batch[0]) for batch in batches], between, torch.rand(1).item()))
+        loader.end()
+        draws.append(seen)
     assert draws[0] == draws[1]
 
 

@@ -33,6 +33,10 @@ USED_IN = {
     "_ddp_kwargs": "plan.py",
     "_BatchNorm": "plan.py",
     "_get_fused_kernels_supported_devices": "configure_optimizers.py",
+    "_AutomaticOptimization": "loop.py",
+    "_should_accumulate": "loop.py",
+    "_num_ready_batches_reached": "loop.py",
+    "_call_strategy_hook": "loop.py",
     "_opt_called": "kept_schedule.py",
     "_shutdown_workers": "prefetch.py",
     "_iterator": "prefetch.py",
@@ -127,3 +131,18 @@ def test_loaders_and_schedulers_keep_what_is_looked_at() -> None:
     assert "random_(generator=loader.generator)" in inspect.getsource(
         inspect.getmodule(_MultiProcessingDataLoaderIter)  # pyright: ignore[reportArgumentType]
     )
+
+
+def test_the_loop_has_the_parts_that_are_replaced() -> None:
+    from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+    from lightning.pytorch.trainer.call import _call_strategy_hook
+
+    names = ("run", "_training_step", "_make_zero_grad_fn", "_optimizer_step", "_on_before_zero_grad")
+    for name in (*names, "_optimizer_zero_grad"):
+        assert callable(getattr(_AutomaticOptimization, name))
+    assert "normalize" in inspect.signature(ClosureResult.from_training_step_output).parameters
+    assert "_should_accumulate()" in inspect.getsource(_AutomaticOptimization)
+    source = inspect.getsource(_TrainingEpochLoop)
+    assert source.count("self._should_accumulate()") >= 4
+    assert "_num_ready_batches_reached" in source
+    assert list(inspect.signature(_call_strategy_hook).parameters)[:2] == ["trainer", "hook_name"]

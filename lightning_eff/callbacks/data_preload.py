@@ -9,8 +9,9 @@ samplers and random draws of the training are untouched, and a stateful loader's
 last batch handed out.
 
 Costs: host memory for each worker and device memory for the batches that are ready; a few seconds of
-    measuring at the start (`num_workers=2`, say, measures nothing). Samples that draw random numbers draw
-    others in a worker than in the main process.
+    measuring at the start, on some of the dataset's samples (`num_workers=2`, say, measures nothing).
+    Samples, and samplers that draw one by one, draw other random numbers where workers or a thread fetch
+    ahead; streams and stateful loaders keep the workers that they have, and are fetched when asked for.
 Conflicts: none. Hooks that move batches themselves (`transfer_batch_to_device`, `on_before_batch_transfer`)
     are honoured: batches are then fetched ahead and not moved.
 Source: prefetching as in NVIDIA's Apex and DALI; https://docs.pytorch.org/docs/stable/data.html
@@ -18,6 +19,7 @@ Source: prefetching as in NVIDIA's Apex and DALI; https://docs.pytorch.org/docs/
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
 from typing import Any
@@ -34,12 +36,12 @@ from lightning_eff.facts import Outcome
 from lightning_eff.lookahead import Settings
 from lightning_eff.measure import loading
 from lightning_eff.measure.tables import human_bytes
-from lightning_eff.prefetch import Ahead, wrap
+from lightning_eff.prefetch import Ahead, is_stateful, wrap
 
 MOVES = ("transfer_batch_to_device", "on_before_batch_transfer")
 """Hooks that must see a batch before it is on the device."""
 WORTH_A_THREAD_S = 1e-3
-"""Time that a batch waits, for a disk or a network, below which a thread costs more than it saves."""
+"""Time that a batch waits, for a disk or a network, below which a thread is not worth it."""
 
 
 class DataPreload(pl.Callback):
@@ -48,7 +50,8 @@ class DataPreload(pl.Callback):
     Args:
         num_workers: Processes that make samples; `auto` measures, and leaves a loader over a stream as it is.
         prefetch_factor: Batches that each worker keeps ready.
-        persistent_workers: Keep the workers from epoch to epoch.
+        persistent_workers: Keep the workers from epoch to epoch, also where the loader does not; they do not
+            see what is changed in the dataset in between.
         pin_memory: Page-locked host memory, from which copies to a GPU overlap with computing; None is true
             on a GPU alone.
         num_batches_ahead: Batches that are fetched, and on a GPU moved, before they are asked for.
@@ -70,7 +73,7 @@ class DataPreload(pl.Callback):
         *,
         num_workers: int | str = "auto",
         prefetch_factor: int = 2,
-        persistent_workers: bool = True,
+        persistent_workers: bool = False,
         pin_memory: bool | None = None,
         num_batches_ahead: int = 2,
         max_bytes_ahead: int | None = 268435456,
@@ -101,7 +104,9 @@ class DataPreload(pl.Callback):
     def _forget(self) -> None:
         self._loaders: list[Ahead] = []
         self._choices: list[loading.Choice | None] = []
-        self._before: list[tuple[Any, dict[str, Any]]] = []
+        self._measured: dict[Any, loading.Choice | None] = {}
+        self._final: Outcome | None = None
+        self._epoch = 0
         self._kept_to_itself = self._untried = ""
         self._strategy: Any = None
         self._validation_s = 0.0
@@ -124,67 +129,105 @@ class DataPreload(pl.Callback):
         self._strategy = strategy
 
     def _prepare(self, loader: Any, trainer: pl.Trainer, module: pl.LightningModule) -> Ahead:
+        if self._loaders and trainer.current_epoch != self._epoch:
+            self._drop()  # those of the epoch before, in place of which Lightning asks for new ones
+        self._epoch = trainer.current_epoch
         device = trainer.strategy.root_device
         choice = self._choose(loader, trainer)
-        if isinstance(loader, DataLoader):
-            self._tune(loader, choice, device)
+        num_workers = getattr(loader, "num_workers", 0) if choice is None else choice.num_workers
+        tuned = self._tuned(loader, num_workers, device) if choice is not None else None
         self._kept_to_itself = _mover(trainer, module)
         moved = device.type == "cuda" and not self._kept_to_itself
-        num_workers = getattr(loader, "num_workers", 0)
-        computes = choice is not None and choice.idle_s < WORTH_A_THREAD_S
-        useless = not moved and (num_workers > 0 or computes)  # workers fetch ahead themselves
         settings = Settings(
-            num_batches=0 if useless else self.num_batches_ahead,
+            num_batches=self.num_batches_ahead
+            if self._goes_ahead(loader, choice, trainer, moved=moved)
+            else 0,
             max_bytes=self.max_bytes_ahead,
             device=device if moved and self.num_batches_ahead else None,
             limit=lambda: trainer.num_training_batches,
-            least_s=0.0 if moved or choice is not None else WORTH_A_THREAD_S,
         )
-        ahead = wrap(loader, settings)
+        ahead = wrap(loader, settings, tuned)
         ahead.seen.num_workers = num_workers
         self._loaders.append(ahead)
         self._choices.append(choice)
         return ahead
 
+    def _goes_ahead(
+        self, loader: Any, choice: loading.Choice | None, trainer: pl.Trainer, *, moved: bool
+    ) -> bool:
+        """Say whether a thread may and should fetch."""
+        num_workers = getattr(loader, "num_workers", 0) if choice is None else choice.num_workers
+        if num_workers > 0:
+            return moved  # workers fetch ahead themselves
+        if choice is None or (
+            str(trainer.precision).endswith("-true") and "32" not in str(trainer.precision)
+        ):
+            return False  # a stream may depend on the training; a step in another format would reach samples
+        return moved or not choice.idle_s < WORTH_A_THREAD_S
+
     def _choose(self, loader: Any, trainer: pl.Trainer) -> loading.Choice | None:
-        """Measure; rank 0 decides for all. A number that is given is taken, and compared with none."""
-        if not loading.can_be_tried(loader):
+        """Return how many workers to use; None to leave the loader as it is. Rank 0 decides for all."""
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             self._untried = "its samples have no index to try"
             return None
-        num_local = getattr(trainer, "num_devices", 1)
-        most = loading.num_cores(num_local) if self.num_workers == "auto" else 0
-        try:
-            measured = loading.choose(loader, max_workers=most, budget_s=self.max_measure_s)
-        except loading.SAMPLE_ERRORS as error:
-            self._untried = f"a trial failed ({type(error).__name__}: {error})".splitlines()[0]
+        if is_stateful(loader):
+            self._untried = "its position is that of its own workers"
             return None
         if isinstance(self.num_workers, int):
-            return replace(measured, num_workers=self.num_workers)
-        decided = int(trainer.strategy.broadcast(measured.num_workers))
-        return replace(measured, num_workers=decided)
+            self._untried = "as asked for"
+            return loading.Choice(self.num_workers, {}, 0.0)
+        key = (type(loader.dataset), loader.batch_size)
+        if key not in self._measured:
+            self._measured[key] = self._measure(loader, trainer)
+        return self._measured[key]
 
-    def _tune(self, loader: DataLoader[Any], choice: loading.Choice | None, device: torch.device) -> None:
-        num_workers = loader.num_workers if choice is None else choice.num_workers
-        if choice is None and isinstance(self.num_workers, int) and not _is_stream(loader):
-            num_workers = self.num_workers
+    def _measure(self, loader: DataLoader[Any], trainer: pl.Trainer) -> loading.Choice | None:
+        most = loading.num_cores(getattr(trainer, "num_devices", 1))
+        measured: loading.Choice | None = None
+        if loading.can_be_tried(loader):
+            try:
+                measured = loading.choose(loader, max_workers=most, budget_s=self.max_measure_s)
+                self._untried = measured.reason
+            except loading.SAMPLE_ERRORS as error:
+                self._untried = f"a trial failed ({type(error).__name__}: {error})".splitlines()[0]
+        else:
+            self._untried = "its samples have no index to try"
+        own = loader.num_workers if measured is None else measured.num_workers
+        decided = int(trainer.strategy.broadcast(own))
+        return None if measured is None else replace(measured, num_workers=decided)
+
+    def _tuned(self, loader: DataLoader[Any], num_workers: int, device: torch.device) -> DataLoader[Any]:
+        """Return a loader over the same dataset and sampler for the training; the user's stays as it is."""
+        tuned = copy.copy(loader)
         on_gpu = device.type == "cuda" if self.pin_memory is None else self.pin_memory
-        wanted = {
+        wanted: dict[str, Any] = {
+            "_iterator": None,
             "num_workers": num_workers,
             "prefetch_factor": self.prefetch_factor if num_workers else None,
-            "persistent_workers": self.persistent_workers and num_workers > 0,
+            "persistent_workers": (self.persistent_workers or loader.persistent_workers) and num_workers > 0,
             "pin_memory": on_gpu or loader.pin_memory,
+            "timeout": loader.timeout if num_workers else 0,
         }
-        self._before.append((loader, {name: getattr(loader, name) for name in wanted}))
         for name, value in wanted.items():
-            object.__setattr__(loader, name, value)  # the loader has no iterator yet, and forbids one of them
+            object.__setattr__(tuned, name, value)  # a loader forbids some of them, once it is made
+        return tuned
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validation_began_s = time.perf_counter()
+        for loader in self._loaders:
+            loader.pause()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validation_s += time.perf_counter() - self._validation_began_s
+        for loader in self._loaders:
+            loader.pause(paused=False)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for loader in self._loaders:
+            loader.close()  # what is iterated from now on is the next epoch
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -206,18 +249,21 @@ class DataPreload(pl.Callback):
         for loader in self._loaders:
             loader.end()
 
+    def _drop(self) -> None:
+        self._stop()
+        self._loaders, self._choices = [], []
+
     def _restore(self) -> None:
         if self._strategy is not None:
-            del self._strategy.__dict__["process_dataloader"]
+            self._strategy.__dict__.pop("process_dataloader", None)
             self._strategy = None
-        for loader, before in self._before:
-            loader._iterator = None  # noqa: SLF001 - ends workers that would stay
-            for name, value in before.items():
-                object.__setattr__(loader, name, value)
-        self._before = []
+            self._final = self.outcome()
+            self._drop()  # what is left of the callback holds no data
 
     def outcome(self) -> Outcome:
         """Say what was chosen, on what figures, and the share of the time that training waits for data."""
+        if self._final is not None:
+            return self._final
         if not self._loaders:
             return Outcome(did="no training data yet", effective=False)
         said = [self._words(*each) for each in zip(self._loaders, self._choices, strict=True)]
@@ -238,23 +284,23 @@ class DataPreload(pl.Callback):
         )
 
     def _words(self, loader: Ahead, choice: loading.Choice | None) -> str:
-        if choice is None:
-            words = f"{loader.seen.num_workers} workers, not measured: {self._untried}"
+        words = f"{loader.seen.num_workers} workers"
+        if choice is not None and choice.seconds_per_batch:
+            tried = [f"{s * 1e3:.2f} ms with {count}" for count, s in choice.seconds_per_batch.items()]
+            words += f" (a batch takes {', '.join(tried)})"
+            words += f", no more: {choice.reason}" if choice.reason else ""
         else:
-            tried = [
-                f"{seconds * 1e3:.2f} ms with {count}" for count, seconds in choice.seconds_per_batch.items()
-            ]
-            words = f"{loader.seen.num_workers} workers (a batch takes {', '.join(tried)})"
+            words += f", not measured: {self._untried}"
         if loader.seen.draws:
             words += "; fetched when asked for: samples draw random numbers in this process"
-        elif loader.seen.max_ready_bytes:
+        elif loader.seen.num_ahead:
             words += f"; up to {human_bytes(loader.seen.max_ready_bytes)} ready"
         return words
 
     def _shares(self) -> tuple[float, float] | None:
         """Return the share of waiting for data, as it would be in this process alone and as it was."""
         taken = min((loader.seen.num_taken for loader in self._loaders), default=0)
-        if taken < 3 or any(choice is None for choice in self._choices):
+        if taken < 3 or not all(choice is not None and choice.seconds_per_batch for choice in self._choices):
             return None
         first = min(loader.seen.first_taken_s for loader in self._loaders)
         last = max(loader.seen.last_taken_s for loader in self._loaders)
@@ -265,15 +311,11 @@ class DataPreload(pl.Callback):
 
 
 def _works_ahead(loader: Ahead) -> bool:
-    return loader.seen.num_workers > 0 or loader.seen.max_ready_bytes > 0
+    return loader.seen.num_workers > 0 or loader.seen.num_ahead > 0
 
 
 def _words_on_waiting(before: float, after: float) -> str:
     return f"data wait about {before:.1%} -> {after:.1%}"
-
-
-def _is_stream(loader: DataLoader[Any]) -> bool:
-    return isinstance(loader.dataset, IterableDataset)
 
 
 def _mover(trainer: pl.Trainer, module: pl.LightningModule) -> str:

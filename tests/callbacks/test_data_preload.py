@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_eff.callbacks.data_preload import DataPreload
-from lightning_eff.errors import ConfigError
+from lightning_eff.errors import ConfigError, ConflictError
 from lightning_eff.measure import loading
 from tests.conftest import Net, make_loader, make_trainer
 
@@ -60,6 +61,12 @@ class Samples(Dataset[Any]):
         return torch.randn(8, generator=generator) + noise, index % 3
 
 
+@pytest.fixture
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let measuring try this process alone."""
+    monkeypatch.setattr(loading, "num_cores", lambda num_processes=1: 0)
+
+
 def trained(preload: DataPreload | None, loader: Any, net: Any, **keywords: Any) -> Any:
     model = net()
     callbacks = [preload] if preload is not None else []
@@ -83,11 +90,12 @@ def test_shuffled_epochs_with_dropout_are_to_the_bit_those_without_it(
     assert len(set(plain.losses)) > 20
 
 
+@pytest.mark.usefixtures("one_core")
 def test_samples_that_draw_in_this_process_draw_as_without_it(net: Callable[..., Net]) -> None:
     def loader() -> DataLoader[Any]:
         return DataLoader(Samples(wait_s=0.002, draws=True), batch_size=4, shuffle=True)
 
-    preload = DataPreload(num_workers=0)
+    preload = DataPreload()
     assert trained(preload, loader(), net).losses == trained(None, loader(), net).losses
     assert "samples draw random numbers in this process" in preload.outcome().did
 
@@ -106,39 +114,40 @@ def test_two_workers_halve_the_wait_for_slow_samples_and_tiny_ones_get_none(net:
     assert not tiny.outcome().effective
 
 
+@pytest.mark.usefixtures("one_core")
 def test_without_workers_a_thread_fetches_what_waits(net: Callable[..., Net]) -> None:
-    preload = DataPreload(num_workers=0)
+    preload = DataPreload()
     trained(preload, DataLoader(Samples(wait_s=0.002), batch_size=4), net, max_epochs=1)
     assert preload.outcome().numbers["max_ready_bytes"] > 0
     assert " ready; data wait about " in preload.outcome().did
 
 
-def test_the_loader_has_its_own_settings_back(net: Callable[..., Net]) -> None:
-    names = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "_iterator")
+def test_the_loader_keeps_its_own_settings(net: Callable[..., Net]) -> None:
     loader = make_loader()
-    before = {name: getattr(loader, name) for name in names}
+    before = dict(vars(loader))
     seen: list[dict[str, Any]] = []
 
     class Look(pl.Callback):
-        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            seen.append({name: getattr(loader, name) for name in names[:4]})
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.append({name: getattr(trainer.train_dataloader._tuned, name) for name in wanted})
 
-    preload = DataPreload(num_workers=1, prefetch_factor=3)
+    wanted = {"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True, "pin_memory": False}
+    preload = DataPreload(num_workers=1, prefetch_factor=3, persistent_workers=True)
     trainer = make_trainer(callbacks=[preload, Look()], max_epochs=2, max_steps=-1)
     strategy = trainer.strategy
     trainer.fit(net(), loader)
-    assert seen == [{"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True, "pin_memory": False}]
-    assert {name: getattr(loader, name) for name in names} == before
-    assert "process_dataloader" not in strategy.__dict__
     trainer.fit_loop.max_epochs = 4
     trainer.fit(net(), loader)
-    assert len(seen) == 2
+    assert seen == [wanted, wanted]
+    assert vars(loader) == before
+    assert "process_dataloader" not in strategy.__dict__
+    assert pickle.loads(pickle.dumps(preload)).outcome().did == preload.outcome().did
 
 
 @pytest.mark.parametrize("where", ["step", "sample"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_after_a_failure_nothing_is_left_and_its_reason_is_told(
-    where: str, num_workers: int, net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
+    where: str, num_workers: int, net: Callable[..., Net]
 ) -> None:
     class Breaks(Samples):
         def __getitem__(self, index: int) -> Any:
@@ -154,7 +163,6 @@ def test_after_a_failure_nothing_is_left_and_its_reason_is_told(
                 raise RuntimeError(msg)
 
     loader = DataLoader(Breaks(wait_s=0.001), batch_size=4)
-    monkeypatch.setattr(loading, "can_be_tried", lambda loader: False)
     preload = DataPreload(num_workers=num_workers)
     with pytest.raises(RuntimeError, match="on purpose"):
         make_trainer(callbacks=[preload, Stops()]).fit(net(), loader)
@@ -185,8 +193,8 @@ def test_thirty_epochs_grow_nothing(net: Callable[..., Net]) -> None:
     for num_workers in (0, 2):
         counts.clear()
         loader = DataLoader(Samples(12, 0.001), batch_size=4, shuffle=True)
-        callbacks = [DataPreload(num_workers=num_workers), Count()]
-        make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=30).fit(net(), loader)
+        preload = DataPreload(num_workers=num_workers, persistent_workers=num_workers > 0)
+        make_trainer(callbacks=[preload, Count()], max_steps=-1, max_epochs=30).fit(net(), loader)
         early, late = counts
         assert late[0] == early[0] == num_workers
         assert late[1] <= early[1]
@@ -203,21 +211,30 @@ class Own(Net):
 
 
 def test_a_hook_that_moves_batches_is_called_once_for_each_and_nothing_moves_before_it() -> None:
-    preload, model = DataPreload(num_workers=0), Own()
-    make_trainer(callbacks=[preload], max_steps=5).fit(model, make_loader())
+    preload, model, devices = DataPreload(num_workers=0), Own(), list[Any]()
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            devices.append(trainer.train_dataloader.settings.device)
+
+    make_trainer(callbacks=[preload, Look()], max_steps=5).fit(model, make_loader())
     assert model.moved == 5
     assert "not moved ahead: Own.transfer_batch_to_device moves batches itself" in preload.outcome().did
-    assert preload._loaders[0].settings.device is None
+    assert devices == [None]
 
 
-def test_every_loader_of_a_combined_one_is_prepared(net: Callable[..., Net]) -> None:
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
+def test_every_loader_of_a_combined_one_is_prepared(net: Callable[..., Net], mode: Any) -> None:
     class Two(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch["a"] is None:
+                return super().training_step(batch["b"], batch_idx)
             return super().training_step(batch["a"], batch_idx) + super().training_step(batch["b"], batch_idx)
 
     def combined() -> CombinedLoader:
-        loaders = {"a": DataLoader(Samples(24, 0.001), batch_size=4), "b": make_loader(16)}
-        return CombinedLoader(loaders, mode="max_size_cycle")
+        first = DataLoader(Samples(16, 0.001), batch_size=4, shuffle=True)
+        second = DataLoader(Samples(24), batch_size=4, shuffle=True)
+        return CombinedLoader({"a": first, "b": second}, mode=mode)
 
     results = []
     for preload in (None, DataPreload(num_workers=0), DataPreload(num_workers=1)):
@@ -229,7 +246,7 @@ def test_every_loader_of_a_combined_one_is_prepared(net: Callable[..., Net]) -> 
         if preload:
             assert len(preload.outcome().numbers["num_workers"]) == 2
     assert results[0] == results[1] == results[2]
-    assert len(results[0]) == 24
+    assert len(results[0]) == {"max_size_cycle": 24, "max_size": 20, "min_size": 16}[mode]
 
 
 class Numbers(IterableDataset[Any]):
@@ -245,7 +262,7 @@ class Numbers(IterableDataset[Any]):
             yield torch.full((8,), float(self.position)), self.position % 3
 
 
-def test_a_stream_keeps_its_workers_and_is_not_read_past_what_an_epoch_needs(net: Callable[..., Net]) -> None:
+def test_a_stream_keeps_its_workers_and_is_read_when_it_is_asked(net: Callable[..., Net]) -> None:
     results = []
     for preload in (None, DataPreload()):
         stream, model = Numbers(), net()
@@ -256,7 +273,7 @@ def test_a_stream_keeps_its_workers_and_is_not_read_past_what_an_epoch_needs(net
     assert results[0] == results[1]
     assert preload is not None
     assert "0 workers, not measured: its samples have no index to try" in preload.outcome().did
-    assert preload.outcome().numbers["max_ready_bytes"] > 0
+    assert not preload.outcome().effective
 
 
 def test_a_stateful_loader_goes_on_where_the_training_was_not_where_the_fetching_was(
@@ -290,15 +307,13 @@ class ByName(Dataset[Any]):
         return torch.zeros(8), {"a": 0, "b": 1, "c": 2}[name]
 
 
-@pytest.mark.parametrize("num_workers", ["auto", 1])
 def test_samples_that_cannot_be_asked_for_by_number_are_not_measured_and_trained_on(
-    num_workers: Any, net: Callable[..., Net]
+    net: Callable[..., Net],
 ) -> None:
-    preload = DataPreload(num_workers=num_workers)
+    preload = DataPreload()
     model = trained(preload, DataLoader(ByName(), batch_size=1, sampler=["a", "b", "c"]), net, max_epochs=1)
     assert len(model.losses) == 3
-    used = 0 if num_workers == "auto" else 1
-    assert f"{used} workers, not measured: a trial failed (KeyError: 0)" in preload.outcome().did
+    assert "0 workers, not measured: a trial failed (KeyError: 0)" in preload.outcome().did
 
 
 def test_numbers_outside_their_range_are_refused() -> None:
@@ -323,8 +338,93 @@ def test_loaders_that_are_made_anew_are_prepared_anew(net: Callable[..., Net]) -
     trainer = make_trainer(
         callbacks=[preload], max_steps=-1, max_epochs=3, reload_dataloaders_every_n_epochs=1
     )
+    children: list[int] = []
+
+    class Count(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            children.append(len(multiprocessing.active_children()))
+
+    trainer.callbacks.append(Count())
     trainer.fit(net(), datamodule=Data())
-    assert len(preload._loaders) == 3
+    assert len(children) == 3
+    assert max(children) <= 2, "one is there, one may be going"
+
+
+def test_two_of_it_are_refused(net: Callable[..., Net]) -> None:
+    with pytest.raises(ConflictError, match="there are two of it"):
+        make_trainer(callbacks=[DataPreload(), DataPreload()]).fit(net(), make_loader())
+
+
+class Peeks(pl.Callback):
+    """Looks at a batch beside the training."""
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 3:
+            self.first = next(iter(trainer.train_dataloader))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_looking_at_a_batch_and_validating_on_the_same_loader_change_nothing(
+    num_workers: int, net: Callable[..., Net]
+) -> None:
+    results = []
+    for preload in ([], [DataPreload(num_workers=num_workers, persistent_workers=num_workers > 0)]):
+        loader = DataLoader(Samples(wait_s=0.001), batch_size=4)
+        model = net(dropout=0.0)
+        trainer = make_trainer(
+            callbacks=[*preload, Peeks()], max_steps=-1, max_epochs=2, val_check_interval=4
+        )
+        trainer.fit(model, loader, loader)
+        results.append(model.losses)
+    assert results[0] == results[1]
+    assert len(results[0]) == 20
+
+
+@pytest.mark.usefixtures("one_core")
+def test_nothing_is_fetched_while_the_validation_uses_the_dataset(net: Callable[..., Net]) -> None:
+    validating, at = [False], list[bool]()
+
+    class Marks(pl.Callback):
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            validating[0] = True
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            validating[0] = False
+
+    class Notes(Samples):
+        def __getitem__(self, index: int) -> Any:
+            if threading.current_thread().name == "lightning_eff prefetch":
+                at.append(validating[0])
+            return super().__getitem__(index)
+
+    data = Notes(wait_s=0.002)
+    trainer = make_trainer(callbacks=[DataPreload(), Marks()], max_steps=10, val_check_interval=4)
+    trainer.fit(net(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=4))
+    assert at
+    assert not any(at)
+
+
+def test_a_run_that_prepares_its_samples_in_another_format_has_no_thread(net: Callable[..., Net]) -> None:
+    class Formats(Samples):
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(0.003)
+            return torch.full((8,), 0.1 * index), index % 3
+
+    results = []
+    for preload in ([], [DataPreload()]):
+        model = net(dropout=0.0)
+        trainer = make_trainer(callbacks=preload, max_steps=8, precision="64-true")
+        trainer.fit(model, DataLoader(Formats(), batch_size=1))
+        results.append(model.losses)
+    assert results[0] == results[1]
+
+
+def test_a_loader_with_a_deadline_for_its_workers_may_lose_them(net: Callable[..., Net]) -> None:
+    loader = DataLoader(Samples(), batch_size=4, num_workers=1, timeout=30)
+    assert len(trained(DataPreload(num_workers=0), loader, net, max_epochs=1).losses) == 10
+    assert loader.timeout == 30
 
 
 @pytest.mark.slow

@@ -1,0 +1,201 @@
+"""Several micro-batches a step, with the gradient of one large batch, by its size.
+
+`global_batch_size` is the number of samples of an optimizer step on all ranks together. How many
+micro-batches that makes follows from the loader's batch size and the number of ranks, so a run on more
+devices, or with a smaller micro-batch, trains the same. Where micro-batches weigh differently (tokens that
+are not padding, boxes, pixels), `training_step` returns the weight beside the mean loss:
+`{"loss": loss, "weight": num_tokens}`. Windows that an epoch cuts short count what they have. See loop.py.
+
+Costs: a step waits for all its micro-batches. With weights that are tensors on a GPU, one synchronization a
+    micro-batch; with weights on several ranks, one all-reduce of a number a step.
+Conflicts: Lightning's own `accumulate_grad_batches` and GradientAccumulationScheduler, DeepSpeed (it
+    accumulates itself) and manual optimization, refused.
+Source: the exact gradient of a weighted mean; what Lightning gives instead:
+    https://github.com/Lightning-AI/pytorch-lightning/issues/20350 and 19987
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_eff import loop, plan
+from lightning_eff.errors import ConfigError, NoEffectWarning
+from lightning_eff.facts import Facts, Outcome, Rule
+
+UNITS = ("epoch", "step")
+
+
+class GradientAccumulation(pl.Callback):
+    """Step after as many micro-batches as make the global batch.
+
+    Args:
+        global_batch_size: Samples of an optimizer step, on all ranks together; None only with `schedule`.
+        schedule: Global batch sizes by the epoch or step from which they hold, `{0: 32, 10: 64}`.
+        schedule_by: What the keys of `schedule` count: `epoch` or `step` (optimizer steps).
+
+    Raises:
+        ConfigError: A number is outside its range, or the loader's batches do not add up to it.
+
+    Warns:
+        NoEffectWarning: The loader's batch is the global batch already.
+
+    Example:
+        >>> accumulation = GradientAccumulation(global_batch_size=64)
+        >>> trainer = pl.Trainer(callbacks=[accumulation], logger=False, accelerator="cpu")
+        >>> GradientAccumulation(global_batch_size=0)
+        Traceback (most recent call last):
+        lightning_eff.errors.ConfigError: global_batch_size=0: expected a whole number of at least 1
+    """
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int | None = None,
+        schedule: Mapping[int, int] | None = None,
+        schedule_by: str = "epoch",
+    ) -> None:
+        if schedule_by not in UNITS:
+            raise ConfigError(key="schedule_by", value=schedule_by, allowed=f"one of {', '.join(UNITS)}")
+        if (global_batch_size is None) is (schedule is None):
+            raise ConfigError(
+                key="global_batch_size",
+                value=global_batch_size,
+                allowed="a whole number of at least 1, or None with a schedule that begins at 0",
+            )
+        sizes: dict[int, Any] = dict(schedule) if schedule is not None else {0: global_batch_size}
+        for size in sizes.values():
+            if not (isinstance(size, int) and size >= 1):
+                raise ConfigError(
+                    key="global_batch_size" if schedule is None else "schedule",
+                    value=size,
+                    allowed="a whole number of at least 1",
+                )
+        if 0 not in sizes or min(sizes) < 0:
+            raise ConfigError(key="schedule", value=schedule, allowed="a size from 0 on")
+        self.global_batch_size = global_batch_size
+        self.schedule = schedule
+        self.schedule_by = schedule_by
+        self._sizes: dict[int, int] = dict(sorted(sizes.items()))
+        self._lengths: dict[int, int] = {}
+        self._words = ""
+        self._strategy: Any = None
+        self._loop: loop.ExactStep | None = None
+
+    def facts(self) -> Facts:
+        """State who else would divide or step."""
+        plain = ("callbacks=[]",)
+        reasons = {
+            "lightning/GradientAccumulationScheduler": "both would decide how many batches make a step",
+            "lightning/DeepSpeedStrategy": "DeepSpeed accumulates itself, and divides a second time",
+            "run/manual_optimization": "the module decides itself when it steps",
+        }
+        rules = [Rule(name=name, reason=reason, remedies=plain) for name, reason in reasons.items()]
+        return Facts(excludes=tuple(rules))
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        plan.enforce(self, trainer, pl_module)
+        if trainer.accumulate_grad_batches != 1:
+            raise ConfigError(
+                key="trainer.accumulate_grad_batches",
+                value=trainer.accumulate_grad_batches,
+                allowed="1 beside GradientAccumulation, which sets it by global_batch_size",
+                remedies=["trainer.accumulate_grad_batches=1"],
+            )
+        self._loop = loop.install(trainer)
+        self._strategy = trainer.strategy
+        process = self._strategy.process_dataloader
+
+        def look(dataloader: object) -> object:
+            prepared = process(dataloader)
+            if trainer.training:
+                self._derive(prepared, trainer)
+            return prepared
+
+        self._strategy.process_dataloader = look
+
+    def _derive(self, loader: Any, trainer: pl.Trainer) -> None:
+        """Set the number of micro-batches, as soon as the loader is there and before anyone counts steps."""
+        micro_batch_size = getattr(loader, "batch_size", None)
+        if micro_batch_size is None:
+            micro_batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        if micro_batch_size is None:
+            raise ConfigError(
+                key="global_batch_size",
+                value=self.global_batch_size,
+                allowed="a loader that says its batch_size, by which the number of micro-batches is known",
+                remedies=["trainer.accumulate_grad_batches=4 in place of this callback"],
+            )
+        world_size = trainer.world_size
+        self._lengths = {k: self._length(v, micro_batch_size, world_size) for k, v in self._sizes.items()}
+        lengths = list(dict.fromkeys(self._lengths.values()))
+        self._words = f"{' then '.join(map(str, lengths))} micro-batches of {micro_batch_size} a step"
+        self._words += f" on {world_size} ranks" if world_size > 1 else ""
+        self._apply(trainer)
+
+    def _length(self, size: int, micro_batch_size: int, world_size: int) -> int:
+        unit = micro_batch_size * world_size
+        if size % unit == 0:
+            return size // unit
+        below, above = size // unit * unit, (size // unit + 1) * unit
+        ranks = f" x {world_size} ranks" if world_size > 1 else ""
+        fits = [str(number) for number in (below, above) if number]
+        raise ConfigError(
+            key="global_batch_size",
+            value=size,
+            allowed=f"a multiple of {unit} = batches of {micro_batch_size}{ranks}: {' or '.join(fits)}",
+        )
+
+    def _apply(self, trainer: pl.Trainer) -> None:
+        now = trainer.current_epoch if self.schedule_by == "epoch" else trainer.global_step
+        trainer.accumulate_grad_batches = self._lengths[max(k for k in self._lengths if k <= now)]
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Set what holds where a run goes on, in the middle of a schedule or of an epoch."""
+        self._apply(trainer)
+        if set(self._lengths.values()) == {1} and trainer.world_size == 1:
+            text = "GradientAccumulation does nothing here: the loader's batch is the global batch already"
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if len(self._lengths) > 1:
+            self._apply(trainer)  # the loop looks at it where a window begins
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._restore(trainer)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._restore(trainer)
+
+    def _restore(self, trainer: pl.Trainer) -> None:
+        if self._strategy is not None:
+            self._strategy.__dict__.pop("process_dataloader", None)
+            self._strategy = None
+            loop.uninstall(trainer)
+            trainer.accumulate_grad_batches = 1
+
+    def outcome(self) -> Outcome:
+        """Say what a step is made of."""
+        skipped = self._loop.num_skipped_steps if self._loop is not None else 0
+        words = self._words or "no training data yet"
+        words += f"; {skipped} steps skipped by the loss scaler" if skipped else ""
+        return Outcome(
+            did=words,
+            effective=any(length > 1 for length in self._lengths.values()),
+            numbers={"accumulate_grad_batches": list(self._lengths.values()), "skipped_steps": skipped},
+        )

@@ -1,0 +1,172 @@
+"""GradientAccumulation: how many micro-batches make a step, when they change, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_eff.callbacks.data_preload import DataPreload
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.scheduler.warmup_decay import WarmupDecay
+from tests.conftest import Net, make_loader, make_trainer
+
+
+class Steps(pl.Callback):
+    """Remembers at which batches a step was made."""
+
+    def __init__(self) -> None:
+        self.at: list[tuple[int, int]] = []
+        self._last = 0
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step != self._last:
+            self._last = trainer.global_step
+            self.at.append((trainer.current_epoch, batch_idx))
+
+
+def steps(accumulation: GradientAccumulation, net: Any, num_batches: int = 10, **keywords: Any) -> Steps:
+    seen = Steps()
+    trainer = make_trainer(callbacks=[accumulation, seen], **({"max_steps": -1, "max_epochs": 2} | keywords))
+    trainer.fit(net(), make_loader(4 * num_batches))
+    assert trainer.accumulate_grad_batches == 1, "as it was before"
+    return seen
+
+
+def test_the_number_of_micro_batches_follows_from_the_global_batch(net: Callable[..., Net]) -> None:
+    accumulation = GradientAccumulation(global_batch_size=12)
+    assert steps(accumulation, net).at == [(epoch, batch) for epoch in (0, 1) for batch in (2, 5, 8, 9)]
+    assert accumulation.outcome().did == "3 micro-batches of 4 a step"
+    assert accumulation.outcome().numbers["accumulate_grad_batches"] == [3]
+
+
+def test_epochs_shorter_than_a_window_make_one_step_each(net: Callable[..., Net]) -> None:
+    assert steps(GradientAccumulation(global_batch_size=80), net, num_batches=3).at == [(0, 2), (1, 2)]
+    limited = steps(GradientAccumulation(global_batch_size=16), net, limit_train_batches=6)
+    assert limited.at == [(0, 3), (0, 5), (1, 3), (1, 5)]
+
+
+def test_a_schedule_by_epoch_changes_the_window_where_an_epoch_begins(net: Callable[..., Net]) -> None:
+    accumulation = GradientAccumulation(schedule={0: 8, 1: 20})
+    assert steps(accumulation, net).at == [(0, 1), (0, 3), (0, 5), (0, 7), (0, 9), (1, 4), (1, 9)]
+    assert "2 then 5 micro-batches" in accumulation.outcome().did
+
+
+def test_a_schedule_by_step_changes_it_where_a_window_begins(net: Callable[..., Net]) -> None:
+    accumulation = GradientAccumulation(schedule={0: 4, 3: 12}, schedule_by="step")
+    assert steps(accumulation, net, max_epochs=1).at == [(0, 0), (0, 1), (0, 2), (0, 5), (0, 8), (0, 9)]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_number_of_steps_is_known_before_the_optimizer_is_made(
+    net: Callable[..., Net], first: bool
+) -> None:
+    """Whatever the order of the list, and with a loader that is prepared too."""
+
+    class Knows(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            self.estimate = self.trainer.estimated_stepping_batches
+            return [optimizer], [WarmupDecay(optimizer, total_steps=int(self.estimate))]
+
+    callbacks = [GradientAccumulation(global_batch_size=12), DataPreload(num_workers=0)]
+    model = Knows()
+    trainer = make_trainer(callbacks=callbacks if first else callbacks[::-1], max_steps=-1, max_epochs=2)
+    trainer.fit(model, make_loader())
+    assert model.estimate == 8 == trainer.global_step
+    assert callbacks[1].outcome().numbers["num_workers"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("size", "fits"), [(10, "multiple of 4 = batches of 4: 8 or 12"), (3, "multiple of 4 = batches of 4: 4")]
+)
+def test_a_remainder_is_refused_with_the_numbers_that_fit(
+    size: int, fits: str, net: Callable[..., Net]
+) -> None:
+    with pytest.raises(ConfigError, match=fits):
+        make_trainer(callbacks=[GradientAccumulation(global_batch_size=size)]).fit(net(), make_loader())
+
+
+class Stream(IterableDataset[Any]):
+    """Yields whole batches, and says nothing of their size."""
+
+    def __iter__(self) -> Any:
+        yield torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
+
+
+def test_a_loader_without_a_batch_size_is_refused(net: Callable[..., Net]) -> None:
+    with pytest.raises(ConfigError, match="a loader that says its batch_size"):
+        make_trainer(callbacks=[GradientAccumulation(global_batch_size=8)]).fit(
+            net(), DataLoader(Stream(), batch_size=None)
+        )
+
+
+def test_two_places_for_one_number_are_refused(net: Callable[..., Net]) -> None:
+    with pytest.raises(ConfigError, match="1 beside GradientAccumulation"):
+        make_trainer(callbacks=[GradientAccumulation(global_batch_size=8)], accumulate_grad_batches=2).fit(
+            net(), make_loader()
+        )
+    scheduler = pl.callbacks.GradientAccumulationScheduler(scheduling={0: 2})
+    with pytest.raises(ConflictError, match="both would decide how many batches make a step"):
+        make_trainer(callbacks=[GradientAccumulation(global_batch_size=8), scheduler]).fit(
+            net(), make_loader()
+        )
+
+
+def test_the_loaders_own_batch_is_no_effect(net: Callable[..., Net]) -> None:
+    accumulation = GradientAccumulation(global_batch_size=4)
+    with pytest.warns(NoEffectWarning, match="the global batch already"):
+        make_trainer(callbacks=[accumulation], max_steps=1).fit(net(), make_loader())
+    assert not accumulation.outcome().effective
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({}, "global_batch_size=None"),
+        ({"global_batch_size": 8, "schedule": {0: 8}}, "global_batch_size=8"),
+        ({"schedule": {1: 8}}, "a size from 0 on"),
+        ({"schedule": {0: 0}}, "schedule=0: expected a whole number of at least 1"),
+        ({"global_batch_size": 8, "schedule_by": "batch"}, "one of epoch, step"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(keywords: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        GradientAccumulation(**keywords)
+
+
+def test_gradients_are_freed_at_the_end_of_a_window_and_not_inside(net: Callable[..., Net]) -> None:
+    counts: list[int] = []
+    model = net()
+    model.first.register_forward_pre_hook(
+        lambda *_: counts.append(sum(p.grad is not None for p in model.parameters()))
+    )
+    import functools
+
+    choice = OptimizerChoice(optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    callbacks = [GradientAccumulation(global_batch_size=8), choice]
+    make_trainer(callbacks=callbacks, max_steps=3).fit(model, make_loader())
+    assert counts == [0, 6, 0, 6, 0, 6]
+
+
+def test_the_trainer_is_as_it_was_after_a_failure(net: Callable[..., Net]) -> None:
+    class Breaks(Net):
+        def on_train_batch_end(self, *_: Any) -> None:
+            msg = "on purpose"
+            raise RuntimeError(msg)
+
+    trainer = make_trainer(callbacks=[GradientAccumulation(global_batch_size=8)])
+    before = trainer.fit_loop.epoch_loop.automatic_optimization
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit(Breaks(), make_loader())
+    assert trainer.fit_loop.epoch_loop.automatic_optimization is before
+    assert trainer.accumulate_grad_batches == 1
+    assert "process_dataloader" not in trainer.strategy.__dict__
