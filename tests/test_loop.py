@@ -250,8 +250,9 @@ def test_the_loop_is_installed_once_and_taken_out_again() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("counts_steps", [False, True])
 @pytest.mark.parametrize("stop", [2, 5])
-def test_a_run_that_goes_on_at_a_step_goes_on_exactly(stop: int, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_at_a_step_goes_on_exactly(stop: int, counts_steps: bool, tmp_path: Path) -> None:
     """In the middle of an epoch too: the data of the second run begins where the first one's ended."""
 
     class Save(pl.Callback):
@@ -259,10 +260,18 @@ def test_a_run_that_goes_on_at_a_step_goes_on_exactly(stop: int, tmp_path: Path)
             if trainer.global_step == stop and not (tmp_path / "stop.ckpt").exists():
                 trainer.save_checkpoint(tmp_path / "stop.ckpt")
 
+    class Counts(Speaker):
+        def configure_optimizers(self) -> Any:
+            """Ask for the number of steps, for which Lightning makes the loaders early."""
+            if counts_steps:
+                assert self.trainer.estimated_stepping_batches == 6
+            return super().configure_optimizers()
+
     whole, rest = speaker(True), speaker(True)
+    whole.__class__ = rest.__class__ = Counts
     for model, path in ((whole, None), (rest, tmp_path / "stop.ckpt")):
         callbacks = [GradientAccumulation(global_batch_size=4), *([Save()] if path is None else [])]
-        trainer = make_trainer(callbacks=callbacks, max_steps=6)
+        trainer = make_trainer(callbacks=callbacks, max_steps=6, max_epochs=9)
         data = StatefulDataLoader(TensorDataset(*texts(24)), batch_size=MICRO)
         trainer.fit(model, data, ckpt_path=path)
     assert len(rest.gradients) == 6 - stop

@@ -160,6 +160,7 @@ class GradientAccumulation(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Set what holds where a run goes on, in the middle of a schedule or of an epoch."""
+        loop.place_loaders(trainer)
         self._apply(trainer)
         if set(self._lengths.values()) == {1} and trainer.world_size == 1:
             text = "GradientAccumulation does nothing here: the loader's batch is the global batch already"
