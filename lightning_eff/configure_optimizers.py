@@ -87,7 +87,7 @@ def _refuse_another(keywords: Mapping[str, Any], built: Optimizer, saved: Mappin
         key="optimizer",
         value=type(built).__name__,
         allowed=f"the optimizer that the checkpoint was saved with: its state is one {found}"
-        + ("" if missing else f" and not {len(ours)}"),
+        + ("" if missing else f" and not {len(ours)} (norms and biases may be one of their own)"),
     )
 
 
@@ -152,9 +152,8 @@ def _configure(
     own, schedules = _own(keep()) if keep is not None else (None, [])
     built = build(module, optimizer, _shares(own) if own is not None else None)
     if scheduler is not None:
-        keywords: Mapping[str, Any] = getattr(scheduler, "keywords", {})
         filled: dict[str, Any] = {}
-        if "total_steps" in keywords and keywords["total_steps"] is None:
+        if _lacks_total_steps(scheduler):
             steps = module.trainer.estimated_stepping_batches
             filled["total_steps"] = int(steps) if 0 < steps < float("inf") else None
         if own is not None:
@@ -167,6 +166,16 @@ def _configure(
         warnings.warn(text, ConflictWarning, stacklevel=2)
     replaced = Replaced(own, built)
     return [built], [_kept(schedule, built, replaced) for schedule in schedules]
+
+
+def _lacks_total_steps(scheduler: SchedulerFactory) -> bool:
+    """Say whether a schedule takes the number of steps, and has not been given it."""
+    keywords: Mapping[str, Any] = getattr(scheduler, "keywords", {})
+    if "total_steps" in keywords:
+        return keywords["total_steps"] is None
+    made: Any = getattr(scheduler, "func", scheduler)
+    parameter = inspect.signature(made).parameters.get("total_steps")
+    return parameter is not None and parameter.default is None
 
 
 def _shares(own: Optimizer) -> list[dict[str, Any]]:

@@ -79,10 +79,20 @@ def asked(technique: object) -> dict[str, Any]:
         5
     """
     return {
-        name: value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+        name: value if isinstance(value, (str, int, float, bool, type(None))) else _in_words(value)
         for name in inspect.signature(type(technique)).parameters
         if (value := getattr(technique, name, None)) is not technique
     }
+
+
+def _in_words(value: object) -> str:
+    """Return a class that is called later as its call: name and keywords."""
+    made: Any = getattr(value, "func", None)
+    keywords: Mapping[str, Any] = getattr(value, "keywords", {})
+    if made is None:
+        return repr(value)
+    shown = [f"{key}={_in_words(item)}" for key, item in keywords.items() if item is not None]
+    return f"{getattr(made, '__name__', made)}({', '.join(shown)})"
 
 
 def defaults(technique: object) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_eff.errors import ConfigError
+from lightning_eff.errors import ConfigError, nearest
 from lightning_eff.facade import is_matrix
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -67,11 +67,21 @@ def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set
         module: Whose parameters are looked at.
         rest: Patterns of names of parameters that are not hidden either, a classifier's for example.
 
+    Raises:
+        ConfigError: A pattern matches no parameter.
+
     Example:
         >>> layers = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
         >>> len(hidden_matrices(layers)), hidden_matrices(layers, ["2.*"]) == {layers[0].weight}
         (2, True)
     """
+    patterns = [rest] if isinstance(rest, str) else list(rest or ())
+    names = [name for name, _ in module.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                key="optimizer.rest", value=pattern, allowed=f"a parameter's name; {nearest(pattern, names)}"
+            )
     tables = [part for part in module.modules() if isinstance(part, EMBEDDINGS)]
     vocabulary = max((table.num_embeddings for table in tables), default=0)
     heads = [m for m in module.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
@@ -82,5 +92,5 @@ def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set
         if is_matrix(parameter)
         and "weight" in name.rpartition(".")[2]
         and parameter not in others
-        and not any(fnmatchcase(name, pattern) for pattern in rest or ())
+        and not any(fnmatchcase(name, pattern) for pattern in patterns)
     }

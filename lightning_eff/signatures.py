@@ -45,6 +45,8 @@ NESTED_BASES = (
 )
 PARTIAL_GROUPS = ("optimizer", "scheduler")
 """Groups whose class is called later, with what it works on as first argument."""
+CALLED_LATER = ("torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler")
+"""Classes that are called with what they work on, also where they are an argument of another."""
 DIRECTIVES = ("_target_", "_partial_", "_recursive_", "_convert_")
 """Hydra's own keys. `_args_` is refused: positional arguments cannot be checked by name."""
 
@@ -133,7 +135,7 @@ def _check_node(path: str, node: dict[str, Any], bases: Sequence[str], *, partia
     if not any(issubclass(found, resolve_class(path, base)) for base in bases):
         expected = bases[0] if len(bases) == 1 else f"one of {', '.join(bases)}"
         raise ConfigError(key=f"{path}._target_", value=target, allowed=f"a class derived from {expected}")
-    if partial:
+    if partial or issubclass(found, tuple(resolve_class(path, base) for base in CALLED_LATER)):
         node["_partial_"] = True
     partial = bool(node.get("_partial_"))
     _check_parameters(path, node, found, skip_first=partial, partial=partial)

@@ -140,7 +140,7 @@ def test_trains_to_the_bit_like_the_librarys_own_loop(
         assert torch.equal(one, other)
     held = choice.outcome().numbers["state_bytes"]
     assert sum(held.values()) == sum(sum(state_bytes(optimizer).values()) for optimizer in optimizers)
-    assert choice.outcome().effective
+    assert choice.outcome().effective is (name != "cpu_offload"), "here the state is on the CPU anyway"
 
 
 def test_has_so_many_bytes_of_state_and_another_result_than_sgd(

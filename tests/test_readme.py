@@ -62,7 +62,7 @@ def test_the_python_blocks_run_in_a_plain_trainer_and_under_fabric(
     assert "emptied 2 times" in capsys.readouterr().out
     exec(compile(choice, "README.md", "exec"), names)
     loader = names["DataLoader"](names["TensorDataset"](torch.randn(8, 8)))
-    make_trainer(callbacks=[names["choice"]], max_steps=1).fit(names["Net"](), loader)
+    make_trainer(callbacks=names["callbacks"], max_steps=4).fit(names["Net"](), loader)
     assert "freed one by one" in names["choice"].outcome().did
     exec(compile(in_fabric, "README.md", "exec"), {"__name__": "readme"})
     assert "[4, 4]" in capsys.readouterr().out

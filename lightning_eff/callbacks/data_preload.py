@@ -315,7 +315,7 @@ def _works_ahead(loader: Ahead) -> bool:
 
 
 def _words_on_waiting(before: float, after: float) -> str:
-    return f"data wait about {before:.1%} -> {after:.1%}"
+    return f"{after:.1%} of the time waiting for data, by estimate {before:.1%} in this process alone"
 
 
 def _mover(trainer: pl.Trainer, module: pl.LightningModule) -> str:

@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_eff import loop, plan
 from lightning_eff.configure_optimizers import SchedulerFactory, attach
 from lightning_eff.errors import ConfigError
-from lightning_eff.facade import OptimizerFactory, PerParameter
+from lightning_eff.facade import FreesGradients, OptimizerFactory, PerParameter
 from lightning_eff.factories import classes, kind_behind, layout, settings
 from lightning_eff.facts import PACKAGE, SCHEDULE, Facts, Outcome, Technique
 from lightning_eff.measure.memory import state_bytes
@@ -75,12 +75,16 @@ class OptimizerChoice(pl.Callback):
                 allowed="an optimizer",
                 remedies=["optimizer=adamw (a recipe's own group)"],
             )
+        if isinstance(optimizer, Optimizer):
+            allowed = "a class, or functools.partial(AdamW, lr=1e-3): it is called with groups later"
+            raise ConfigError(key="optimizer", value=type(optimizer).__name__, allowed=allowed)
         self.optimizer = optimizer
         self.scheduler = scheduler
         self._built: Optimizer | None = None
         self._patched: list[tuple[Any, str, Any]] = []
         self._reader = ""
         self._last_step = 0
+        self._rates: list[float] = []
         self._zeroed = 0
 
     def facts(self) -> Facts:
@@ -130,6 +134,7 @@ class OptimizerChoice(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = trainer.global_step
         loop.place_loaders(trainer)
+        self._rates = _rates(self._built)
         self._use_weights(train=True)
 
     @override
@@ -172,7 +177,8 @@ class OptimizerChoice(pl.Callback):
         saved, ours = state_dict.get("optimizer", ""), layout(kind_behind(self.optimizer))
         if saved and ours and saved != ours:
             allowed = f"{saved}, with which the checkpoint was saved: another's state is of no use"
-            raise ConfigError(key="optimizer", value=ours, allowed=allowed)
+            remedy = "ckpt_path=PATH of a run with this optimizer, or the option that makes the other one"
+            raise ConfigError(key="optimizer", value=ours, allowed=allowed, remedies=[remedy])
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -241,18 +247,27 @@ class OptimizerChoice(pl.Callback):
         counts = [len(group["params"]) for group in groups]
         num_parameters = sum(p.numel() for group in groups for p in group["params"])
         held = state_bytes(self._built)
-        where = ", ".join(f"{human_bytes(size)} on {place}" for place, size in held.items()) or "none yet"
+        where = ", ".join(f"{human_bytes(size)} on {place}" for place, size in held.items()) or "none"
         share = sum(held.values()) / num_parameters
         did = f"{_title(self._built)} over {sum(counts)} tensors in {len(counts)} groups; state {where}"
         did += f", {share:.2f} bytes a parameter" if held else ""
-        own = self._built.outcome().did if isinstance(self._built, Technique) else ""
-        parts = [did, own, self._words_on_gradients()]
+        own = self._built.outcome() if isinstance(self._built, Technique) else Outcome(did="")
+        parts = [did, own.did, self._words_on_rates(), self._words_on_gradients()]
         return Outcome(
             did="; ".join(part for part in parts if part),
+            effective=own.effective,
             numbers={"tensors": counts, "state_bytes": held, "state_bytes_per_parameter": share},
         )
 
+    def _words_on_rates(self) -> str:
+        now = _rates(self._built)
+        if not self._rates or self._rates == now:
+            return f"rate {max(now):.3g}" if now else ""
+        return f"rate {max(self._rates):.3g} at the start, {max(now):.3g} at the end"
+
     def _words_on_gradients(self) -> str:
+        if isinstance(self._built, FreesGradients):
+            return ""
         if self._reader:
             return f"gradients stay until the next forward pass has ended: {self._reader} may look at them"
         return "gradients freed at the end of each step" if self._zeroed else ""
@@ -263,6 +278,11 @@ def _title(optimizer: Optimizer) -> str:
     words = [word for word in ("fused", "foreach") if options.get(word)]
     name = type(optimizer).__name__
     return f"{name} ({words[0]})" if words else name
+
+
+def _rates(optimizer: Optimizer | None) -> list[float]:
+    groups = optimizer.param_groups if optimizer is not None else []
+    return [float(group["lr"]) for group in groups if "lr" in group]
 
 
 def _averages(optimizer: Optimizer | None) -> bool:

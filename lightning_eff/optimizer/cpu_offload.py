@@ -70,7 +70,7 @@ class CpuOffload(PerParameter):
         self,
         params: Iterable[Any],
         *,
-        lr: float = 1e-3,
+        lr: float = 3e-3,
         weight_decay: float = 0.1,
         optimizer: OptimizerFactory | None = None,
         pin_memory: bool = True,

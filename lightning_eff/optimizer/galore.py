@@ -20,6 +20,7 @@ import pytorch_optimizer
 from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 from typing_extensions import override
 
+from lightning_eff.errors import ConfigError
 from lightning_eff.facts import FLATTENED, Facts, Outcome, Rule
 from lightning_eff.optimizer.muon import split
 
@@ -35,7 +36,7 @@ class GaLore(pytorch_optimizer.GaLore):
         lr: Learning rate.
         weight_decay: Share of `lr`.
         betas: Decay of the two running averages.
-        rank: Dimensions of the subspace.
+        rank: Dimensions of the subspace; a matrix that is not wider is not projected.
         update_proj_gap: Optimizer steps between two subspaces.
         scale: Factor of the projected step.
         rest: Patterns of parameter names (`classifier.*`) that are not projected; read where the names are
@@ -57,7 +58,7 @@ class GaLore(pytorch_optimizer.GaLore):
         self,
         params: Iterable[Any],
         *,
-        lr: float = 1e-3,
+        lr: float = 3e-3,
         weight_decay: float = 0.1,
         betas: Iterable[float] = (0.9, 0.95),
         rank: int = 128,
@@ -65,7 +66,11 @@ class GaLore(pytorch_optimizer.GaLore):
         scale: float = 0.25,
         rest: Sequence[str] | None = None,
     ) -> None:
+        if rank < 1:
+            raise ConfigError(key="rank", value=rank, allowed="a whole number of at least 1")
         hidden, others = split(params)
+        wide = [_wider_than(group, rank) for group in hidden]
+        hidden, others = [w for w, _ in wide if w["params"]], [n for _, n in wide if n["params"]] + others
         self.rest = rest
         projection = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale}
         groups = [group | projection | {"projection_type": "std"} for group in hidden] + others
@@ -106,8 +111,17 @@ class GaLore(pytorch_optimizer.GaLore):
     def outcome(self) -> Outcome:
         """Say how many matrices are projected."""
         return Outcome(
-            did=f"{self._num_hidden} hidden matrices projected", numbers={"hidden": self._num_hidden}
+            did=f"{self._num_hidden} hidden matrices wider than the rank projected",
+            effective=self._num_hidden > 0,
+            numbers={"hidden": self._num_hidden},
         )
+
+
+def _wider_than(group: dict[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a group by whether a projection would make a matrix smaller."""
+    wide = [p for p in group["params"] if min(p.shape) > rank]
+    narrow = [p for p in group["params"] if min(p.shape) <= rank]
+    return group | {"params": wide}, group | {"params": narrow}
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:

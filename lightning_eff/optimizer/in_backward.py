@@ -2,7 +2,7 @@
 
 Then the gradients of a model never exist together: at most those of one layer do. Behind one face that
 schedulers and checkpoints understand, each parameter has an optimizer of its own; a checkpoint has the
-layout of the optimizer that does the work, and either loads the other's.
+layout of the optimizer that does the work over the same groups, and either loads the other's.
 
 Costs: one optimizer call a parameter and step; no clipping by the norm of all gradients, only by each
     parameter's own (`max_parameter_norm`). Hooks that look at gradients before the step find none.
@@ -59,7 +59,7 @@ class InBackward(PerParameter):
         self,
         params: Iterable[Any],
         *,
-        lr: float = 1e-3,
+        lr: float = 3e-3,
         weight_decay: float = 0.1,
         optimizer: OptimizerFactory | None = None,
         max_parameter_norm: float | None = None,
@@ -96,7 +96,11 @@ class InBackward(PerParameter):
             reason="there are no gradients left to clip when the Trainer would",
             remedies=("optimizer.max_parameter_norm=1.0 trainer.gradient_clip_val=null", plain),
         )
-        others = [Rule(name=name, reason=reason, remedies=(plain,)) for name, reason in reasons.items()]
+        single = {"run/accumulation": ("trainer.accumulate_grad_batches=1",)}
+        others = [
+            Rule(name=name, reason=reason, remedies=(*single.get(name, ()), plain))
+            for name, reason in reasons.items()
+        ]
         return Facts(excludes=(clipping, *others))
 
     @override

@@ -60,7 +60,7 @@ class Muon(Joined):
         self,
         params: Iterable[Any],
         *,
-        lr: float = 1e-3,
+        lr: float = 3e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,

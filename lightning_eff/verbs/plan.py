@@ -95,7 +95,7 @@ def _judge(values: dict[str, Any], set_by: Any) -> tuple[list[Row], list[Any]]:
     findings = plan.check(objects, plan.run_facts(trainer))
     rows: dict[str, Row] = {}
     for each in objects:
-        if isinstance(each, Technique):
+        if isinstance(each, Technique) and not isinstance(each, type):
             name = name_of(each)
             group, _, short = BY_GROUP.get(name, name).partition("/")
             arguments = {k: v for k, v in asked(each).items() if v != defaults(each).get(k)}

@@ -119,7 +119,7 @@ def test_without_workers_a_thread_fetches_what_waits(net: Callable[..., Net]) ->
     preload = DataPreload()
     trained(preload, DataLoader(Samples(wait_s=0.002), batch_size=4), net, max_epochs=1)
     assert preload.outcome().numbers["max_ready_bytes"] > 0
-    assert " ready; data wait about " in preload.outcome().did
+    assert "of the time waiting for data, by estimate" in preload.outcome().did
 
 
 def test_the_loader_keeps_its_own_settings(net: Callable[..., Net]) -> None:

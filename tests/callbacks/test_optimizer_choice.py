@@ -96,6 +96,20 @@ def test_the_modules_own_method_comes_back(net: Callable[..., Net]) -> None:
     assert isinstance(model.configure_optimizers(), torch.optim.SGD)
 
 
+def test_the_number_of_steps_is_filled_in_where_it_is_left_out(net: Callable[..., Net]) -> None:
+    choice = OptimizerChoice(optimizer=ADAMW, scheduler=functools.partial(WarmupDecay, warmup_steps=2))
+    trainer = make_trainer(callbacks=[choice], max_steps=6)
+    trainer.fit(net(), make_loader())
+    schedule: Any = trainer.lr_scheduler_configs[0].scheduler
+    assert schedule.total_steps == 6
+    assert "rate 0.005 at the start, 0.001 at the end" in choice.outcome().did
+
+
+def test_an_optimizer_that_is_made_already_is_refused(net: Callable[..., Net]) -> None:
+    with pytest.raises(ConfigError, match="a class, or functools"):
+        OptimizerChoice(optimizer=torch.optim.SGD(net().parameters(), lr=0.1))
+
+
 def test_without_an_optimizer_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="optimizer=None: expected an optimizer"):
         OptimizerChoice()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_eff.configure_optimizers import build
+from lightning_eff.errors import ConfigError
 from lightning_eff.measure.memory import state_bytes
 from lightning_eff.optimizer.galore import GaLore
 
@@ -56,6 +57,13 @@ def test_a_checkpoint_holds_tensors_and_plain_values_and_the_subspace_comes_back
         second.zero_grad()
     for one, other in zip(whole.parameters(), part.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_matrices_that_are_not_wider_than_the_rank_are_not_projected() -> None:
+    optimizer = build(make(), functools.partial(GaLore, lr=0.1, rank=8))
+    assert not optimizer.outcome().effective
+    with pytest.raises(ConfigError, match="rank=0: expected a whole number of at least 1"):
+        GaLore(make().parameters(), rank=0)
 
 
 def test_a_copy_is_refused_where_it_is_made() -> None:

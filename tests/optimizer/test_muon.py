@@ -55,6 +55,12 @@ def test_patterns_name_more_of_the_rest() -> None:
     assert names(model, optimizer.parts[0].param_groups[0]["params"]) == {"0.weight"}
 
 
+def test_a_pattern_that_names_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer.rest='nosuch.\*': expected a parameter's name"):
+        hidden_matrices(Language(), ["nosuch.*"])
+    assert names(Language(), hidden_matrices(Language(), "hidden.weight")) == set()
+
+
 def test_a_schedule_moves_both_parts() -> None:
     model = Language()
     optimizer = build(model, functools.partial(Muon, lr=1.0))

@@ -42,6 +42,22 @@ def test_every_technique_has_a_row_and_who_set_it(command: Command) -> None:
     assert found["callbacks/gradient_checkpointing"]["will_be"] == "on"
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "galore", "cpu_offload", "adamw_8bit_bnb", "schedule_free"])
+def test_an_optimizer_is_shown_as_its_call(command: Command, optimizer: str) -> None:
+    found = rows(command, "baseline", f"optimizer={optimizer}")
+    shown = found["callbacks/optimizer_choice"]["asked"]["optimizer"]
+    assert shown.partition("(")[0].lower() in (
+        "muon",
+        "galore",
+        "cpuoffload",
+        "adamw8bit",
+        "adamwschedulefree",
+    )
+    assert "lr=" in shown
+    assert "<" not in shown
+    assert not any(name.startswith("optimizer/") and row["asked"] for name, row in found.items())
+
+
 def test_what_a_device_emulates_is_adjusted_or_warned(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
