@@ -122,7 +122,8 @@ def test_without_workers_a_thread_fetches_what_waits(net: Callable[..., Net]) ->
     assert "of the time waiting for data, by estimate" in preload.outcome().did
 
 
-def test_the_loader_keeps_its_own_settings(net: Callable[..., Net]) -> None:
+def test_the_loader_keeps_its_own_settings(net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")  # else Lightning sets a function that seeds them
     loader = make_loader()
     before = dict(vars(loader))
     seen: list[dict[str, Any]] = []
