@@ -50,9 +50,8 @@ def parameter_groups(
             key = (index, *options.items())
             groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
     if not any(parameter.requires_grad for group in groups.values() for parameter in group["params"]):
-        raise ConfigError(
-            key="model", value=type(module).__name__, allowed="a module with a trainable parameter"
-        )
+        allowed = "a module with a trainable parameter"
+        raise ConfigError(key="model", value=type(module).__name__, allowed=allowed)
     order = sorted(groups, key=lambda key: (key[0], "weight_decay" in groups[key]))
     return [groups[key] for key in order]
 

@@ -138,10 +138,10 @@ class DataPreload(pl.Callback):
         tuned = self._tuned(loader, num_workers, device) if choice is not None else None
         self._kept_to_itself = _mover(trainer, module)
         moved = device.type == "cuda" and not self._kept_to_itself
+        # Workers fetch ahead themselves, and what they give has only to be moved.
+        goes_ahead = moved if num_workers > 0 else _may_have_a_thread(choice, trainer, moved=moved)
         settings = Settings(
-            num_batches=self.num_batches_ahead
-            if self._goes_ahead(loader, choice, trainer, moved=moved)
-            else 0,
+            num_batches=self.num_batches_ahead if goes_ahead else 0,
             max_bytes=self.max_bytes_ahead,
             device=device if moved and self.num_batches_ahead else None,
             limit=lambda: trainer.num_training_batches,
@@ -151,19 +151,6 @@ class DataPreload(pl.Callback):
         self._loaders.append(ahead)
         self._choices.append(choice)
         return ahead
-
-    def _goes_ahead(
-        self, loader: Any, choice: loading.Choice | None, trainer: pl.Trainer, *, moved: bool
-    ) -> bool:
-        """Say whether a thread may and should fetch."""
-        num_workers = getattr(loader, "num_workers", 0) if choice is None else choice.num_workers
-        if num_workers > 0:
-            return moved  # workers fetch ahead themselves
-        if choice is None or (
-            str(trainer.precision).endswith("-true") and "32" not in str(trainer.precision)
-        ):
-            return False  # a stream may depend on the training; a step in another format would reach samples
-        return moved or not choice.idle_s < WORTH_A_THREAD_S
 
     def _choose(self, loader: Any, trainer: pl.Trainer) -> loading.Choice | None:
         """Return how many workers to use; None to leave the loader as it is. Rank 0 decides for all."""
@@ -312,6 +299,15 @@ class DataPreload(pl.Callback):
 
 def _works_ahead(loader: Ahead) -> bool:
     return loader.seen.num_workers > 0 or loader.seen.num_ahead > 0
+
+
+def _may_have_a_thread(choice: loading.Choice | None, trainer: pl.Trainer, *, moved: bool) -> bool:
+    """Say whether a thread may fetch samples that this process makes, and is worth it."""
+    precision = str(trainer.precision)
+    other_default_dtype = precision.endswith("-true") and precision != "32-true"
+    if choice is None or other_default_dtype:
+        return False  # a stream may depend on the training; a default format holds in all threads
+    return moved or choice.idle_s >= WORTH_A_THREAD_S
 
 
 def _words_on_waiting(before: float, after: float) -> str:

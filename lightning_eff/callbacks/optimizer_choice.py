@@ -106,11 +106,8 @@ class OptimizerChoice(pl.Callback):
         """
         if self._patched:
             return
-        own = (
-            module.configure_optimizers
-            if keep_own and is_overridden("configure_optimizers", module)
-            else None
-        )
+        keeps = keep_own and is_overridden("configure_optimizers", module)
+        own = module.configure_optimizers if keeps else None
         self._patched.append((module, "configure_optimizers", module.__dict__.get("configure_optimizers")))
         attach(module, self.optimizer, self.scheduler, keep=own)
 
@@ -194,9 +191,8 @@ class OptimizerChoice(pl.Callback):
         """Load checkpoints to the CPU by its name: Lightning's function for that fails on quantized state."""
         reader: Any = trainer.strategy.checkpoint_io
         if "map_location" in inspect.signature(reader.load_checkpoint).parameters:
-            self._patch(
-                reader, "load_checkpoint", functools.partial(reader.load_checkpoint, map_location="cpu")
-            )
+            load = functools.partial(reader.load_checkpoint, map_location="cpu")
+            self._patch(reader, "load_checkpoint", load)
 
     def _patch(self, owner: Any, name: str, replacement: Any) -> None:
         self._patched.append((owner, name, owner.__dict__.get(name)))

@@ -45,7 +45,7 @@ class Muon(Joined):
             are known, by `configure_optimizers`.
 
     Raises:
-        ConfigError: There is no matrix, or a hidden group holds something else.
+        ConfigError: There is no hidden matrix.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
