@@ -13,6 +13,17 @@ EXIT_OUT_OF_MEMORY = 4
 EXIT_REFUSED = 5
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+OUT_OF_MEMORY = (
+    "out of memory",  # CUDA, HIP, XPU and MPS, and CUDA's own calls
+    "can't allocate memory",  # torch's allocator on the CPU
+    "not enough memory",  # the same on Windows
+    "_alloc_failed",  # cuBLAS, cuDNN, cuSPARSE, cuSOLVER, hipBLAS
+    "out_of_device_memory",  # SYCL, behind XPU
+    "out_of_host_memory",
+    "memoryallocation",  # cudaErrorMemoryAllocation, hipErrorMemoryAllocation
+    "resource_exhausted",  # XLA
+)
+"""How back ends without a class of their own say it, in lower case."""
 
 
 class ConfigError(ValueError):
@@ -114,21 +125,28 @@ def exit_code(error: BaseException) -> int:
         return EXIT_INTERRUPTED
     if isinstance(error, SystemExit):
         return int(error.code) if isinstance(error.code, int) else EXIT_FAILED if error.code else EXIT_OK
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return EXIT_OUT_OF_MEMORY
     code = getattr(error, "exit_code", None)
     return code if isinstance(code, int) else EXIT_FAILED
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Know an allocator's refusal, by its class or by the text of back ends without one; also as a cause."""
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Know an allocator's refusal, by its class or by the text of back ends without one; also as a cause.
+
+    Example:
+        >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+        True
+        >>> is_out_of_memory(RuntimeError("shape '[2, 3]' is invalid for input of size 5"))
+        False
+    """
     if error is None:
         return False
     if isinstance(error, MemoryError) or any(k.__name__ == "OutOfMemoryError" for k in type(error).__mro__):
         return True
     text = str(error).lower()
-    says_so = "out of memory" in text or "can't allocate memory" in text
-    return (isinstance(error, RuntimeError) and says_so) or _is_out_of_memory(error.__cause__)
+    says_so = isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
+    return says_so or is_out_of_memory(error.__cause__)
 
 
 def root_cause_line(error: BaseException) -> str:

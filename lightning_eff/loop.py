@@ -1,12 +1,10 @@
 """One optimizer step of one or several micro-batches, exactly: the one subclass of Lightning's own loop.
 
-The gradient of a step is that of one large batch, `sum w_i g_i / sum w_i` over the micro-batches of a window
-and over all ranks, whatever the window is cut into. A weight is what `training_step` returns beside the mean
-loss, `{"loss": loss, "weight": num_tokens}`; without it every micro-batch weighs the same. Each loss is
-multiplied by `w_i / reference` before its backward pass, and the gradients once by `ranks * reference /
-sum w_i` after the last one, before anyone looks at them or clips them. The reference is a power of two near a
-rank's share of the window's weight, the same on all ranks: large enough that scaled float16 gradients do not
-overflow, and without rounding of its own.
+The gradient of a step is that of one large batch, whatever the step is cut into: over the batches of a window
+(GradientAccumulation, or the Trainer's own `accumulate_grad_batches`), over the micro-batches that a batch is
+cut into (MicroBatch), and over all ranks. window.py has the arithmetic, micro_batches.py the second try when
+memory runs out; here is what Lightning calls. `training_step` may return a weight beside the mean loss,
+`{"loss": loss, "weight": num_tokens}`; without it samples weigh the same.
 
 A window that the end of an epoch cuts short is divided by what it has. A step that a loss scaler skips is
 none: neither the schedule nor `global_step` advances.
@@ -18,14 +16,16 @@ Private names of Lightning's (`_AutomaticOptimization`, `_should_accumulate`) ar
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.optimization.automatic import (
+    Closure,
     ClosureResult,
     _AutomaticOptimization,  # pyright: ignore[reportPrivateUsage]
 )
@@ -34,7 +34,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff.batches import Part, num_samples
 from lightning_eff.errors import ConfigError
+from lightning_eff.fitting import Fitting
+from lightning_eff.in_parts import Arguments, InParts, Passes, Search
+from lightning_eff.window import Window, weight_of
 
 
 class ExactStep(_AutomaticOptimization):
@@ -50,64 +54,88 @@ class ExactStep(_AutomaticOptimization):
         self.replaced = replaced
         self.optim_progress = replaced.optim_progress
         self.num_skipped_steps = 0
+        self.fitting: Fitting | None = None
+        """How batches are cut; None for as they are."""
+        self.search: Search | None = None
+        """A search that the next step is to begin with."""
+        self._parts: InParts | None = None
+        self._window = Window(
+            self._trained, num_ranks=trainer.world_size, sum_over_ranks=partial(_sum_over_ranks, trainer)
+        )
+        self._mark = self._window.mark()
         self._length = 1
         self._position = 0
         self._complete = True
         self._skipped = False
-        self._count = 0
-        self._weight: float | None = None
-        self._reference = 0.0
-        self._before: tuple[int, float | None] = (0, None)
+
+    def _trained(self) -> Iterator[Tensor]:
+        for group in self.trainer.optimizers[0].param_groups:
+            yield from group["params"]
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        """Train on one micro-batch; step if it completes its window."""
+        """Train on one batch; step if it completes its window."""
         self._skipped = False
         if self._complete:
-            self._position, self._count, self._weight = 0, 0, None
-            self._length = self.trainer.accumulate_grad_batches
+            self._begin_window(kwargs)
         self._position += 1
-        self._before = (self._count, self._weight)
+        self._mark = self._window.mark()  # a closure may be evaluated more than once
         epoch_loop: Any = self.trainer.fit_loop.epoch_loop
         at_end: bool = epoch_loop._num_ready_batches_reached()  # noqa: SLF001
         self._complete = self._position >= self._length or at_end
         return super().run(optimizer, batch_idx, kwargs)
+
+    def _begin_window(self, kwargs: Arguments) -> None:
+        self._position = 0
+        self._length = self.trainer.accumulate_grad_batches
+        self._window.begin(self._length)
+        if self.fitting is None:
+            return
+        if self._parts is None:
+            self._parts = InParts(self.trainer, self.fitting, self._window)
+        self._parts.search, self.search = self.search, None
+        self._parts.begin(kwargs, lambda arguments: self._training_output(arguments)[0].closure_loss)
 
     def should_accumulate(self) -> bool:
         """Say whether the batch at hand made no step: the window goes on, or a scaler skipped its step."""
         return not self._complete or self._skipped
 
     @override
-    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
-        output = _call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+    def _make_closure(self, kwargs: Arguments, optimizer: Optimizer, batch_idx: int) -> Closure:
+        parts = self._parts
+        if parts is None:
+            return super()._make_closure(kwargs, optimizer, batch_idx)
+        zero_grad, backward = self._make_zero_grad_fn(batch_idx, optimizer), self._make_backward_fn(optimizer)
+        passes = Passes(self._weighted, zero_grad, backward, self._complete)
+
+        def step() -> ClosureResult:
+            self._window.back(self._mark)
+            parts.back_to(self._position - 1)
+            return parts.run(kwargs, passes)
+
+        return Closure(step)
+
+    @override
+    def _training_step(self, kwargs: Arguments) -> ClosureResult:
+        self._window.back(self._mark)
+        samples = num_samples(kwargs.get("batch")) if self._length > 1 else None
+        return self._weighted(kwargs, Part(None, samples), samples)
+
+    def _weighted(self, arguments: Arguments, part: Part, whole: int | None) -> ClosureResult:
+        """Run a forward pass, and weigh its loss as a part of the window."""
+        result, weight = self._training_output(arguments)
+        if result.closure_loss is not None:
+            result.closure_loss = self._window.scale(
+                result.closure_loss, weight=weight, part=part.num_samples, whole=whole
+            )
+        return result
+
+    def _training_output(self, arguments: Arguments) -> tuple[ClosureResult, float | None]:
+        output = _call_strategy_hook(self.trainer, "training_step", *arguments.values())
         if output is None and self.trainer.world_size > 1:
             text = "training_step returned None on one of several ranks, which would leave the others waiting"
             raise RuntimeError(text)
-        result = self.output_result_cls.from_training_step_output(output)
-        if result.closure_loss is not None:
-            result.closure_loss = self._weighted(result.closure_loss, _weight_of(output))
-        return result
-
-    def _weighted(self, loss: Tensor, weight: float | None) -> Tensor:
-        """Count a micro-batch and return the loss that is differentiated."""
-        count, before = self._before  # a closure may be evaluated more than once
-        if count and (weight is None) is not (before is None):
-            text = "training_step returned a weight for some micro-batches of a window and none for others"
-            raise ValueError(text)
-        self._count = count + 1
-        if weight is None:
-            return loss / self._length
-        self._weight = weight + (before or 0.0)
-        if not self._reference:
-            self._reference = _power_of_two(self._sum_over_ranks(weight) * self._length / self._num_ranks)
-        # A mean over nothing is not a number, and so is its gradient times 0.
-        return loss * (weight / self._reference) if weight else self._nothing()
-
-    def _nothing(self) -> Tensor:
-        """Return a loss with a gradient of 0 for every parameter, as the other ranks expect one."""
-        groups = self.trainer.optimizers[0].param_groups
-        trained = [p for group in groups for p in group["params"] if p.requires_grad]
-        return torch.stack([(parameter * 0.0).sum() for parameter in trained]).sum()
+        return self.output_result_cls.from_training_step_output(output), weight_of(output)
 
     @override
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
@@ -124,12 +152,15 @@ class ExactStep(_AutomaticOptimization):
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Any]) -> None:
         def finished() -> Any:
             loss = train_step_and_backward_closure()
-            self._correct(self.trainer.optimizers[0])
+            if self._parts is not None:
+                self._parts.finish()
+            self._window.correct()
             return loss
 
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         scale = scaler.get_scale() if scaler is not None else 0.0
-        super()._optimizer_step(batch_idx, finished)
+        with self._parts.update() if self._parts is not None else nullcontext():
+            super()._optimizer_step(batch_idx, finished)
         self._skipped = scaler is not None and scaler.get_scale() < scale
         if self._skipped:
             self._take_back_the_step()
@@ -141,39 +172,19 @@ class ExactStep(_AutomaticOptimization):
             counts.ready -= 1
             counts.completed -= 1
 
-    def _correct(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by what the window really had, on all ranks."""
-        if self._weight is None:
-            factor = self._length / self._count if self._count else 1.0
-        else:
-            total = self._sum_over_ranks(self._weight)
-            factor = self._num_ranks * self._reference / total if total else 0.0
-            self._reference = _power_of_two(total / self._num_ranks) if total else 0.0
-        if factor != 1.0:
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.mul_(factor)
-
-    @property
-    def _num_ranks(self) -> int:
-        return self.trainer.world_size
-
-    def _sum_over_ranks(self, value: float) -> float:
-        if self._num_ranks == 1:
-            return value
-        device = self.trainer.strategy.root_device
-        number = torch.tensor(value, dtype=torch.float64, device=device)
-        return float(self.trainer.strategy.reduce(number, reduce_op="sum"))
-
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
-        return {"weight_reference": self._reference, "num_skipped_steps": self.num_skipped_steps}
+        return {"weight_reference": self._window.reference, "num_skipped_steps": self.num_skipped_steps}
 
     @override
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
-        self._reference = float(state_dict.get("weight_reference", 0.0))
+        self._window.reference = float(state_dict.get("weight_reference", 0.0))
         self.num_skipped_steps = int(state_dict.get("num_skipped_steps", 0))
+
+
+def _sum_over_ranks(trainer: pl.Trainer, value: float) -> float:
+    number = torch.tensor(value, dtype=torch.float64, device=trainer.strategy.root_device)
+    return float(trainer.strategy.reduce(number, reduce_op="sum"))
 
 
 def install(trainer: pl.Trainer) -> ExactStep:
@@ -217,29 +228,3 @@ def place_loaders(trainer: pl.Trainer) -> None:
         fit_loop._load_combined_loader_states()  # noqa: SLF001
         fit_loop._data_fetcher.setup(fit_loop._combined_loader)  # noqa: SLF001
         iter(fit_loop._data_fetcher)  # noqa: SLF001 - makes the iterator
-
-
-def _weight_of(output: Any) -> float | None:
-    """Return the weight in what `training_step` returned.
-
-    Raises:
-        ValueError: It is not a finite number of at least 0.
-    """
-    weight = output.get("weight") if isinstance(output, Mapping) else None
-    if weight is None:
-        return None
-    number = float(weight)
-    if not (math.isfinite(number) and number >= 0.0):
-        text = f"training_step returned weight={number!r}: expected a finite number of at least 0"
-        raise ValueError(text)
-    return number
-
-
-def _power_of_two(value: float) -> float:
-    """Return the power of two next to a number; 0 for 0.
-
-    Example:
-        >>> _power_of_two(100.0), _power_of_two(0.0)
-        (128.0, 0.0)
-    """
-    return 2.0 ** round(math.log2(value)) if value > 0.0 else 0.0

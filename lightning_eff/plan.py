@@ -135,6 +135,11 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
             "gradient_clip_val under Lightning's own mixed precision",
         ),
         "run/static_graph": (bool(ddp.get("static_graph")), "static_graph=True"),
+        "run/comm_hook": (
+            getattr(strategy, "_ddp_comm_hook", None) is not None,
+            "a communication hook of DDP's",
+        ),
+        "run/sync_batch_norm": (getattr(strategy, "_layer_sync", None) is not None, "sync_batchnorm=True"),
         "run/unused_parameters": (bool(ddp.get("find_unused_parameters")), "find_unused_parameters=True"),
         "run/strategy_checkpointing": (
             bool(getattr(strategy, "_activation_checkpointing_kwargs", None)),

@@ -56,7 +56,7 @@ class LiveBytes(TorchDispatchMode):
         """Count tensors that were made elsewhere; what is no tensor is passed over."""
         for tensor in tensors:
             if hasattr(type(tensor), "__tensor_flatten__"):
-                self.add(_tensors(tensor))  # its own storage has a size and no memory
+                self.add(tensors_in(tensor))  # its own storage has a size and no memory
             elif isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
                 self._add_storage(tensor.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
@@ -97,21 +97,21 @@ def state_bytes(optimizer: Optimizer) -> dict[str, int]:
         {'cpu': 40}
     """
     found: Counter[str] = Counter()
-    for tensor in {id(tensor): tensor for tensor in _tensors(list(optimizer.state.values()))}.values():
+    for tensor in {id(tensor): tensor for tensor in tensors_in(list(optimizer.state.values()))}.values():
         found[tensor.device.type] += tensor.nbytes
     return dict(found)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the plain tensors in a value: of containers, quantized tensors and objects."""
     if isinstance(value, Tensor):
         flatten = getattr(value, "__tensor_flatten__", None)
         if flatten is None:
             yield value
         else:
-            yield from _tensors([getattr(value, name) for name in flatten()[0]])
+            yield from tensors_in([getattr(value, name) for name in flatten()[0]])
     elif isinstance(value, (Mapping, list, tuple)):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif hasattr(value, "__dict__"):
-        yield from _tensors(list(vars(value).values()))
+        yield from tensors_in(list(vars(value).values()))
