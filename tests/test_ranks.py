@@ -1,0 +1,250 @@
+"""Two ranks (gloo, DDP): a rank that runs out of memory only takes longer, and all decide alike.
+
+One start of two processes for all cases; `main` runs in both of them, the tests read what they have saved.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.errors import ConflictError
+from lightning_eff.gradient import ExactGradient
+from tests.callbacks.test_micro_batch import Fault, Noisy, Shrinks, everything, noisy
+from tests.conftest import make_trainer
+from tests.test_loop import WORDS, plain, speaker, texts
+
+STEPS = 5
+# micro-batch size, batches a window, weighted, clipping
+EXACT = [(3, 1, True, None), ("auto", 1, False, 0.05), (3, 2, True, 0.05), ("auto", 2, False, None)]
+FAULTS = [("forward", 0), ("backward", 2), ("backward", 4), ("update", 1)]
+TOGETHER = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+
+
+class Counts(pl.Callback):
+    """Counts how often DDP itself averages gradients."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        def hook(_, bucket):
+            self.times += 1
+            return allreduce_hook(None, bucket)  # pyright: ignore[reportArgumentType]
+
+        trainer.strategy.model.register_comm_hook(None, hook)
+
+
+class Branches(pl.LightningModule):
+    """Leaves a layer out on one rank, and another on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.sometimes, self.never = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.used(batch["x"])
+        return (self.sometimes(x) if self.global_rank == 0 else x).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def rows(num_samples: int, rank: int, batch_size: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(num_samples, 6, generator=generator)
+    y = torch.randint(0, 3, (num_samples,), generator=generator)
+    w = torch.rand(num_samples, generator=generator) + 0.1
+    data = [{"x": x[i], "y": y[i], "w": w[i], "ids": f"row {i}"} for i in range(rank, num_samples, 2)]
+    return DataLoader(data, batch_size=batch_size)  # pyright: ignore[reportArgumentType]
+
+
+def exact(size: Any, window: int, weighted: bool, clip: float | None) -> dict[str, Any]:
+    """Rank r has samples r, r + 2, ... in batches of eight: the last batch of an epoch has six."""
+    model, counts = speaker(weighted), Counts()
+    callbacks = [MicroBatch(micro_batch_size=size), counts]
+    callbacks += [GradientAccumulation(global_batch_size=window * 8 * 2)] if window > 1 else []
+    trainer = make_trainer(callbacks=callbacks, max_steps=9, gradient_clip_val=clip, **TOGETHER)
+    dataset = TensorDataset(*texts(60))
+    sampler = range(trainer.global_rank, len(dataset), 2)
+    trainer.fit(model, DataLoader(dataset, batch_size=8, sampler=sampler))
+    return {"weights": [p.detach() for p in model.parameters()], "ddp": counts.times}
+
+
+def run(callback: MicroBatch, fault: Fault | None = None) -> dict[str, Any]:
+    model = noisy(fault)
+    model.log = lambda *_, **__: None  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = make_trainer(callbacks=[callback], max_steps=STEPS, **TOGETHER)
+    trainer.fit(model, rows(48, trainer.global_rank, 8))
+    left = everything(model, trainer)
+    del left["progress"]
+    return left | {"size": callback.current_size}
+
+
+def with_fault(phase: str, at: int) -> dict[str, Any]:
+    """Rank 1 runs out of memory at one place; two micro-batches of four a step."""
+    rank = int(torch.distributed.get_rank())
+    auto = MicroBatch()
+    auto.load_state_dict({"micro_batch_size": 4})
+    ours = run(auto, Fault(phase, at=at) if rank == 1 else None)
+    # In the step of the fault rank 0 is through with its part, in the next one both have the new size.
+    step = at // 2 + (rank == 0) if phase != "update" else STEPS
+    return {"ours": ours, "reference": run(Shrinks(4, 2, step))}
+
+
+def found(limits: tuple[int, int]) -> dict[str, Any]:
+    rank = int(torch.distributed.get_rank())
+    auto = MicroBatch(find="largest")
+    ours = run(auto, Fault("backward", limit=limits[rank]))
+    reference = MicroBatch()
+    reference.load_state_dict({"micro_batch_size": min(*limits, 8)})
+    return {"ours": ours, "reference": run(reference), "trials": auto.outcome().numbers["trials"]}
+
+
+def unused(callbacks: list[Any]) -> list[Tensor]:
+    torch.manual_seed(1)
+    model = Branches()
+    trainer = make_trainer(
+        callbacks=callbacks, max_steps=4, **(TOGETHER | {"strategy": "ddp_find_unused_parameters_true"})
+    )
+    trainer.fit(model, rows(48, trainer.global_rank, 8))
+    return [p.detach() for p in model.parameters()]
+
+
+def own_loop(size: Any) -> list[Tensor]:
+    """Plain DDP: two batches of five samples a step on each rank, weighed by tokens."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank = int(torch.distributed.get_rank())
+    model = speaker(True)
+    replica = DistributedDataParallel(model)
+    gradient = ExactGradient(replica, micro_batch_size=size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = texts(20)
+    own = [slice(rank, 10, 2), slice(10 + rank, 20, 2)]
+
+    def step(batch: Any) -> Any:
+        rows, targets = batch
+        logits = replica(rows).reshape(-1, WORDS)
+        loss = nn.functional.cross_entropy(logits, targets.reshape(-1), ignore_index=-100)
+        return {"loss": loss, "weight": (targets >= 0).sum()}
+
+    for _ in range(5):
+        gradient.backward(step, *((x[rows], y[rows]) for rows in own))
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+class Syncs(Noisy):
+    def log(self, name: str, value: Any, **keywords: Any) -> None:
+        if name == "loss":
+            super().log(name, value, on_step=True, sync_dist=True)
+
+
+def refused() -> str:
+    torch.manual_seed(1)
+    trainer = make_trainer(callbacks=[MicroBatch()], max_steps=1, **TOGETHER)
+    try:
+        trainer.fit(Syncs(), rows(48, trainer.global_rank, 8))
+    except ConflictError as error:
+        return str(error)
+    return ""
+
+
+def main(folder: str) -> None:
+    results: dict[str, Any] = {"exact": [exact(*case) for case in EXACT]}
+    results["faults"] = [with_fault(*case) for case in FAULTS]
+    results["found"] = [found(limits) for limits in ((3, 5), (9, 2), (20, 20))]
+    results["unused"] = [unused([]), unused([MicroBatch()])]
+    results["own"] = [own_loop(size) for size in (None, 2, "auto")]
+    rank = int(torch.distributed.get_rank())
+    results["refused"] = refused()
+    torch.save(results, Path(folder) / f"rank{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what each rank has saved."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = folder / "ranks.py"
+    path = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n"
+    script.write_text(f"{path}from tests.test_ranks import main\nmain({str(folder)!r})\n")
+    command = [sys.executable, "-W", "ignore", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    files = [folder / f"rank{rank}.pt" for rank in range(2)]
+    assert all(file.exists() for file in files), done.stderr[-3000:]
+    return [torch.load(file, weights_only=False) for file in files]
+
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return one == other
+
+
+@pytest.mark.parametrize("case", range(len(EXACT)))
+def test_two_ranks_step_as_one_would_on_all_samples(ranks: list[dict[str, Any]], case: int) -> None:
+    size, window, weighted, clip = EXACT[case]
+    assert same(ranks[0]["exact"][case]["weights"], ranks[1]["exact"][case]["weights"])
+    # All samples of a window as one batch: batches of 16, and a last one of 12.
+    expected = plain(weighted, 4 * window, clip, 9, 15, ranks=2)
+    for ours, theirs in zip(ranks[0]["exact"][case]["weights"], expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.data, rtol=1e-9, atol=1e-11)
+    assert ranks[0]["exact"][case]["ddp"] == (9 if size != "auto" else 0), "once a step, or not in DDP at all"
+
+
+@pytest.mark.parametrize("case", range(len(FAULTS)))
+def test_a_rank_that_runs_out_of_memory_leaves_no_trace(ranks: list[dict[str, Any]], case: int) -> None:
+    results = [rank["faults"][case] for rank in ranks]
+    for result in results:
+        assert same(result["ours"], result["reference"])
+    assert same(results[0]["ours"]["weights"], results[1]["ours"]["weights"])
+    assert (
+        results[0]["ours"]["size"] == results[1]["ours"]["size"] == (4 if FAULTS[case][0] == "update" else 2)
+    )
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_find_agrees_on_what_fits_everywhere(ranks: list[dict[str, Any]], case: int) -> None:
+    results = [rank["found"][case] for rank in ranks]
+    assert [result["ours"]["size"] for result in results] == [[3, 2, 8][case]] * 2
+    assert [t[:2] for t in results[0]["trials"]] == [t[:2] for t in results[1]["trials"]]
+    for result in results:
+        assert same(result["ours"], result["reference"])
+
+
+def test_unused_parameters_are_as_in_ddp(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        theirs, ours = rank["unused"]
+        assert same(ours, theirs)
+
+
+def test_a_loop_of_ones_own_under_ddp_is_exact(ranks: list[dict[str, Any]]) -> None:
+    expected = plain(True, 10, None, 5, 10)
+    for rank in ranks:
+        for weights in rank["own"]:
+            for ours, theirs in zip(weights, expected.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs.data, rtol=1e-9, atol=1e-11)
+
+
+def test_a_value_that_all_ranks_average_while_it_is_logged_is_refused(ranks: list[dict[str, Any]]) -> None:
+    assert all("self.log('loss', on_step=True, sync_dist=True)" in rank["refused"] for rank in ranks)
