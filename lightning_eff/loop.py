@@ -214,17 +214,3 @@ def uninstall(trainer: pl.Trainer) -> None:
     if isinstance(present, ExactStep):
         epoch_loop.automatic_optimization = present.replaced
         epoch_loop.__dict__.pop("_should_accumulate", None)
-
-
-def place_loaders(trainer: pl.Trainer) -> None:
-    """Bring stateful loaders to where a checkpoint left them, when a run begins.
-
-    Lightning does so when it makes the loaders. It makes them earlier, before the checkpoint's state is
-    known, when the optimizer's schedule asks for the number of steps (`estimated_stepping_batches`), and
-    forgets them then: the run would begin its epoch anew.
-    """
-    fit_loop: Any = trainer.fit_loop
-    if fit_loop._combined_loader_states_to_load:  # noqa: SLF001
-        fit_loop._load_combined_loader_states()  # noqa: SLF001
-        fit_loop._data_fetcher.setup(fit_loop._combined_loader)  # noqa: SLF001
-        iter(fit_loop._data_fetcher)  # noqa: SLF001 - makes the iterator

@@ -34,9 +34,9 @@ USED_IN = {
     "_BatchNorm": "plan.py",
     "_get_fused_kernels_supported_devices": "configure_optimizers.py",
     "_AutomaticOptimization": "loop.py",
-    "_combined_loader_states_to_load": "loop.py",
-    "_load_combined_loader_states": "loop.py",
-    "_data_fetcher": "loop.py",
+    "_combined_loader_states_to_load": "loaders.py",
+    "_load_combined_loader_states": "loaders.py",
+    "_data_fetcher": "loaders.py",
     "_should_accumulate": "loop.py",
     "_num_ready_batches_reached": "loop.py",
     "_call_strategy_hook": "loop.py",
@@ -142,6 +142,25 @@ def test_loaders_and_schedulers_keep_what_is_looked_at() -> None:
     assert "random_(generator=loader.generator)" in inspect.getsource(
         inspect.getmodule(_MultiProcessingDataLoaderIter)  # pyright: ignore[reportArgumentType]
     )
+
+
+def test_what_a_second_try_brings_back_has_its_names() -> None:
+    from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils._python_dispatch import _disable_current_modes
+    from torchmetrics import MeanMetric
+
+    assert list(inspect.signature(_block_parallel_sync_behavior).parameters) == ["strategy", "block"]
+    assert "_forward_cache" in inspect.getsource(_ResultMetric)
+    assert {"batch", "batch_size"} <= vars(_ResultCollection(training=True)).keys()
+    assert "require_forward_param_sync" in inspect.getsource(DistributedDataParallel)
+    assert set(MeanMetric()._defaults) == {"mean_value", "weight"}
+    assert DDPStrategy(ddp_comm_hook=print)._ddp_comm_hook is print
+    assert "_layer_sync" in inspect.getsource(DDPStrategy.setup)
+    with _disable_current_modes():
+        pass
+    assert isinstance(pl.Trainer._results, property)
 
 
 def test_the_loop_has_the_parts_that_are_replaced() -> None:

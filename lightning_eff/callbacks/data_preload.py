@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_eff import plan
+from lightning_eff import loaders, plan
 from lightning_eff.errors import ConfigError
 from lightning_eff.facts import Outcome
 from lightning_eff.lookahead import Settings
@@ -108,7 +109,7 @@ class DataPreload(pl.Callback):
         self._final: Outcome | None = None
         self._epoch = 0
         self._kept_to_itself = self._untried = ""
-        self._strategy: Any = None
+        self._unhook: Callable[[], None] | None = None
         self._validation_s = 0.0
         self._validation_began_s = 0.0
 
@@ -118,15 +119,7 @@ class DataPreload(pl.Callback):
             return
         plan.enforce(self, trainer, pl_module)
         self._forget()
-        strategy = trainer.strategy
-        process = strategy.process_dataloader
-
-        def ready(dataloader: object) -> object:
-            loader = process(dataloader)
-            return self._prepare(loader, trainer, pl_module) if trainer.training else loader
-
-        strategy.process_dataloader = ready
-        self._strategy = strategy
+        self._unhook = loaders.hook(trainer, lambda loader: self._prepare(loader, trainer, pl_module))
 
     def _prepare(self, loader: Any, trainer: pl.Trainer, module: pl.LightningModule) -> Ahead:
         if self._loaders and trainer.current_epoch != self._epoch:
@@ -241,9 +234,9 @@ class DataPreload(pl.Callback):
         self._loaders, self._choices = [], []
 
     def _restore(self) -> None:
-        if self._strategy is not None:
-            self._strategy.__dict__.pop("process_dataloader", None)
-            self._strategy = None
+        if self._unhook is not None:
+            self._unhook()
+            self._unhook = None
             self._final = self.outcome()
             self._drop()  # what is left of the callback holds no data
 

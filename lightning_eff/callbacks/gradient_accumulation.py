@@ -17,13 +17,13 @@ Source: the exact gradient of a weighted mean; what Lightning gives instead:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_eff import loop, plan
+from lightning_eff import loaders, loop, plan
 from lightning_eff.errors import ConfigError, NoEffectWarning
 from lightning_eff.facts import Facts, Outcome, Rule
 
@@ -83,7 +83,7 @@ class GradientAccumulation(pl.Callback):
         self._sizes: dict[int, int] = dict(sorted(sizes.items()))
         self._lengths: dict[int, int] = {}
         self._words = ""
-        self._strategy: Any = None
+        self._unhook: Callable[[], None] | None = None
         self._loop: loop.ExactStep | None = None
 
     def facts(self) -> Facts:
@@ -110,18 +110,9 @@ class GradientAccumulation(pl.Callback):
                 remedies=["trainer.accumulate_grad_batches=1"],
             )
         self._loop = loop.install(trainer)
-        self._strategy = trainer.strategy
-        process = self._strategy.process_dataloader
+        self._unhook = loaders.hook(trainer, lambda loader: self._derive(loader, trainer))
 
-        def look(dataloader: object) -> object:
-            prepared = process(dataloader)
-            if trainer.training:
-                self._derive(prepared, trainer)
-            return prepared
-
-        self._strategy.process_dataloader = look
-
-    def _derive(self, loader: Any, trainer: pl.Trainer) -> None:
+    def _derive(self, loader: Any, trainer: pl.Trainer) -> Any:
         """Set the number of micro-batches, as soon as the loader is there and before anyone counts steps."""
         micro_batch_size = getattr(loader, "batch_size", None)
         if micro_batch_size is None:
@@ -139,6 +130,7 @@ class GradientAccumulation(pl.Callback):
         self._words = f"{' then '.join(map(str, lengths))} micro-batches of {micro_batch_size} a step"
         self._words += f" on {world_size} ranks" if world_size > 1 else ""
         self._apply(trainer)
+        return loader
 
     def _length(self, size: int, micro_batch_size: int, world_size: int) -> int:
         unit = micro_batch_size * world_size
@@ -160,7 +152,7 @@ class GradientAccumulation(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Set what holds where a run goes on, in the middle of a schedule or of an epoch."""
-        loop.place_loaders(trainer)
+        loaders.place(trainer)
         self._apply(trainer)
         if set(self._lengths.values()) == {1} and trainer.world_size == 1:
             text = "GradientAccumulation does nothing here: the loader's batch is the global batch already"
@@ -184,9 +176,9 @@ class GradientAccumulation(pl.Callback):
         self._restore(trainer)
 
     def _restore(self, trainer: pl.Trainer) -> None:
-        if self._strategy is not None:
-            self._strategy.__dict__.pop("process_dataloader", None)
-            self._strategy = None
+        if self._unhook is not None:
+            self._unhook()
+            self._unhook = None
             loop.uninstall(trainer)
             trainer.accumulate_grad_batches = 1
 

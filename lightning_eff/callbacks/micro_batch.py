@@ -30,7 +30,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_eff import loop, plan
+from lightning_eff import loaders, loop, plan
 from lightning_eff.batches import Splitter
 from lightning_eff.errors import ConfigError, NoEffectWarning
 from lightning_eff.facts import Facts, Outcome, Rule, Verdict
@@ -158,7 +158,7 @@ class MicroBatch(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        loop.place_loaders(trainer)
+        loaders.place(trainer)
         if self._fitting is not None and self.adapts:
             self._fitting.size = self._remembered
         if self.find is not None and self._remembered is None:

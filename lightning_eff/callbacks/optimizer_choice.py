@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff import loop, plan
+from lightning_eff import loaders, plan
 from lightning_eff.configure_optimizers import SchedulerFactory, attach
 from lightning_eff.errors import ConfigError
 from lightning_eff.facade import FreesGradients, OptimizerFactory, PerParameter
@@ -130,7 +130,7 @@ class OptimizerChoice(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = trainer.global_step
-        loop.place_loaders(trainer)
+        loaders.place(trainer)
         self._rates = _rates(self._built)
         self._use_weights(train=True)
 
