@@ -8,7 +8,7 @@ parameter of the class behind it, and every key, class and type is held against 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from lightning_eff.catalog import CONF, MANY, RECIPES, parameter_keys, recipes
 from lightning_eff.errors import ConfigError, UsageError, nearest
 from lightning_eff.folders import check_folders, check_inside
 from lightning_eff.overrides import loosened, parse_overrides
-from lightning_eff.place import Place, listed_groups
+from lightning_eff.place import Place, listed_groups, listed_options, recipe_chain
 from lightning_eff.signatures import TOP_LEVEL
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,9 @@ def compose_recipe(recipe: str, overrides: Sequence[str], place: Place | None = 
     run_dir = _run_dir(cfg)
     _check_keys(cfg)
     _check_asked(cfg, parsed)
-    _drop_foreign(cfg, explicit={str(item.key_or_group) for item in parsed if not item.is_delete()})
+    explicit = {str(item.key_or_group) for item in parsed if not item.is_delete()}
+    _drop_foreign(cfg, explicit=explicit)
+    _drop_settings_of_absent(cfg, explicit, list(recipe_chain(recipe, place)))
     values = _resolve(cfg)
     signatures.check_groups(values)
     check_folders(values, Path(values["output_root"]))
@@ -193,6 +195,25 @@ def _drop_foreign(cfg: DictConfig, *, explicit: set[str]) -> None:
                 del node[key]
         if foreign:
             log.warning("%s: %s has no %s; left out", group, node.get("_target_"), ", ".join(foreign))
+
+
+def _drop_settings_of_absent(
+    cfg: DictConfig, explicit: Collection[str], chain: Sequence[tuple[str, list[Any]]]
+) -> None:
+    """Leave out what a recipe sets of an option that it lists, and that an override took out of the list."""
+    for group in MANY:
+        node = cfg.get(group)
+        if group not in explicit or not isinstance(node, DictConfig):
+            continue
+        given = {key.split(".")[1] for key in explicit if key.startswith(f"{group}.")}
+        listed = {name for _, defaults in chain for name in listed_options(defaults, group) or ()}
+        absent = [name for name in listed - given if name in node and "_target_" not in node[name]]
+        with open_dict(node):
+            for name in absent:
+                del node[name]
+        with open_dict(cfg):
+            if not node:
+                del cfg[group]
 
 
 def _check_keys(cfg: DictConfig) -> None:

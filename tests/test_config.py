@@ -42,8 +42,10 @@ def test_baseline_has_no_technique() -> None:
         (["callbacks=[]"], []),
         (["callbacks=[empty_cache]"], ["empty_cache"]),
         (["callbacks=[empty_cache]", "callbacks.empty_cache.every_n_steps=3"], ["empty_cache"]),
-        (["+callbacks=optimizer_choice"], ["empty_cache", "optimizer_choice"]),
-        (["~callbacks.empty_cache"], []),
+        (["+callbacks=optimizer_choice"], ["gradient_accumulation", "empty_cache", "optimizer_choice"]),
+        (["~callbacks.empty_cache"], ["gradient_accumulation"]),
+        (["~callbacks.gradient_accumulation"], ["empty_cache"]),
+        (["callbacks=[gradient_accumulation]"], ["gradient_accumulation"]),
         (["callbacks=empty_cache"], ["empty_cache"]),
     ],
 )
@@ -269,7 +271,23 @@ def test_a_recipe_and_groups_of_ones_own(empty_folder: Path) -> None:
     )
     values = config.compose_recipe("often", [], mine).values
     assert values["seed"] == 7
-    assert list(values["callbacks"]) == ["empty_cache", "very_often"]
+    assert list(values["callbacks"]) == ["gradient_accumulation", "empty_cache", "very_often"]
+
+
+def test_settings_of_what_was_taken_out_are_left_out_and_misspelt_ones_are_not(empty_folder: Path) -> None:
+    assert (
+        compose("callbacks=[gradient_accumulation]")["callbacks"]["gradient_accumulation"][
+            "global_batch_size"
+        ]
+        == 16
+    )
+    with pytest.raises(ConfigError, match="'gradient_accumulation' is not in callbacks"):
+        compose("callbacks=[]", "callbacks.gradient_accumulation.global_batch_size=8")
+    mine = own_folder(
+        empty_folder, typo="defaults:\n  - lm\n  - _self_\ncallbacks:\n  emty_cache:\n    x: 1\n"
+    )
+    with pytest.raises(ConfigError, match="emty_cache"):
+        config.compose_recipe("typo", ["callbacks=[]"], mine)
 
 
 def test_a_callback_without_its_package_line_is_told_so(empty_folder: Path) -> None:

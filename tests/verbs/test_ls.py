@@ -48,4 +48,4 @@ def test_a_name_shows_costs_conflicts_source_and_every_option(command: Command) 
 
 
 def test_a_recipe_shows_its_bill_of_materials(command: Command) -> None:
-    assert "- callbacks: [empty_cache]" in command("ls", "lm")[1]
+    assert "- callbacks: [gradient_accumulation, empty_cache]" in command("ls", "lm")[1]

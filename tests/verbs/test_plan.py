@@ -35,7 +35,8 @@ def test_every_technique_has_a_row_and_who_set_it(command: Command) -> None:
         "callbacks/optimizer_choice": "recipe baseline, optimizer.lr=0.1",
         "callbacks/empty_cache": "recipe lm, callbacks.empty_cache.every_n_steps=7",
         "callbacks/gradient_checkpointing": "recipe low_memory",
-        "callbacks/gradient_accumulation": "recipe low_memory",
+        "callbacks/gradient_accumulation": "recipe lm",
+        "callbacks/micro_batch": "recipe low_memory",
         "callbacks/torch_compile": "+callbacks=torch_compile",
     }
     assert found["callbacks/empty_cache"]["asked"] == {"every_n_steps": 7}
