@@ -54,18 +54,26 @@ def test_the_python_blocks_run_in_a_plain_trainer_and_under_fabric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    in_trainer, choice, in_fabric = [
+    in_trainer, cut, choice, in_fabric, own_loop = [
         block for block in blocks("python") if not block.startswith(("# ", "def "))
     ]
     names: dict[str, Any] = {"__name__": "readme"}
     exec(compile(in_trainer, "README.md", "exec"), names)
     assert "emptied 2 times" in capsys.readouterr().out
+    exec(compile(cut, "README.md", "exec"), names)
+    data = names["TensorDataset"](torch.randn(64, 8))
+    net = names["Net"]()
+    make_trainer(callbacks=names["callbacks"], max_steps=4).fit(net, names["DataLoader"](data, batch_size=32))
+    assert [each.outcome().effective for each in names["callbacks"]] == [True, True]
     exec(compile(choice, "README.md", "exec"), names)
     loader = names["DataLoader"](names["TensorDataset"](torch.randn(8, 8)))
     make_trainer(callbacks=names["callbacks"], max_steps=4).fit(names["Net"](), loader)
     assert "freed one by one" in names["choice"].outcome().did
     exec(compile(in_fabric, "README.md", "exec"), {"__name__": "readme"})
     assert "[4, 4]" in capsys.readouterr().out
+    names = {"__name__": "readme"}
+    exec(compile(own_loop, "README.md", "exec"), names)
+    assert names["layer"].weight.grad is not None
 
 
 def test_every_command_runs(tiny: list[str], command: Command) -> None:

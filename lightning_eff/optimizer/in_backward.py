@@ -96,7 +96,11 @@ class InBackward(PerParameter):
             reason="there are no gradients left to clip when the Trainer would",
             remedies=("optimizer.max_parameter_norm=1.0 trainer.gradient_clip_val=null", plain),
         )
-        single = {"run/accumulation": ("trainer.accumulate_grad_batches=1",)}
+        single = {
+            "run/accumulation": ("trainer.accumulate_grad_batches=1",),
+            "callbacks/gradient_accumulation": ("~callbacks.gradient_accumulation",),
+            "callbacks/micro_batch": ("~callbacks.micro_batch",),
+        }
         others = [
             Rule(name=name, reason=reason, remedies=(*single.get(name, ()), plain))
             for name, reason in reasons.items()
