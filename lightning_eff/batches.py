@@ -3,8 +3,8 @@
 A batch is tensors in dicts, lists, tuples, named tuples, dataclasses, and what behaves like a dict. Samples
 lie along the first dimension of every tensor; a nested or packed tensor and a list whose items differ in
 length (token rows, images, boxes) have one sample an item. What has no samples (numbers, words, tensors
-without a dimension, or of length 1 where others have more) goes to every micro-batch as it is. A batch whose
-parts do not agree on the number of samples is refused, since any cut would be a guess.
+without a dimension, masks [1, ...] where others have more) goes to every micro-batch as it is. A batch
+whose parts do not agree on the number of samples is refused, since any cut would be a guess.
 
 Slices are views: nothing is copied, except what is nested or packed. Containers are new in each micro-batch.
 """
@@ -110,10 +110,12 @@ def _reading(batch: Any) -> tuple[int, int]:
     raise first_error or _UnclearError
 
 
-def _agreed(sizes: Mapping[str, int]) -> int:
-    counts = set(sizes.values()) - ({1} if len(set(sizes.values())) > 1 else set())
+def _agreed(sizes: Mapping[str, tuple[int, bool]]) -> int:
+    """Return the number of samples that the parts of a batch have; those for all samples may have one."""
+    own = {count for count, for_all in sizes.values() if not for_all}
+    counts = own or {count for count, _ in sizes.values()}
     if len(counts) != 1:
-        shown = ", ".join(f"{path} has {size}" for path, size in list(sizes.items())[:6])
+        shown = ", ".join(f"{path} has {count}" for path, (count, _) in list(sizes.items())[:6])
         raise _UnclearError(shown or "no tensor and no list")
     (count,) = counts
     if count == 0:
@@ -122,16 +124,16 @@ def _agreed(sizes: Mapping[str, int]) -> int:
     return count
 
 
-def _sizes(value: Any, path: str, depth: int) -> Iterator[tuple[str, int]]:
-    """Yield the number of samples of each part that has some, by its path."""
+def _sizes(value: Any, path: str, depth: int) -> Iterator[tuple[str, tuple[int, bool]]]:
+    """Yield the number of samples of each part that has some, by its path, and whether it is for all."""
     inside = _parts_of(value, depth)
     if inside is not None:
         for name, item in inside:
             yield from _sizes(item, f"{path}{name}", depth - 1)
     elif isinstance(value, PackedSequence):
-        yield path, len(pad_packed_sequence(value, batch_first=True)[1])
+        yield path, (len(pad_packed_sequence(value, batch_first=True)[1]), False)
     elif _is_list(value) or (_is_tensor(value) and len(value.shape)):
-        yield path, len(value)
+        yield path, (len(value), _is_tensor(value) and len(value.shape) > 1 and len(value) == 1)
     elif not (isinstance(value, PLAIN) or callable(value) or _is_tensor(value)):
         text = f"{path} is of type {type(value).__name__}, which only a splitter could cut"
         raise _UnclearError(text)

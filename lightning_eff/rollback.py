@@ -154,18 +154,19 @@ def _kept_items(items: dict[str, Any]) -> Callable[[], None]:
 
 
 def _kept_metric(metric: Any) -> Callable[[], None]:
-    """Keep a metric: its attributes, the values of its tensors, the lengths of its lists."""
+    """Keep a metric: its attributes, and what its tensors and lists hold."""
     attributes = dict(vars(metric))
     states: dict[str, Any] = {name: attributes.get(name) for name in metric._defaults}  # noqa: SLF001 - the names of its states
     values = {name: state.detach().clone() for name, state in states.items() if isinstance(state, Tensor)}
-    lists = _kept_lists(states.values())
+    lists = [(state, list(state)) for state in states.values() if isinstance(state, list)]
 
     def bring_back() -> None:
         vars(metric).clear()
         vars(metric).update(attributes)
         for name, value in values.items():
             states[name].data = value.clone()  # the object stays, for whoever else holds it
-        lists()
+        for state, items in lists:
+            state[:] = items
 
     return bring_back
 

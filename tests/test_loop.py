@@ -340,3 +340,17 @@ def test_two_ranks_step_as_one_would_on_all_samples(tmp_path: Path) -> None:
             torch.testing.assert_close(
                 torch.tensor(ours, dtype=torch.float64), theirs.data, rtol=1e-9, atol=1e-11
             )
+
+
+def test_a_short_last_batch_counts_for_the_samples_that_it_has() -> None:
+    """Five samples in batches of two: the last one is not half of the window's second half."""
+    model = speaker(False)
+    x, y = texts(5)
+    accumulation = GradientAccumulation(global_batch_size=6)
+    make_trainer(callbacks=[accumulation], max_steps=1).fit(
+        model, DataLoader(TensorDataset(x, y), batch_size=2)
+    )
+    expected = speaker(False)
+    expected.loss((x, y))[0].backward()
+    gradient = torch.cat([p.grad.flatten() for p in expected.parameters()])
+    torch.testing.assert_close(model.gradients[0], gradient, rtol=1e-12, atol=1e-14)
