@@ -83,14 +83,14 @@ def exact(size: Any, window: int, weighted: bool, clip: float | None) -> dict[st
     return {"weights": [p.detach() for p in model.parameters()], "ddp": counts.times}
 
 
-def run(callback: MicroBatch, fault: Fault | None = None) -> dict[str, Any]:
+def run(callback: MicroBatch | None, fault: Fault | None = None) -> dict[str, Any]:
     model = noisy(fault)
     model.log = lambda *_, **__: None  # pyright: ignore[reportAttributeAccessIssue]
-    trainer = make_trainer(callbacks=[callback], max_steps=STEPS, **TOGETHER)
+    trainer = make_trainer(callbacks=[callback] if callback else [], max_steps=STEPS, **TOGETHER)
     trainer.fit(model, rows(48, trainer.global_rank, 8))
     left = everything(model, trainer)
     del left["progress"]
-    return left | {"size": callback.current_size}
+    return left | {"size": callback.current_size if callback else None}
 
 
 def with_fault(phase: str, at: int) -> dict[str, Any]:
@@ -167,6 +167,7 @@ def main(folder: str) -> None:
     results: dict[str, Any] = {"exact": [exact(*case) for case in EXACT]}
     results["faults"] = [with_fault(*case) for case in FAULTS]
     results["found"] = [found(limits) for limits in ((3, 5), (9, 2), (20, 20))]
+    results["plain"] = [run(None), run(MicroBatch())]
     results["unused"] = [unused([]), unused([MicroBatch()])]
     results["own"] = [own_loop(size) for size in (None, 2, "auto")]
     rank = int(torch.distributed.get_rank())
@@ -230,6 +231,17 @@ def test_find_agrees_on_what_fits_everywhere(ranks: list[dict[str, Any]], case: 
     assert [t[:2] for t in results[0]["trials"]] == [t[:2] for t in results[1]["trials"]]
     for result in results:
         assert same(result["ours"], result["reference"])
+
+
+def test_batches_that_fit_train_as_under_plain_ddp(ranks: list[dict[str, Any]]) -> None:
+    """Buffers too: those of the first rank at the beginning of each step."""
+    for rank in ranks:
+        theirs, ours = rank["plain"]
+        assert same(ours["weights"], theirs["weights"])
+        assert same(ours["buffers"], theirs["buffers"])
+    assert not same(ranks[0]["plain"][0]["buffers"], ranks[1]["plain"][0]["buffers"]), (
+        "each has its own batch"
+    )
 
 
 def test_unused_parameters_are_as_in_ddp(ranks: list[dict[str, Any]]) -> None:

@@ -1,0 +1,169 @@
+"""Faults that are put in on purpose, each of which a named test must find: a test of the tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LOOP, TWO, CUT = "tests/test_loop.py", "tests/test_ranks.py", "tests/callbacks/test_micro_batch.py"
+STEP = f"{LOOP}::test_a_step_is_that_of_the_window_as_one_batch"
+WHOLE = f"{CUT}::test_the_step_is_that_of_the_whole_batch"
+TRACE = f"{CUT}::test_running_out_in_a_later_step_leaves_no_trace"
+WINDOWS = f"{CUT}::test_windows_of_cut_batches_are_exact_too"
+TOGETHER = f"{TWO}::test_two_ranks_step_as_one_would_on_all_samples"
+
+# name: (file, what stands there, what is put there, the test that finds it)
+FAULTS = {
+    "no division": ("window.py", "loss if divisor == 1.0 else loss / divisor", "loss", STEP),
+    "mean of means": (
+        "window.py",
+        "counted = part / self._samples if part is not None and self._samples else share",
+        "counted = 1.0",
+        WHOLE,
+    ),
+    "weights ignored": ("window.py", "loss * (weight / self.reference) if", "loss / self._length if", STEP),
+    "a cut window divided by its nominal length": (
+        "window.py",
+        "self._length / self._count if self._count else 1.0",
+        "1.0",
+        STEP,
+    ),
+    "a reference of each rank's own": (
+        "window.py",
+        "self._over_ranks(expected) / self._num_ranks",
+        "expected",
+        f"{LOOP}::test_two_ranks_step_as_one_would_on_all_samples",
+    ),
+    "last micro-batch dropped": (
+        "micro_batches.py",
+        "enumerate(parts)\n",
+        "enumerate(parts[:-1] or parts)\n",
+        WHOLE,
+    ),
+    "gradients cleared in each micro-batch": (
+        "in_parts.py",
+        "if first and passes.zero_grad is not None",
+        "if passes.zero_grad is not None",
+        WHOLE,
+    ),
+    "clipped in each micro-batch": (
+        "in_parts.py",
+        "                    passes.backward(result.closure_loss)\n",
+        "                    passes.backward(result.closure_loss)\n"
+        "                    import torch\n"
+        "                    torch.nn.utils.clip_grad_norm_(self._model.parameters(), 0.05)\n",
+        WHOLE,
+    ),
+    "clipped before the correction": (
+        "loop.py",
+        "            self._window.correct()\n            return loss\n",
+        "            return loss\n",
+        WINDOWS,
+    ),
+    "scheduler in each batch": (
+        "loop.py",
+        "return not self._complete or self._skipped",
+        "return self._skipped",
+        STEP,
+    ),
+    "a skipped step counts": (
+        "loop.py",
+        "            self._take_back_the_step()\n",
+        "            pass\n",
+        LOOP,
+    ),
+    "synchronized in the wrong micro-batch": (
+        "in_parts.py",
+        "synchronize=last and passes.complete",
+        "synchronize=first and passes.complete",
+        TOGETHER,
+    ),
+    "gradients not averaged": (
+        "ranks.py",
+        "dist.all_reduce(flat.div_(num_ranks), group=model.process_group)",
+        "flat.div_(num_ranks)",
+        TOGETHER,
+    ),
+    "buffers not taken over": (
+        "micro_batches.py",
+        "            ranks.take_buffers(self.replica)\n",
+        "            pass\n",
+        f"{TWO}::test_batches_that_fit_train_as_under_plain_ddp",
+    ),
+    "the others keep their size": (
+        "fitting.py",
+        "self.size = int(ranks.extremes(self.size or self.largest, model)[0])",
+        "pass",
+        f"{TWO}::test_a_rank_that_runs_out_of_memory_leaves_no_trace",
+    ),
+    "random state not brought back": (
+        "rollback.py",
+        "yield lambda: torch.set_rng_state(state)",
+        "yield int",
+        TRACE,
+    ),
+    "batch norm twice": ("rollback.py", "self.tensor.copy_(self.values)", "pass", TRACE),
+    "metrics twice": (
+        "rollback.py",
+        "states[name].data = value.clone()",
+        "pass",
+        "tests/test_rollback.py",
+    ),
+    "weights of a failed try counted": ("micro_batches.py", "self._window.back(self._mark)", "pass", TRACE),
+    "gradients of a failed try kept": (
+        "in_parts.py",
+        "        zero_grad()\n",
+        "        self._zeroed or zero_grad()\n",
+        TRACE,
+    ),
+    "update not undone": (
+        "update.py",
+        "tensor.copy_(value)",
+        "pass",
+        f"{CUT}::test_running_out_in_the_update_leaves_no_trace",
+    ),
+    "step logged as of the last micro-batch": (
+        "logged.py",
+        "metric._forward_cache = _combined(",
+        "_combined(",
+        f"{CUT}::test_what_is_logged_is_that_of_the_whole_batch",
+    ),
+    "find: a size that failed": (
+        "search.py",
+        "best = max(fitting,",
+        "best = max(trials,",
+        "tests/test_fitting.py",
+    ),
+    "find: the state stays": (
+        "trials.py",
+        "            undo.restore()\n",
+        "",
+        f"{CUT}::test_find_gives_the_largest_and_leaves_no_trace",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
+    file, there, instead, test = FAULTS[name]
+    for folder in ("lightning_eff", "tests", "conf", "recipes"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    path = tmp_path / "lightning_eff" / file
+    text = path.read_text()
+    assert text.count(there) == 1, "the fault has no place any more"
+    path.write_text(text.replace(there, instead))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "-x", "-q", test]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 1, f"{name} is not found by {test}:\n{done.stdout[-1500:]}"
+    assert "AssertionError" in done.stdout or "Error" in done.stdout
