@@ -150,15 +150,17 @@ class PerParameter(Face):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._share()
+        self.share_state()
 
-    def _share(self) -> None:
-        """Hand the state and the groups that were loaded to the optimizers behind."""
+    def share_state(self) -> None:
+        """Hand the state and the groups as they are to the optimizers behind."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._groups[parameter] = group
+                behind = self._parts[parameter].state
+                behind.clear()
                 if parameter in self.state:
-                    self._parts[parameter].state[self.stand_in(parameter)] = self.state[parameter]
+                    behind[self.stand_in(parameter)] = self.state[parameter]
 
 
 def owned(factory: OptimizerFactory, **outside: Any) -> OptimizerFactory:

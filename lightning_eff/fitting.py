@@ -51,10 +51,10 @@ class Fitting:
     Example:
         >>> fitting = Fitting(None, adapts=True)
         >>> def run(size):
-        ...     if size > 3:
+        ...     if size is None or size > 3:
         ...         raise MemoryError
         ...     return size
-        >>> fitting.attempt(run, whole=12, undo=lambda: None, device=torch.device("cpu"))
+        >>> fitting.attempt(run, whole=lambda: 12, undo=lambda: None, device=torch.device("cpu"))
         3
         >>> [(each.before, each.after) for each in fitting.halvings]
         [(12, 6), (6, 3)]
@@ -85,15 +85,22 @@ class Fitting:
     def parts(self, batch: Any, size: int | None = None) -> list[Part]:
         """Cut a batch into micro-batches of the size as it is now."""
         wanted = size or self.size
-        if wanted is None:  # as a whole, and yet in containers of its own
-            wanted = num_samples(batch) or 1
-            if self.splitter is not None:
-                return [Part(batch, num_samples(batch))]
+        if wanted is None:
+            count = num_samples(batch)
+            if self.splitter is not None or count is None:
+                return [Part(batch, count)]
+            wanted = count  # as a whole, and yet in containers of its own
         return split(batch, wanted, self.splitter)
 
     def samples(self, batch: Any) -> int | None:
-        """Return the number of samples of a batch, and remember the largest."""
-        count = num_samples(batch)
+        """Return the number of samples of a batch, and remember the largest; None where a splitter cuts."""
+        count = num_samples(batch) if self.splitter is None else None
+        self.largest = max(self.largest, count or 0)
+        return count
+
+    def count(self, batch: Any) -> int | None:
+        """Return the number of samples of a batch, if need be by cutting it into single ones."""
+        count = num_samples(batch) if self.splitter is None else len(split(batch, 1, self.splitter))
         self.largest = max(self.largest, count or 0)
         return count
 
@@ -101,7 +108,7 @@ class Fitting:
         self,
         run: Callable[[int | None], T],
         *,
-        whole: int | None,
+        whole: Callable[[], int | None],
         undo: Callable[[], None],
         device: torch.device,
     ) -> T:
@@ -109,7 +116,7 @@ class Fitting:
 
         Args:
             run: Takes the micro-batch size, None for the whole batch.
-            whole: Samples of the batch.
+            whole: Returns the samples of the batch; asked when it does not fit.
             undo: Brings everything back that `run` changes.
             device: Whose memory it is.
 
@@ -118,7 +125,7 @@ class Fitting:
         """
         while True:
             try:
-                return run(self.size if whole is None else min(self.size or whole, whole))
+                return run(self.size)
             except Exception as error:  # noqa: BLE001 - raised again, unless memory ran out
                 reason = self._after(error, whole)
             # Only here, outside of the handler, are the error and the frames that it held gone.
@@ -128,17 +135,14 @@ class Fitting:
             self.size = reason.after
             self._shrunk = True
 
-    def _after(self, error: Exception, whole: int | None) -> Halving:
+    def _after(self, error: Exception, whole: Callable[[], int | None]) -> Halving:
         """Return what to try next, or raise what went wrong."""
         if not (self.adapts and is_out_of_memory(error)):
-            if is_out_of_memory(error):
-                error.add_note("micro_batch_size=auto would have halved the micro-batch and gone on")
             raise error
-        tried = self.size if whole is None else min(self.size or whole, whole)
+        count = whole()
+        tried = min(self.size or count, count) if count else self.size
         if tried is None:
-            error.add_note(
-                "the batch's samples cannot be counted: set micro_batch_size to a number to begin with"
-            )
+            error.add_note("the batch's samples cannot be counted: MicroBatch needs a splitter to cut it")
             raise error
         if tried <= 1:
             error.add_note("a micro-batch of one sample does not fit, and there is nothing smaller")
@@ -185,3 +189,8 @@ def let_go(device: torch.device) -> None:
     gc.collect()
     if allocator.has_cache(device):
         allocator.empty_cache(device)
+
+
+def is_count(value: object) -> bool:
+    """Say whether a value is a whole number of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -2,7 +2,8 @@
 
 The same arithmetic and the same second tries as GradientAccumulation and MicroBatch, as one object: it runs
 forward and backward passes of all batches of a step in micro-batches that fit, and leaves the gradient of
-their samples as one batch, on all ranks, in the parameters. Clipping and stepping stay with the loop.
+their samples as one batch, on all ranks, in the parameters. Without weights, ranks count alike. Clipping and
+stepping stay with the loop; no `zero_grad` is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_eff import update
 from lightning_eff.batches import Part, Splitter, mean
 from lightning_eff.errors import ConfigError
-from lightning_eff.fitting import Fitting
+from lightning_eff.fitting import Fitting, is_count
 from lightning_eff.micro_batches import MicroBatches
 from lightning_eff.rollback import Rollback
 from lightning_eff.search import Found
@@ -47,6 +48,7 @@ class ExactGradient:
         ConfigError: A size below 1.
 
     Example:
+        >>> import torch
         >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> gradient = ExactGradient(model, micro_batch_size=2)
         >>> x = torch.tensor([[1.0, 0.0], [2.0, 0.0], [6.0, 3.0]])
@@ -65,10 +67,16 @@ class ExactGradient:
         grow_after_n_steps: int | None = None,
         splitter: Splitter | None = None,
     ) -> None:
-        counted = isinstance(micro_batch_size, int) and micro_batch_size > 0
-        if not (counted or micro_batch_size in ("auto", None)):
-            allowed = "'auto', a whole number of at least 1, or None"
-            raise ConfigError(key="micro_batch_size", value=micro_batch_size, allowed=allowed)
+        for name, value, others in (
+            ("micro_batch_size", micro_batch_size, ("auto", None)),
+            ("multiple_of", multiple_of, ()),
+            ("grow_after_n_steps", grow_after_n_steps, (None,)),
+        ):
+            if not (is_count(value) or value in others):
+                words = [repr(other) for other in others]
+                raise ConfigError(name, value, allowed=" or ".join(["a whole number of at least 1", *words]))
+        if not any(True for _ in model.parameters()):
+            raise ConfigError(key="model", value=type(model).__name__, allowed="a model with parameters")
         self._model = model
         self._fabric = fabric
         parts = list(model.modules())
@@ -109,15 +117,20 @@ class ExactGradient:
             MemoryError, RuntimeError: As the allocator does, when nothing smaller is left to try.
             ValueError: A weight is negative or not finite, or only some micro-batches have one.
         """
+        if not batches:
+            text = "backward() needs the batches of a step: gradient.backward(step, *batches)"
+            raise ValueError(text)
         for parameter in self._model.parameters():
             parameter.grad = None
         self._window.begin(len(batches))
         self._micro.begin()
-        done: list[tuple[Part, tuple[Tensor, float | None]]] = []
-        for index, batch in enumerate(batches):
-            done += self._micro.run(batch, self._pass(step, complete=index == len(batches) - 1))
+        runs = [
+            self._micro.run(batch, self._pass(step, complete=index == len(batches) - 1))
+            for index, batch in enumerate(batches)
+        ]
         self._micro.finish()
         self._window.correct()
+        done: list[tuple[Part, tuple[Tensor, float | None]]] = [each for run in runs for each in run]
         weights = [weight for _, (_, weight) in done]
         shares = [part.num_samples for part, _ in done] if None in weights else weights
         return mean([loss for _, (loss, _) in done], shares)

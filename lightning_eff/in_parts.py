@@ -120,7 +120,8 @@ class InParts:
                 logged.refuse_sync(results)
             return result, logged.new(results, before)
 
-        return self._merged(arguments["batch"], micro.run(arguments["batch"], run_part))
+        batch = arguments["batch"]
+        return self._merged(batch, micro.run(batch, run_part))
 
     def _quiet(self, *, synchronize: bool) -> AbstractContextManager[Any]:
         """Keep the strategy from averaging gradients in the backward pass, but for a step's last one."""

@@ -14,18 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from lightning_eff import ranks
 from lightning_eff.batches import Part
-from lightning_eff.errors import ConfigError
+from lightning_eff.errors import is_out_of_memory
 from lightning_eff.fitting import Fitting
 from lightning_eff.rollback import Rollback
+from lightning_eff.samples import leaves
 from lightning_eff.window import Window
 
 
@@ -42,6 +43,17 @@ class RunPart(Protocol):
             last: Whether it is the last of its batch.
         """
         ...
+
+
+@dataclass
+class _Batch:
+    """A batch of the step, and what came of it."""
+
+    batch: Any
+    whole: int | None
+    run_part: RunPart
+    versions: list[int]
+    done: list[tuple[Part, Any]] = field(default_factory=list[tuple[Part, Any]])
 
 
 class MicroBatches:
@@ -61,7 +73,7 @@ class MicroBatches:
         self.fitting = fitting
         self._window = window
         self._rollback = rollback
-        self._parameters = list(model.parameters())
+        self._model = model
         self._device = device
         self.replica = model if isinstance(model, DistributedDataParallel) and fitting.adapts else None
         """Set where this rank's gradients are averaged with the others' at the end of a step alone."""
@@ -69,72 +81,81 @@ class MicroBatches:
 
     def begin(self) -> None:
         """Start a step."""
-        self._before: list[tuple[Any, int | None, RunPart]] = []
+        self._before: list[_Batch] = []
         self._again = False
+        self._finished = False
         if not self.fitting.adapts:
             return
         if self.replica is not None:
             ranks.take_buffers(self.replica)
         self._rollback.keep()
         self._mark = self._window.mark()
-        self._had_gradients = any(parameter.grad is not None for parameter in self._parameters)
+        self._had_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
 
     def back_to(self, num_batches: int) -> None:
         """Forget the batches after so many: an optimizer evaluates its closure once more."""
         del self._before[num_batches:]
 
     def run(self, batch: Any, run_part: RunPart) -> list[tuple[Part, Any]]:
-        """Run one batch of the step, and return its parts with what each has returned."""
+        """Run one batch of the step, and return its parts with what each has returned.
+
+        The list is changed later on, if a later batch of the step does not fit and this one is run again.
+        """
         fitting = self.fitting
-        whole = fitting.samples(batch)
+        one = _Batch(batch, fitting.samples(batch), run_part, _versions(batch))
+        if self._finished or not fitting.adapts:  # the second evaluation of a closure has no way back
+            try:
+                one.done = self._run_parts(one, fitting.size, first=not self._before)
+            except Exception as error:
+                if is_out_of_memory(error) and not fitting.adapts:
+                    error.add_note("micro_batch_size=auto would have halved the micro-batch and gone on")
+                raise
+            fitting.num_split += len(one.done) > 1
+            return one.done
         self._again = False
-        if self._before and fitting.adapts:
+        if self._before:
             self._rollback.keep_visible()
-        versions = _versions(batch)
 
         def attempt(size: int | None) -> list[tuple[Part, Any]]:
             if self._again:
                 self._run_those_before(size)
-            return self._run_parts(batch, size, whole, run_part, first=not self._before)
+            return self._run_parts(one, size, first=not self._before)
 
         def undo() -> None:
-            self._undo()
-            if _versions(batch) != versions:
-                text = (
-                    "out of memory, and training_step changes its batch in place: no second try is possible"
-                )
-                raise RuntimeError(text)
+            self._undo([*self._before, one])
 
         with self._alone():
-            done = fitting.attempt(attempt, whole=whole, undo=undo, device=self._device)
-        fitting.num_split += len(done) > 1
-        if fitting.adapts:
-            self._before.append((batch, whole, run_part))
-        return done
+            one.done = fitting.attempt(
+                attempt, whole=lambda: fitting.count(batch), undo=undo, device=self._device
+            )
+        fitting.num_split += len(one.done) > 1
+        self._before.append(one)
+        return one.done
 
-    def _run_parts(
-        self, batch: Any, size: int | None, whole: int | None, run_part: RunPart, *, first: bool
-    ) -> list[tuple[Part, Any]]:
-        parts = self.fitting.parts(batch, size)
-        whole = _checked(parts, whole)
+    def _run_parts(self, one: _Batch, size: int | None, *, first: bool) -> list[tuple[Part, Any]]:
+        parts = self.fitting.parts(one.batch, size)
+        whole = _total(parts, one.whole)
         last = len(parts) - 1
         return [
-            (part, run_part(part, whole, first=first and index == 0, last=index == last))
+            (part, one.run_part(part, whole, first=first and index == 0, last=index == last))
             for index, part in enumerate(parts)
         ]
 
     def _run_those_before(self, size: int | None) -> None:
-        for index, (batch, whole, run_part) in enumerate(self._before):
-            self._run_parts(batch, size, whole, run_part, first=index == 0)
+        for index, one in enumerate(self._before):
+            one.done[:] = self._run_parts(one, size, first=index == 0)
         self._rollback.restore_visible()
 
-    def _undo(self) -> None:
+    def _undo(self, batches: Iterable[_Batch]) -> None:
         self._again = True
         self._window.back(self._mark)
         self._rollback.restore()
         if not self._had_gradients:
-            for parameter in self._parameters:
+            for parameter in self._model.parameters():
                 parameter.grad = None
+        if any(_versions(one.batch) != one.versions for one in batches):
+            text = "out of memory, and training_step changes its batch in place: no second try is possible"
+            raise RuntimeError(text)
 
     @contextmanager
     def _alone(self) -> Generator[None]:
@@ -147,31 +168,21 @@ class MicroBatches:
     def finish(self) -> None:
         """End a step's gradients: average them over the ranks, let go of its batches."""
         self._before = []
+        self._finished = True
         self.fitting.finish_step(self.replica)
         if self.fitting.adapts:
             self._rollback.learn()
 
 
-def _checked(parts: Sequence[Part], whole: int | None) -> int | None:
-    """Return the samples of all parts together.
-
-    Raises:
-        ConfigError: A splitter has lost some, or made some.
-    """
+def _total(parts: Sequence[Part], whole: int | None) -> int | None:
+    """Return the samples of all parts together, as a splitter has made them."""
     counts = [part.num_samples for part in parts]
-    total = sum(count for count in counts if count is not None)
     if None in counts:
-        return whole
-    if whole is not None and total != whole:
-        raise ConfigError(
-            key="splitter",
-            value=f"{total} samples",
-            allowed=f"micro-batches with the {whole} samples of the batch",
-        )
-    return total
+        return whole if len(parts) == 1 else 0
+    return sum(count for count in counts if count is not None)
 
 
 def _versions(batch: Any) -> list[int]:
     """Return how often each tensor of a batch was changed in place."""
-    leaves: Iterable[Any] = tree_leaves(batch)
-    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]  # noqa: SLF001
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]  # noqa: SLF001

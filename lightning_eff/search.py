@@ -75,8 +75,8 @@ def find(
         _bisect(_candidates(most, multiple_of), fits)
     else:
         for size in _powers(most, multiple_of):
-            if not fits(size):
-                break
+            if not fits(size) and any(each.fits for each in trials):
+                break  # memory grows with the size
     fitting = [each for each in trials if each.fits]
     if not fitting:
         text = "not even a micro-batch of one sample fits"

@@ -9,6 +9,7 @@ same sizes at the same time, and a size fits if it does on each of them.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,9 @@ from lightning_eff.rollback import Rollback
 from lightning_eff.search import Found, Trial, find
 from lightning_eff.update import Undo
 
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+TOO_FEW = "Expected more than 1 value per channel"
+"""What a batch norm says of a single sample: such a size, or such a rest, does not fit."""
 TIMED = 3
 """Micro-batches that are timed, where speed counts; the fastest is taken, since noise only slows down."""
 
@@ -81,7 +85,7 @@ class Trials:
             ConfigError: The batch's samples cannot be counted, or an objective that there is not.
             MemoryError: Not even a single sample fits.
         """
-        count = self._fitting.samples(self._batch)
+        count = self._fitting.count(self._batch)
         if self._replica is not None:
             count = int(ranks.extremes(count or 0, self._replica)[0])
         if not count:
@@ -105,7 +109,7 @@ class Trials:
         try:
             seconds = self._run(size)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not (is_out_of_memory(error) or TOO_FEW in str(error)):
                 raise
             return None
         peak = allocator.peak_bytes(self._device)
@@ -115,11 +119,25 @@ class Trials:
 
     def _run(self, size: int) -> float:
         parts = self._fitting.parts(self._batch, size)
-        parts = [parts[0], parts[1] if len(parts) > 1 else parts[0]]
-        for part in parts:
+        # The first two, for gradients that are added to, and the last, which may have another shape.
+        for part in (parts[0], parts[1] if len(parts) > 1 else parts[0], *parts[2:][-1:]):
             self._micro_batch(part)
-        self._optimizer.step(lambda: 0.0)  # pyright: ignore[reportArgumentType]
+        self._step()
         return min(self._micro_batch(parts[0]) for _ in range(TIMED if self._timed else 1))
+
+    def _step(self) -> None:
+        """Update, with a closure where one is needed, and without hooks that others have put there."""
+        optimizer: Any = self._optimizer
+        hooks = [getattr(optimizer, name, {}) for name in STEP_HOOKS]
+        kept = [dict(each) for each in hooks]
+        for each in hooks:
+            each.clear()
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        try:
+            optimizer.step(*([lambda: torch.zeros(())] if closure is not None else []))
+        finally:
+            for each, before in zip(hooks, kept, strict=True):
+                each.update(before)
 
     def _micro_batch(self, part: Part) -> float:
         began_s = self._now_s()

@@ -76,13 +76,17 @@ class Window:
             loss: Its mean loss, a scalar.
             weight: What the mean is over, tokens say; None for samples.
             part: Samples of the micro-batch; None if nobody can tell.
-            whole: Samples of the batch that it is a part of.
+            whole: Samples of the batch that it is a part of; 0 if nobody can tell what its parts have.
 
         Raises:
-            ValueError: Some micro-batches of the window have a weight and some have none.
+            ValueError: Some micro-batches of the window have a weight and some have none, or one of several
+                has neither a weight nor a number of samples.
         """
         if self._count and (weight is None) is not (self._weight is None):
             text = "training_step returned a weight for some micro-batches of a window and none for others"
+            raise ValueError(text)
+        if weight is None and whole == 0:
+            text = "micro-batches of a splitter whose samples cannot be counted need a weight"
             raise ValueError(text)
         share = part / whole if part and whole else 1.0
         if weight is None:
@@ -91,7 +95,8 @@ class Window:
         self._weight = weight + (self._weight or 0.0)
         if not self.reference:
             expected = weight / share * self._length
-            self.reference = _power_of_two(self._over_ranks(expected) / self._num_ranks)
+            # Once, whatever comes of it: ranks may have different numbers of micro-batches.
+            self.reference = _power_of_two(self._over_ranks(expected) / self._num_ranks) or 1.0
         # A mean over nothing is not a number, and so is its gradient times 0.
         return loss * (weight / self.reference) if weight else self._nothing()
 
@@ -140,9 +145,12 @@ def weight_of(output: Any) -> float | None:
     weight = outputs.get("weight")
     if weight is None:
         return None
-    number = float(weight)
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
     if not (math.isfinite(number) and number >= 0.0):
-        text = f"training_step returned weight={number!r}: expected a finite number of at least 0"
+        text = f"training_step returned weight={weight!r}: expected a finite number of at least 0"
         raise ValueError(text)
     return number
 

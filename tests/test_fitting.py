@@ -113,7 +113,7 @@ def test_nothing_of_a_failed_try_is_alive_when_the_next_one_begins() -> None:
             raise MemoryError
         return size
 
-    assert Fitting(None, adapts=True).attempt(run, whole=16, undo=lambda: None, device=CPU) == 2
+    assert Fitting(None, adapts=True).attempt(run, whole=lambda: 16, undo=lambda: None, device=CPU) == 2
     assert seen == [0, 0, 0, 0]
 
 
@@ -125,7 +125,7 @@ def test_a_batch_smaller_than_the_size_is_halved_from_its_own() -> None:
             raise MemoryError
         return size
 
-    assert fitting.attempt(run, whole=5, undo=lambda: None, device=CPU) == 2
+    assert fitting.attempt(run, whole=lambda: 5, undo=lambda: None, device=CPU) == 2
     assert [(h.before, h.after) for h in fitting.halvings] == [(5, 2)]
 
 

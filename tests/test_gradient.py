@@ -116,7 +116,7 @@ def test_an_update_that_does_not_fit_is_tried_again() -> None:
 
 def test_bad_input_is_told() -> None:
     layer = torch.nn.Linear(2, 1)
-    with pytest.raises(ConfigError, match="micro_batch_size=0: expected 'auto', a whole number"):
+    with pytest.raises(ConfigError, match="micro_batch_size=0: expected a whole number"):
         ExactGradient(layer, micro_batch_size=0)
     with pytest.raises(TypeError, match="the step returned float: expected a loss"):
         ExactGradient(layer).backward(lambda _: 1.0, torch.ones(2, 2))

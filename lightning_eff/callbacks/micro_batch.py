@@ -34,7 +34,7 @@ from lightning_eff import loaders, loop, plan
 from lightning_eff.batches import Splitter
 from lightning_eff.errors import ConfigError, NoEffectWarning
 from lightning_eff.facts import Facts, Outcome, Rule, Verdict
-from lightning_eff.fitting import Fitting
+from lightning_eff.fitting import Fitting, is_count
 from lightning_eff.in_parts import Search
 from lightning_eff.search import OBJECTIVES, Found
 
@@ -76,7 +76,7 @@ class MicroBatch(pl.Callback):
         self._check(micro_batch_size, find, grow_after_n_steps)
         if not 0.0 <= headroom < 1.0:
             raise ConfigError(key="headroom", value=headroom, allowed="a share from 0 up to 1")
-        if not _is_count(multiple_of):
+        if not is_count(multiple_of):
             raise ConfigError(key="multiple_of", value=multiple_of, allowed="a whole number of at least 1")
         if not (splitter is None or callable(splitter)):
             allowed = "a function of a batch and a micro-batch size"
@@ -94,12 +94,12 @@ class MicroBatch(pl.Callback):
 
     @staticmethod
     def _check(size: int | str, find: str | None, grow_after_n_steps: int | None) -> None:
-        if size != "auto" and not _is_count(size):
+        if size != "auto" and not is_count(size):
             allowed = "'auto' or a whole number of at least 1"
             raise ConfigError(key="micro_batch_size", value=size, allowed=allowed)
         if find is not None and find not in OBJECTIVES:
             raise ConfigError(key="find", value=find, allowed=f"one of {', '.join(OBJECTIVES)}, or None")
-        if not (grow_after_n_steps is None or _is_count(grow_after_n_steps)):
+        if not (grow_after_n_steps is None or is_count(grow_after_n_steps)):
             allowed = "a whole number of at least 1"
             raise ConfigError(key="grow_after_n_steps", value=grow_after_n_steps, allowed=allowed)
         for name, value in (("find", find), ("grow_after_n_steps", grow_after_n_steps)):
@@ -191,7 +191,7 @@ class MicroBatch(pl.Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         size = state_dict.get("micro_batch_size")
-        self._remembered = size if _is_count(size) else None
+        self._remembered = size if is_count(size) else None
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -240,10 +240,6 @@ class MicroBatch(pl.Callback):
                 ],
             },
         )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _adapting_rules() -> list[Rule]:

@@ -102,16 +102,19 @@ def state_bytes(optimizer: Optimizer) -> dict[str, int]:
     return dict(found)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
     """Yield the plain tensors in a value: of containers, quantized tensors and objects."""
+    if id(value) in seen:
+        return
+    seen |= {id(value)}
     if isinstance(value, Tensor):
         flatten = getattr(value, "__tensor_flatten__", None)
         if flatten is None:
             yield value
         else:
-            yield from tensors_in([getattr(value, name) for name in flatten()[0]])
+            yield from tensors_in([getattr(value, name) for name in flatten()[0]], seen)
     elif isinstance(value, (Mapping, list, tuple)):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
+            yield from tensors_in(item, seen)
     elif hasattr(value, "__dict__"):
-        yield from tensors_in(list(vars(value).values()))
+        yield from tensors_in(list(vars(value).values()), seen)

@@ -172,7 +172,7 @@ class CpuOffload(PerParameter):
         for parameter in self.parameters():
             if self._copies[parameter] in loaded:
                 self.state[parameter] = HostState(loaded[self._copies[parameter]])
-        self._share()
+        self.share_state()
 
     def outcome(self) -> Outcome:
         """Say how many bytes the host holds for it."""

@@ -495,6 +495,19 @@ def test_a_size_that_no_batch_has_is_no_effect() -> None:
     assert not callback.outcome().effective
 
 
+class Opaque:
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+
+class Opens(Noisy):
+    def log(self, *_: Any, **__: Any) -> None:
+        """Lightning cannot count the samples either."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch.batch, batch_idx)["loss"]
+
+
 def test_a_splitter_of_ones_own_cuts() -> None:
     def splitter(batch: Any, size: int) -> list[Any]:
         rows = [range(first, min(first + size, BATCH)) for first in range(0, BATCH, size)]
@@ -503,8 +516,12 @@ def test_a_splitter_of_ones_own_cuts() -> None:
     model, _ = train(MicroBatch(micro_batch_size=4, splitter=splitter), max_steps=3)
     other, _ = train(MicroBatch(micro_batch_size=4), max_steps=3)
     assert model.losses == other.losses
-    with pytest.raises(ConfigError, match="splitter='4 samples': expected micro-batches with the 12 samples"):
-        train(MicroBatch(micro_batch_size=4, splitter=lambda batch, size: splitter(batch, size)[:1]))
+    auto = MicroBatch(splitter=splitter)
+    train(auto, Fault("forward", limit=4), max_steps=3)
+    assert auto.current_size == 3
+    uncounted = MicroBatch(micro_batch_size=4, splitter=lambda batch, size: [Opaque(batch), Opaque(batch)])
+    with pytest.raises(ValueError, match="whose samples cannot be counted need a weight"):
+        make_trainer(callbacks=[uncounted], max_steps=1).fit(Opens(), data())
 
 
 def test_what_must_not_meet_it_is_refused_before_the_run() -> None:
