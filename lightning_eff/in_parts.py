@@ -106,9 +106,9 @@ class InParts:
 
         def run_part(
             part: Part, whole: int | None, *, first: bool, last: bool
-        ) -> tuple[ClosureResult, logged.Caches]:
+        ) -> tuple[ClosureResult, tuple[logged.State, logged.State]]:
             logged.show(results, part)
-            before = logged.caches(results)
+            before = logged.state(results)
             with self._quiet(synchronize=last and passes.complete):
                 result = passes.forward(OrderedDict(arguments, batch=part.batch), part, whole)
                 if first and passes.zero_grad is not None:
@@ -118,7 +118,7 @@ class InParts:
             result.closure_loss = None
             if micro.replica is not None:
                 logged.refuse_sync(results)
-            return result, logged.new(results, before)
+            return result, (before, logged.state(results))
 
         batch = arguments["batch"]
         return self._merged(batch, micro.run(batch, run_part))
@@ -139,7 +139,7 @@ class InParts:
         self._zeroed = True
 
     def _merged(
-        self, batch: Any, done: list[tuple[Part, tuple[ClosureResult, logged.Caches]]]
+        self, batch: Any, done: list[tuple[Part, tuple[ClosureResult, tuple[logged.State, logged.State]]]]
     ) -> ClosureResult:
         """Return what the batch would have returned, and have logged, as a whole."""
         logged.show(self._results, Part(batch, None))
@@ -149,7 +149,8 @@ class InParts:
         parts, results, values = zip(*kept, strict=True)
         weights = [weight_of(result.extra) for result in results]
         shares = [part.num_samples for part in parts] if None in weights else weights
-        logged.combine(self._results, values, shares)
+        states = [values[0][0], *(after for _, after in values)]
+        logged.combine(self._results, states, shares, weighted=None not in weights)
         extra = join([result.extra for result in results], parts)
         return ClosureResult(mean([result.loss for result in results], shares), extra=extra)
 

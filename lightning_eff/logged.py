@@ -2,12 +2,14 @@
 
 Lightning adds up what is logged over an epoch by the number of samples, which it takes from the batch: it is
 shown each part. What is logged by step would be the last part's; it becomes the mean over the parts, or the
-sum, the smallest, the largest, as `reduce_fx` says.
+sum, the smallest, the largest, as `reduce_fx` says. Where parts have weights, means are by weight.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +18,24 @@ from torch import Tensor
 from lightning_eff.batches import Part, mean
 from lightning_eff.errors import ConflictError
 
-Caches = Mapping[str, Any]
-"""The values by step of what was logged, by key."""
+
+@dataclass(frozen=True)
+class Logged:
+    """What one key has collected so far.
+
+    Args:
+        by_step: The last value by step.
+        total: The sum over the epoch, of values times samples.
+        samples: How many that were.
+    """
+
+    by_step: Any
+    total: Any
+    samples: Any
+
+
+State = Mapping[str, Logged]
+"""By key."""
 
 
 def show(results: Any, part: Part) -> None:
@@ -25,33 +43,58 @@ def show(results: Any, part: Part) -> None:
     results.batch, results.batch_size = part.batch, part.num_samples
 
 
-def caches(results: Any) -> dict[str, Any]:
-    """Return the values by step as they are now."""
-    return {key: metric._forward_cache for key, metric in results.items()}  # noqa: SLF001
+def state(results: Any) -> dict[str, Logged]:
+    """Return what was logged, as it is now."""
+    return {
+        key: Logged(
+            metric._forward_cache,  # noqa: SLF001
+            metric.value if metric.is_tensor else None,
+            getattr(metric, "cumulated_batch_size", None),
+        )
+        for key, metric in results.items()
+    }
 
 
-def new(results: Any, before: Caches) -> dict[str, Any]:
-    """Return the values by step that were logged since."""
-    now = caches(results)
-    return {key: value for key, value in now.items() if value is not None and value is not before.get(key)}
-
-
-def combine(results: Any, logged: Sequence[Caches], shares: Sequence[float | None]) -> None:
-    """Set the values by step to those of the batch as a whole.
+def combine(results: Any, states: Sequence[State], shares: Sequence[float | None], *, weighted: bool) -> None:
+    """Set what parts have logged to what the batch as a whole would have.
 
     Args:
         results: Lightning's collection.
-        logged: The values of each part.
+        states: What was logged before the first part, and after each.
         shares: What each part weighs.
+        weighted: Whether these are weights, by which an epoch's mean has to count too.
     """
-    for key in dict.fromkeys(key for values in logged for key in values):
+    for key in states[-1]:
         metric = results[key]
-        there = [(values[key], share) for values, share in zip(logged, shares, strict=True) if key in values]
-        if len(there) < 2 or not metric.is_tensor:
+        changed = [
+            (before.get(key), after[key], share)
+            for (before, after), share in zip(itertools.pairwise(states), shares, strict=True)
+            if key in after and _is_new(before.get(key), after[key])
+        ]
+        if len(changed) < 2 or not metric.is_tensor:
             continue
-        metric._forward_cache = _combined(metric.meta, *zip(*there, strict=True))  # noqa: SLF001
-        if not metric.meta.on_epoch:
-            metric.value = metric._forward_cache  # noqa: SLF001 - as Lightning does
+        known = [share for *_, share in changed]
+        if metric.meta.on_step:
+            metric._forward_cache = _combined(metric.meta, [a.by_step for _, a, _ in changed], known)  # noqa: SLF001
+            if not metric.meta.on_epoch:
+                metric.value = metric._forward_cache  # noqa: SLF001 - as Lightning does
+        if weighted and metric.meta.on_epoch and metric.meta.is_mean_reduction:
+            _weigh_epoch(metric, changed, known)
+
+
+def _is_new(before: Logged | None, after: Logged) -> bool:
+    return before is None or after.by_step is not before.by_step or after.total is not before.total
+
+
+def _weigh_epoch(metric: Any, changed: Sequence[Any], shares: Sequence[float | None]) -> None:
+    """Count the weighted mean for all samples of the batch, in place of each part's mean for its own."""
+    totals = [(b.total, b.samples) if b is not None else (0.0, 0) for b, _, _ in changed]
+    values = [
+        (after.total - total) / (after.samples - samples)
+        for (total, samples), (_, after, _) in zip(totals, changed, strict=True)
+    ]
+    total, samples = totals[0]
+    metric.value = total + mean(values, shares) * (metric.cumulated_batch_size - samples)
 
 
 def _combined(meta: Any, values: Sequence[Tensor], shares: Sequence[float | None]) -> Tensor:

@@ -54,6 +54,8 @@ class ExactStep(_AutomaticOptimization):
         self.replaced = replaced
         self.optim_progress = replaced.optim_progress
         self.num_skipped_steps = 0
+        self.num_cut_steps = 0
+        """Steps with fewer batches than `accumulate_grad_batches`, at the end of an epoch."""
         self.fitting: Fitting | None = None
         """How batches are cut; None for as they are."""
         self.search: Search | None = None
@@ -83,6 +85,7 @@ class ExactStep(_AutomaticOptimization):
         epoch_loop: Any = self.trainer.fit_loop.epoch_loop
         at_end: bool = epoch_loop._num_ready_batches_reached()  # noqa: SLF001
         self._complete = self._position >= self._length or at_end
+        self.num_cut_steps += self._complete and self._position < self._length
         return super().run(optimizer, batch_idx, kwargs)
 
     def _begin_window(self, kwargs: Arguments) -> None:

@@ -8,6 +8,7 @@ yet is absent, so a rule about it speaks later.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -159,6 +160,10 @@ def _module_facts(module: pl.LightningModule) -> dict[str, tuple[bool, str]]:
     normed = next((name for name, part in parts.items() if isinstance(part, _BatchNorm)), "")
     facts = {
         "run/manual_optimization": (not module.automatic_optimization, "manual optimization"),
+        "run/dataloader_iter": (
+            "dataloader_iter" in inspect.signature(module.training_step).parameters,
+            "training_step(dataloader_iter)",
+        ),
         "run/model_checkpointing": (bool(own), f"gradient checkpointing of the model's own ({own})"),
         "run/batch_norm": (bool(normed), f"batch norms ({normed})"),
     }

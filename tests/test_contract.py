@@ -79,8 +79,7 @@ CASES = {
 }
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning_eff.errors.SlowPathWarning"),
-    # One batch a step, as in the plain loop, and batches that fit: what is left is what they do to a step.
-    pytest.mark.filterwarnings("ignore:GradientAccumulation does nothing here"),
+    # Batches that fit, as in the plain loop: what is left is what it does to a step.
     pytest.mark.filterwarnings("ignore:callbacks/micro_batch with callbacks/torch_compile"),
 ]
 

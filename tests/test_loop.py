@@ -133,6 +133,7 @@ CASES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:GradientAccumulation. a step is")
 @pytest.mark.parametrize(("window", "num_batches", "weighted", "clip"), CASES)
 def test_a_step_is_that_of_the_window_as_one_batch(
     window: int, num_batches: int, weighted: bool, clip: float | None

@@ -83,8 +83,15 @@ def exact(size: Any, window: int, weighted: bool, clip: float | None) -> dict[st
     return {"weights": [p.detach() for p in model.parameters()], "ddp": counts.times}
 
 
-def run(callback: MicroBatch | None, fault: Fault | None = None) -> dict[str, Any]:
+class Unweighted(Noisy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        return {"loss": output["loss"], "ids": output["ids"]}
+
+
+def run(callback: MicroBatch | None, fault: Fault | None = None, *, weighted: bool = True) -> dict[str, Any]:
     model = noisy(fault)
+    model.__class__ = Noisy if weighted else Unweighted
     model.log = lambda *_, **__: None  # pyright: ignore[reportAttributeAccessIssue]
     trainer = make_trainer(callbacks=[callback] if callback else [], max_steps=STEPS, **TOGETHER)
     trainer.fit(model, rows(48, trainer.global_rank, 8))
@@ -167,7 +174,7 @@ def main(folder: str) -> None:
     results: dict[str, Any] = {"exact": [exact(*case) for case in EXACT]}
     results["faults"] = [with_fault(*case) for case in FAULTS]
     results["found"] = [found(limits) for limits in ((3, 5), (9, 2), (20, 20))]
-    results["plain"] = [run(None), run(MicroBatch())]
+    results["plain"] = [run(None, weighted=False), run(MicroBatch(), weighted=False)]
     results["unused"] = [unused([]), unused([MicroBatch()])]
     results["own"] = [own_loop(size) for size in (None, 2, "auto")]
     rank = int(torch.distributed.get_rank())

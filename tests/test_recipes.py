@@ -72,7 +72,7 @@ def test_only_a_technique_differs_between_lm_and_baseline(
     monkeypatch.chdir(tmp_path)
     lm, baseline = (config.compose_recipe(name, ["run_dir=outputs/x"]).values for name in ("lm", "baseline"))
     differing = {key for key in {*lm, *baseline} if lm.get(key) != baseline.get(key)}
-    assert differing == {"precision", "callbacks", "data"}
+    assert differing == {"precision", "callbacks"}
     assert (
         lm["callbacks"]["gradient_accumulation"]["global_batch_size"] == baseline["data"]["micro_batch_size"]
     )

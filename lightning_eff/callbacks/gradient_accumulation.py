@@ -1,10 +1,13 @@
 """Several micro-batches a step, with the gradient of one large batch, by its size.
 
-`global_batch_size` is the number of samples of an optimizer step on all ranks together. How many
-micro-batches that makes follows from the loader's batch size and the number of ranks, so a run on more
-devices, or with a smaller micro-batch, trains the same. Where micro-batches weigh differently (tokens that
-are not padding, boxes, pixels), `training_step` returns the weight beside the mean loss:
-`{"loss": loss, "weight": num_tokens}`. Windows that an epoch cuts short count what they have. See loop.py.
+`global_batch_size` is the number of samples of an optimizer step on all ranks together. How many batches of
+the loader that makes follows from its batch size and the number of ranks, so a run on more devices, or with a
+smaller batch, makes steps of the same size. Where batches weigh differently (tokens that are not padding,
+boxes, pixels), `training_step` returns the weight beside the mean loss, `{"loss": loss, "weight": tokens}`. A
+step that the end of an epoch cuts short counts what it has. See loop.py.
+
+What is logged, `val_check_interval` and `limit_train_batches` count the loader's batches as ever. Under a
+schedule `trainer.estimated_stepping_batches` counts with its first size: give `max_steps`.
 
 Costs: a step waits for all its micro-batches. With weights that are tensors on a GPU, one synchronization a
     micro-batch; with weights on several ranks, one all-reduce of a number a step.
@@ -24,8 +27,9 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_eff import loaders, loop, plan
-from lightning_eff.errors import ConfigError, NoEffectWarning
+from lightning_eff.errors import ConfigError, ConflictWarning
 from lightning_eff.facts import Facts, Outcome, Rule
+from lightning_eff.fitting import is_count
 
 UNITS = ("epoch", "step")
 
@@ -42,7 +46,7 @@ class GradientAccumulation(pl.Callback):
         ConfigError: A number is outside its range, or the loader's batches do not add up to it.
 
     Warns:
-        NoEffectWarning: The loader's batch is the global batch already.
+        ConflictWarning: An epoch has fewer batches than a step.
 
     Example:
         >>> accumulation = GradientAccumulation(global_batch_size=64)
@@ -65,18 +69,17 @@ class GradientAccumulation(pl.Callback):
             raise ConfigError(
                 key="global_batch_size",
                 value=global_batch_size,
-                allowed="a whole number of at least 1, or None with a schedule that begins at 0",
+                allowed="a number, or None beside a schedule: one of the two",
+                remedies=["global_batch_size=null"] if schedule is not None else [],
             )
-        sizes: dict[int, Any] = dict(schedule) if schedule is not None else {0: global_batch_size}
-        for size in sizes.values():
-            if not (isinstance(size, int) and size >= 1):
-                raise ConfigError(
-                    key="global_batch_size" if schedule is None else "schedule",
-                    value=size,
-                    allowed="a whole number of at least 1",
-                )
-        if 0 not in sizes or min(sizes) < 0:
-            raise ConfigError(key="schedule", value=schedule, allowed="a size from 0 on")
+        sizes: Any = {0: global_batch_size} if schedule is None else schedule
+        if not isinstance(sizes, Mapping) or 0 not in sizes:
+            raise ConfigError(key="schedule", value=schedule, allowed="sizes by epoch or step, from 0 on")
+        for first, size in sizes.items():
+            if not (is_count(size) and (first == 0 or is_count(first))):
+                key = "global_batch_size" if schedule is None else f"schedule[{first!r}]"
+                allowed = "a whole number of at least 1" if schedule is None else "whole numbers, from 0 on"
+                raise ConfigError(key, size, allowed=allowed)
         self.global_batch_size = global_batch_size
         self.schedule = schedule
         self.schedule_by = schedule_by
@@ -88,13 +91,13 @@ class GradientAccumulation(pl.Callback):
 
     def facts(self) -> Facts:
         """State who else would divide or step."""
-        plain = ("callbacks=[]",)
+        without = ("~callbacks.gradient_accumulation",)
         reasons = {
             "lightning/GradientAccumulationScheduler": "both would decide how many batches make a step",
             "lightning/DeepSpeedStrategy": "DeepSpeed accumulates itself, and divides a second time",
             "run/manual_optimization": "the module decides itself when it steps",
         }
-        rules = [Rule(name=name, reason=reason, remedies=plain) for name, reason in reasons.items()]
+        rules = [Rule(name=name, reason=reason, remedies=without) for name, reason in reasons.items()]
         return Facts(excludes=tuple(rules))
 
     @override
@@ -127,8 +130,9 @@ class GradientAccumulation(pl.Callback):
         world_size = trainer.world_size
         self._lengths = {k: self._length(v, micro_batch_size, world_size) for k, v in self._sizes.items()}
         lengths = list(dict.fromkeys(self._lengths.values()))
-        self._words = f"{' then '.join(map(str, lengths))} micro-batches of {micro_batch_size} a step"
-        self._words += f" on {world_size} ranks" if world_size > 1 else ""
+        batches = "batch" if lengths == [1] else "batches"
+        self._words = f"{' then '.join(map(str, lengths))} {batches} of {micro_batch_size} a step"
+        self._words += f" on each of {world_size} ranks" if world_size > 1 else ""
         self._apply(trainer)
         return loader
 
@@ -140,9 +144,10 @@ class GradientAccumulation(pl.Callback):
         ranks = f" x {world_size} ranks" if world_size > 1 else ""
         fits = [str(number) for number in (below, above) if number]
         raise ConfigError(
-            key="global_batch_size",
+            key="global_batch_size" if self.schedule is None else "schedule",
             value=size,
-            allowed=f"a multiple of {unit} = batches of {micro_batch_size}{ranks}: {' or '.join(fits)}",
+            allowed=f"a multiple of {unit} (batches of {micro_batch_size}{ranks}): {' or '.join(fits)}",
+            remedies=[f"global_batch_size={number}" for number in fits] if self.schedule is None else [],
         )
 
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -154,9 +159,24 @@ class GradientAccumulation(pl.Callback):
         """Set what holds where a run goes on, in the middle of a schedule or of an epoch."""
         loaders.place(trainer)
         self._apply(trainer)
-        if set(self._lengths.values()) == {1} and trainer.world_size == 1:
-            text = "GradientAccumulation does nothing here: the loader's batch is the global batch already"
-            warnings.warn(text, NoEffectWarning, stacklevel=2)
+        self._check_loaders(trainer)
+        longest = max(self._lengths.values(), default=1)
+        if longest > trainer.num_training_batches:
+            text = (
+                f"GradientAccumulation: a step is {longest} batches, and an epoch has "
+                f"{trainer.num_training_batches}: each epoch makes one step of those"
+            )
+            warnings.warn(text, ConflictWarning, stacklevel=2)
+
+    def _check_loaders(self, trainer: pl.Trainer) -> None:
+        loaders_of = trainer.train_dataloader
+        if isinstance(loaders_of, (dict, list, tuple)) and len(loaders_of) > 1:
+            raise ConfigError(
+                key="global_batch_size",
+                value=self.global_batch_size,
+                allowed=f"one training loader; with {len(loaders_of)} nobody can tell what a batch has",
+                remedies=["trainer.accumulate_grad_batches=4 in place of this callback"],
+            )
 
     @override
     def on_train_batch_start(
@@ -185,10 +205,16 @@ class GradientAccumulation(pl.Callback):
     def outcome(self) -> Outcome:
         """Say what a step is made of."""
         skipped = self._loop.num_skipped_steps if self._loop is not None else 0
+        cut = self._loop.num_cut_steps if self._loop is not None else 0
         words = self._words or "no training data yet"
+        words += f"; {cut} steps cut short by the end of an epoch" if cut else ""
         words += f"; {skipped} steps skipped by the loss scaler" if skipped else ""
         return Outcome(
             did=words,
             effective=any(length > 1 for length in self._lengths.values()),
-            numbers={"accumulate_grad_batches": list(self._lengths.values()), "skipped_steps": skipped},
+            numbers={
+                "accumulate_grad_batches": list(self._lengths.values()),
+                "cut_steps": cut,
+                "skipped_steps": skipped,
+            },
         )

@@ -122,6 +122,7 @@ class MicroBatch(pl.Callback):
         reasons = {
             "lightning/DeepSpeedStrategy": "DeepSpeed counts each backward pass as a batch of its own",
             "run/manual_optimization": "the module runs its backward passes itself",
+            "run/dataloader_iter": "the module fetches its batches itself",
         }
         rules = [
             Rule(name=name, reason=reason, remedies=("callbacks=[]",)) for name, reason in reasons.items()
@@ -142,6 +143,7 @@ class MicroBatch(pl.Callback):
         plan.enforce(self, trainer, pl_module)
         size = self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
         self._found = None
+        self._remembered = self.current_size if self.adapts else None  # of a fit before, or of a checkpoint
         self._fitting = Fitting(
             size,
             adapts=self.adapts,

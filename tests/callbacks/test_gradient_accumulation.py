@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.errors import ConfigError, ConflictError, ConflictWarning
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
 from tests.conftest import Net, make_loader, make_trainer
 
@@ -44,10 +44,11 @@ def steps(accumulation: GradientAccumulation, net: Any, num_batches: int = 10, *
 def test_the_number_of_micro_batches_follows_from_the_global_batch(net: Callable[..., Net]) -> None:
     accumulation = GradientAccumulation(global_batch_size=12)
     assert steps(accumulation, net).at == [(epoch, batch) for epoch in (0, 1) for batch in (2, 5, 8, 9)]
-    assert accumulation.outcome().did == "3 micro-batches of 4 a step"
+    assert accumulation.outcome().did == "3 batches of 4 a step; 2 steps cut short by the end of an epoch"
     assert accumulation.outcome().numbers["accumulate_grad_batches"] == [3]
 
 
+@pytest.mark.filterwarnings("ignore:GradientAccumulation. a step is")
 def test_epochs_shorter_than_a_window_make_one_step_each(net: Callable[..., Net]) -> None:
     assert steps(GradientAccumulation(global_batch_size=80), net, num_batches=3).at == [(0, 2), (1, 2)]
     limited = steps(GradientAccumulation(global_batch_size=16), net, limit_train_batches=6)
@@ -57,7 +58,7 @@ def test_epochs_shorter_than_a_window_make_one_step_each(net: Callable[..., Net]
 def test_a_schedule_by_epoch_changes_the_window_where_an_epoch_begins(net: Callable[..., Net]) -> None:
     accumulation = GradientAccumulation(schedule={0: 8, 1: 20})
     assert steps(accumulation, net).at == [(0, 1), (0, 3), (0, 5), (0, 7), (0, 9), (1, 4), (1, 9)]
-    assert "2 then 5 micro-batches" in accumulation.outcome().did
+    assert "2 then 5 batches" in accumulation.outcome().did
 
 
 def test_a_schedule_by_step_changes_it_where_a_window_begins(net: Callable[..., Net]) -> None:
@@ -86,13 +87,14 @@ def test_the_number_of_steps_is_known_before_the_optimizer_is_made(
 
 
 @pytest.mark.parametrize(
-    ("size", "fits"), [(10, "multiple of 4 = batches of 4: 8 or 12"), (3, "multiple of 4 = batches of 4: 4")]
+    ("size", "fits"), [(10, "8 or 12\n  try: global_batch_size=8"), (3, ": 4\n  try: global_batch_size=4")]
 )
 def test_a_remainder_is_refused_with_the_numbers_that_fit(
     size: int, fits: str, net: Callable[..., Net]
 ) -> None:
-    with pytest.raises(ConfigError, match=fits):
+    with pytest.raises(ConfigError, match="a multiple of 4") as error:
         make_trainer(callbacks=[GradientAccumulation(global_batch_size=size)]).fit(net(), make_loader())
+    assert fits in str(error.value)
 
 
 class Stream(IterableDataset[Any]):
@@ -121,11 +123,25 @@ def test_two_places_for_one_number_are_refused(net: Callable[..., Net]) -> None:
         )
 
 
-def test_the_loaders_own_batch_is_no_effect(net: Callable[..., Net]) -> None:
+def test_the_loaders_own_batch_is_reported_as_no_effect(net: Callable[..., Net]) -> None:
     accumulation = GradientAccumulation(global_batch_size=4)
-    with pytest.warns(NoEffectWarning, match="the global batch already"):
-        make_trainer(callbacks=[accumulation], max_steps=1).fit(net(), make_loader())
+    make_trainer(callbacks=[accumulation], max_steps=1).fit(net(), make_loader())
+    assert accumulation.outcome().did == "1 batch of 4 a step"
     assert not accumulation.outcome().effective
+
+
+def test_epochs_that_are_shorter_than_a_step_are_told(net: Callable[..., Net]) -> None:
+    accumulation = GradientAccumulation(global_batch_size=80)
+    with pytest.warns(ConflictWarning, match="a step is 20 batches, and an epoch has 10"):
+        make_trainer(callbacks=[accumulation], max_steps=2).fit(net(), make_loader())
+    assert accumulation.outcome().numbers["cut_steps"] == 2
+
+
+def test_several_loaders_are_refused(net: Callable[..., Net]) -> None:
+    with pytest.raises(ConfigError, match="one training loader; with 2 nobody can tell"):
+        make_trainer(callbacks=[GradientAccumulation(global_batch_size=8)]).fit(
+            net(), {"a": make_loader(), "b": make_loader()}
+        )
 
 
 @pytest.mark.parametrize(
@@ -133,8 +149,11 @@ def test_the_loaders_own_batch_is_no_effect(net: Callable[..., Net]) -> None:
     [
         ({}, "global_batch_size=None"),
         ({"global_batch_size": 8, "schedule": {0: 8}}, "global_batch_size=8"),
-        ({"schedule": {1: 8}}, "a size from 0 on"),
-        ({"schedule": {0: 0}}, "schedule=0: expected a whole number of at least 1"),
+        ({"schedule": {1: 8}}, "sizes by epoch or step, from 0 on"),
+        ({"schedule": [8, 16]}, "sizes by epoch or step, from 0 on"),
+        ({"schedule": {0: 0}}, r"schedule\[0\]=0: expected whole numbers"),
+        ({"schedule": {0: 8, -1: 8}}, r"schedule\[-1\]=8: expected whole numbers"),
+        ({"global_batch_size": True}, "global_batch_size=True"),
         ({"global_batch_size": 8, "schedule_by": "batch"}, "one of epoch, step"),
     ],
 )

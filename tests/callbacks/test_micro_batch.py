@@ -64,7 +64,7 @@ class _InBackward(torch.autograd.Function):
 
 
 class SGD(torch.optim.SGD):
-    """Meets the fault when half of the parameters are updated."""
+    """Meets the fault when half of the parameters are updated, and when all of them are."""
 
     def __init__(self, params: Any, fault: Fault) -> None:
         super().__init__(params, lr=0.05, momentum=0.9)
@@ -80,12 +80,11 @@ class SGD(torch.optim.SGD):
         for half in (everything[: len(everything) // 2], everything[len(everything) // 2 :]):
             group["params"] = half
             super().step()
-            if half is not everything[len(everything) // 2 :]:
-                try:
-                    self.fault.meet("update")
-                except torch.OutOfMemoryError:
-                    group["params"] = everything
-                    raise
+            try:
+                self.fault.meet("update")
+            except torch.OutOfMemoryError:
+                group["params"] = everything
+                raise
         group["params"] = everything
         return loss
 
@@ -334,6 +333,201 @@ def test_what_is_logged_is_that_of_the_whole_batch() -> None:
         assert ours == pytest.approx(plain_values, rel=1e-5)
 
 
+def test_with_weights_an_epochs_mean_is_by_weight_too() -> None:
+    seen = []
+    for callbacks in ([], [MicroBatch(micro_batch_size=5)], [auto := MicroBatch()]):
+        if len(seen) == 2:
+            auto.load_state_dict({"micro_batch_size": 4})
+
+        class Logs(Noisy):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                w = batch["w"]
+                loss = (batch["x"].sum(1) * w).sum() / w.sum() + 0.0 * self.first.weight.sum()
+                self.log("both", loss, on_step=True, on_epoch=True, batch_size=len(w))
+                self.log("epoch", loss, on_step=False, on_epoch=True, batch_size=len(w))
+                return {"loss": loss, "weight": w.sum(), "ids": batch["ids"]}
+
+            def on_train_epoch_end(self) -> None:
+                self.logged.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
+
+        model = Logs()
+        make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=2).fit(model, data())
+        seen.append(model.logged)
+    for ours in seen[1:]:
+        for one, other in zip(ours, seen[0], strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
+
+
+class Counting(torch.optim.SGD):
+    """Counts in its groups, and changes gradients in place, as some libraries' optimizers do."""
+
+    def __init__(self, params: Any, fault: Fault) -> None:
+        super().__init__(params, lr=0.05, momentum=0.9)
+        self.fault = fault
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        group = self.param_groups[0]
+        group["step"] = group.get("step", 0) + 1
+        for parameter in group["params"]:
+            parameter.grad.add_(parameter.detach(), alpha=0.1 / group["step"])
+            self.state[parameter].setdefault("history", []).append(float(parameter.grad.norm()))
+        super().step()
+        self.fault.meet("update")
+        return loss
+
+
+class Counted(Noisy):
+    def configure_optimizers(self) -> Any:
+        return Counting(self.parameters(), self.fault)
+
+
+@pytest.mark.parametrize("make", [lambda: MicroBatch(find="largest"), MicroBatch])
+@pytest.mark.parametrize("at", [0, 3])
+def test_optimizers_of_every_habit_are_brought_back(make: Callable[[], MicroBatch], at: int) -> None:
+    results = []
+    for callback, fault in (
+        (make(), Fault("update", at=at if make is MicroBatch else -1)),
+        (MicroBatch(), None),
+    ):
+        model = noisy(fault)
+        model.__class__ = Counted
+        trainer = make_trainer(callbacks=[callback], max_steps=5)
+        trainer.fit(model, data())
+        optimizer = trainer.optimizers[0]
+        results.append(
+            [list(model.parameters()), optimizer.param_groups[0]["step"], list(optimizer.state.values())]
+        )
+    assert_same(*results)
+
+
+def test_an_optimizer_that_needs_its_closure_several_times_gets_it() -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            assert closure is not None
+            closure()
+            loss = closure()
+            super().step()
+            return loss
+
+    class Model(Noisy):
+        def configure_optimizers(self) -> Any:
+            return Twice(self.parameters(), lr=0.1)
+
+    counts = []
+    for callbacks in ([], [MicroBatch()], [MicroBatch(micro_batch_size=4)]):
+        torch.manual_seed(1)
+        model = Model()
+        make_trainer(callbacks=callbacks, max_steps=4).fit(model, data())
+        counts.append(model.count)
+    assert counts == [8, 8, 24]
+
+
+def test_an_update_that_fails_twice_leaves_the_parameters_whole() -> None:
+    fault = Fault("update", at=2, times=2)
+    model = noisy(fault)
+    with pytest.raises(torch.OutOfMemoryError):
+        make_trainer(callbacks=[MicroBatch()], max_steps=9).fit(model, data())
+    other, _ = train(MicroBatch(), max_steps=1)  # the fault is met twice in an update
+    assert_same(list(model.parameters()), list(other.parameters()))
+
+
+def test_a_frozen_part_that_a_step_changes_is_told() -> None:
+    class Momentum(Noisy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.second.bias.requires_grad_(False).mul_(0.9)
+            return super().training_step(batch, batch_idx)
+
+    model = Momentum(Fault("forward", at=3))
+    with pytest.raises(RuntimeError, match="out of memory, and training_step changes frozen parameters"):
+        make_trainer(callbacks=[MicroBatch()], max_steps=9).fit(model, data())
+
+
+class Late(Noisy):
+    """Makes buffers and metrics in its steps, and has buffers of odd kinds."""
+
+    def __init__(self, fault: Fault | None = None) -> None:
+        super().__init__(fault)
+        self.register_buffer("mu", None)
+        self.register_buffer("links", torch.eye(3).to_sparse())
+        self.register_buffer("wide", torch.ones(1).expand(6))
+        with torch.inference_mode():
+            self.register_buffer("best", torch.ones(2))
+        self.history: list[float] = []
+        self.ema = torch.zeros(())
+
+    def on_train_epoch_start(self) -> None:
+        self.fresh = MeanMetric()
+        self.own = torch.Generator().manual_seed(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.mu is None:
+            self.mu = batch["x"].mean(0)
+        if not hasattr(self, "late"):
+            self.register_buffer("late", batch["x"].mean(0))
+        self.history = [*self.history, float(batch["x"].sum())]
+        self.ema = 0.9 * self.ema + batch["x"].mean()
+        self.fresh.update(batch["x"].mean())
+        output = super().training_step(batch | {"x": batch["x"] - self.mu + self.late}, batch_idx)
+        return output | {"ids": batch["ids"]}
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("phase", PHASES[:2])
+def test_what_is_made_in_a_failed_try_is_gone(phase: str, at: int) -> None:
+    results = []
+    for size, fault in ((4, Fault(phase, at=at)), (2, None)):
+        auto = MicroBatch()
+        auto.load_state_dict({"micro_batch_size": size})
+        model = noisy(fault)
+        model.__class__ = Late
+        made = Late()
+        for name in ("mu", "links", "wide", "best"):
+            model.register_buffer(name, getattr(made, name))
+        model.history, model.ema = [], torch.zeros(())
+        trainer = make_trainer(callbacks=[auto], max_steps=6)
+        trainer.fit(model, data())
+        results.append(
+            [list(model.parameters()), model.mu, model.late, model.history, model.ema, model.losses]
+        )
+    assert_same(*results)
+
+
+def test_a_batch_that_nobody_can_cut_is_run_as_it_is_while_it_fits() -> None:
+    class Wraps(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> Any:
+            return data().dataset[index]
+
+    def collate(rows: Any) -> Opaque:
+        return Opaque(torch.utils.data.default_collate(rows))
+
+    loader = DataLoader(Wraps(), batch_size=3, collate_fn=collate)
+    for fault in (None, Fault("forward", at=0)):
+        model = noisy(fault)
+        model.__class__ = Opens
+        trainer = make_trainer(callbacks=[MicroBatch()], max_steps=2)
+        if fault is None:
+            trainer.fit(model, loader)
+            assert model.count == 2
+            continue
+        with pytest.raises(torch.OutOfMemoryError) as error:
+            trainer.fit(model, loader)
+        assert "MicroBatch needs a splitter to cut it" in "".join(error.value.__notes__)
+
+
+def test_a_second_fit_begins_with_the_size_that_was_found() -> None:
+    auto, fault = MicroBatch(), Fault("forward", limit=4)
+    trainer = make_trainer(callbacks=[auto], max_steps=-1, max_epochs=1)
+    trainer.fit(noisy(fault), data())
+    raised = fault.raised
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(noisy(fault), data())
+    assert raised == fault.raised == 2
+
+
 def test_live_memory_comes_back() -> None:
     """Nothing of a failed try is kept: no graph, no exception, no second copy of the model."""
 
@@ -503,6 +697,9 @@ class Opaque:
 class Opens(Noisy):
     def log(self, *_: Any, **__: Any) -> None:
         """Lightning cannot count the samples either."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """There is nothing beside the loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch.batch, batch_idx)["loss"]
