@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_eff.errors import ConfigError
-from lightning_eff.samples import UnclearError, is_number, read
+from lightning_eff.samples import Reading, UnclearError, is_number, read
 
 Splitter = Callable[[Any, int], Sequence[Any]]
 """Cuts a batch into micro-batches of a number of samples: `splitter(batch, micro_batch_size)`."""
@@ -46,19 +46,28 @@ def num_samples(batch: Any) -> int | None:
         >>> num_samples([torch.zeros(5), torch.zeros(3)]), num_samples((torch.zeros(5, 2), torch.zeros(3)))
         (2, None)
     """
+    reading = reading_of(batch)
+    return None if reading is None else reading.total
+
+
+def reading_of(batch: Any) -> Reading | None:
+    """Return how to read a batch, for `split`; None if its parts do not agree."""
     try:
-        return read(batch).total
+        return read(batch)
     except UnclearError:
         return None
 
 
-def split(batch: Any, micro_batch_size: int, splitter: Splitter | None = None) -> list[Part]:
+def split(
+    batch: Any, micro_batch_size: int, splitter: Splitter | None = None, reading: Reading | None = None
+) -> list[Part]:
     """Cut a batch into micro-batches of a size; the last one has what is left.
 
     Args:
         batch: Tensors in containers; samples lie along the first dimension.
         micro_batch_size: Samples of a micro-batch, at least 1.
         splitter: Cuts it instead.
+        reading: How to read it, where that is known.
 
     Raises:
         ConfigError: It has no samples that could be told, or the splitter returned nothing.
@@ -77,7 +86,7 @@ def split(batch: Any, micro_batch_size: int, splitter: Splitter | None = None) -
             )
         return [Part(part, num_samples(part)) for part in cut]
     try:
-        reading = read(batch)
+        reading = reading or read(batch)
     except UnclearError as error:
         allowed = f"a function of batch and size that returns a list, for a batch of unclear size: {error}"
         raise ConfigError(key="splitter", value=None, allowed=allowed) from None

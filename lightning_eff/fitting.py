@@ -16,9 +16,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_eff import ranks
-from lightning_eff.batches import Part, Splitter, num_samples, split
+from lightning_eff.batches import Part, Splitter, num_samples, reading_of, split
 from lightning_eff.errors import is_out_of_memory
 from lightning_eff.measure import allocator
+from lightning_eff.samples import Reading
 
 T = TypeVar("T")
 
@@ -79,22 +80,34 @@ class Fitting:
         """Batches that were cut."""
         self.largest = 0
         """Samples of the largest batch so far."""
+        self._last: tuple[Any, Reading | None] | None = None
         self._shrunk = False
         self._steps_since = 0
 
     def parts(self, batch: Any, size: int | None = None) -> list[Part]:
         """Cut a batch into micro-batches of the size as it is now."""
         wanted = size or self.size
+        if self.splitter is not None:
+            return (
+                [Part(batch, num_samples(batch))] if wanted is None else split(batch, wanted, self.splitter)
+            )
+        reading = self._read(batch)
         if wanted is None:
-            count = num_samples(batch)
-            if self.splitter is not None or count is None:
-                return [Part(batch, count)]
-            wanted = count  # as a whole, and yet in containers of its own
-        return split(batch, wanted, self.splitter)
+            if reading is None:
+                return [Part(batch, None)]
+            wanted = reading.total  # as a whole, and yet in containers of its own
+        return split(batch, wanted, reading=reading)
+
+    def _read(self, batch: Any) -> Reading | None:
+        """Read a batch; the one that was read last is not read again."""
+        if self._last is None or self._last[0] is not batch:
+            self._last = (batch, reading_of(batch))
+        return self._last[1]
 
     def samples(self, batch: Any) -> int | None:
         """Return the number of samples of a batch, and remember the largest; None where a splitter cuts."""
-        count = num_samples(batch) if self.splitter is None else None
+        reading = self._read(batch) if self.splitter is None else None
+        count = reading.total if reading is not None else None
         self.largest = max(self.largest, count or 0)
         return count
 
@@ -156,6 +169,7 @@ class Fitting:
         Args:
             model: What several ranks train, each with gradients of its own so far.
         """
+        self._last = None
         shrunk = self._shrunk
         if model is not None:
             shrunk = ranks.average_gradients(model, also=float(shrunk)) > 0.0

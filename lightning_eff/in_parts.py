@@ -108,7 +108,8 @@ class InParts:
             part: Part, whole: int | None, *, first: bool, last: bool
         ) -> tuple[ClosureResult, tuple[logged.State, logged.State]]:
             logged.show(results, part)
-            before = logged.state(results)
+            alone = first and last
+            before = {} if alone else logged.state(results)
             with self._quiet(synchronize=last and passes.complete):
                 result = passes.forward(OrderedDict(arguments, batch=part.batch), part, whole)
                 if first and passes.zero_grad is not None:
@@ -118,7 +119,7 @@ class InParts:
             result.closure_loss = None
             if micro.replica is not None:
                 logged.refuse_sync(results)
-            return result, (before, logged.state(results))
+            return result, (before, {} if alone else logged.state(results))
 
         batch = arguments["batch"]
         return self._merged(batch, micro.run(batch, run_part))
@@ -132,9 +133,9 @@ class InParts:
     def _zero_grad(self, zero_grad: Callable[[], None]) -> None:
         """Clear the gradients; a second time in a step it is not counted."""
         progress = self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad
-        before = progress.state_dict()
+        before = progress.state_dict() if self._zeroed else None
         zero_grad()
-        if self._zeroed:
+        if before is not None:
             progress.load_state_dict(before)
         self._zeroed = True
 
@@ -143,6 +144,10 @@ class InParts:
     ) -> ClosureResult:
         """Return what the batch would have returned, and have logged, as a whole."""
         logged.show(self._results, Part(batch, None))
+        if len(done) == 1:
+            only = done[0][1][0]
+            only.closure_loss = only.loss  # by which Lightning sees that there was one
+            return only
         kept = [(part, result, values) for part, (result, values) in done if result.loss is not None]
         if not kept:
             return ClosureResult(None)

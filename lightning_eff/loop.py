@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -65,6 +64,9 @@ class ExactStep(_AutomaticOptimization):
             self._trained, num_ranks=trainer.world_size, sum_over_ranks=partial(_sum_over_ranks, trainer)
         )
         self._mark = self._window.mark()
+        self._scaler: Any = False  # not looked for yet
+        self._one_rank = trainer.world_size == 1
+        self._is_plain = False
         self._length = 1
         self._position = 0
         self._complete = True
@@ -79,18 +81,21 @@ class ExactStep(_AutomaticOptimization):
         """Train on one batch; step if it completes its window."""
         self._skipped = False
         if self._complete:
-            self._begin_window(kwargs)
+            self._length = self.trainer.accumulate_grad_batches
+            self._is_plain = self._length == 1 and self._one_rank and self.fitting is None
+            self._position = 0
+            if not self._is_plain:
+                self._begin_window(kwargs)
         self._position += 1
+        self._complete = self._position >= self._length
+        if not self._complete:
+            epoch_loop: Any = self.trainer.fit_loop.epoch_loop
+            self._complete = epoch_loop._num_ready_batches_reached()  # noqa: SLF001
+            self.num_cut_steps += self._complete
         self._mark = self._window.mark()  # a closure may be evaluated more than once
-        epoch_loop: Any = self.trainer.fit_loop.epoch_loop
-        at_end: bool = epoch_loop._num_ready_batches_reached()  # noqa: SLF001
-        self._complete = self._position >= self._length or at_end
-        self.num_cut_steps += self._complete and self._position < self._length
         return super().run(optimizer, batch_idx, kwargs)
 
     def _begin_window(self, kwargs: Arguments) -> None:
-        self._position = 0
-        self._length = self.trainer.accumulate_grad_batches
         self._window.begin(self._length)
         if self.fitting is None:
             return
@@ -120,9 +125,19 @@ class ExactStep(_AutomaticOptimization):
 
     @override
     def _training_step(self, kwargs: Arguments) -> ClosureResult:
+        result, weight = self._training_output(kwargs)
+        if result.closure_loss is None:
+            return result
+        if self._is_plain:  # one batch is the step: nothing to weigh
+            if weight == 0.0:
+                result.closure_loss = self._window.nothing()
+            return result
         self._window.back(self._mark)
         samples = num_samples(kwargs.get("batch")) if self._length > 1 else None
-        return self._weighted(kwargs, Part(None, samples), samples)
+        result.closure_loss = self._window.scale(
+            result.closure_loss, weight=weight, part=samples, whole=samples
+        )
+        return result
 
     def _weighted(self, arguments: Arguments, part: Part, whole: int | None) -> ClosureResult:
         """Run a forward pass, and weigh its loss as a part of the window."""
@@ -135,6 +150,8 @@ class ExactStep(_AutomaticOptimization):
 
     def _training_output(self, arguments: Arguments) -> tuple[ClosureResult, float | None]:
         output = _call_strategy_hook(self.trainer, "training_step", *arguments.values())
+        if isinstance(output, Tensor):
+            return self.output_result_cls.from_training_step_output(output), None
         if output is None and self.trainer.world_size > 1:
             text = "training_step returned None on one of several ranks, which would leave the others waiting"
             raise RuntimeError(text)
@@ -160,10 +177,17 @@ class ExactStep(_AutomaticOptimization):
             self._window.correct()
             return loss
 
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if self._scaler is False:
+            self._scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        scaler = self._scaler
         scale = scaler.get_scale() if scaler is not None else 0.0
-        with self._parts.update() if self._parts is not None else nullcontext():
+        if self._is_plain:
+            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+        elif self._parts is None:
             super()._optimizer_step(batch_idx, finished)
+        else:
+            with self._parts.update():
+                super()._optimizer_step(batch_idx, finished)
         self._skipped = scaler is not None and scaler.get_scale() < scale
         if self._skipped:
             self._take_back_the_step()

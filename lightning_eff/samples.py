@@ -216,7 +216,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_tensordict(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] == "tensordict" and hasattr(value, "batch_size")
+    return type(value).__module__.startswith("tensordict") and hasattr(value, "batch_size")
 
 
 def _is_plain(value: Any) -> bool:
@@ -252,7 +252,7 @@ def _count(value: Any) -> tuple[int, bool] | None:
 
 def _inside(value: Any) -> list[tuple[str, Any]] | None:
     """Return the named parts of a dict, a dataclass or a named tuple; None for anything else."""
-    if _is_tensordict(value) or isinstance(value, (PackedSequence, type)):
+    if isinstance(value, (Tensor, str, int, float, PackedSequence, type)) or _is_tensordict(value):
         return None
     if isinstance(value, Mapping):
         items: Mapping[Any, Any] = value

@@ -98,7 +98,7 @@ class Window:
             # Once, whatever comes of it: ranks may have different numbers of micro-batches.
             self.reference = _power_of_two(self._over_ranks(expected) / self._num_ranks) or 1.0
         # A mean over nothing is not a number, and so is its gradient times 0.
-        return loss * (weight / self.reference) if weight else self._nothing()
+        return loss * (weight / self.reference) if weight else self.nothing()
 
     def _by_samples(self, loss: Tensor, part: int | None, share: float) -> Tensor:
         """Divide by the window's length in batches of its first one's size, in one operation or in none."""
@@ -109,7 +109,7 @@ class Window:
         divisor = self._length / counted
         return loss if divisor == 1.0 else loss / divisor
 
-    def _nothing(self) -> Tensor:
+    def nothing(self) -> Tensor:
         """Return a loss with a gradient of 0 for every parameter, as the other ranks expect one."""
         trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
         return torch.stack([(parameter * 0.0).sum() for parameter in trained]).sum()
@@ -141,7 +141,9 @@ def weight_of(output: Any) -> float | None:
         >>> weight_of({"loss": torch.tensor(0.5), "weight": torch.tensor(7)}), weight_of(torch.tensor(0.5))
         (7.0, None)
     """
-    outputs: Mapping[str, Any] = output if isinstance(output, Mapping) else {}
+    if isinstance(output, Tensor) or not isinstance(output, Mapping):
+        return None
+    outputs: Mapping[str, Any] = output
     weight = outputs.get("weight")
     if weight is None:
         return None

@@ -333,6 +333,7 @@ def test_what_is_logged_is_that_of_the_whole_batch() -> None:
         assert ours == pytest.approx(plain_values, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 def test_with_weights_an_epochs_mean_is_by_weight_too() -> None:
     seen = []
     for callbacks in ([], [MicroBatch(micro_batch_size=5)], [auto := MicroBatch()]):
@@ -401,6 +402,7 @@ def test_optimizers_of_every_habit_are_brought_back(make: Callable[[], MicroBatc
     assert_same(*results)
 
 
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 def test_an_optimizer_that_needs_its_closure_several_times_gets_it() -> None:
     class Twice(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

@@ -1,0 +1,124 @@
+"""What loop.py and MicroBatch add to a step: microseconds, with a model so small that little else is there.
+
+One training; from batch to batch the loops take turns in an order drawn anew each round, so that what the
+machine does meanwhile meets all of them alike. Lightning's own takes two turns: their difference is noise.
+Timed is the part of a step that is the loop's.
+
+    OMP_NUM_THREADS=1 python docs/benchmarks/step_overhead.py --json docs/benchmarks/step_overhead.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import platform
+import random
+import statistics
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff import loop
+from lightning_eff.fitting import Fitting
+from lightning_eff.measure.tables import text_table
+
+WARM_UP = 200
+
+
+class Model(pl.LightningModule):
+    """One layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        """Return some loss."""
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the simplest optimizer."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Turns:
+    """Stands for the loop, hands each batch to the next of several, and takes the time.
+
+    Args:
+        loops: By name.
+    """
+
+    def __init__(self, loops: dict[str, Any]) -> None:
+        self.loops = loops
+        self.times_us: dict[str, list[float]] = {name: [] for name in loops}
+        self._left: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loops["lightning"], name)
+
+    def run(self, *arguments: Any) -> Any:
+        """Run a batch in the loop whose turn it is."""
+        if not self._left:
+            self._left = random.sample(list(self.loops), len(self.loops))
+        name = self._left.pop()
+        began = time.perf_counter()
+        result = self.loops[name].run(*arguments)
+        self.times_us[name].append((time.perf_counter() - began) * 1e6)
+        return result
+
+
+def measure(num_steps: int) -> dict[str, list[float]]:
+    """Return the times of all steps by loop."""
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        max_steps=num_steps,
+    )
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    plain = epoch_loop.automatic_optimization
+    exact, cut, auto = (loop.ExactStep(trainer, plain) for _ in range(3))
+    cut.fitting, auto.fitting = Fitting(4, adapts=False), Fitting(None, adapts=True)
+    names = ("lightning", "lightning again", "loop.py", "MicroBatch(4)", "MicroBatch()")
+    turns = Turns(dict(zip(names, (plain, plain, exact, cut, auto), strict=True)))
+    epoch_loop.automatic_optimization = turns
+    data = TensorDataset(torch.randn(4 * (num_steps + 10), 4))
+    trainer.fit(Model(), DataLoader(data, batch_size=4))
+    return {name: times[WARM_UP:] for name, times in turns.times_us.items()}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    times = measure(arguments.steps)
+    rows: list[dict[str, Any]] = []
+    for name, own in times.items():
+        added = [a - b for a, b in zip(own, times["lightning"], strict=False)]
+        rows.append(
+            {"loop": name, "step_us": statistics.median(own), "added_us": statistics.median(added)}
+            | {f"step_us_{q}": statistics.quantiles(own, n=20)[i] for q, i in (("p5", 0), ("p95", 18))}
+        )
+    keys = list(rows[0])
+    print(text_table(keys, [[r[k] if k == "loop" else f"{r[k]:.1f}" for k in keys] for r in rows]))  # noqa: T201
+    if arguments.json is not None:
+        versions = {"torch": torch.__version__, "lightning": pl.__version__}
+        record = {"versions": versions | {"python": platform.python_version()}, "rows": rows}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
