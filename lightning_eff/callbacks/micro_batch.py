@@ -11,10 +11,10 @@ result is to the bit that of a run which began with that size. The size is kept 
 `largest` that fits, or the `fastest`; `search()` does so once more, after layers were unfrozen, say.
 
 Costs: a micro-batch that is too small for the device is slow. `auto` keeps a copy of random states and
-    buffers each step, the batches of a window, and parameters and optimizer state in host memory around
-    updates (on a GPU the first); on several ranks the gradients are averaged after the backward pass in
-    place of during it. An OOM costs the step that is run again. What normalizes over a batch (batch norms)
-    sees the micro-batch.
+    buffers each step, the batches of a window, and parameters, gradients and optimizer state in host memory
+    around updates (on a GPU the first); on several ranks the gradients are averaged after the backward pass
+    in place of during it. An OOM costs the step that is run again, hooks included (`on_after_backward`, and
+    those around zero_grad). What normalizes over a batch (batch norms) sees the micro-batch.
 Conflicts: manual optimization, DeepSpeed's own accumulation and optimizers that step in the backward pass;
     `auto` on several ranks under anything but DDP, with synchronized batch norms, a communication hook or a
     static graph.
