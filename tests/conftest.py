@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,8 @@ def tiny(text_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
 
 @pytest.fixture
 def command(
-    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> Callable[..., tuple[int, str, str]]:
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> Iterator[Callable[..., tuple[int, str, str]]]:
     """Return the command line as a function: exit code, standard output, log messages and standard error."""
 
     def call(*words: str) -> tuple[int, str, str]:
@@ -172,4 +173,7 @@ def command(
         out, err = capfd.readouterr()
         return code, out, "\n".join([*caplog.messages, err])
 
-    return call
+    yield call
+    for name, module in list(sys.modules.items()):  # another test has a my_project of its own
+        if tmp_path in Path(getattr(module, "__file__", None) or "/").parents:
+            del sys.modules[name]

@@ -203,7 +203,7 @@ def test_own_model_data_and_config_folder(tiny: list[str], command: Command) -> 
         "        return self.layer(batch[0]).square().mean()\n"
         "class Data(pl.LightningDataModule):\n"
         "    def train_dataloader(self):\n"
-        "        return DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2)\n"
+        "        return DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=4)\n"
     )
     Path("mine/data").mkdir(parents=True)
     Path("mine/data/ones.yaml").write_text("_target_: my_project.Data\n")

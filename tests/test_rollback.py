@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -147,16 +148,17 @@ def test_without_a_copy_only_what_has_changed_nothing_is_tried_again() -> None:
             if after:
                 with pytest.raises(torch.OutOfMemoryError) as error:
                     optimizer.step(lambda: 1.0)
+                (note,) = error.value.__notes__
                 assert (
-                    "2 of 2 tensors were changed already, which cannot be undone" in error.value.__notes__[0]
-                )
+                    "2 of 4 tensors were changed already, which cannot be undone" in note
+                )  # not the gradients
             else:
                 assert optimizer.step(lambda: 1.0) == 1.0
                 assert torch.equal(layer.weight, expected)
         assert "step" not in vars(optimizer)
 
 
-def test_the_closure_is_evaluated_once_and_an_optimizer_that_needs_it_is_left_alone() -> None:
+def test_a_closure_is_evaluated_once_though_the_update_is_tried_twice() -> None:
     layer = nn.Linear(3, 2)
     layer(torch.ones(1, 3)).sum().backward()
     calls: list[int] = []
@@ -164,6 +166,27 @@ def test_the_closure_is_evaluated_once_and_an_optimizer_that_needs_it_is_left_al
     with whole(optimizer, CPU, first=True):
         optimizer.step(lambda: calls.append(1))
     assert calls == [1]
-    lbfgs = torch.optim.LBFGS(layer.parameters())
-    with whole(lbfgs, CPU, first=True):
+    assert optimizer.times == 2
+
+
+def test_an_optimizer_that_evaluates_its_closure_several_times_does_so() -> None:
+    results = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 1)
+        lbfgs = torch.optim.LBFGS(layer.parameters(), max_iter=4)
+        calls: list[int] = []
+
+        def closure(layer: nn.Linear = layer, lbfgs: Any = lbfgs, calls: list[int] = calls) -> torch.Tensor:
+            calls.append(1)
+            lbfgs.zero_grad()
+            loss = (layer(torch.ones(2, 3)) - 1.0).square().sum()
+            loss.backward()
+            return loss
+
+        with whole(lbfgs, CPU, first=True) if wrapped else nullcontext():
+            lbfgs.step(closure)
         assert "step" not in vars(lbfgs)
+        results.append((len(calls), layer.weight.detach()))
+    assert results[0][0] == results[1][0] > 1
+    assert torch.equal(results[0][1], results[1][1])
