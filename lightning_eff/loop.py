@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -64,13 +64,23 @@ class ExactStep(_AutomaticOptimization):
             self._trained, num_ranks=trainer.world_size, sum_over_ranks=partial(_sum_over_ranks, trainer)
         )
         self._mark = self._window.mark()
-        self._scaler: Any = False  # not looked for yet
-        self._one_rank = trainer.world_size == 1
-        self._is_plain = False
+        one_batch = _OneBatch(trainer, self._window.nothing)
+        one_batch.optim_progress = self.optim_progress
+        self._run_one_batch = one_batch.run  # a loop kept as attribute would be in checkpoints
         self._length = 1
         self._position = 0
         self._complete = True
         self._skipped = False
+
+    @cached_property
+    def _scaler(self) -> Any:
+        """The loss scaler, or None; a precision plugin may make it only when a fit begins."""
+        return getattr(self.trainer.precision_plugin, "scaler", None)
+
+    @cached_property
+    def _is_simple(self) -> bool:
+        """Whether a step of one batch is nothing special: one rank, and no scaler that may skip it."""
+        return self.trainer.world_size == 1 and self._scaler is None
 
     def _trained(self) -> Iterator[Tensor]:
         for group in self.trainer.optimizers[0].param_groups:
@@ -79,13 +89,13 @@ class ExactStep(_AutomaticOptimization):
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch; step if it completes its window."""
-        self._skipped = False
         if self._complete:
             self._length = self.trainer.accumulate_grad_batches
-            self._is_plain = self._length == 1 and self._one_rank and self.fitting is None
+            if self._length == 1 and self._is_simple and self.fitting is None:
+                return self._run_one_batch(optimizer, batch_idx, kwargs)
             self._position = 0
-            if not self._is_plain:
-                self._begin_window(kwargs)
+            self._begin_window(kwargs)
+        self._skipped = False
         self._position += 1
         self._complete = self._position >= self._length
         if not self._complete:
@@ -128,10 +138,6 @@ class ExactStep(_AutomaticOptimization):
         result, weight = self._training_output(kwargs)
         if result.closure_loss is None:
             return result
-        if self._is_plain:  # one batch is the step: nothing to weigh
-            if weight == 0.0:
-                result.closure_loss = self._window.nothing()
-            return result
         self._window.back(self._mark)
         samples = num_samples(kwargs.get("batch")) if self._length > 1 else None
         result.closure_loss = self._window.scale(
@@ -150,6 +156,7 @@ class ExactStep(_AutomaticOptimization):
 
     def _training_output(self, arguments: Arguments) -> tuple[ClosureResult, float | None]:
         output = _call_strategy_hook(self.trainer, "training_step", *arguments.values())
+        self.trainer.strategy.post_training_step()
         if isinstance(output, Tensor):
             return self.output_result_cls.from_training_step_output(output), None
         if output is None and self.trainer.world_size > 1:
@@ -177,13 +184,9 @@ class ExactStep(_AutomaticOptimization):
             self._window.correct()
             return loss
 
-        if self._scaler is False:
-            self._scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         scaler = self._scaler
         scale = scaler.get_scale() if scaler is not None else 0.0
-        if self._is_plain:
-            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
-        elif self._parts is None:
+        if self._parts is None:
             super()._optimizer_step(batch_idx, finished)
         else:
             with self._parts.update():
@@ -207,6 +210,30 @@ class ExactStep(_AutomaticOptimization):
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         self._window.reference = float(state_dict.get("weight_reference", 0.0))
         self.num_skipped_steps = int(state_dict.get("num_skipped_steps", 0))
+
+
+class _OneBatch(_AutomaticOptimization):
+    """Lightning's own loop for steps that are one batch on one rank, where there is nothing to weigh.
+
+    Only a batch that weighs nothing is looked after: its mean is over nothing, and not a number. Each method
+    on the way costs microseconds a step, so that these steps do not go through ExactStep's.
+
+    Args:
+        trainer: Whose model is trained.
+        nothing: Makes a loss whose gradient is 0.
+    """
+
+    def __init__(self, trainer: pl.Trainer, nothing: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(trainer)
+        self._nothing = nothing
+
+    @override
+    def _training_step(self, kwargs: Arguments) -> ClosureResult:
+        result = super()._training_step(kwargs)
+        loss = result.closure_loss
+        if result.extra and loss is not None and weight_of(result.extra) == 0.0:
+            result.closure_loss = self._nothing(loss)
+        return result
 
 
 def _sum_over_ranks(trainer: pl.Trainer, value: float) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 class Window:
@@ -97,8 +98,7 @@ class Window:
             expected = weight / share * self._length
             # Once, whatever comes of it: ranks may have different numbers of micro-batches.
             self.reference = _power_of_two(self._over_ranks(expected) / self._num_ranks) or 1.0
-        # A mean over nothing is not a number, and so is its gradient times 0.
-        return loss * (weight / self.reference) if weight else self.nothing()
+        return loss * (weight / self.reference) if weight else self.nothing(loss)
 
     def _by_samples(self, loss: Tensor, part: int | None, share: float) -> Tensor:
         """Divide by the window's length in batches of its first one's size, in one operation or in none."""
@@ -109,9 +109,16 @@ class Window:
         divisor = self._length / counted
         return loss if divisor == 1.0 else loss / divisor
 
-    def nothing(self) -> Tensor:
-        """Return a loss with a gradient of 0 for every parameter, as the other ranks expect one."""
+    def nothing(self, loss: Tensor) -> Tensor:
+        """Return a loss whose gradient is 0, in place of that of a micro-batch that weighs nothing.
+
+        Ranks expect a backward pass of each other. A mean over nothing is not a number, and its gradient
+        times 0 may be none either: then the parameters stand in for it. Where they are sharded (FSDP2)
+        gradients must come from the forward pass; torch's losses have 0 where every target is ignored.
+        """
         trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        if bool(loss.isfinite()) or any(isinstance(parameter, DTensor) for parameter in trained):
+            return loss.nan_to_num() * 0.0
         return torch.stack([(parameter * 0.0).sum() for parameter in trained]).sum()
 
     def correct(self) -> None:

@@ -23,6 +23,7 @@ from lightning_eff import loop
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.errors import ConfigError, SlowPathWarning
 from lightning_eff.precision.mixed import Mixed
+from lightning_eff.window import Window
 from tests.conftest import make_trainer
 
 SAMPLES, MICRO, LENGTH, WORDS = 26, 2, 5, 7
@@ -355,3 +356,16 @@ def test_a_short_last_batch_counts_for_the_samples_that_it_has() -> None:
     expected.loss((x, y))[0].backward()
     gradient = torch.cat([p.grad.flatten() for p in expected.parameters()])
     torch.testing.assert_close(model.gradients[0], gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_a_batch_that_weighs_nothing_has_a_gradient_of_zero_where_it_was_used() -> None:
+    used, unused = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    window = Window(lambda: [used, unused])
+    window.scale((used * 3.0).sum(), weight=0.0).backward()
+    assert used.grad is not None
+    assert float(used.grad) == 0.0
+    assert unused.grad is None, "as DDP expects that finds unused parameters"
+    window.scale(used.sum() / 0.0 * 0.0, weight=0.0).backward()  # not a number: both stand in for it
+    assert float(used.grad) == 0.0
+    assert unused.grad is not None
+    assert float(unused.grad) == 0.0

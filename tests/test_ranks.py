@@ -13,7 +13,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
@@ -22,11 +24,12 @@ from lightning_eff.errors import ConflictError
 from lightning_eff.gradient import ExactGradient
 from tests.callbacks.test_micro_batch import Fault, Noisy, Shrinks, everything, noisy
 from tests.conftest import make_trainer
-from tests.test_loop import WORDS, plain, speaker, texts
+from tests.test_loop import WORDS, Speaker, plain, speaker, texts
 
 STEPS = 5
 # micro-batch size, batches a window, weighted, clipping
 EXACT = [(3, 1, True, None), ("auto", 1, False, 0.05), (3, 2, True, 0.05), ("auto", 2, False, None)]
+SHARDED = [(3, 1, True, None), (3, 2, True, 0.05), (3, 2, False, None)]
 FAULTS = [("forward", 0), ("backward", 2), ("backward", 4), ("update", 1)]
 TOGETHER = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
 
@@ -81,6 +84,29 @@ def exact(size: Any, window: int, weighted: bool, clip: float | None) -> dict[st
     sampler = range(trainer.global_rank, len(dataset), 2)
     trainer.fit(model, DataLoader(dataset, batch_size=8, sampler=sampler))
     return {"weights": [p.detach() for p in model.parameters()], "ddp": counts.times}
+
+
+class Sharded(Speaker):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+def sharded(size: int, window: int, weighted: bool, clip: float | None) -> list[Tensor]:
+    """FSDP2: some micro-batches weigh nothing, and their gradients have to come from the forward pass too."""
+    torch.manual_seed(1)
+    model = Sharded(weighted).double()
+    callbacks: list[Any] = [MicroBatch(micro_batch_size=size)]
+    callbacks += [GradientAccumulation(global_batch_size=window * 8 * 2)] if window > 1 else []
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    together = TOGETHER | {"strategy": strategy}
+    trainer = make_trainer(callbacks=callbacks, max_steps=9, gradient_clip_val=clip, **together)
+    dataset = TensorDataset(*texts(60))
+    trainer.fit(model, DataLoader(dataset, batch_size=8, sampler=range(trainer.global_rank, 60, 2)))
+    return [p.full_tensor().detach() for p in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Unweighted(Noisy):
@@ -179,6 +205,7 @@ def main(folder: str) -> None:
     results["own"] = [own_loop(size) for size in (None, 2, "auto")]
     rank = int(torch.distributed.get_rank())
     results["refused"] = refused()
+    results["sharded"] = [sharded(*case) for case in SHARDED]  # last: this strategy sets environment up anew
     torch.save(results, Path(folder) / f"rank{rank}.pt")
 
 
@@ -218,6 +245,15 @@ def test_two_ranks_step_as_one_would_on_all_samples(ranks: list[dict[str, Any]],
     for ours, theirs in zip(ranks[0]["exact"][case]["weights"], expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs.data, rtol=1e-9, atol=1e-11)
     assert ranks[0]["exact"][case]["ddp"] == (9 if size != "auto" else 0), "once a step, or not in DDP at all"
+
+
+@pytest.mark.parametrize("case", range(len(SHARDED)))
+def test_fixed_micro_batches_under_fsdp2_are_exact(ranks: list[dict[str, Any]], case: int) -> None:
+    _, window, weighted, clip = SHARDED[case]
+    expected = plain(weighted, 4 * window, clip, 9, 15, ranks=2)
+    for rank in ranks:
+        for ours, theirs in zip(rank["sharded"][case], expected.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.data, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("case", range(len(FAULTS)))
