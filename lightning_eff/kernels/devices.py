@@ -1,0 +1,145 @@
+"""What the cost model must know of a device, as data; peaks of dense products, as vendors state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+KIB = 2**10
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device.
+
+    Args:
+        name: As vendors call it.
+        capability: Compute capability of a GPU, ten times: 90 for Hopper; 0 for a CPU.
+        num_sms: Streaming multiprocessors, or cores.
+        peak_tflops: 1e12 operations a second by format.
+        memory_gbs: Bytes a second of its memory, in 1e9.
+        l2_gbs: The same of its last-level cache.
+        l2_bytes: Size of that cache.
+        shared_bytes: Shared memory that one block may have; of a CPU its own cache.
+    """
+
+    name: str
+    capability: int
+    num_sms: int
+    peak_tflops: Mapping[str, float] = field(default_factory=dict[str, float])
+    memory_gbs: float
+    l2_gbs: float
+    l2_bytes: int
+    shared_bytes: int
+
+    @property
+    def has_tma(self) -> bool:
+        """Whether tiles are copied by the tensor memory accelerator."""
+        return self.capability >= 90
+
+    def peak(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
+        """Return the operations a second in a format; in that of float32 where the device has no other."""
+        name = "tf32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")
+        name = "float8" if name.startswith("float8") else name
+        return self.peak_tflops.get(name, self.peak_tflops["float32"]) * 1e12
+
+
+def _formats(low: float, tf32: float, float32: float, float8: float | None = None) -> dict[str, float]:
+    formats = {"bfloat16": low, "float16": low, "tf32": tf32, "float32": float32}
+    return formats if float8 is None else formats | {"float8": float8}
+
+
+_HOPPER = _formats(989.0, 495.0, 67.0, 1979.0)
+DEVICES: Mapping[str, Device] = {
+    "h100": Device(
+        name="H100", capability=90, num_sms=132, peak_tflops=_HOPPER,
+        memory_gbs=3350, l2_gbs=10000, l2_bytes=50 * KIB**2, shared_bytes=227 * KIB,
+    ),
+    "h200": Device(
+        name="H200", capability=90, num_sms=132, peak_tflops=_HOPPER,
+        memory_gbs=4800, l2_gbs=10000, l2_bytes=50 * KIB**2, shared_bytes=227 * KIB,
+    ),
+    "a100": Device(
+        name="A100", capability=80, num_sms=108, peak_tflops=_formats(312.0, 156.0, 19.5),
+        memory_gbs=2039, l2_gbs=6500, l2_bytes=40 * KIB**2, shared_bytes=163 * KIB,
+    ),
+    "rtx4090": Device(
+        name="RTX 4090", capability=89, num_sms=128, peak_tflops=_formats(165.2, 82.6, 82.6, 330.3),
+        memory_gbs=1008, l2_gbs=5000, l2_bytes=72 * KIB**2, shared_bytes=99 * KIB,
+    ),
+    "b200": Device(
+        name="B200", capability=100, num_sms=148, peak_tflops=_formats(2250.0, 1125.0, 75.0, 4500.0),
+        memory_gbs=8000, l2_gbs=12000, l2_bytes=126 * KIB**2, shared_bytes=227 * KIB,
+    ),
+}  # fmt: skip
+"""By the names that a command line knows. Bandwidths of L2 are estimates; vendors do not state them."""
+
+
+def named(name: str) -> Device:
+    """Return a device by its name, `cpu` included.
+
+    Raises:
+        ValueError: Nobody knows it.
+
+    Example:
+        >>> named("h200").num_sms
+        132
+    """
+    if name == "cpu":
+        return this_cpu()
+    if name not in DEVICES:
+        text = f"device={name}: expected one of {', '.join([*DEVICES, 'cpu'])}"
+        raise ValueError(text)
+    return DEVICES[name]
+
+
+def of(device: torch.device) -> Device:
+    """Describe a device that this machine has: from the table, else from what its driver says."""
+    if device.type != "cuda":
+        return this_cpu()
+    properties = torch.cuda.get_device_properties(device)
+    words = properties.name.lower().replace(" ", "")
+    for key, known in DEVICES.items():
+        if key in words and known.num_sms == properties.multi_processor_count:
+            return known
+    capability = properties.major * 10 + properties.minor
+    like = min(DEVICES.values(), key=lambda each: (abs(each.capability - capability), each.num_sms))
+    share = properties.multi_processor_count / like.num_sms
+    return Device(
+        name=properties.name,
+        capability=capability,
+        num_sms=properties.multi_processor_count,
+        peak_tflops={key: value * share for key, value in like.peak_tflops.items()},
+        memory_gbs=like.memory_gbs * share,
+        l2_gbs=like.l2_gbs * share,
+        l2_bytes=properties.L2_cache_size,
+        shared_bytes=properties.shared_memory_per_block_optin,
+    )
+
+
+def this_cpu() -> Device:
+    """Describe this machine's processor by its caches; its speed is a guess, and measured by `bench`."""
+    sizes = {path.parent.name: _bytes(path) for path in sorted(_CACHES.glob("index*/size"))}
+    kinds = {path.parent.name: path.read_text().strip() for path in sorted(_CACHES.glob("index*/type"))}
+    data = [size for index, size in sizes.items() if kinds.get(index) != "Instruction"] or [32 * KIB, KIB**2]
+    cores = torch.get_num_threads()
+    return Device(
+        name="CPU",
+        capability=0,
+        num_sms=cores,
+        peak_tflops={"float32": 0.1 * cores, "float64": 0.05 * cores},
+        memory_gbs=20.0,
+        l2_gbs=100.0,
+        l2_bytes=max(data),
+        shared_bytes=data[min(1, len(data) - 1)],
+    )
+
+
+def _bytes(path: Path) -> int:
+    """Read a size as Linux writes it, 1024K say."""
+    text = path.read_text().strip()
+    return int(text.rstrip("KM")) * (KIB**2 if text.endswith("M") else KIB if text.endswith("K") else 1)

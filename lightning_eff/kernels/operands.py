@@ -1,0 +1,188 @@
+"""What a GEMM is given: shapes, formats and places that fit each other, checked once for all backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_eff.kernels.reference import ACTIVATIONS
+from lightning_eff.kernels.table import Shape
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FORMATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """The tensors of a GEMM, of which `check` has seen that they fit.
+
+    Args:
+        a: `[*batch, M, K]`.
+        b: `[*batch, K, N]`.
+        c: `[*batch, M, N]` after broadcasting, or None where it is not read.
+        bias: `[N]`, or None.
+        scale_a: One float32 a row of `a`, `[M]`; None for 1.
+        scale_b: One float32 a column of `b`, `[N]`; None for 1.
+        out_dtype: Of the result.
+        batch: Batch axes of the result.
+    """
+
+    a: Tensor
+    b: Tensor
+    c: Tensor | None
+    bias: Tensor | None
+    scale_a: Tensor | None
+    scale_b: Tensor | None
+    out_dtype: torch.dtype
+    batch: tuple[int, ...]
+
+    @property
+    def M(self) -> int:  # noqa: N802 - its name in the field
+        """Rows of the result."""
+        return self.a.shape[-2]
+
+    @property
+    def N(self) -> int:  # noqa: N802 - its name in the field
+        """Columns of the result."""
+        return self.b.shape[-1]
+
+    @property
+    def K(self) -> int:  # noqa: N802 - its name in the field
+        """What is summed over."""
+        return self.a.shape[-1]
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Shape of the result."""
+        return (*self.batch, self.M, self.N)
+
+    def empty(self) -> Tensor:
+        """Return memory for the result."""
+        return torch.empty(self.size, dtype=self.out_dtype, device=self.a.device)
+
+    def shape(self, *, adds: bool = False) -> Shape:
+        """Return what the choice of a tile depends on."""
+        num = 1
+        for length in self.batch:
+            num *= length
+        tensors = [self.a, self.b] if self.c is None else [self.a, self.b, self.c]
+        aligned = (
+            not self.batch and all(map(is_aligned, tensors)) and self.N * self.out_dtype.itemsize % 16 == 0
+        )
+        return Shape(
+            M=self.M, N=self.N, K=self.K, dtype=self.a.dtype, out_dtype=self.out_dtype, batch=num,
+            aligned=aligned, reads_c=self.c is not None, adds=adds,
+        )  # fmt: skip
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Say whether TMA can copy a matrix: neighbours along one axis, and 16 bytes from row to row.
+
+    Example:
+        >>> is_aligned(torch.zeros(4, 8)), is_aligned(torch.zeros(4, 8).T), is_aligned(torch.zeros(4, 9))
+        (True, True, False)
+    """
+    if tensor.ndim != 2 or 1 not in tensor.stride() or tensor.storage_offset() * tensor.element_size() % 16:
+        return False
+    far = tensor.stride(0) if tensor.stride(1) == 1 else tensor.stride(1)
+    near = tensor.shape[1] if tensor.stride(1) == 1 else tensor.shape[0]
+    return far >= near and far * tensor.element_size() % 16 == 0
+
+
+def check(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    *,
+    bias: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    out_dtype: torch.dtype | None,
+    activation: str | None,
+) -> Operands:
+    """Hold what was given against each other.
+
+    Raises:
+        ValueError: Shapes, devices, an activation or a scale do not fit.
+        TypeError: A format that no kernel knows, or two that do not go together.
+    """
+    if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
+        text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: expected [*batch, M, K] and [*batch, K, N]"
+        raise ValueError(text)
+    if a.dtype not in FORMATS or b.dtype not in FORMATS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORMATS)
+        text = f"gemm of a {a.dtype} and b {b.dtype}: expected {names}"
+        raise TypeError(text)
+    low = a.dtype in FLOAT8 and b.dtype in FLOAT8
+    if a.dtype != b.dtype and not low:
+        text = f"gemm of a {a.dtype} and b {b.dtype}: expected one format, or two of float8"
+        raise TypeError(text)
+    if activation is not None and activation not in ACTIVATIONS:
+        text = f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
+        raise ValueError(text)
+    try:
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError:
+        text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: their batch axes cannot be broadcast"
+        raise ValueError(text) from None
+    size = (*batch, a.shape[-2], b.shape[-1])
+    for name, tensor in (("b", b), ("c", c), ("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b)):
+        if tensor is not None and tensor.device != a.device:
+            text = f"gemm: a is on {a.device} and {name} on {tensor.device}: expected one device"
+            raise ValueError(text)
+    return Operands(
+        a=a,
+        b=b,
+        c=_expanded("c", c, size),
+        bias=_expanded("bias", bias, size[-1:]),
+        scale_a=_scale("scale_a", scale_a, size[-2]),
+        scale_b=_scale("scale_b", scale_b, size[-1]),
+        out_dtype=out_dtype or (torch.bfloat16 if low else a.dtype),
+        batch=tuple(batch),
+    )
+
+
+def check_out(given: Operands, out: Tensor) -> None:
+    """Say whether a result can go to a place.
+
+    Raises:
+        ValueError: Its shape, format or device is another, or several of its elements share a place.
+        RuntimeError: Something needs a gradient, which cannot go through it.
+    """
+    if out.shape != given.size or out.dtype != given.out_dtype or out.device != given.a.device:
+        text = (
+            f"out is {out.dtype} {list(out.shape)} on {out.device}: "
+            f"expected {given.out_dtype} {list(given.size)} on {given.a.device}"
+        )
+        raise ValueError(text)
+    if any(step == 0 and length > 1 for step, length in zip(out.stride(), out.shape, strict=True)):
+        text = f"out has strides {out.stride()}: expected a place of its own for each element"
+        raise ValueError(text)
+    tensors = (out, given.a, given.b, given.c, given.bias)
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
+        text = "gemm(out=...) has no gradient, and a tensor here needs one: no out, or torch.no_grad()"
+        raise RuntimeError(text)
+
+
+def _expanded(name: str, tensor: Tensor | None, size: tuple[int, ...]) -> Tensor | None:
+    if tensor is None:
+        return None
+    if not tensor.is_floating_point():
+        text = f"{name} is {tensor.dtype}: expected a floating-point format"
+        raise TypeError(text)
+    try:
+        return tensor.expand(size)
+    except RuntimeError:
+        text = f"{name} is {list(tensor.shape)}: expected {list(size)}, or what broadcasts to it"
+        raise ValueError(text) from None
+
+
+def _scale(name: str, scale: Tensor | None, length: int) -> Tensor | None:
+    if scale is None:
+        return None
+    if scale.dtype != torch.float32 or scale.numel() not in (1, length):
+        text = f"{name} is {scale.dtype} {list(scale.shape)}: expected float32, one value or [{length}]"
+        raise ValueError(text)
+    return scale.reshape(-1).expand(length).contiguous()

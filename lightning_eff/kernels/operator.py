@@ -1,0 +1,112 @@
+"""The GEMM as an operator of torch's: its shape for fake tensors and the compiler, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_eff.kernels.operands import Operands
+from lightning_eff.kernels.reference import activation_gradient
+
+NAME = "lightning_eff::gemm"
+_TENSORS = "Tensor a, Tensor b, Tensor? c, Tensor? bias, Tensor? scale_a, Tensor? scale_b"
+_REST = "float alpha, float beta, str? activation, ScalarType out_dtype"
+Run = Callable[[Operands, Tensor, Tensor | None, float, float, str | None], None]
+"""Computes into memory that is there: operands, result, that before the activation, the rest."""
+
+
+class Operator:
+    """Registers the operator under its name, and calls it with operands; there is one.
+
+    Args:
+        run: What computes, on tensors that are real.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._functional = torch.library.custom_op(
+            NAME,
+            self._compute,
+            mutates_args=(),
+            schema=f"({_TENSORS}, {_REST}, bool save_pre) -> (Tensor, Tensor)",
+        )
+        self._functional.register_fake(_allocate)
+        self._functional.register_autograd(self._backward, setup_context=_save)
+        self._into = torch.library.custom_op(
+            f"{NAME}_into",
+            self._compute_into,
+            mutates_args=("out",),
+            schema=f"(Tensor(a0!) out, {_TENSORS}, {_REST}) -> ()",
+        )
+
+    def __call__(
+        self, given: Operands, *, alpha: float, beta: float, activation: str | None, out: Tensor | None = None
+    ) -> Tensor:
+        """Compute `activation(alpha * A @ B + beta * C + bias)`."""
+        tensors = (given.a, given.b, given.c, given.bias, given.scale_a, given.scale_b)
+        rest = (float(alpha), float(beta), activation, given.out_dtype)
+        if out is not None:
+            self._into(out, *tensors, *rest)
+            return out
+        needs = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+        return self._functional(*tensors, *rest, needs and activation is not None)[0]
+
+    def _compute(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        alpha, beta, activation, _, saves_pre = arguments[6:]
+        d, pre = _allocate(*arguments)
+        if d.numel():
+            self._run(_operands(*arguments), d, pre if saves_pre else None, alpha, beta, activation)
+        return d, pre
+
+    def _compute_into(self, out: Tensor, *arguments: Any) -> None:
+        alpha, beta, activation, _ = arguments[6:]
+        if out.numel():
+            self._run(_operands(*arguments), out, None, alpha, beta, activation)
+
+    def _backward(self, ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+        """Return alpha * G @ B^T, alpha * A^T @ G, beta * G, and G summed over rows."""
+        if grad is None:
+            return (None,) * 11
+        if ctx.scaled:
+            text = "gemm with scales has no gradient: a float8 layer computes its own from what it has scaled"
+            raise RuntimeError(text)
+        a, b, pre = ctx.saved_tensors
+        if ctx.activation is not None:
+            grad = activation_gradient(grad, pre, ctx.activation)
+        factor = grad.to(a.dtype)
+        needs_a, needs_b, needs_c, needs_bias = ctx.needs_input_grad[:4]
+        return (
+            self._product(factor, b.mT, ctx.alpha, a) if needs_a else None,
+            self._product(a.mT, factor, ctx.alpha, b) if needs_b else None,
+            (grad * ctx.beta).sum_to_size(ctx.c[1]).to(ctx.c[0]) if needs_c else None,
+            grad.sum_to_size(ctx.bias[1]).to(ctx.bias[0]) if needs_bias else None,
+            *(None,) * 7,
+        )
+
+    def _product(self, a: Tensor, b: Tensor, alpha: float, like: Tensor) -> Tensor:
+        given = _operands(a, b, None, None, None, None, 1.0, 0.0, None, like.dtype)
+        return self(given, alpha=alpha, beta=0.0, activation=None).sum_to_size(like.shape)
+
+
+def _operands(a: Tensor, b: Tensor, c: Any, bias: Any, scale_a: Any, scale_b: Any, *rest: Any) -> Operands:
+    batch = tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    return Operands(
+        a=a, b=b, c=c, bias=bias, scale_a=scale_a, scale_b=scale_b, out_dtype=rest[3], batch=batch
+    )
+
+
+def _allocate(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return memory for the result and for the result before the activation, which is empty if not wanted."""
+    given = _operands(*arguments)
+    return given.empty(), given.empty() if arguments[-1] else given.a.new_empty(0)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    a, b, c, bias, scale_a, scale_b, ctx.alpha, ctx.beta, ctx.activation, _, _ = inputs
+    ctx.save_for_backward(a, b, output[1])
+    ctx.scaled = scale_a is not None or scale_b is not None
+    ctx.c, ctx.bias = (None if each is None else (each.dtype, each.shape) for each in (c, bias))
+    ctx.set_materialize_grads(False)

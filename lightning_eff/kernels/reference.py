@@ -1,0 +1,78 @@
+"""The meaning of each kernel in plain PyTorch, computed in float64: what they are tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu_tanh": _gelu_tanh,
+}
+"""Activations by the names that kernels know. The exact GELU is not among them: erf spills registers."""
+
+
+def gemm(
+    a: Float[Tensor, "*batch m k"],
+    b: Float[Tensor, "*batch k n"],
+    c: Float[Tensor, "*batch m n"] | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    bias: Float[Tensor, " n"] | None = None,
+    activation: str | None = None,
+    scale_a: Float[Tensor, " *m"] | None = None,
+    scale_b: Float[Tensor, " *n"] | None = None,
+) -> Float[Tensor, "*batch m n"]:
+    """Compute `activation(alpha * (scale_a * a) @ (b * scale_b) + beta * c + bias)` in float64.
+
+    As in BLAS, `a` and `b` are not read where `alpha` is 0, and `c` is not where `beta` is 0: what is not a
+    number in them then does not reach the result.
+
+    Example:
+        >>> gemm(torch.ones(2, 3), torch.ones(3, 2), alpha=2.0, bias=torch.tensor([0.0, 1.0]))
+        tensor([[6., 7.],
+                [6., 7.]], dtype=torch.float64)
+    """
+    if alpha:
+        product = torch.matmul(a.double(), b.double())
+        product = product * (scale_a.double().reshape(-1, 1) if scale_a is not None else 1.0)
+        product = product * (scale_b.double().reshape(1, -1) if scale_b is not None else 1.0)
+        result = alpha * product
+    else:
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        result = torch.zeros(*batch, a.shape[-2], b.shape[-1], dtype=torch.float64, device=a.device)
+    if c is not None and beta:
+        result = result + beta * c.double()
+    if bias is not None:
+        result = result + bias.double()
+    return ACTIVATIONS[activation](result) if activation else result
+
+
+def activation_gradient(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
+    """Return the gradient before an activation.
+
+    Args:
+        grad: The gradient behind it.
+        pre: What it was applied to.
+        activation: One of `ACTIVATIONS`.
+    """
+    if activation == "relu":
+        return grad * (pre > 0)
+    if activation == "silu":
+        share = torch.sigmoid(pre)
+        return grad * (share * (1.0 + pre * (1.0 - share)))
+    inner = 0.7978845608028654 * pre * (1.0 + 0.044715 * pre * pre)
+    tanh = torch.tanh(inner)
+    slope = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * pre * pre)
+    return grad * (0.5 * (1.0 + tanh) + 0.5 * pre * (1.0 - tanh * tanh) * slope)

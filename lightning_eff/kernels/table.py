@@ -1,0 +1,126 @@
+"""The rows that the kernels are launched with, and what a GEMM must say of itself for one to be chosen.
+
+The tests compile every row for sm_90, those with pointers for sm_80 too: no register is spilled, no stack is
+used, and `shared_bytes` is what the compiler says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One way to run the kernels.
+
+    Args:
+        kernel: Whether TMA or pointers fetch the tiles.
+        block_m: Rows of a tile of C.
+        block_n: Its columns.
+        block_k_bytes: Depth of a step, in bytes of a row.
+        num_warps: Warps that share a tile.
+        num_stages: Steps that are on their way at once.
+        subtiles: Parts in which a finished tile is stored, so that it needs less shared memory.
+        specialize: Warps of their own fetch the tiles.
+        adds: The finished tile is added to what is in memory, and C is never read.
+        efficiency: Share of the peak that the inner loop reaches on a full device.
+    """
+
+    kernel: Literal["tma", "pointers"]
+    block_m: int
+    block_n: int
+    block_k_bytes: int
+    num_warps: int
+    num_stages: int
+    subtiles: int = 1
+    specialize: bool = False
+    adds: bool = False
+    efficiency: float = 0.5
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.kernel} {self.block_m}x{self.block_n}, {self.num_stages} stages, {self.num_warps} warps"
+        )
+        parts = {"subtiles": self.subtiles > 1, "specialized": self.specialize, "adding": self.adds}
+        return ", ".join([text, *(word for word, holds in parts.items() if holds)])
+
+    @property
+    def constants(self) -> dict[str, bool | int]:
+        """What the TMA kernel is compiled with beside sizes; its loops are one unless warps specialize."""
+        return {
+            "SUBTILES": self.subtiles,
+            "ADDS": self.adds,
+            "FLATTEN": not self.specialize,
+            "SPECIALIZE": self.specialize,
+        }
+
+    def block_k(self, itemsize: int) -> int:
+        """Return the depth of a step in elements."""
+        return self.block_k_bytes // itemsize
+
+    def shared_bytes(self, out_itemsize: int, *, reads_c: bool = False) -> int:
+        """Return the shared memory of the TMA kernel: operands on their way, and the finished tile."""
+        operands = self.num_stages * (self.block_m + self.block_n) * self.block_k_bytes
+        item = max(out_itemsize, 4) if reads_c else out_itemsize
+        return operands + self.block_m * self.block_n * item // self.subtiles
+
+
+TILES: tuple[Tile, ...] = (
+    Tile("tma", 128, 256, 128, 8, 3, efficiency=0.80),
+    Tile("tma", 128, 256, 128, 8, 4, subtiles=2, efficiency=0.80),
+    Tile("tma", 128, 256, 128, 8, 3, subtiles=2, efficiency=0.78),
+    Tile("tma", 128, 256, 128, 4, 3, specialize=True, efficiency=0.76),
+    Tile("tma", 128, 128, 128, 8, 4, efficiency=0.70),
+    Tile("tma", 64, 128, 128, 4, 4, efficiency=0.55),
+    Tile("tma", 128, 256, 128, 8, 2, adds=True, efficiency=0.74),
+    Tile("tma", 128, 128, 128, 8, 3, adds=True, efficiency=0.68),
+    Tile("pointers", 128, 128, 64, 8, 3, efficiency=0.55),
+    Tile("pointers", 64, 64, 64, 4, 3, efficiency=0.40),
+    Tile("pointers", 32, 32, 64, 4, 3, efficiency=0.20),
+    Tile("pointers", 16, 64, 64, 4, 3, efficiency=0.15),
+)
+"""Everything that may be launched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A GEMM, as far as tiles depend on it.
+
+    Args:
+        M: Rows of A and of C: tokens, in a linear layer's forward pass.
+        N: Columns of B and of C.
+        K: Columns of A and rows of B.
+        dtype: Of A and B.
+        out_dtype: Of the result.
+        batch: Independent products.
+        aligned: Every row that TMA copies begins at a multiple of 16 bytes.
+        reads_c: C is read.
+        adds: The result may be added to what is in memory.
+    """
+
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype | None = None
+    batch: int = 1
+    aligned: bool = True
+    reads_c: bool = False
+    adds: bool = False
+
+    def without_tma(self) -> Shape:
+        """Return the same for pointers alone."""
+        return replace(self, aligned=False)
+
+    @property
+    def flop(self) -> int:
+        """Operations, a multiplication and an addition apart."""
+        return 2 * self.batch * self.M * self.N * self.K
+
+    @property
+    def out_itemsize(self) -> int:
+        """Bytes of an element of the result."""
+        return (self.out_dtype or self.dtype).itemsize

@@ -1,0 +1,262 @@
+"""Which tile for which shape, and why: a model of what each row of the table costs, and words for it.
+
+A GEMM of M x N x K is cut into tiles of BLOCK_M x BLOCK_N; an SM computes one at a time, so that they come in
+waves of as many as the device has SMs. What is lost: the idle part of the last wave, what tiles reach beyond
+the edge, operands that are read again because the cache is too small, and rows whose start is not a multiple
+of 16 bytes, which the tensor memory accelerator (TMA) cannot copy. Times are predictions; dispatch.py goes by
+measured ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from lightning_eff.kernels import devices
+from lightning_eff.kernels.devices import Device
+from lightning_eff.kernels.table import TILES, Shape, Tile
+
+LAUNCH_S = 5e-6
+"""Seconds from one kernel to the next."""
+WELL_FILLED = 0.95
+"""Share of the SMs' time that a size must use to be recommended."""
+TMA_BYTES = 16
+"""What the start of a row must be a multiple of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one row would cost for a shape on a device.
+
+    Args:
+        shape: What is computed.
+        tile: How.
+        device: Where.
+    """
+
+    shape: Shape
+    tile: Tile
+    device: Device
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tiles along M and along N."""
+        return -(-self.shape.M // self.tile.block_m), -(-self.shape.N // self.tile.block_n)
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of the whole result."""
+        return self.shape.batch * self.grid[0] * self.grid[1]
+
+    @property
+    def waves(self) -> float:
+        """Tiles for each SM."""
+        return self.num_tiles / self.device.num_sms
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the SMs' time that the last wave leaves idle."""
+        return 1.0 - self.waves / math.ceil(self.waves)
+
+    @property
+    def beyond_share(self) -> float:
+        """Share of the computed elements that lie beyond the edge of the result."""
+        rows, columns = self.grid
+        return 1.0 - self.shape.M * self.shape.N / (rows * self.tile.block_m * columns * self.tile.block_n)
+
+    @cached_property
+    def memory_bytes(self) -> float:
+        """Bytes to and from memory: operands once a wave, or once where a cache holds them; the result."""
+        shape, (rows, columns) = self.shape, self.grid
+        item = shape.dtype.itemsize
+        once = shape.batch * (shape.M + shape.N) * shape.K * item
+        result = shape.batch * shape.M * shape.N * shape.out_itemsize * (2 if shape.reads_c else 1)
+        high = min(8, rows)
+        wide = min(columns, max(1, self.device.num_sms // high))
+        in_a_wave = (high * self.tile.block_m + wide * self.tile.block_n) * shape.K * item
+        again = in_a_wave * max(1.0, self.num_tiles / (high * wide))
+        return result + (once if once <= self.device.l2_bytes / 2 else max(once, again))
+
+    @property
+    def l2_bytes(self) -> float:
+        """Bytes from the cache to the SMs: both operands of every tile."""
+        blocks = self.tile.block_m + self.tile.block_n
+        return self.num_tiles * blocks * self.shape.K * self.shape.dtype.itemsize
+
+    @cached_property
+    def seconds(self) -> float:
+        """Expected time: the slowest of computing, memory and cache, and the launch."""
+        return max(self._times.values()) + LAUNCH_S
+
+    @property
+    def bound(self) -> str:
+        """What takes longest: `computing`, `memory` or `the cache`."""
+        return max(self._times, key=lambda part: self._times[part])
+
+    @cached_property
+    def _times(self) -> dict[str, float]:
+        peak = self.device.peak(self.shape.dtype) * self.tile.efficiency / self.device.num_sms
+        block_k = self.tile.block_k(self.shape.dtype.itemsize)
+        depth = -(-self.shape.K // block_k) * block_k
+        a_tile = 2 * self.tile.block_m * self.tile.block_n * depth / peak
+        return {
+            "computing": math.ceil(self.waves) * a_tile,
+            "memory": self.memory_bytes / (self.device.memory_gbs * 1e9),
+            "the cache": self.l2_bytes / (self.device.l2_gbs * 1e9),
+        }
+
+    @property
+    def peak_share(self) -> float:
+        """Expected share of the device's peak."""
+        return self.shape.flop / self.seconds / self.device.peak(self.shape.dtype)
+
+
+def fitting(shape: Shape, device: Device) -> Iterator[Tile]:
+    """Yield the rows that can compute a shape on a device."""
+    for tile in TILES:
+        if tile.kernel == "tma":
+            possible = device.has_tma and shape.aligned and shape.batch == 1 and tile.adds <= shape.adds
+            shared = tile.shared_bytes(shape.out_itemsize, reads_c=shape.reads_c and not tile.adds)
+            if not possible or shared + 2048 > device.shared_bytes:
+                continue
+        yield tile
+
+
+def ranked(shape: Shape, device: Device) -> list[Cost]:
+    """Return what each row would cost, the cheapest first.
+
+    Example:
+        >>> from lightning_eff.kernels.devices import DEVICES
+        >>> best = ranked(Shape(M=8192, N=8192, K=8192), DEVICES["h200"])[0]
+        >>> str(best.tile), best.num_tiles, round(best.waves, 2)
+        ('tma 128x256, 3 stages, 8 warps', 2048, 15.52)
+    """
+    costs = [Cost(shape=shape, tile=tile, device=device) for tile in fitting(shape, device)]
+    return sorted(costs, key=lambda cost: cost.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Why a shape runs as fast as it does; `str` of it is the text.
+
+    Args:
+        cost: Of the row that the model would take.
+        fitting_m: The next smaller and the next larger M that fill the device, M itself if it does.
+        aligned_n: The next N whose rows can be copied by TMA, and the next of whole tiles.
+        aligned_k: The same for K.
+    """
+
+    cost: Cost
+    fitting_m: tuple[int, ...]
+    aligned_n: tuple[int, ...]
+    aligned_k: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.sentences())
+
+    def sentences(self) -> Iterator[str]:
+        """Yield one sentence for each thing that matters, with its numbers."""
+        cost, shape = self.cost, self.cost.shape
+        rows, columns = cost.grid
+        yield (
+            f"{shape.M} x {shape.N} x {shape.K} {_name(shape.dtype)} on {cost.device.name}: "
+            f"tile {cost.tile}; expected {cost.peak_share:.0%} of the peak, "
+            f"{cost.seconds * 1e6:.0f} us (predicted)"
+        )
+        if not cost.device.capability:
+            yield f"torch's library blocks it for a core's cache of {_size(cost.device.shared_bytes)}"
+            return
+        yield (
+            f"{rows} x {columns} tiles make {cost.waves:.2f} waves of {cost.device.num_sms} SMs, "
+            f"{cost.idle_share:.0%} idle" + _advice("M", shape.M, self.fitting_m, "fits", "fit")
+        )
+        yield f"{cost.beyond_share:.1%} of the tiles' area lies beyond the edge"
+        for letter, value, better in (("N", shape.N, self.aligned_n), ("K", shape.K, self.aligned_k)):
+            if value not in better:
+                yield (
+                    f"a row of {letter}={value} is {value * shape.dtype.itemsize} bytes, "
+                    f"no multiple of {TMA_BYTES}: no TMA; pad {letter} to {' or '.join(map(str, better))}"
+                )
+        moved = cost.memory_bytes / 1e9
+        yield f"{moved:.3g} GB to and from memory, {cost.bound} sets the time"
+
+
+def explain(
+    M: int, N: int, K: int, dtype: torch.dtype = torch.bfloat16, device: str | Device = "h200"
+) -> Explanation:
+    """Say which tile a GEMM would get on a device, and what is lost there.
+
+    Args:
+        M: Rows of A, tokens say.
+        N: Columns of B, output features say.
+        K: Columns of A, input features say.
+        dtype: Of both operands and the result.
+        device: A name of `devices.DEVICES`, `cpu`, or a device that was looked at.
+
+    Raises:
+        ValueError: A size below 1, or a device that nobody knows.
+
+    Example:
+        >>> print(explain(4352, 4096, 4096))
+        4352 x 4096 x 4096 bfloat16 on H200: tile tma 128x256, ...
+        34 x 16 tiles make 4.12 waves of 132 SMs, 18% idle: M=4224 or 5120 fit
+        0.0% of the tiles' area lies beyond the edge
+        ...
+    """
+    if min(M, N, K) < 1:
+        text = f"explain(M={M}, N={N}, K={K}): expected sizes of at least 1"
+        raise ValueError(text)
+    place = devices.named(device) if isinstance(device, str) else device
+    item = dtype.itemsize
+    aligned = not (N * item % TMA_BYTES or K * item % TMA_BYTES)
+    shape = Shape(M=M, N=N, K=K, dtype=dtype, aligned=aligned)
+    cost = ranked(shape, place)[0]
+    return Explanation(
+        cost=cost,
+        fitting_m=tuple(_fitting_m(cost)),
+        aligned_n=_aligned(N, item, cost.tile.block_n),
+        aligned_k=_aligned(K, item, 64),
+    )
+
+
+def _fitting_m(cost: Cost) -> Iterator[int]:
+    """Yield M if it fills the device, else the next smaller and the next larger that do, in whole tiles."""
+    columns, sms, block = cost.grid[1] * cost.shape.batch, cost.device.num_sms, cost.tile.block_m
+
+    def filled(rows: int) -> bool:
+        waves = rows * columns / sms
+        return waves / math.ceil(waves) >= WELL_FILLED
+
+    rows = cost.grid[0]
+    if filled(rows):
+        yield cost.shape.M
+        return
+    below = next((each for each in range(rows - 1, 0, -1) if filled(each)), None)
+    if below is not None:
+        yield below * block
+    yield next(each for each in range(rows + 1, rows + 2 * sms + 1) if filled(each)) * block
+
+
+def _aligned(size: int, itemsize: int, block: int) -> tuple[int, ...]:
+    if not size * itemsize % TMA_BYTES:
+        return (size,)
+    step = TMA_BYTES // itemsize
+    return tuple(dict.fromkeys((-(-size // step) * step, -(-size // block) * block)))
+
+
+def _advice(letter: str, value: int, better: tuple[int, ...], one: str, several: str) -> str:
+    if value in better:
+        return ""
+    return f": {letter}={' or '.join(map(str, better))} {one if len(better) == 1 else several}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**10:.0f} KiB"
