@@ -25,6 +25,7 @@ alpha and beta.
 # pyright: basic, reportInvalidTypeForm=false
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -216,39 +217,39 @@ def launch(
         pre: Where the result goes before the activation, laid out as `d`; None to forget it.
     """
     a, b, c = given.a, given.b, None if tile.adds else given.c
-    uses_tma = tile.kernel == "tma"
+    place, before = d, pre
     tiles = -(-given.M // tile.block_m) * -(-given.N // tile.block_n)
-    if uses_tma:
-        by_rows = a.stride(1) == 1, b.stride(1) == 1
-        rows = [
-            each.stride(0) if along else each.stride(1) for each, along in zip((a, b), by_rows, strict=True)
-        ]
-        strides = [*rows, *(c.stride() if c is not None else (0, 0)), d.stride(0)]
-        num_sms = devices.of(a.device).num_sms
+    if tile.kernel == "tma":
+        num_sms, by_rows = devices.of(a.device).num_sms, (a.stride(1) == 1, b.stride(1) == 1)
+        strides = [a.stride(1 - by_rows[0]), b.stride(1 - by_rows[1]), *_strides(c, 2), d.stride(0)]
         kernel, grid = gemm_tma, min(num_sms, tiles)
         own = {"NUM_SMS": num_sms, "A_BY_ROWS": by_rows[0], "B_BY_ROWS": by_rows[1], **tile.constants}
         use_torch_allocator(a.device)
     else:
-        a, b, c, d, pre = (_one_batch_axis(each, given.batch) for each in (a, b, c, d, pre))
-        strides = [
-            stride for each in (a, b, c, d) for stride in (each.stride() if each is not None else (0, 0, 0))
-        ]
+        a, b, c, place, before = (_one_batch_axis(each, given.batch) for each in (a, b, c, d, pre))
+        strides = [stride for each in (a, b, c, place) for stride in _strides(each, 3)]
         kernel, grid, own = gemm_pointers, tiles * a.shape[0], {}
     kernel[(grid,)](
-        a, b, c, given.bias, given.scale_a, given.scale_b, pre, d,
+        a, b, c, given.bias, given.scale_a, given.scale_b, before, place,
         given.M, given.N, given.K, *strides, float(alpha), float(beta),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k(a.element_size()), GROUP_M=GROUP_M,
-        ACTIVATION=activation, PRECISION=library.float32_precision(a),
-        INTERPRETED=is_interpreted(kernel),
+        ACTIVATION=activation, PRECISION=library.float32_precision(a), INTERPRETED=is_interpreted(kernel),
         num_warps=tile.num_warps, num_stages=tile.num_stages, **own,
     )  # fmt: skip
+    if place.data_ptr() != d.data_ptr():  # batch axes that no single stride describes
+        d.copy_(place.reshape(d.shape))
 
 
 def _one_batch_axis(tensor: Tensor | None, batch: tuple[int, ...]) -> Any:
     """Return `[batch, rows, columns]`; what was broadcast has a stride of 0."""
-    return (
-        None if tensor is None else tensor.expand(*batch, *tensor.shape[-2:]).reshape(-1, *tensor.shape[-2:])
-    )
+    if tensor is None:
+        return None
+    matrix = tensor.shape[-2:]
+    return tensor.expand(*batch, *matrix).reshape(math.prod(batch), *matrix)
+
+
+def _strides(tensor: Tensor | None, num_axes: int) -> tuple[int, ...]:
+    return (0,) * num_axes if tensor is None else tensor.stride()
 
 
 def _run(

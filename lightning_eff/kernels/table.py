@@ -62,9 +62,9 @@ class Tile:
         return self.block_k_bytes // itemsize
 
     def shared_bytes(self, out_itemsize: int, *, reads_c: bool = False) -> int:
-        """Return the shared memory of the TMA kernel: operands on their way, and the finished tile."""
+        """Return the shared memory of the TMA kernel, at most: operands on their way, and the finished tile."""
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k_bytes
-        item = max(out_itemsize, 4) if reads_c else out_itemsize
+        item = (2 * out_itemsize if out_itemsize == 4 else 4) if reads_c else out_itemsize
         return operands + self.block_m * self.block_n * item // self.subtiles
 
 
@@ -74,6 +74,7 @@ TILES: tuple[Tile, ...] = (
     Tile("tma", 128, 256, 128, 8, 3, subtiles=2, efficiency=0.78),
     Tile("tma", 128, 256, 128, 4, 3, specialize=True, efficiency=0.76),
     Tile("tma", 128, 128, 128, 8, 4, efficiency=0.70),
+    Tile("tma", 128, 128, 128, 8, 3, subtiles=2, efficiency=0.68),
     Tile("tma", 64, 128, 128, 4, 4, efficiency=0.55),
     Tile("tma", 128, 256, 128, 8, 2, adds=True, efficiency=0.74),
     Tile("tma", 128, 128, 128, 8, 3, adds=True, efficiency=0.68),

@@ -24,6 +24,8 @@ LAUNCH_S = 5e-6
 """Seconds from one kernel to the next."""
 WELL_FILLED = 0.95
 """Share of the SMs' time that a size must use to be recommended."""
+MARGIN_BYTES = 2048
+"""Shared memory beside tiles, at most: barriers, and what an epilogue needs."""
 TMA_BYTES = 16
 """What the start of a row must be a multiple of."""
 
@@ -121,7 +123,7 @@ def fitting(shape: Shape, device: Device) -> Iterator[Tile]:
         if tile.kernel == "tma":
             possible = device.has_tma and shape.aligned and shape.batch == 1 and tile.adds <= shape.adds
             shared = tile.shared_bytes(shape.out_itemsize, reads_c=shape.reads_c and not tile.adds)
-            if not possible or shared + 2048 > device.shared_bytes:
+            if not possible or shared + MARGIN_BYTES > device.shared_bytes:
                 continue
         yield tile
 
