@@ -62,7 +62,6 @@ def marked(names: Sequence[str]) -> Iterator[Any]:
         marks = [pytest.mark.slow] if name in COMPILED[1:] else []
         if name in COMPILED:
             marks.append(pytest.mark.skipif(shutil.which("g++") is None, reason="torchao needs a compiler"))
-            marks.append(pytest.mark.xdist_group("compiled"))
         yield pytest.param(name, marks=marks)
 
 

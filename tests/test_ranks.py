@@ -223,9 +223,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(file, weights_only=False) for file in files]
 
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
-
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)

@@ -1,9 +1,10 @@
 """What the compiler makes of a row of the table, for a GPU that need not be there.
 
-Triton's wheel brings the assembler and the disassembler, so registers, stack, shared memory and instructions of
-the real machine code are known on any Linux machine within seconds. What to look for: spilled registers (local
-loads and stores), a stack, shared memory beyond what a block may have, and whether tensor cores, TMA and warp
-specialization are really used. What the code does is for the interpreter to say, how fast it is for a GPU.
+Triton's wheel brings the assembler and the disassembler, so registers, stack, shared memory and instructions
+of the real machine code are known on any Linux machine within seconds. What to look for: spilled registers
+(local loads and stores), a stack, shared memory beyond what a block may have, and whether tensor cores, TMA
+and warp specialization are really used. What the code does is for the interpreter to say, how fast it is for
+a GPU.
 """
 
 # pyright: basic
@@ -47,8 +48,8 @@ class Variant:
     Args:
         dtype: Of A and B.
         out_dtype: Of D, of C and of the bias.
-        layout: `nt`, `nn` or `tn`: whether A and B are transposed, as in a linear layer's forward pass, the gradient
-            of its input and that of its weight.
+        layout: `nt`, `nn` or `tn`: whether A and B are transposed, as in a linear layer's forward pass, the
+            gradient of its input and that of its weight.
         epilogue: Any of `bias`, `c`, `scales`, `pre`.
         activation: Its name.
         tf32: Multiply float32 as TF32.

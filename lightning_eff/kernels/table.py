@@ -62,7 +62,7 @@ class Tile:
         return self.block_k_bytes // itemsize
 
     def shared_bytes(self, out_itemsize: int, *, reads_c: bool = False) -> int:
-        """Return the shared memory of the TMA kernel, at most: operands on their way, and the finished tile."""
+        """Return the shared memory of the TMA kernel, at most: operands on their way, a finished tile."""
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k_bytes
         item = (2 * out_itemsize if out_itemsize == 4 else 4) if reads_c else out_itemsize
         return operands + self.block_m * self.block_n * item // self.subtiles

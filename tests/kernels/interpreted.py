@@ -2,9 +2,9 @@
 
     TRITON_INTERPRET=1 python -m tests.kernels.interpreted --seed 0 --cases 1000 --json results.json
 
-Every operand lies in a larger buffer of NaN, and so does the result: what is read beyond an edge makes a result
-NaN, and what is written there is seen. A row of the table is drawn for each case, and so are sizes, formats,
-strides, batch axes and epilogues.
+Every operand lies in a larger buffer of NaN, and so does the result: what is read beyond an edge makes a
+result NaN, and what is written there is seen. A row of the table is drawn for each case, and so are sizes,
+formats, strides, batch axes and epilogues.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Case:
         return values
 
     def matrix(self, rows: int, columns: int, dtype: torch.dtype, batch: tuple[int, ...] = ()) -> Tensor:
-        """Return a matrix amid NaN, by rows or by columns; with gaps in between where nobody asks for none."""
+        """Return a matrix amid NaN, by rows or by columns; with gaps where they may be."""
         by_rows = self.draw.random() < 0.5
         step = 1 if self.uses_tma else self.draw.choice([1, 1, 2])
         near, far = (columns, rows) if by_rows else (rows, columns)
@@ -101,8 +101,12 @@ class Case:
         c = self.matrix(self.M, self.N, other, ()) if self.beta and not self.adds else None
         bias = self.vector(self.N, other) if self.draw.random() < 0.4 and not self.adds else None
         scaled = self.draw.random() < (0.7 if self.dtype.itemsize == 1 else 0.2) and not self.adds
-        scale_a = torch.rand(self.M, generator=self.generator) + 0.5 if scaled and self.kind == "random" else None
-        scale_b = torch.rand(self.N, generator=self.generator) + 0.5 if scaled and self.kind == "random" else None
+        scale_a = (
+            torch.rand(self.M, generator=self.generator) + 0.5 if scaled and self.kind == "random" else None
+        )
+        scale_b = (
+            torch.rand(self.N, generator=self.generator) + 0.5 if scaled and self.kind == "random" else None
+        )
         out, room = self.place(tuple(batch))
         if self.adds:
             out.copy_(self.values(tuple(out.shape), self.out_dtype))
@@ -129,7 +133,9 @@ class Case:
         item = torch.empty(0, dtype=self.out_dtype).element_size()
         pitch = -(-(self.N + 16) * item // 16) * 16 // item
         room = torch.full((*reversed(batch), self.M + 2, pitch), float("nan"), dtype=self.out_dtype)
-        room = room.transpose(0, 1) if len(batch) == 2 else room  # no single stride from one product to the next
+        room = (
+            room.transpose(0, 1) if len(batch) == 2 else room
+        )  # no single stride from one product to the next
         self.inside = (..., slice(1, self.M + 1), slice(16 // item, 16 // item + self.N))
         return room[self.inside], room
 
@@ -141,7 +147,7 @@ class Case:
             return 0.0 if out.shape == expected.shape else float("inf")
         rounded = expected.to(self.out_dtype).double()
         result, finite = out.double(), expected.isfinite()
-        if self.kind == "integers":  # the interpreter rounds to bfloat16 towards 0, where there is something to round
+        if self.kind == "integers":  # the interpreter rounds to bfloat16 towards 0, where it has to
             exact = expected == rounded
             if not torch.equal(result[exact], rounded[exact]):
                 return float("inf")
@@ -186,7 +192,9 @@ def main() -> None:
         if result["ratio"] > 1.0 or not result["untouched"]:
             size = [case.M, case.N, case.K, *case.batch]
             failures.append({"seed": seed, "row": row, "size": size, "kind": case.kind, **result})
-    text = json.dumps({"cases": arguments.cases, "failures": failures, "worst": worst, "seen": seen}, indent=1)
+    text = json.dumps(
+        {"cases": arguments.cases, "failures": failures, "worst": worst, "seen": seen}, indent=1
+    )
     arguments.json.write_text(text)
     sys.exit(bool(failures))
 

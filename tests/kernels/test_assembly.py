@@ -1,4 +1,4 @@
-"""Every row of the table, compiled for GPUs that need not be there: nothing is spilled, and everything fits."""
+"""Every row of the table, compiled for GPUs that need not be there: nothing is spilled, all fits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def variants(tile: Tile) -> list[Variant]:
         Variant(dtype=torch.float16, out_dtype=torch.float16),
         Variant(dtype=FLOAT8, epilogue=("scales",)),
         Variant(dtype=FLOAT32, out_dtype=FLOAT32, tf32=True),
-        Variant(dtype=FLOAT32, out_dtype=FLOAT32) if tile.kernel == "pointers" else Variant(epilogue=("bias",)),
+        Variant(dtype=FLOAT32, out_dtype=FLOAT32)
+        if tile.kernel == "pointers"
+        else Variant(epilogue=("bias",)),
     ]
 
 

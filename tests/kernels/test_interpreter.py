@@ -14,10 +14,7 @@ import pytest
 from lightning_eff.kernels.table import TILES
 
 ROOT = Path(__file__).parent.parent.parent
-pytestmark = [
-    pytest.mark.xdist_group("interpreter"),
-    pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
 
 
 def interpreted(path: Path, *, cases: int, seed: int = 0, timeout: int = 280) -> dict[str, Any]:
@@ -37,7 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_thousand_cases_are_within_t4(results: dict[str, Any]) -> None:
-    """No error above (K + 2) u |A||B| + eps |D|, exact where operands are small integers, no byte beyond an edge."""
+    """Error at most (K + 2) u |A||B| + eps |D|, none where operands are small integers, no byte beyond."""
     assert results["cases"] == 1000
     assert results["failures"] == []
 
