@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
 
@@ -59,6 +60,8 @@ class ExactStep(_AutomaticOptimization):
         """How batches are cut; None for as they are."""
         self.search: Search | None = None
         """A search that the next step is to begin with."""
+        self.around_backward: Callable[[], AbstractContextManager[None]] | None = None
+        """Entered around each backward pass of a step of several."""
         self._parts: InParts | None = None
         self._window = Window(
             self._trained, num_ranks=trainer.world_size, sum_over_ranks=partial(_sum_over_ranks, trainer)
@@ -132,6 +135,18 @@ class ExactStep(_AutomaticOptimization):
             return parts.run(kwargs, passes)
 
         return Closure(step)
+
+    @override
+    def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
+        backward, around = super()._make_backward_fn(optimizer), self.around_backward
+        if backward is None or around is None:
+            return backward
+
+        def inside(loss: Tensor) -> None:
+            with around():
+                backward(loss)
+
+        return inside
 
     @override
     def _training_step(self, kwargs: Arguments) -> ClosureResult:

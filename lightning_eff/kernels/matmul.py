@@ -233,7 +233,7 @@ def launch(
         a, b, c, given.bias, given.scale_a, given.scale_b, before, place,
         given.M, given.N, given.K, *strides, float(alpha), float(beta),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k(a.element_size()), GROUP_M=GROUP_M,
-        ACTIVATION=activation, PRECISION=library.float32_precision(a), INTERPRETED=is_interpreted(kernel),
+        ACTIVATION=activation, PRECISION=library.float32_precision(a), INTERPRETED=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **own,
     )  # fmt: skip
     if place.data_ptr() != d.data_ptr():  # batch axes that no single stride describes
@@ -260,7 +260,9 @@ def _run(
     launch(given, tile, d, alpha=alpha, beta=beta, activation=activation, pre=pre)
 
 
-_operator = Operator(_run)
+OPERATOR = Operator(_run)
+INTERPRETED = is_interpreted(gemm_pointers)
+"""Whether Triton's interpreter runs the kernels, so that they run on a CPU too."""
 
 
 def gemm(
@@ -323,6 +325,6 @@ def gemm(
     )
     if out is not None:
         operands.check_out(given, out)
-    if not dispatch.uses_triton(given, backend, interpreted=is_interpreted(gemm_pointers)):
+    if not dispatch.uses_triton(given, backend, interpreted=INTERPRETED):
         return library.gemm(given, alpha=alpha, beta=beta, activation=activation, out=out)
-    return _operator(given, alpha=alpha, beta=beta, activation=activation, out=out)
+    return OPERATOR(given, alpha=alpha, beta=beta, activation=activation, out=out)

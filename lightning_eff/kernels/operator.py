@@ -54,6 +54,12 @@ class Operator:
         needs = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
         return self._functional(*tensors, *rest, needs and activation is not None)[0]
 
+    def with_pre(self, given: Operands, *, activation: str | None) -> tuple[Tensor, Tensor | None]:
+        """Compute `activation(A @ B + bias)`, and return what is before the activation, if there is one."""
+        tensors = (given.a, given.b, given.c, given.bias, given.scale_a, given.scale_b)
+        d, pre = self._functional(*tensors, 1.0, 0.0, activation, given.out_dtype, activation is not None)
+        return d, pre if activation is not None else None
+
     def _compute(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         alpha, beta, activation, _, saves_pre = arguments[6:]
         d, pre = _allocate(*arguments)

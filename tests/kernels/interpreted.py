@@ -133,16 +133,14 @@ class Case:
         item = torch.empty(0, dtype=self.out_dtype).element_size()
         pitch = -(-(self.N + 16) * item // 16) * 16 // item
         room = torch.full((*reversed(batch), self.M + 2, pitch), float("nan"), dtype=self.out_dtype)
-        room = (
-            room.transpose(0, 1) if len(batch) == 2 else room
-        )  # no single stride from one product to the next
+        room = room.transpose(0, 1) if len(batch) == 2 else room  # no stride from one product to the next
         self.inside = (..., slice(1, self.M + 1), slice(16 // item, 16 // item + self.N))
         return room[self.inside], room
 
     def ratio(
         self, out: Tensor, expected: Tensor, a: Tensor, b: Tensor, c: Tensor | None, **extra: Any
     ) -> float:
-        """Return the largest error over what T4 allows; infinite where something is not a number, or is not."""
+        """Return the largest error over what T4 allows; infinite where only one is a number."""
         if not out.numel():
             return 0.0 if out.shape == expected.shape else float("inf")
         rounded = expected.to(self.out_dtype).double()

@@ -1,0 +1,229 @@
+"""Linear layers by our tiled GEMM, and weight gradients added in place while a step is accumulated.
+
+Every `nn.Linear` that is large enough gets another class: parameters, names and checkpoints stay what they
+are. On a CUDA GPU each product then goes to the row of our kernels that was measured to be faster than
+torch's library (`lightning-eff bench --tune`), to the library where none was. Wherever GradientAccumulation
+or MicroBatch makes a step of several backward passes, the gradient of a weight is added by the product itself
+to the one that is there, and no second gradient of its size is made.
+
+Costs: nothing where torch's library computes; some microseconds of Python a layer where our kernels do.
+Conflicts: `callbacks/torch_compile`: compiled blocks compute their layers by the compiler. Subclasses of
+    `nn.Linear` are left as they are. Second derivatives (a gradient penalty) are refused when asked for.
+Source: learned from Megatron-LM's fused weight gradients; kernels/matmul.py
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_eff import loop, plan, transform
+from lightning_eff.errors import ConfigError, NoEffectWarning
+from lightning_eff.facts import TRANSFORM, Facts, Outcome, Rule, Verdict
+from lightning_eff.kernels import dispatch
+from lightning_eff.kernels import linear as layers
+from lightning_eff.kernels.matmul import INTERPRETED
+from lightning_eff.kernels.table import Shape
+from lightning_eff.transform import Blocks, Stage
+
+
+def swap(
+    model: nn.Module,
+    *,
+    min_features: int = 128,
+    blocks: Blocks = None,
+    backend: str = "auto",
+    accumulation: layers.Accumulation | None = None,
+) -> dict[str, layers.TritonLinear]:
+    """Give linear layers of a model the class of ours; for Fabric, or a loop of one's own.
+
+    Args:
+        model: Any module; layers that are swapped already are left as they are.
+        min_features: Layers with fewer input or output features stay.
+        blocks: Parts of the model whose layers are meant; None means all.
+        backend: As in `kernels.matmul.gemm`.
+        accumulation: Lets weight gradients be added in place while it is open.
+
+    Returns:
+        What was swapped, by name; `unswap` takes it back.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10))
+        >>> list(swap(model))
+        ['0']
+    """
+    parts = {"": model} if blocks is None else transform.select(model, blocks)
+    swapped: dict[str, layers.TritonLinear] = {}
+    for prefix, part in parts.items():
+        for name, module in part.named_modules(prefix=prefix):
+            if type(module) is nn.Linear and min(module.in_features, module.out_features) >= min_features:
+                module.__class__ = layers.TritonLinear
+                swapped[name] = _set(module, backend, accumulation)
+    return swapped
+
+
+def _set(module: nn.Module, backend: str, accumulation: layers.Accumulation | None) -> layers.TritonLinear:
+    if not isinstance(module, layers.TritonLinear):
+        raise TypeError(type(module).__name__)
+    module.backend, module.accumulation = backend, accumulation
+    return module
+
+
+def unswap(layer: layers.TritonLinear) -> None:
+    """Give a swapped layer its own class back; a second call does nothing."""
+    for name in ("backend", "accumulation"):
+        layer.__dict__.pop(name, None)
+    layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class TritonLinear(pl.Callback):
+    """Swap linear layers.
+
+    Args:
+        min_features: Layers with fewer input or output features stay as they are.
+        blocks: Class names or patterns of module names (`blocks.*.mlp`), classes, or a predicate: the layers
+            in there are meant; None means all.
+        accumulate: Add weight gradients in place where a step has several backward passes.
+        backend: `auto`, `torch` or `triton`.
+
+    Raises:
+        ConfigError: A value is outside its range, `blocks` fits nothing, or `triton` has no GPU.
+
+    Warns:
+        NoEffectWarning: No layer was swapped.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[TritonLinear(min_features=64)], logger=False, accelerator="cpu")
+        >>> TritonLinear(backend="cublas")
+        Traceback (most recent call last):
+        lightning_eff.errors.ConfigError: backend='cublas': expected one of auto, torch, triton...
+    """
+
+    def __init__(
+        self,
+        *,
+        min_features: int = 128,
+        blocks: Blocks = None,
+        accumulate: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        if min_features < 1:
+            raise ConfigError(key="min_features", value=min_features, allowed="a whole number of at least 1")
+        if backend not in dispatch.BACKENDS:
+            raise ConfigError(key="backend", value=backend, allowed=f"one of {', '.join(dispatch.BACKENDS)}")
+        self.min_features = min_features
+        self.blocks = blocks
+        self.accumulate = accumulate
+        self.backend = backend
+        self._accumulation = layers.Accumulation()
+        self._swapped: dict[str, layers.TritonLinear] = {}
+        self._rows: dict[str, int] = {}
+        self._device = torch.device("cpu")
+
+    def facts(self) -> Facts:
+        """State that compiled layers are the compiler's."""
+        compiled = Rule(
+            name="callbacks/torch_compile",
+            reason="the compiler computes the layers of what it compiles",
+            remedies=("~callbacks.triton_linear", "~callbacks.torch_compile"),
+            verdict=Verdict.WARNED,
+        )
+        return Facts(provides=(TRANSFORM,), excludes=(compiled,))
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        plan.enforce(self, trainer, pl_module)
+        device = trainer.strategy.root_device
+        if self.backend == "triton" and device.type != "cuda" and not INTERPRETED:
+            raise ConfigError(
+                key="backend",
+                value=self.backend,
+                allowed=f"auto or torch on {device.type}: the kernels run on CUDA GPUs",
+                remedies=["callbacks.triton_linear.backend=auto"],
+            )
+        if stage == "fit":
+            transform.queue(trainer, pl_module, Stage.TILE, self._apply)
+
+    def _apply(self, model: nn.Module) -> int:
+        new = swap(
+            model,
+            min_features=self.min_features,
+            blocks=self.blocks,
+            backend=self.backend,
+            accumulation=self._accumulation if self.accumulate else None,
+        )
+        self._swapped |= new
+        if not self._swapped:
+            text = (
+                f"TritonLinear found no linear layer of at least {self.min_features} features: min_features="
+            )
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
+        return len(new)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look at what the layers get, and have weight gradients added where steps are accumulated."""
+        self._device = trainer.strategy.root_device
+        for name, layer in self._swapped.items():
+            self._look(name, layer)
+        present = trainer.fit_loop.epoch_loop.automatic_optimization
+        if self.accumulate and isinstance(present, loop.ExactStep):
+            present.around_backward = lambda: self._adding(trainer)
+
+    def _look(self, name: str, layer: nn.Module) -> None:
+        def see(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._rows[name] = inputs[0].numel() // max(inputs[0].shape[-1], 1)
+            handle.remove()
+
+        handle = layer.register_forward_pre_hook(see)
+
+    def _adding(self, trainer: pl.Trainer) -> AbstractContextManager[None]:
+        """Let gradients be added, unless DDP waits for them or the strategy keeps them elsewhere."""
+        model = trainer.strategy.model
+        waits = isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
+        elsewhere = trainer.world_size > 1 and not isinstance(model, DistributedDataParallel)
+        return nullcontext() if waits or elsewhere else self._accumulation.open()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._restore(pl_module)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._restore(pl_module)
+
+    def _restore(self, module: pl.LightningModule) -> None:
+        transform.restore(module)
+        for layer in self._swapped.values():
+            unswap(layer)
+
+    def outcome(self) -> Outcome:
+        """Say how many layers were swapped, who computes them, and how many gradients were added."""
+        by_whom: dict[str, list[str]] = {}
+        for name, words in self._words():
+            by_whom.setdefault(words, []).append(name)
+        parts = [f"{len(names)} by {words}" for words, names in by_whom.items()]
+        added = self._accumulation.num_added
+        did = f"{len(self._swapped)} linear layers swapped"
+        did += f": {'; '.join(parts)}" if parts else ""
+        did += f"; {added} weight gradients added in place" if self.accumulate else ""
+        ours = self.backend == "triton" or any(not words.startswith("torch's") for words in by_whom)
+        numbers = {"layers": dict(self._words()), "added_in_place": added}
+        return Outcome(did=did, effective=bool(self._rows) and bool(ours or added), numbers=numbers)
+
+    def _words(self) -> Iterator[tuple[str, str]]:
+        for name, rows in self._rows.items():
+            weight = self._swapped[name].weight
+            n, k = weight.shape
+            shape = Shape(M=max(rows, 1), N=n, K=k, dtype=weight.dtype, aligned=not n % 8 and not k % 8)
+            ours = self.backend == "triton" and self._device.type == "cuda"
+            yield name, "our kernels: asked for" if ours else dispatch.words(shape, self._device)

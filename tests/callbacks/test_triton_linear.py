@@ -1,0 +1,154 @@
+"""Linear layers by our GEMM: which are swapped, that training stays what it is, and what the report says."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.triton_linear import TritonLinear, swap, unswap
+from lightning_eff.errors import ConfigError, NoEffectWarning
+from lightning_eff.kernels import linear
+from tests.conftest import Net, make_loader, make_trainer
+from tests.test_loop import Speaker, assert_t1, speaker, texts
+
+
+def layers() -> nn.Module:
+    return nn.ModuleDict(
+        {
+            "wide": nn.Linear(256, 256),
+            "narrow": nn.Linear(256, 10),
+            "inner": nn.Sequential(nn.Linear(128, 128)),
+            "other": nn.Bilinear(128, 128, 128),
+            "own": type("Own", (nn.Linear,), {})(256, 256),
+        }
+    )
+
+
+def test_layers_are_chosen_by_size_name_and_type() -> None:
+    assert list(swap(layers())) == ["wide", "inner.0"], "no subclass, nothing narrow"
+    assert list(swap(layers(), min_features=256)) == ["wide"]
+    assert list(swap(layers(), min_features=1)) == ["wide", "narrow", "inner.0"]
+    assert list(swap(layers(), blocks="inner")) == ["inner.0"]
+    assert list(swap(layers(), blocks=["Sequential"])) == ["inner.0"]
+    assert list(swap(layers(), min_features=1, blocks=lambda name, _: name == "narrow")) == ["narrow"]
+    model = layers()
+    assert len(swap(model)) == 2
+    assert swap(model) == {}, "a second time there is nothing to do"
+
+
+def test_a_swap_is_taken_back() -> None:
+    model = layers()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    for layer in swap(model, backend="torch", accumulation=linear.Accumulation()).values():
+        assert type(layer) is linear.TritonLinear
+        unswap(layer)
+        unswap(layer)
+        assert type(layer) is nn.Linear
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def fit(model: Speaker, callbacks: list[Any], num_steps: int = 50, batch_size: int = 4) -> pl.Trainer:
+    trainer = make_trainer(callbacks=callbacks, max_steps=num_steps, gradient_clip_val=0.5)
+    trainer.fit(model, DataLoader(TensorDataset(*texts(40)), batch_size=batch_size))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("others", "added"),
+    [
+        # Ten batches an epoch: in steps of 4, 4 and 2, all but the first of each are added.
+        (lambda: [GradientAccumulation(global_batch_size=16)], 17 * (3 + 3 + 1) - 1),
+        # A batch of four in parts of two: the second of each step is added.
+        (lambda: [MicroBatch(micro_batch_size=2)], 50),
+        (lambda: [MicroBatch(micro_batch_size="auto")], 0),
+    ],
+)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_a_step_of_several_passes_is_what_it_is_without(others: Any, added: int, weighted: bool) -> None:
+    """T1 in float64; a gradient that was added twice or lost would be off by a half."""
+    plain, ours = speaker(weighted), speaker(weighted)
+    fit(plain, others())
+    technique = TritonLinear(min_features=1)
+    fit(ours, [technique, *others()])
+    assert_t1(ours, plain, None)
+    outcome = technique.outcome()
+    num_added = outcome.numbers["added_in_place"]
+    assert num_added == added if not weighted else 0 <= num_added <= added, "some parts weigh nothing"
+    assert outcome.effective is bool(added)
+    assert type(ours.out) is nn.Linear
+
+
+def test_accumulation_can_be_left_out() -> None:
+    technique = TritonLinear(min_features=1, accumulate=False)
+    ours, plain = speaker(True), speaker(True)
+    fit(ours, [technique, GradientAccumulation(global_batch_size=8)], num_steps=5)
+    fit(plain, [GradientAccumulation(global_batch_size=8)], num_steps=5)
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert technique.outcome().numbers["added_in_place"] == 0
+    assert "added" not in technique.outcome().did
+
+
+def test_the_report_says_who_computes() -> None:
+    technique = TritonLinear(min_features=3)
+    trainer = make_trainer(callbacks=[technique], max_steps=2)
+    trainer.fit(Net(), make_loader())
+    outcome = technique.outcome()
+    assert outcome.did.startswith(
+        "2 linear layers swapped: 2 by torch's library: the only one on cpu; 0 weight"
+    )
+    assert not outcome.effective
+    assert outcome.numbers["layers"] == {
+        "first": "torch's library: the only one on cpu", "second": "torch's library: the only one on cpu",
+    }  # fmt: skip
+
+
+def test_no_layer_is_told() -> None:
+    with pytest.warns(NoEffectWarning, match="found no linear layer of at least 128 features"):
+        make_trainer(callbacks=[TritonLinear()], max_steps=1).fit(Net(), make_loader())
+
+
+def test_a_checkpoint_goes_on_without_it(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model = Net(dropout=0.0)
+    twin = copy.deepcopy(model)
+    trainer = make_trainer(callbacks=[TritonLinear(min_features=1)], max_epochs=1)
+    trainer.fit(model, make_loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    make_trainer(max_epochs=2).fit(model, make_loader(), ckpt_path=tmp_path / "a.ckpt")
+    make_trainer(max_epochs=2).fit(twin, make_loader())
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_exception_takes_it_back() -> None:
+    class Stops(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            text = "stop"
+            raise ValueError(text)
+
+    model = Stops()
+    with pytest.raises(ValueError, match="stop"):
+        make_trainer(callbacks=[TritonLinear(min_features=1)], max_steps=1).fit(model, make_loader())
+    assert type(model.first) is nn.Linear
+
+
+def test_a_backend_that_cannot_run_stops_the_run() -> None:
+    with pytest.raises(ConfigError, match="expected auto or torch on cpu: the kernels run on CUDA GPUs"):
+        make_trainer(callbacks=[TritonLinear(min_features=1, backend="triton")], max_steps=1).fit(
+            Net(), make_loader()
+        )
+
+
+@pytest.mark.parametrize("wrong", [{"min_features": 0}, {"backend": "cublas"}, {"blocks": ["Nothing"]}])
+def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        make_trainer(callbacks=[TritonLinear(**wrong)], max_steps=1).fit(Net(), make_loader())
