@@ -3,7 +3,7 @@
     y = activation(x @ weight.T + bias)
 
 Forward is a product of layout nt, the gradient of the input nn, that of the weight tn; none needs a transpose.
-While an `Accumulation` is open, the weight's gradient is added by the GEMM to the one that is there, C = dW
+While an `Accumulation` is open, a weight's gradient is added by the GEMM to the one that is there, C = dW
 and beta = 1: no gradient of the size of the weight is made only to be added. The first micro-batch of a step
 finds none, and its gradient becomes the one that is there (beta = 0).
 
