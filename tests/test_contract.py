@@ -22,6 +22,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.torch_compile import TorchCompile
+from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.errors import ConflictError, NoEffectWarning
 from lightning_eff.facts import Technique, Verdict, asked, name_of
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
@@ -63,6 +64,7 @@ CASES = {
     "data_preload": Case(lambda: DataPreload(num_workers=1), "callbacks"),
     "gradient_accumulation": Case(lambda: GradientAccumulation(global_batch_size=4), "callbacks"),
     "micro_batch": Case(MicroBatch, "callbacks"),
+    "triton_linear": Case(lambda: TritonLinear(min_features=1), "callbacks"),
     "efficiency_report": Case(EfficiencyReport, "callbacks"),
     "progress": Case(lambda: Progress(every_n_seconds=0.001), "callbacks"),
     **{

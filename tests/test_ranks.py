@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.errors import ConflictError
 from lightning_eff.gradient import ExactGradient
 from tests.callbacks.test_micro_batch import Fault, Noisy, Shrinks, everything, noisy
@@ -74,10 +75,10 @@ def rows(num_samples: int, rank: int, batch_size: int) -> DataLoader[Any]:
     return DataLoader(data, batch_size=batch_size)  # pyright: ignore[reportArgumentType]
 
 
-def exact(size: Any, window: int, weighted: bool, clip: float | None) -> dict[str, Any]:
+def exact(size: Any, window: int, weighted: bool, clip: float | None, *others: pl.Callback) -> dict[str, Any]:
     """Rank r has samples r, r + 2, ... in batches of eight: the last batch of an epoch has six."""
     model, counts = speaker(weighted), Counts()
-    callbacks = [MicroBatch(micro_batch_size=size), counts]
+    callbacks = [*others, MicroBatch(micro_batch_size=size), counts]
     callbacks += [GradientAccumulation(global_batch_size=window * 8 * 2)] if window > 1 else []
     trainer = make_trainer(callbacks=callbacks, max_steps=9, gradient_clip_val=clip, **TOGETHER)
     dataset = TensorDataset(*texts(60))
@@ -198,6 +199,9 @@ def refused() -> str:
 
 def main(folder: str) -> None:
     results: dict[str, Any] = {"exact": [exact(*case) for case in EXACT]}
+    swapped = [TritonLinear(min_features=1), TritonLinear(min_features=1)]
+    results["swapped"] = [exact(*case, layer) for case, layer in zip(EXACT[2:], swapped, strict=True)]
+    results["added"] = [layer.outcome().numbers["added_in_place"] for layer in swapped]
     results["faults"] = [with_fault(*case) for case in FAULTS]
     results["found"] = [found(limits) for limits in ((3, 5), (9, 2), (20, 20))]
     results["plain"] = [run(None, weighted=False), run(MicroBatch(), weighted=False)]
@@ -242,6 +246,17 @@ def test_two_ranks_step_as_one_would_on_all_samples(ranks: list[dict[str, Any]],
     for ours, theirs in zip(ranks[0]["exact"][case]["weights"], expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs.data, rtol=1e-9, atol=1e-11)
     assert ranks[0]["exact"][case]["ddp"] == (9 if size != "auto" else 0), "once a step, or not in DDP at all"
+
+
+def test_layers_that_add_their_gradients_leave_ddp_its_own(ranks: list[dict[str, Any]]) -> None:
+    """What DDP averages in the backward pass goes through autograd; what comes before it need not."""
+    for rank in ranks:
+        for ours, theirs in zip(rank["swapped"], rank["exact"][2:], strict=True):
+            for one, other in zip(ours["weights"], theirs["weights"], strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+            assert ours["ddp"] == theirs["ddp"]
+        assert rank["added"][0] > 9, "parts of batches, in no_sync"
+        assert rank["added"][1] == 9, "the second batch of each step"
 
 
 @pytest.mark.parametrize("case", range(len(SHARDED)))

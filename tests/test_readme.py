@@ -54,7 +54,7 @@ def test_the_python_blocks_run_in_a_plain_trainer_and_under_fabric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    in_trainer, cut, choice, in_fabric, own_loop = [
+    in_trainer, cut, choice, in_fabric, own_loop, kernels = [
         block for block in blocks("python") if not block.startswith(("# ", "def "))
     ]
     names: dict[str, Any] = {"__name__": "readme"}
@@ -74,6 +74,9 @@ def test_the_python_blocks_run_in_a_plain_trainer_and_under_fabric(
     names = {"__name__": "readme"}
     exec(compile(own_loop, "README.md", "exec"), names)
     assert names["layer"].weight.grad is not None
+    capsys.readouterr()
+    exec(compile(kernels, "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out in README, "the explanation that is shown is the one that is printed"
 
 
 def test_every_command_runs(tiny: list[str], command: Command) -> None:

@@ -2,7 +2,7 @@
 
     y = activation(x @ weight.T + bias)
 
-Forward is a product of layout nt, the gradient of the input nn, that of the weight tn; none needs a transpose.
+Forward is a product of layout nt, the gradient of the input nn, that of the weight tn: no transposes.
 While an `Accumulation` is open, a weight's gradient is added by the GEMM to the one that is there, C = dW
 and beta = 1: no gradient of the size of the weight is made only to be added. The first micro-batch of a step
 finds none, and its gradient becomes the one that is there (beta = 0).
@@ -249,7 +249,8 @@ class _Linear(torch.autograd.Function):
         if needs_weight:
             grad_weight = _weight_gradient(ctx, grad.T, rows)
         if needs_bias:
-            grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, ctx.bias_dtype)).to(ctx.bias_dtype)
+            wide = grad.dtype if ctx.backend == "torch" else torch.promote_types(grad.dtype, ctx.bias_dtype)
+            grad_bias = grad.sum(0, dtype=wide).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 

@@ -1,0 +1,98 @@
+"""Faults that are put into the kernels on purpose: generated cases in the interpreter must find each."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+MATMUL = "matmul.py"
+
+# name: (file, what stands there, what is put there)
+FAULTS = {
+    "K mask off by one": (MATMUL, "inside = start + k < K\n", "inside = start + k < K - 1\n"),
+    "K mask one too far": (MATMUL, "inside = start + k < K\n", "inside = start + k < K + 1\n"),
+    "the last step of K left out": (MATMUL, "range(0, K, BLOCK_K):\n        inside", "range(0, K - 1, BLOCK_K):\n        inside"),
+    "the last step of TMA's K left out": (
+        MATMUL,
+        "range(0, K, BLOCK_K):\n            a_block",
+        "range(0, K - 1, BLOCK_K):\n            a_block",
+    ),
+    "an accumulator of float16": (
+        MATMUL,
+        "return tl.dot(a, b, acc, input_precision=PRECISION)",
+        "return tl.dot(a, b, acc, input_precision=PRECISION).to(tl.float16).to(tl.float32)",
+    ),
+    "bfloat16 is not cast up in the interpreter": (MATMUL, "INTERPRETED and a.dtype == tl.bfloat16", "False"),
+    "stride order of A": (
+        MATMUL,
+        "m[:, None] * stride_am + k[None, :].to(tl.int64) * stride_ak",
+        "m[:, None] * stride_ak + k[None, :].to(tl.int64) * stride_am",
+    ),
+    "beta ignored": (MATMUL, "acc += beta * tl.load(c_tile", "acc += tl.load(c_tile"),
+    "alpha applied to C too": (
+        MATMUL,
+        "    return acc\n\n\n@jit\ndef gemm_pointers",
+        "    return acc * alpha\n\n\n@jit\ndef gemm_pointers",
+    ),
+    "bias twice": (
+        MATMUL,
+        "acc += tl.load(bias + n, mask=n < N, other=0.0)",
+        "acc += 2 * tl.load(bias + n, mask=n < N, other=0.0)",
+    ),
+    "bias of rows": (MATMUL, "tl.load(bias + n, mask=n < N, other=0.0)", "tl.load(bias + m * 0, mask=n < N, other=0.0)"),
+    "rows of C beyond M are written": (
+        MATMUL,
+        "tl.store(d + d_tile, _activate(acc, ACTIVATION).to(d.dtype.element_ty), mask=inside_d)",
+        "tl.store(d + d_tile, _activate(acc, ACTIVATION).to(d.dtype.element_ty), mask=(m <= M)[:, None] & (n < N)[None, :])",
+    ),
+    "scales of A and B mixed up": (MATMUL, "bias, given.scale_a, given.scale_b, before", "bias, given.scale_b, given.scale_a, before"),
+    "the halves of a tile mixed up": (MATMUL, "here = first_n + i * WIDTH", "here = first_n + (SUBTILES - 1 - i) * WIDTH"),
+    "a transposed operand read by rows": (MATMUL, "(a.stride(1) == 1, b.stride(1) == 1)", "(a.stride(1) == 1, True)"),
+    "tiles are counted down the wrong axis": (
+        MATMUL,
+        "return first + tile % band % rows, tile % band // rows",
+        "return first + tile % band // rows, tile % band % rows",
+    ),
+    "what is beyond the edge of a batch": (MATMUL, "z * stride_bz", "z * stride_az"),
+    "the sum is not kept where rows add": (
+        MATMUL,
+        "d_tiles.load([first_m, here]) + part",
+        "part",
+    ),
+    "SiLU with base 2": (MATMUL, "x / (1.0 + tl.exp2(-1.4426950408889634 * x))", "x / (1.0 + tl.exp2(-x))"),
+    "not a number passes ReLU as 0": (MATMUL, "tl.where(x < 0.0, 0.0, x)", "tl.where(x > 0.0, x, 0.0)"),
+    "beta = 0 reads C": (MATMUL, "a, b, c if beta else None, bias", "a, b, c, bias"),
+    "alpha = 0 reads A": (MATMUL, "    if not alpha:\n", "    if alpha is None:\n"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
+    file, there, instead = FAULTS[name]
+    for folder in ("lightning_eff", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / "lightning_eff" / "kernels" / file
+    text = path.read_text()
+    assert text.count(there) == 1, "the fault has no place any more"
+    path.write_text(text.replace(there, instead))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.interpreted"]
+    command += ["--cases", "300", "--json", "results.json"]
+    environment = os.environ | {
+        "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "TRITON_INTERPRET": "1"
+    }  # fmt: skip
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    results = tmp_path / "results.json"
+    assert results.exists(), done.stderr[-2000:]
+    failures = json.loads(results.read_text())["failures"]
+    assert failures, f"{name} is not found"
+    assert any("ratio" in failure for failure in failures), f"{name} only raises: {failures[0]}"
