@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
 from importlib import metadata
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from lightning_eff.measure.formats import support
 
 PACKAGES = ("lightning-eff", "torch", "lightning", "hydra-core")
+CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -24,7 +26,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     """
     return {
         "python": platform.python_version(),
-        **{package: _version(package) for package in PACKAGES},
+        **{package: version(package) for package in PACKAGES},
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
@@ -42,6 +44,21 @@ def device_name(device: torch.device) -> str:
         read = getattr(torch.cpu, "get_capabilities", dict)
         return str(read().get("cpu_name") or platform.processor() or platform.machine())
     return device.type
+
+
+def clocks(device: torch.device) -> str:
+    """Return a GPU's clocks, power and temperature of this moment, as its driver gives them."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "unknown: there is no nvidia-smi"
+    gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    command = [tool, f"--id={gpu}", f"--query-gpu={CLOCKS}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    values = [value.strip() for value in done.stdout.strip().split(",")]
+    names = CLOCKS.split(",")
+    if done.returncode or len(values) != len(names):
+        return f"unknown: {(done.stderr or done.stdout).strip()[:100]}"
+    return ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
 
 
 def machine_facts(device_type: str) -> dict[str, str]:
@@ -73,7 +90,8 @@ def find_compiler(device_type: str) -> str | None:
     return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Return the version of an installed package, or that it is not."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,0 +1,275 @@
+"""How a GEMM is measured: data, correctness first, then time.
+
+Fair means: normal data, because zeros draw less power and run faster; buffers that the cache does not hold;
+all variants in turn, A B A B, because clocks drift; the median of the rounds with its spread. A GPU is timed
+in two ways, and a claim must hold in both: single calls behind a flushed cache, and a CUDA graph of many
+calls over rotating buffers, which has no host in it.
+
+Correct means T4, element by element against float64: `|D - ref| <= (K + 2) u (|A| @ |B| + |C|) + eps |ref|`,
+u = 2^-23. It allows any order of a float32 sum, and no lost term of it; eps is a rounding to the result's
+format.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lightning_eff.kernels import operands, reference
+from lightning_eff.kernels.operands import Operands
+from lightning_eff.kernels.shapes import Case
+
+U32 = 2.0**-23
+MAX_ROWS = 256
+"""Rows that are compared: float64 is slow, and a fault in a tile shows in each of its rows."""
+ACTIVATION_SLOPE = 1.2
+"""By how much an activation may enlarge an error, at most."""
+MIN_CALLS, MAX_CALLS = 20, 4096
+"""Calls of one CUDA graph."""
+FLUSH_BYTES = 2**28
+Call = Callable[[], object]
+Measure = Callable[[], float]
+"""Returns the seconds of one call, from one round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds of a call.
+
+    Args:
+        median_s: Of the rounds.
+        low_s: Of the fastest round.
+        high_s: Of the slowest round.
+    """
+
+    median_s: float
+    low_s: float
+    high_s: float
+
+    @classmethod
+    def of(cls, rounds_s: Sequence[float]) -> Timing:
+        """Sum up rounds.
+
+        Example:
+            >>> Timing.of([3.0, 1.0, 2.0])
+            Timing(median_s=2.0, low_s=1.0, high_s=3.0)
+        """
+        return cls(median_s=statistics.median(rounds_s), low_s=min(rounds_s), high_s=max(rounds_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """The tensors of a case.
+
+    Args:
+        case: What is computed.
+        a: `[M, K]`.
+        b: `[K, N]`.
+        bias: `[N]` where the case has one.
+        start: What the product is added to, `[M, N]`; it is kept, and `d` begins as a copy.
+        d: Where the result goes.
+    """
+
+    case: Case
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
+    start: Tensor | None
+    d: Tensor
+
+    @cached_property
+    def given(self) -> Operands:
+        """The operands as kernels are launched with them."""
+        return operands.check(
+            self.a,
+            self.b,
+            self.d if self.start is not None else None,
+            bias=self.bias,
+            scale_a=None,
+            scale_b=None,
+            out_dtype=self.case.out_dtype,
+            activation=self.case.activation,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one call touches, each counted once."""
+        return sum(each.numel() * each.element_size() for each in (self.a, self.b, self.d))
+
+    def poison(self) -> None:
+        """Fill the result with NaN, or with what is added to."""
+        self.d.fill_(math.nan) if self.start is None else self.d.copy_(self.start)
+
+    def copy(self) -> Problem:
+        """Return the same numbers and strides at other addresses."""
+        return replace(self, a=self.a.clone(), b=self.b.clone(), d=self.d.clone())
+
+
+def problem(case: Case, device: torch.device, *, seed: int = 0) -> Problem:
+    """Draw the operands of a case: N(0, 1), scaled by 1 / sqrt(K)."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(rows: int, columns: int, dtype: torch.dtype = case.dtype) -> Tensor:
+        values = torch.randn(rows, columns, generator=generator, device=device)
+        return values.mul_(case.K**-0.5).to(dtype)
+
+    a = normal(case.K, case.M).T if case.layout[0] == "t" else normal(case.M, case.K)
+    b = normal(case.N, case.K).T if case.layout[1] == "t" else normal(case.K, case.N)
+    return Problem(
+        case=case,
+        a=a,
+        b=b,
+        bias=normal(1, case.N)[0] if case.kind == "fused" else None,
+        start=normal(case.M, case.N, case.out_dtype) if case.kind == "adds" else None,
+        d=torch.full((case.M, case.N), math.nan, dtype=case.out_dtype, device=device),
+    )
+
+
+def sampled_rows(num_rows: int, at_most: int = MAX_ROWS, *, seed: int = 0) -> Tensor:
+    """Return a random row of each of as many strips, the first and the last row among them, in order.
+
+    Example:
+        >>> sampled_rows(3).tolist(), len(sampled_rows(8192))
+        ([0, 1, 2], 256)
+    """
+    count = min(num_rows, at_most)
+    edges = torch.arange(count + 1) * num_rows // count
+    shares = torch.rand(count, generator=torch.Generator().manual_seed(seed))
+    rows = edges[:-1] + (shares * edges.diff()).long()
+    rows[0], rows[-1] = 0, num_rows - 1
+    return rows
+
+
+def error(given: Problem, result: Tensor, *, rounds_between: bool = False) -> float:
+    """Return the largest error over what is allowed; infinite where something is not a number.
+
+    Args:
+        given: What was computed; its `start` is what the product was added to.
+        result: What came of it, `[M, N]`.
+        rounds_between: The sum may be rounded once more to the result's format, as torch allows its library
+            where that adds parts of a sum, and as it does before an activation.
+    """
+    case = given.case
+    if not bool(result.isfinite().all()):
+        return math.inf
+    rows = sampled_rows(case.M).to(result.device)
+    a, start = given.a[rows], None if given.start is None else given.start[rows]
+    expected = reference.gemm(a, given.b, start, beta=1.0, bias=given.bias, activation=case.activation)
+    terms = [each.abs() if each is not None else None for each in (start, given.bias)]
+    size = reference.gemm(a.abs(), given.b.abs(), terms[0], beta=1.0, bias=terms[1])
+    eps = torch.finfo(case.out_dtype).eps
+    slope = ACTIVATION_SLOPE if case.activation else 1.0
+    allowed = slope * (case.K + 2) * U32 * size + eps * expected.abs()
+    allowed += torch.finfo(case.out_dtype).smallest_normal * eps  # the step between the smallest numbers
+    if case.activation:  # its own exponential and division
+        allowed += 4 * U32 * expected.abs()
+    if rounds_between:
+        allowed += slope * eps * size
+    return float(((result[rows].double() - expected).abs() / allowed).max())
+
+
+def interleaved(measures: Mapping[str, Measure], rounds: int) -> dict[str, Timing]:
+    """Measure all in turn, as many times as there are rounds."""
+    seconds: dict[str, list[float]] = {name: [] for name in measures}
+    for _ in range(rounds):
+        for name, measure in measures.items():
+            seconds[name].append(measure())
+    return {name: Timing.of(each) for name, each in seconds.items()}
+
+
+def by_clock(call: Call, round_s: float, *, max_calls: int = 1000, finish: Call | None = None) -> Measure:
+    """Time a loop of calls on the host.
+
+    Args:
+        call: What is timed; it is called twice beforehand.
+        round_s: Seconds that a round should take.
+        max_calls: In a round, at most.
+        finish: Is called behind each round, and not timed.
+    """
+
+    def measure(num_calls: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        seconds = (time.perf_counter() - begin) / num_calls
+        if finish is not None:
+            finish()
+        return seconds
+
+    measure(1)
+    num_calls = max(1, min(max_calls, int(round_s / max(measure(1), 1e-9))))
+    return lambda: measure(num_calls)
+
+
+def flushed(call: Call, round_s: float) -> Measure:
+    """Time single calls on a GPU, each behind a flushed cache; a round is their median."""
+    from triton.testing import do_bench
+
+    rep_ms = max(1, round(round_s * 1e3))
+    return lambda: float(cast("float", do_bench(call, warmup=1, rep=rep_ms, return_mode="median"))) * 1e-3
+
+
+def num_copies(problem_bytes: int, l2_bytes: int) -> int:
+    """Return how many problems are more than four times a cache.
+
+    Example:
+        >>> num_copies(400 * 2**20, 50 * 2**20), num_copies(2**20, 50 * 2**20)
+        (1, 201)
+    """
+    return min(MAX_CALLS, 1 + 4 * l2_bytes // max(1, problem_bytes))
+
+
+def captured(calls: Sequence[Call], flush: Tensor) -> Measure:
+    """Time a CUDA graph of at least twenty calls, which go over the given ones in turn.
+
+    Args:
+        calls: The same computation, each in buffers of its own.
+        flush: Memory that is written before each round: it empties the cache, and while that takes, the host
+            launches the graph, so that no launch is timed.
+    """
+    num_calls = max(MIN_CALLS, len(calls))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what is compiled or allocated once must be there before the capture
+        calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(num_calls):
+            calls[index % len(calls)]()
+    graph.replay()
+
+    def measure() -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e-3 / num_calls
+
+    return measure
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Return the mean of ratios.
+
+    Raises:
+        ValueError: There are none, or one is not above 0.
+
+    Example:
+        >>> round(geometric_mean([0.5, 2.0]), 12)
+        1.0
+    """
+    if not values or min(values) <= 0.0:
+        text = f"geometric_mean({list(values)}): expected at least one value, and all above 0"
+        raise ValueError(text)
+    return math.exp(statistics.fmean(map(math.log, values)))
