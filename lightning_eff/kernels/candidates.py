@@ -61,8 +61,8 @@ class Candidate:
 def compare(case: Case, device: torch.device, effort: Effort) -> Comparison:
     """Check every candidate of a case, then time those that are correct."""
     problem = timing.problem(case, device)
-    shape = problem.given.shape(adds=case.kind == "adds")
-    chosen = dispatch.measured(problem.given.shape(), device) if device.type == "cuda" else None
+    shape = problem.given.shape(adds=case.kind == "adds", activation=case.activation)
+    chosen = dispatch.measured(shape, device) if device.type == "cuda" else None
     runs = candidates(problem, every_row=effort.every_row)
     checked = [check(each, problem) for each in runs]
     correct = [run for run, result in zip(runs, checked, strict=True) if result.is_correct]
@@ -82,8 +82,12 @@ def candidates(problem: Problem, *, every_row: bool) -> list[Candidate]:
     """Return who takes part: the library, `gemm`, and on a GPU rows of the table."""
     device = problem.d.device
     backend = "auto" if device.type == "cuda" else "torch"
-    shape = problem.given.shape(adds=problem.case.kind == "adds")
-    chosen = dispatch.uses_triton(problem.given, backend, interpreted=False)
+    case = problem.case
+    adds = case.kind == "adds"
+    shape = problem.given.shape(adds=adds, activation=case.activation)
+    chosen = dispatch.uses_triton(
+        problem.given, backend, interpreted=False, adds=adds, activation=case.activation
+    )
     runs = [
         Candidate(name=LIBRARY, run=_by_library, by_library=True),
         Candidate(name=DISPATCH, run=lambda each: _by_gemm(each, backend), by_library=not chosen),

@@ -30,8 +30,17 @@ LIBRARY = "torch"
 """What stands in a file of choices for torch's library."""
 
 
-def uses_triton(given: Operands, backend: str, *, interpreted: bool) -> bool:
+def uses_triton(
+    given: Operands, backend: str, *, interpreted: bool, adds: bool = False, activation: str | None = None
+) -> bool:
     """Say whether our kernels compute this.
+
+    Args:
+        given: The operands.
+        backend: `auto`, `torch` or `triton`.
+        interpreted: The interpreter runs kernels here.
+        adds: The result is added to C where that lies.
+        activation: What follows.
 
     Raises:
         ValueError: A backend that nobody knows.
@@ -42,7 +51,9 @@ def uses_triton(given: Operands, backend: str, *, interpreted: bool) -> bool:
         raise ValueError(text)
     device = given.a.device
     if backend != "triton":
-        return backend == "auto" and device.type == "cuda" and measured(given.shape(), device) is not None
+        if backend == "torch" or device.type != "cuda":
+            return False
+        return measured(given.shape(adds=adds, activation=activation), device) is not None
     if not (device.type == "cuda" or interpreted):
         text = (
             f"backend=triton on {device}: expected a CUDA device, or Triton's interpreter "
@@ -55,9 +66,16 @@ def uses_triton(given: Operands, backend: str, *, interpreted: bool) -> bool:
     return True
 
 
-def choose(given: Operands, d: Tensor, pre: Tensor | None = None) -> Tile:
+def choose(
+    given: Operands,
+    d: Tensor,
+    pre: Tensor | None = None,
+    *,
+    adds: bool = False,
+    activation: str | None = None,
+) -> Tile:
     """Return the row for operands and a result that exist: the measured one, else the model's."""
-    shape = given.shape()
+    shape = given.shape(adds=adds, activation=activation)
     places = [each for each in (given.a, given.b, d, pre) if each is not None]
     if not all(is_aligned(each) and each.data_ptr() % 16 == 0 for each in places) or d.stride(-1) != 1:
         shape = shape.without_tma()
@@ -95,12 +113,13 @@ def bucket(shape: Shape) -> str:
 
     Example:
         >>> bucket(Shape(M=4096, N=4000, K=768))
-        'bfloat16-bfloat16-4096x4096x768'
+        'bfloat16-bfloat16-4096x4096x768-nt'
     """
     formats = [str(dtype).removeprefix("torch.") for dtype in (shape.dtype, shape.out_dtype or shape.dtype)]
     sizes = "x".join(str(_rounded(size)) for size in (shape.M, shape.N, shape.K))
     marks = {"batch": shape.batch > 1, "unaligned": not shape.aligned, "c": shape.reads_c, "adds": shape.adds}
-    return "-".join([*formats, sizes, *(mark for mark, holds in marks.items() if holds)])
+    marks |= {"fused": shape.fused, "tf32": shape.tf32}
+    return "-".join([*formats, sizes, shape.layout, *(mark for mark, holds in marks.items() if holds)])
 
 
 def _rounded(size: int) -> int:

@@ -18,40 +18,46 @@ def autocast(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a.to(dtype), b.to(dtype)
 
 
-def float32_precision(a: Tensor) -> str:
-    """Return how float32 is multiplied: `tf32` where torch's own switch says so, else `ieee`."""
-    tf32 = a.dtype == torch.float32 and a.is_cuda and torch.backends.cuda.matmul.allow_tf32
-    return "tf32" if tf32 else "ieee"
-
-
 def gemm(
     given: Operands, *, alpha: float, beta: float, activation: str | None, out: Tensor | None = None
 ) -> Tensor:
     """Compute `activation(alpha * A @ B + beta * C + bias)`; what follows the product is rounded once."""
-    with torch.autocast(given.a.device.type, enabled=False):
-        if out is not None and out is given.c and _is_one_call(given, activation) and given.bias is None:
-            return torch.addmm(out, given.a, given.b, beta=beta, alpha=alpha, out=out)
-        result = _one_call(given, alpha, beta) if _is_one_call(given, activation) else None
-        if result is None:
-            result = _wide(given, alpha, beta, activation)
+    if torch.is_autocast_enabled(given.a.device.type):  # what is here has the format that it is to have
+        with torch.autocast(given.a.device.type, enabled=False):
+            return _gemm(given, alpha, beta, activation, out)
+    return _gemm(given, alpha, beta, activation, out)
+
+
+def _gemm(given: Operands, alpha: float, beta: float, activation: str | None, out: Tensor | None) -> Tensor:
+    if _is_one_call(given, alpha, activation):
+        return _one_call(given, alpha, beta, out)
+    result = _wide(given, alpha, beta, activation)
     return result if out is None else out.copy_(result)
 
 
-def _is_one_call(given: Operands, activation: str | None) -> bool:
+def _is_one_call(given: Operands, alpha: float, activation: str | None) -> bool:
     """Say whether torch has one call for it: no more than one addend, all of one format."""
-    plain = activation is None and given.scale_a is None and given.scale_b is None and not given.batch
-    addends = [each for each in (given.c, given.bias) if each is not None]
-    same = all(each.dtype == given.a.dtype == given.out_dtype for each in addends)
-    return plain and same and len(addends) <= 1 and given.out_dtype == given.a.dtype not in FLOAT8
+    if activation is not None or given.scale_a is not None or given.scale_b is not None or given.batch:
+        return False
+    if given.a.dtype in FLOAT8 or (given.c is not None and given.bias is not None):
+        return False
+    addend = given.c if given.c is not None else given.bias
+    if addend is None:
+        return alpha == 1.0 and given.out_dtype == given.a.dtype
+    if given.out_dtype == addend.dtype == given.a.dtype:
+        return True
+    return addend is given.c and given.a.is_cuda and given.out_dtype == addend.dtype == torch.float32
 
 
-def _one_call(given: Operands, alpha: float, beta: float) -> Tensor:
-    if given.c is not None:
-        return torch.addmm(given.c, given.a, given.b, beta=beta, alpha=alpha)
+def _one_call(given: Operands, alpha: float, beta: float, out: Tensor | None) -> Tensor:
+    a, b, c = given.a, given.b, given.c
+    if c is not None and c.dtype != a.dtype:  # a float32 sum of low products, on CUDA only
+        return torch.addmm(c, a, b, beta=beta, alpha=alpha, out_dtype=c.dtype, out=out)
+    if c is not None:
+        return torch.addmm(c, a, b, beta=beta, alpha=alpha, out=out)
     if given.bias is not None:
-        return torch.addmm(given.bias, given.a, given.b, alpha=alpha)
-    product = given.a @ given.b
-    return product if alpha == 1.0 else product * alpha
+        return torch.addmm(given.bias, a, b, alpha=alpha, out=out)
+    return torch.mm(a, b, out=out)
 
 
 def _wide(given: Operands, alpha: float, beta: float, activation: str | None) -> Tensor:

@@ -171,7 +171,7 @@ def linear(
         RuntimeError: In a second derivative, where a gradient is accumulated or our kernels run.
     """
     compiling = torch.compiler.is_compiling()
-    ours = not compiling and _is_ours(x, weight, backend)
+    ours = not compiling and _is_ours(x, weight, backend, activation)
     if backend == "triton" and not ours:
         return matmul.gemm(x, weight.T, bias=bias, activation=activation, backend=backend)
     if ours or (accumulation is not None and not compiling and torch.is_grad_enabled()):
@@ -180,11 +180,12 @@ def linear(
     return ACTIVATIONS[activation](y) if activation else y
 
 
-def _is_ours(x: Tensor, weight: Tensor, backend: str) -> bool:
+def _is_ours(x: Tensor, weight: Tensor, backend: str, activation: str | None) -> bool:
     """Say whether our kernels compute a layer; an error is left to who asks for them in vain."""
     if backend == "torch" or not (x.is_cuda or matmul.INTERPRETED) or x.dtype == torch.float64:
         return False
-    return dispatch.uses_triton(_operands(x.reshape(-1, x.shape[-1]), weight), backend, interpreted=True)
+    given = _operands(x.reshape(-1, x.shape[-1]), weight)
+    return dispatch.uses_triton(given, backend, interpreted=True, activation=activation)
 
 
 def _operands(

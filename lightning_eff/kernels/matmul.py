@@ -233,7 +233,7 @@ def launch(
         a, b, c, given.bias, given.scale_a, given.scale_b, before, place,
         given.M, given.N, given.K, *strides, float(alpha), float(beta),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k(a.element_size()), GROUP_M=GROUP_M,
-        ACTIVATION=activation, PRECISION=library.float32_precision(a), INTERPRETED=INTERPRETED,
+        ACTIVATION=activation, PRECISION=operands.float32_precision(a), INTERPRETED=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **own,
     )  # fmt: skip
     if place.data_ptr() != d.data_ptr():  # batch axes that no single stride describes
@@ -256,8 +256,19 @@ def _run(
     given: Operands, d: Tensor, pre: Tensor | None, alpha: float, beta: float, activation: str | None
 ) -> None:
     """Compute on the device as dispatch.py chose for this shape; torch's tensors are real by now."""
-    tile = dispatch.choose(given, d, pre)
+    adds = _adds(given, d, beta, activation)
+    tile = dispatch.choose(given, d, pre, adds=adds, activation=activation)
     launch(given, tile, d, alpha=alpha, beta=beta, activation=activation, pre=pre)
+
+
+def _adds(given: Operands, out: Tensor | None, beta: float, activation: str | None) -> bool:
+    """Say whether a result may be added where C lies, without reading it: a float32 sum, and nothing else."""
+    c = given.c
+    if out is None or c is None or beta != 1.0 or activation is not None or out.dtype != torch.float32:
+        return False
+    others = (given.bias, given.scale_a, given.scale_b)
+    same = c.dtype == out.dtype and c.shape == out.shape and c.stride() == out.stride()
+    return same and c.data_ptr() == out.data_ptr() and all(each is None for each in others)
 
 
 OPERATOR = Operator(_run)
@@ -325,6 +336,7 @@ def gemm(
     )
     if out is not None:
         operands.check_out(given, out)
-    if not dispatch.uses_triton(given, backend, interpreted=INTERPRETED):
+    adds = out is c and _adds(given, out, beta, activation)
+    if not dispatch.uses_triton(given, backend, interpreted=INTERPRETED, adds=adds, activation=activation):
         return library.gemm(given, alpha=alpha, beta=beta, activation=activation, out=out)
     return OPERATOR(given, alpha=alpha, beta=beta, activation=activation, out=out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FORMATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Operands:
     """The tensors of a GEMM, of which `check` has seen that they fit.
 
@@ -62,19 +63,35 @@ class Operands:
         """Return memory for the result."""
         return torch.empty(self.size, dtype=self.out_dtype, device=self.a.device)
 
-    def shape(self, *, adds: bool = False) -> Shape:
-        """Return what the choice of a tile depends on."""
-        num = 1
-        for length in self.batch:
-            num *= length
+    def shape(self, *, adds: bool = False, activation: str | None = None) -> Shape:
+        """Return what the choice of a tile depends on.
+
+        Args:
+            adds: The result is added to C where that lies.
+            activation: What follows.
+        """
         tensors = [self.a, self.b] if self.c is None else [self.a, self.b, self.c]
         aligned = (
             not self.batch and all(map(is_aligned, tensors)) and self.N * self.out_dtype.itemsize % 16 == 0
         )
         return Shape(
-            M=self.M, N=self.N, K=self.K, dtype=self.a.dtype, out_dtype=self.out_dtype, batch=num,
-            aligned=aligned, reads_c=self.c is not None, adds=adds,
+            M=self.M, N=self.N, K=self.K, dtype=self.a.dtype, out_dtype=self.out_dtype,
+            batch=math.prod(self.batch), aligned=aligned, reads_c=self.c is not None and not adds, adds=adds,
+            layout="".join("n" if each.stride(-1) == 1 else "t" for each in (self.a, self.b)),
+            fused=any(each is not None for each in (self.bias, self.scale_a, self.scale_b, activation)),
+            tf32=float32_precision(self.a) == "tf32",
         )  # fmt: skip
+
+
+def float32_precision(a: Tensor) -> str:
+    """Return how float32 is multiplied: `tf32` where torch's own switch says so, else `ieee`."""
+    tf32 = a.dtype == torch.float32 and a.is_cuda and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if tf32 else "ieee"
+
+
+def batch_of(a: Tensor, b: Tensor) -> tuple[int, ...]:
+    """Return the batch axes of a product; without any in no time, since torch takes microseconds."""
+    return () if a.ndim == b.ndim == 2 else tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
 
 
 def is_aligned(tensor: Tensor) -> bool:
@@ -123,7 +140,7 @@ def check(
         text = f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
         raise ValueError(text)
     try:
-        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        batch = batch_of(a, b)
     except RuntimeError:
         text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: their batch axes cannot be broadcast"
         raise ValueError(text) from None
@@ -140,7 +157,7 @@ def check(
         scale_a=_scale("scale_a", scale_a, size[-2]),
         scale_b=_scale("scale_b", scale_b, size[-1]),
         out_dtype=out_dtype or (torch.bfloat16 if low else a.dtype),
-        batch=tuple(batch),
+        batch=batch,
     )
 
 
@@ -172,6 +189,8 @@ def _expanded(name: str, tensor: Tensor | None, size: tuple[int, ...]) -> Tensor
     if not tensor.is_floating_point():
         text = f"{name} is {tensor.dtype}: expected a floating-point format"
         raise TypeError(text)
+    if tensor.shape == size:
+        return tensor
     try:
         return tensor.expand(size)
     except RuntimeError:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from lightning_eff.kernels.operands import Operands
+from lightning_eff.kernels.operands import Operands, batch_of
 from lightning_eff.kernels.reference import activation_gradient
 
 NAME = "lightning_eff::gemm"
@@ -35,6 +37,7 @@ class Operator:
         )
         self._functional.register_fake(_allocate)
         self._functional.register_autograd(self._backward, setup_context=_save)
+        register_flop_formula(torch.ops.lightning_eff.gemm)(_flop)
         self._into = torch.library.custom_op(
             f"{NAME}_into",
             self._compute_into,
@@ -98,7 +101,7 @@ class Operator:
 
 
 def _operands(a: Tensor, b: Tensor, c: Any, bias: Any, scale_a: Any, scale_b: Any, *rest: Any) -> Operands:
-    batch = tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    batch = batch_of(a, b)
     return Operands(
         a=a, b=b, c=c, bias=bias, scale_a=scale_a, scale_b=scale_b, out_dtype=rest[3], batch=batch
     )
@@ -108,6 +111,12 @@ def _allocate(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return memory for the result and for the result before the activation, which is empty if not wanted."""
     given = _operands(*arguments)
     return given.empty(), given.empty() if arguments[-1] else given.a.new_empty(0)
+
+
+def _flop(a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """Return the operations of a product from the shapes of its operands, for torch's counter."""
+    batch = torch.broadcast_shapes(a[:-2], b[:-2])
+    return 2 * math.prod(batch) * a[-2] * a[-1] * b[-1]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

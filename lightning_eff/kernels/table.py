@@ -100,6 +100,9 @@ class Shape:
         aligned: Every row that TMA copies begins at a multiple of 16 bytes.
         reads_c: C is read.
         adds: The result may be added to what is in memory.
+        layout: `nn`, `nt`, `tn` or `tt`: whether A and B lie by rows, or transposed.
+        fused: Something follows the product: a bias, scales, an activation.
+        tf32: float32 is multiplied as TF32.
     """
 
     M: int
@@ -111,6 +114,14 @@ class Shape:
     aligned: bool = True
     reads_c: bool = False
     adds: bool = False
+    layout: str = "nt"
+    fused: bool = False
+    tf32: bool = False
+
+    @property
+    def has_tensor_cores(self) -> bool:
+        """Whether tensor cores multiply this format; float32 as it is they do not."""
+        return self.dtype != torch.float32 or self.tf32
 
     def without_tma(self) -> Shape:
         """Return the same for pointers alone."""

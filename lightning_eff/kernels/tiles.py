@@ -121,7 +121,8 @@ def fitting(shape: Shape, device: Device) -> Iterator[Tile]:
     """Yield the rows that can compute a shape on a device."""
     for tile in TILES:
         if tile.kernel == "tma":
-            possible = device.has_tma and shape.aligned and shape.batch == 1 and tile.adds <= shape.adds
+            possible = device.has_tma and shape.aligned and shape.has_tensor_cores
+            possible = possible and shape.batch == 1 and tile.adds <= shape.adds
             shared = tile.shared_bytes(shape.out_itemsize, reads_c=shape.reads_c and not tile.adds)
             if not possible or shared + MARGIN_BYTES > device.shared_bytes:
                 continue

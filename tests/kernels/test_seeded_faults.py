@@ -18,7 +18,11 @@ MATMUL = "matmul.py"
 FAULTS = {
     "K mask off by one": (MATMUL, "inside = start + k < K\n", "inside = start + k < K - 1\n"),
     "K mask one too far": (MATMUL, "inside = start + k < K\n", "inside = start + k < K + 1\n"),
-    "the last step of K left out": (MATMUL, "range(0, K, BLOCK_K):\n        inside", "range(0, K - 1, BLOCK_K):\n        inside"),
+    "the last step of K left out": (
+        MATMUL,
+        "range(0, K, BLOCK_K):\n        inside",
+        "range(0, K - 1, BLOCK_K):\n        inside",
+    ),
     "the last step of TMA's K left out": (
         MATMUL,
         "range(0, K, BLOCK_K):\n            a_block",
@@ -46,15 +50,15 @@ FAULTS = {
         "acc += tl.load(bias + n, mask=n < N, other=0.0)",
         "acc += 2 * tl.load(bias + n, mask=n < N, other=0.0)",
     ),
-    "bias of rows": (MATMUL, "tl.load(bias + n, mask=n < N, other=0.0)", "tl.load(bias + m * 0, mask=n < N, other=0.0)"),
-    "rows of C beyond M are written": (
+    "the same bias for all": (MATMUL, "tl.load(bias + n,", "tl.load(bias + n * 0,"),
+    "rows and columns beyond the edge are written": (
         MATMUL,
-        "tl.store(d + d_tile, _activate(acc, ACTIVATION).to(d.dtype.element_ty), mask=inside_d)",
-        "tl.store(d + d_tile, _activate(acc, ACTIVATION).to(d.dtype.element_ty), mask=(m <= M)[:, None] & (n < N)[None, :])",
+        "ACTIVATION).to(d.dtype.element_ty), mask=inside_d)",
+        "ACTIVATION).to(d.dtype.element_ty), mask=(m <= M)[:, None])",
     ),
-    "scales of A and B mixed up": (MATMUL, "bias, given.scale_a, given.scale_b, before", "bias, given.scale_b, given.scale_a, before"),
-    "the halves of a tile mixed up": (MATMUL, "here = first_n + i * WIDTH", "here = first_n + (SUBTILES - 1 - i) * WIDTH"),
-    "a transposed operand read by rows": (MATMUL, "(a.stride(1) == 1, b.stride(1) == 1)", "(a.stride(1) == 1, True)"),
+    "a scale of B twice": (MATMUL, "acc *= tl.load(scale_b", "acc *= 2.0 * tl.load(scale_b"),
+    "the halves of a tile mixed up": (MATMUL, "+ i * WIDTH", "+ (SUBTILES - 1 - i) * WIDTH"),
+    "a transposed B from the place of A": (MATMUL, "load([first_n, start]).T", "load([first_m, start]).T"),
     "tiles are counted down the wrong axis": (
         MATMUL,
         "return first + tile % band % rows, tile % band // rows",
@@ -68,7 +72,7 @@ FAULTS = {
     ),
     "SiLU with base 2": (MATMUL, "x / (1.0 + tl.exp2(-1.4426950408889634 * x))", "x / (1.0 + tl.exp2(-x))"),
     "not a number passes ReLU as 0": (MATMUL, "tl.where(x < 0.0, 0.0, x)", "tl.where(x > 0.0, x, 0.0)"),
-    "beta = 0 reads C": (MATMUL, "a, b, c if beta else None, bias", "a, b, c, bias"),
+    "beta = 0 reads C": (MATMUL, "c if beta else None,", "c,"),
     "alpha = 0 reads A": (MATMUL, "    if not alpha:\n", "    if alpha is None:\n"),
 }  # fmt: skip
 
