@@ -79,7 +79,9 @@ def recompute(
         found = dict(list(found.items())[::every_n_blocks])
     keep: Contexts = noop_context_fn
     if policy == "selective":
-        keep = functools.partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS)
+        own = getattr(torch.ops.lightning_eff, "gemm", None)  # there as soon as a layer uses it
+        kept = [*KEPT_OPERATIONS, *([own.default] if own is not None else [])]
+        keep = functools.partial(create_selective_checkpoint_contexts, kept)
     host = HostMemory() if policy == "offload" else None
     return {
         name: Recomputed(block, contexts=keep, host=host)

@@ -99,6 +99,8 @@ class Case:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         other = self.draw.choice([self.out_dtype, torch.float32])
         c = self.matrix(self.M, self.N, other, ()) if self.beta and not self.adds else None
+        if not self.beta and self.tile is None:  # which must not be read
+            c = torch.full((self.M, self.N), float("nan"), dtype=other)
         bias = self.vector(self.N, other) if self.draw.random() < 0.4 and not self.adds else None
         scaled = self.draw.random() < (0.7 if self.dtype.itemsize == 1 else 0.2) and not self.adds
         scale_a = (

@@ -303,3 +303,44 @@ def test_training_by_the_kernels_in_the_interpreter() -> None:
     assert results["times"] == 8 * 3
     assert results["activation"] < 1e-5
     assert results["moved"] > 0.01, "nothing was trained"
+
+
+SEEN_THROUGH = """
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+from lightning_eff.kernels.matmul import gemm
+a, b = torch.randn(4, 6, requires_grad=True), torch.randn(6, 5, requires_grad=True)
+with FlopCounterMode(display=False) as counter:
+    gemm(a, b, backend="triton").sum().backward()
+assert counter.get_total_flops() == 3 * 2 * 4 * 6 * 5, counter.get_total_flops()
+with FakeTensorMode():
+    fake = gemm(torch.empty(2, 4, 6), torch.empty(6, 5), backend="triton", out_dtype=torch.bfloat16)
+assert fake.shape == (2, 4, 5) and fake.dtype == torch.bfloat16
+def step(a, b):
+    return gemm(a, b, activation="silu", backend="triton").sum()
+compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+assert torch.equal(compiled(a, b), step(a, b))
+from lightning_eff.callbacks.gradient_checkpointing import recompute
+from lightning_eff.kernels.linear import TritonLinear
+calls = []
+import lightning_eff.kernels.matmul as matmul
+real = matmul.launch
+matmul.launch = lambda *args, **keywords: calls.append(1) or real(*args, **keywords)
+block = torch.nn.Sequential(TritonLinear(6, 6, backend="triton"), torch.nn.Tanh())
+model = torch.nn.Sequential(block)
+recompute(model, policy="selective", blocks=["0"])
+model(a).sum().backward()
+assert len(calls) == 3, calls  # forward and two gradients: the product is kept, and not computed again
+print("seen")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
+def test_counters_fake_tensors_the_compiler_and_checkpointing_see_through_the_operator() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SEEN_THROUGH],
+        cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "seen", done.stderr[-3000:]
