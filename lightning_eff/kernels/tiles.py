@@ -101,7 +101,11 @@ class Cost:
 
     @cached_property
     def _times(self) -> dict[str, float]:
-        peak = self.device.peak(self.shape.dtype) * self.tile.efficiency / self.device.num_sms
+        peak = (
+            self.device.peak(self.shape.dtype, tf32=self.shape.tf32)
+            * self.tile.efficiency
+            / self.device.num_sms
+        )
         block_k = self.tile.block_k(self.shape.dtype.itemsize)
         depth = -(-self.shape.K // block_k) * block_k
         a_tile = 2 * self.tile.block_m * self.tile.block_n * depth / peak
@@ -114,7 +118,7 @@ class Cost:
     @property
     def peak_share(self) -> float:
         """Expected share of the device's peak."""
-        return self.shape.flop / self.seconds / self.device.peak(self.shape.dtype)
+        return self.shape.flop / self.seconds / self.device.peak(self.shape.dtype, tf32=self.shape.tf32)
 
 
 def fitting(shape: Shape, device: Device) -> Iterator[Tile]:

@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from lightning_eff.kernels.shapes import Case
     from lightning_eff.measure.gemm_report import GemmReport
 
-USAGE = """lightning-eff bench [--quick] [--tune] [--shapes M,N,K[;...]] [--dtype NAME] [--out DIR] [--json]
+USAGE = """lightning-eff bench [--quick] [--tune] [--explain DEVICE] [--shapes M,N,K[;...]] [--dtype NAME]
+                    [--out DIR] [--json]
 
   bench                            linear layers of language models on a GPU; without one, torch's library
                                    on this processor, and what the compiler says of each kernel for Hopper
   bench --quick                    a few small shapes
   bench --tune                     measure every row that fits, and let `gemm` choose by that from now on
+  bench --explain h200             measure nothing: which tile each shape would get there, and what is lost;
+                                   h100, h200, a100, rtx4090, b200 or cpu
   bench --shapes '4096,4096,4096'  layers of your own: tokens, output features, input features; each is three
                                    GEMMs, forward (nt), gradient of the input (nn) and of the weight (tn)
   bench --dtype fp16               bf16 (unless given), fp16 or fp32 operands; a processor is timed in fp32
@@ -52,6 +55,7 @@ class Asked:
     Args:
         quick: A few small shapes.
         tune: Measure every row, and keep what is fastest.
+        explain: Name of a device to explain shapes for; empty to measure.
         as_json: Print raw numbers.
         out: Folder for files.
         sizes: Tokens, outputs and inputs of layers; empty for the list.
@@ -60,6 +64,7 @@ class Asked:
 
     quick: bool
     tune: bool
+    explain: str
     as_json: bool
     out: Path | None
     sizes: tuple[tuple[int, int, int], ...]
@@ -69,6 +74,8 @@ class Asked:
 def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
     asked = _parse(arguments)
+    if asked.explain:
+        return _explain(asked)
     device = _device(asked)
     if asked.out is not None:  # before minutes of measuring, not behind them
         asked.out.mkdir(parents=True, exist_ok=True)
@@ -99,6 +106,7 @@ def _parse(arguments: Sequence[str]) -> Asked:
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--shapes", default="")
+    parser.add_argument("--explain", default="")
     parser.add_argument("--dtype", default="bf16")
     found, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -110,6 +118,7 @@ def _parse(arguments: Sequence[str]) -> Asked:
     return Asked(
         quick=found.quick,
         tune=found.tune,
+        explain=found.explain,
         as_json=found.json,
         out=found.out,
         sizes=_sizes(found.shapes) if found.shapes else (),
@@ -128,6 +137,27 @@ def _sizes(text: str) -> tuple[tuple[int, int, int], ...]:
             )
         sizes.append((int(words[0]), int(words[1]), int(words[2])))
     return tuple(sizes)
+
+
+def _explain(asked: Asked) -> int:
+    import torch
+
+    from lightning_eff.kernels import devices, shapes
+    from lightning_eff.kernels.tiles import explain
+
+    known = (*devices.DEVICES, "cpu")
+    if asked.explain not in known:
+        allowed = f"one of {', '.join(known)}"
+        raise ConfigError(key="--explain", value=asked.explain, allowed=allowed, remedies=["--explain h200"])
+    sizes = asked.sizes or [(shapes.TOKENS[-1], *weight) for weight in shapes.WEIGHTS]
+    found = [explain(*each, getattr(torch, asked.dtype), asked.explain) for each in sizes]
+    if asked.as_json:
+        pairs = zip(sizes, found, strict=True)
+        rows = [{"shape": list(each), "words": list(one.sentences())} for each, one in pairs]
+        sys.stdout.write(json.dumps({"device": asked.explain, "rows": rows}, indent=1) + "\n")
+    else:
+        sys.stdout.write("\n\n".join(map(str, found)) + "\n")
+    return EXIT_OK
 
 
 def _device(asked: Asked) -> torch.device:

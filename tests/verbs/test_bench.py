@@ -195,3 +195,16 @@ def test_tuning_is_kept_for_dispatch(
     assert "made up" in out
     assert "1 choices are in " in err
     assert dispatch.choices.__wrapped__("some-gpu") == {"b": "torch"}
+
+
+def test_explain_measures_nothing_and_says_what_is_lost(command: Command) -> None:
+    code, out, err = command("bench", "--explain", "h200", "--shapes", "4352,4096,4096;8192,50257,4096")
+    assert code == 0, err
+    assert "4.12 waves of 132 SMs, 18% idle: M=4224 or 5120 fit" in out
+    assert "pad N to 50264 or 50304" in out
+    code, out, _ = command("bench", "--explain", "cpu", "--json")
+    assert code == 0
+    assert len(json.loads(out)["rows"]) == 10, "the weights of the list"
+    code, _, err = command("bench", "--explain", "h300")
+    assert code == 2
+    assert "one of h100, h200, a100, rtx4090, b200, cpu" in err

@@ -1,0 +1,124 @@
+"""The choice of a tile and its words, against arithmetic that is done by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_eff.kernels import devices
+from lightning_eff.kernels.devices import DEVICES
+from lightning_eff.kernels.table import TILES, Shape, Tile
+from lightning_eff.kernels.tiles import Cost, explain, fitting, ranked
+
+H200 = DEVICES["h200"]
+LARGE = Tile("tma", 128, 256, 128, 8, 3)
+
+
+def cost(**sizes: int) -> Cost:
+    return Cost(shape=Shape(**sizes), tile=LARGE, device=H200)
+
+
+def test_waves_and_edges_are_counted() -> None:
+    # 4352 / 128 = 34 rows of tiles, 4096 / 256 = 16 columns: 544 on 132 SMs.
+    full = cost(M=4352, N=4096, K=4096)
+    assert (full.grid, full.num_tiles) == ((34, 16), 544)
+    assert full.waves == pytest.approx(4.1212, abs=1e-4)
+    assert full.idle_share == pytest.approx(1 - 544 / 660)
+    assert full.beyond_share == 0.0
+    # 129 x 257 takes 2 x 2 tiles of 128 x 256: 33,153 of 131,072 elements are wanted.
+    assert cost(M=129, N=257, K=64).beyond_share == pytest.approx(1 - 33153 / 131072)
+
+
+def test_an_exact_number_of_waves_leaves_nobody_idle() -> None:
+    assert cost(M=128 * 33, N=256 * 16, K=512).idle_share == 0.0
+
+
+def test_traffic_is_that_of_operands_and_result() -> None:
+    # Operands of 2 MiB stay in the cache: each is read once, the result is written once.
+    small = cost(M=1024, N=1024, K=512)
+    assert small.memory_bytes == 2 * (1024 * 512 * 2) + 1024 * 1024 * 2
+    assert small.l2_bytes == 8 * 4 * (128 + 256) * 512 * 2
+    # With C the result's place is read as well.
+    read = Cost(shape=Shape(M=1024, N=1024, K=512, reads_c=True), tile=LARGE, device=H200)
+    assert read.memory_bytes - small.memory_bytes == 1024 * 1024 * 2
+
+
+def test_time_is_that_of_the_slowest_part() -> None:
+    large = cost(M=8192, N=8192, K=8192)
+    a_tile = 2 * 128 * 256 * 8192 / (989e12 * LARGE.efficiency / 132)
+    assert large.bound == "computing"
+    assert large.seconds == pytest.approx(16 * a_tile + 5e-6), "2048 tiles are 15.5 waves, so 16"
+    assert 0.0 < large.peak_share < LARGE.efficiency
+    assert cost(M=128, N=131072, K=64).bound == "memory"
+
+
+def test_shared_memory_decides_what_fits() -> None:
+    def names(shape: Shape) -> list[str]:
+        return [str(tile) for tile in fitting(shape, H200)]
+
+    plain = names(Shape(M=4096, N=4096, K=4096))
+    assert "tma 128x256, 3 stages, 8 warps" in plain
+    assert not any("adding" in name for name in plain)
+    into_float32 = names(Shape(M=4096, N=4096, K=4096, out_dtype=torch.float32))
+    assert "tma 128x256, 3 stages, 8 warps" not in into_float32, "147 KB of operands and 131 KB of result"
+    assert any(
+        "adding" in name for name in names(Shape(M=64, N=64, K=64, out_dtype=torch.float32, adds=True))
+    )
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(M=64, N=64, K=64, aligned=False),
+        Shape(M=64, N=64, K=64, batch=2),
+        Shape(M=64, N=64, K=64, dtype=torch.float32),
+    ],
+)
+def test_what_tma_or_tensor_cores_cannot_do_is_left_to_pointers(shape: Shape) -> None:
+    assert {tile.kernel for tile in fitting(shape, H200)} == {"pointers"}
+
+
+def test_older_gpus_have_pointers_only() -> None:
+    shape = Shape(M=4096, N=4096, K=4096)
+    assert {tile.kernel for tile in fitting(shape, DEVICES["a100"])} == {"pointers"}
+    assert ranked(shape, DEVICES["a100"])
+
+
+def test_few_tiles_get_smaller_ones() -> None:
+    assert ranked(Shape(M=8192, N=8192, K=8192), H200)[0].tile.block_n == 256
+    few = ranked(Shape(M=128, N=512, K=4096), H200)[0]
+    assert few.num_tiles > cost(M=128, N=512, K=4096).num_tiles
+
+
+def test_the_explanation_of_the_design_comes_out() -> None:
+    text = str(explain(4352, 4096, 4096))
+    assert "34 x 16 tiles make 4.12 waves of 132 SMs, 18% idle: M=4224 or 5120 fit" in text
+    vocabulary = explain(8192, 50257, 4096)
+    assert "a row of N=50257 is 100514 bytes, no multiple of 16: no TMA; pad N to 50264 or 50304" in str(
+        vocabulary
+    )
+    assert vocabulary.cost.beyond_share < 0.01
+    assert str(explain(4224, 4096, 4096)).count("fit") == 0, "it fits as it is"
+
+
+@pytest.mark.parametrize("name", [*DEVICES, "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_every_device_explains_every_format(name: str, dtype: torch.dtype) -> None:
+    for size in (1, 17, 4096):
+        found = explain(size, size, size, dtype, name)
+        assert 0.0 < found.cost.peak_share <= 1.0
+        assert math.isfinite(found.cost.seconds)
+        assert devices.named(name).name in str(found)
+
+
+def test_wrong_sizes_and_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"explain\(M=0, N=1, K=1\): expected sizes of at least 1"):
+        explain(0, 1, 1)
+    with pytest.raises(ValueError, match="device=h300: expected one of h100, h200"):
+        explain(1, 1, 1, device="h300")
+
+
+def test_rows_are_distinct() -> None:
+    assert len(set(TILES)) == len(TILES)
