@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_eff import loop, plan, transform
 from lightning_eff.errors import ConfigError, NoEffectWarning
 from lightning_eff.facts import TRANSFORM, Facts, Outcome, Rule, Verdict
+from lightning_eff.fitting import is_count
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels import linear as layers
 from lightning_eff.kernels.matmul import INTERPRETED
@@ -80,7 +81,8 @@ def unswap(layer: layers.TritonLinear) -> None:
     """Give a swapped layer its own class back; a second call does nothing."""
     for name in ("backend", "accumulation"):
         layer.__dict__.pop(name, None)
-    layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+    if type(layer) is layers.TritonLinear:  # a class that was made of ours meanwhile stays, parametrized say
+        layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class TritonLinear(pl.Callback):
@@ -114,7 +116,7 @@ class TritonLinear(pl.Callback):
         accumulate: bool = True,
         backend: str = "auto",
     ) -> None:
-        if min_features < 1:
+        if not is_count(min_features):
             raise ConfigError(key="min_features", value=min_features, allowed="a whole number of at least 1")
         if backend not in dispatch.BACKENDS:
             raise ConfigError(key="backend", value=backend, allowed=f"one of {', '.join(dispatch.BACKENDS)}")
@@ -149,6 +151,7 @@ class TritonLinear(pl.Callback):
                 remedies=["callbacks.triton_linear.backend=auto"],
             )
         if stage == "fit":
+            self._swapped, self._rows, self._accumulation.num_added = {}, {}, 0
             transform.queue(trainer, pl_module, Stage.TILE, self._apply)
 
     def _apply(self, model: nn.Module) -> int:

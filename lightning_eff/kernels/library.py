@@ -8,21 +8,28 @@ from torch import Tensor
 from lightning_eff.kernels.operands import FLOAT8, Operands
 from lightning_eff.kernels.reference import ACTIVATIONS
 
+AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
+"""What autocast casts."""
+
 
 def autocast(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return both as `torch.matmul` would compute with them under autocast."""
     kind = a.device.type
-    if not torch.is_autocast_enabled(kind) or a.dtype == torch.float64 or a.dtype in FLOAT8:
+    if not _is_autocast(kind) or a.dtype not in AUTOCAST or b.dtype not in AUTOCAST:
         return a, b
     dtype = torch.get_autocast_dtype(kind)
     return a.to(dtype), b.to(dtype)
+
+
+def _is_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def gemm(
     given: Operands, *, alpha: float, beta: float, activation: str | None, out: Tensor | None = None
 ) -> Tensor:
     """Compute `activation(alpha * A @ B + beta * C + bias)`; what follows the product is rounded once."""
-    if torch.is_autocast_enabled(given.a.device.type):  # what is here has the format that it is to have
+    if _is_autocast(given.a.device.type):  # what is here has the format that it is to have
         with torch.autocast(given.a.device.type, enabled=False):
             return _gemm(given, alpha, beta, activation, out)
     return _gemm(given, alpha, beta, activation, out)

@@ -168,14 +168,24 @@ def linear(
         Activations with `n` features, in the format of `x`, or in autocast's.
 
     Raises:
+        ValueError: An activation or a backend that nobody knows.
         RuntimeError: In a second derivative, where a gradient is accumulated or our kernels run.
     """
-    compiling = torch.compiler.is_compiling()
-    ours = not compiling and _is_ours(x, weight, backend, activation)
+    if backend not in dispatch.BACKENDS or (activation is not None and activation not in ACTIVATIONS):
+        text = (
+            f"linear(backend={backend!r}, activation={activation!r}): expected a backend of "
+            f"{', '.join(dispatch.BACKENDS)}, and an activation of {', '.join(ACTIVATIONS)}, or None"
+        )
+        raise ValueError(text)
+    dense = x.layout == torch.strided and not x.is_nested
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or not dense  # pyright: ignore[reportPrivateImportUsage]
+    ours = not traced and _is_ours(x, weight, backend, activation)
     if backend == "triton" and not ours:
         return matmul.gemm(x, weight.T, bias=bias, activation=activation, backend=backend)
-    if ours or (accumulation is not None and not compiling and torch.is_grad_enabled()):
-        return _Linear.apply(x, weight, bias, activation, backend if ours else "torch", accumulation)
+    if ours or (accumulation is not None and not traced and torch.is_grad_enabled()):
+        rows = x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
+        y = _Linear.apply(rows, weight, bias, activation, backend if ours else "torch", accumulation)
+        return y.reshape(*x.shape[:-1], y.shape[-1]) if x.ndim != 2 else y
     y = F.linear(x, weight, bias)
     return ACTIVATIONS[activation](y) if activation else y
 
@@ -219,16 +229,15 @@ class _Linear(torch.autograd.Function):
         backend: str,
         accumulation: Accumulation | None,
     ) -> Tensor:
-        low_x, low_weight = library.autocast(x, weight)
-        low_bias = bias.to(low_x.dtype) if bias is not None else None
-        rows = low_x.reshape(-1, low_x.shape[-1])
+        rows, low_weight = library.autocast(x, weight)
+        low_bias = bias.to(rows.dtype) if bias is not None else None
         y, pre = _forward(rows, low_weight, low_bias, activation, backend)
-        ctx.save_for_backward(rows, low_weight, pre)
+        ctx.save_for_backward(rows, low_weight.detach(), pre)
         ctx.weight = weight  # whose gradient it is: a saved tensor need not be the same object
         ctx.bias_dtype = bias.dtype if bias is not None else None
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.x_dtype = x.dtype
         ctx.activation, ctx.backend, ctx.accumulation = activation, backend, accumulation
-        return y.reshape(*x.shape[:-1], weight.shape[0])
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -239,14 +248,14 @@ class _Linear(torch.autograd.Function):
             )
             raise RuntimeError(text)
         rows, low_weight, pre = ctx.saved_tensors
-        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        grad = grads[0]
         if ctx.activation is not None:
             grad = activation_gradient(grad, pre, ctx.activation)
         grad = grad.to(rows.dtype)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         if needs_x:
-            grad_x = matmul.gemm(grad, low_weight, backend=ctx.backend).reshape(ctx.x_shape).to(ctx.x_dtype)
+            grad_x = matmul.gemm(grad, low_weight, backend=ctx.backend).to(ctx.x_dtype)
         if needs_weight:
             grad_weight = _weight_gradient(ctx, grad.T, rows)
         if needs_bias:

@@ -118,14 +118,15 @@ def gemm_pointers(
     a_tile = a + z * stride_az + m[:, None] * stride_am + k[None, :].to(tl.int64) * stride_ak
     b_tile = b + z * stride_bz + k[:, None].to(tl.int64) * stride_bk + n[None, :] * stride_bn
 
+    step = tl.full((), BLOCK_K, tl.int64)  # a step of a large stride does not fit 32 bits
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         inside = start + k < K
         a_block = tl.load(a_tile, mask=(m < M)[:, None] & inside[None, :], other=0.0)
         b_block = tl.load(b_tile, mask=inside[:, None] & (n < N)[None, :], other=0.0)
         acc = _multiply(a_block, b_block, acc, PRECISION, INTERPRETED)
-        a_tile += BLOCK_K * stride_ak
-        b_tile += BLOCK_K * stride_bk
+        a_tile += step * stride_ak
+        b_tile += step * stride_bk
 
     if c is not None:
         c += z * stride_cz
@@ -266,6 +267,8 @@ def _adds(given: Operands, out: Tensor | None, beta: float, activation: str | No
     c = given.c
     if out is None or c is None or beta != 1.0 or activation is not None or out.dtype != torch.float32:
         return False
+    if not out.is_cuda and not INTERPRETED:  # the library's affair
+        return False
     others = (given.bias, given.scale_a, given.scale_b)
     same = c.dtype == out.dtype and c.shape == out.shape and c.stride() == out.stride()
     return same and c.data_ptr() == out.data_ptr() and all(each is None for each in others)
@@ -302,7 +305,8 @@ def gemm(
         bias: Added to every row, `[N]`.
         activation: `relu`, `silu`, `gelu_tanh`, or None.
         out_dtype: Of the result; that of `a` unless given, bfloat16 for float8.
-        out: Where the result goes; it may be `c`. Without gradients, as everywhere in torch.
+        out: Where the result goes; it may be `c`. Without gradients, as everywhere in torch. Where it
+            overlaps an operand otherwise, the result is made elsewhere and copied.
         scale_a: What a row of `a` is multiplied by, float32 `[M]` or one value; for float8.
         scale_b: The same for columns of `b`, `[N]`.
         backend: `torch`: its library; `triton`: the kernels; `auto`: what was measured to be faster.
@@ -312,7 +316,7 @@ def gemm(
 
     Raises:
         ValueError: Shapes, devices, names or scales that do not fit.
-        TypeError: A format that no kernel knows.
+        TypeError: A format that no kernel knows, or a factor that is no number.
         RuntimeError: `triton` where its kernels cannot run, or gradients with `out`.
         ImportError: `triton`, which is not installed.
 
@@ -321,22 +325,25 @@ def gemm(
         tensor([[5., 5.],
                 [5., 5.]])
     """
+    alpha, beta = float(alpha), float(beta)
     a, b = library.autocast(a, b)
-    if not alpha:
-        a, b = a[..., :0], b[..., :0, :]
     given = operands.check(
-        a,
-        b,
-        c if beta else None,
-        bias=bias,
-        scale_a=scale_a,
-        scale_b=scale_b,
-        out_dtype=out_dtype,
-        activation=activation,
-    )
+        a, b, c if beta else None, bias=bias, scale_a=scale_a, scale_b=scale_b,
+        out_dtype=out_dtype, activation=activation,
+    )  # fmt: skip
+    if not alpha:
+        given.a, given.b = a[..., :0], b[..., :0, :]
     if out is not None:
         operands.check_out(given, out)
-    adds = out is c and _adds(given, out, beta, activation)
-    if not dispatch.uses_triton(given, backend, interpreted=INTERPRETED, adds=adds, activation=activation):
-        return library.gemm(given, alpha=alpha, beta=beta, activation=activation, out=out)
-    return OPERATOR(given, alpha=alpha, beta=beta, activation=activation, out=out)
+        if operands.overlaps(given, out):
+            return out.copy_(_compute(given, alpha, beta, activation, None, backend))
+    return _compute(given, alpha, beta, activation, out, backend)
+
+
+def _compute(
+    given: Operands, alpha: float, beta: float, activation: str | None, out: Tensor | None, backend: str
+) -> Tensor:
+    adds = _adds(given, out, beta, activation)
+    ours = dispatch.uses_triton(given, backend, interpreted=INTERPRETED, adds=adds, activation=activation)
+    compute = OPERATOR if ours else library.gemm
+    return compute(given, alpha=alpha, beta=beta, activation=activation, out=out)

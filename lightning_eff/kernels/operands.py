@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from lightning_eff.kernels.reference import ACTIVATIONS
 from lightning_eff.kernels.table import Shape
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FORMATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
+
+
+RESULTS = FORMATS[:4]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -83,6 +87,27 @@ class Operands:
         )  # fmt: skip
 
 
+def _check_formats(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> bool:
+    """Return whether both are of float8.
+
+    Raises:
+        TypeError: A format that no kernel knows, or two that do not go together.
+    """
+    if a.dtype not in FORMATS or b.dtype not in FORMATS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORMATS)
+        text = f"gemm of a {a.dtype} and b {b.dtype}: expected {names}"
+        raise TypeError(text)
+    if out_dtype not in (None, *RESULTS):
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in RESULTS)
+        text = f"out_dtype={out_dtype}: expected {names}, or None"
+        raise TypeError(text)
+    low = a.dtype in FLOAT8 and b.dtype in FLOAT8
+    if a.dtype != b.dtype and not low:
+        text = f"gemm of a {a.dtype} and b {b.dtype}: expected one format, or two of float8"
+        raise TypeError(text)
+    return low
+
+
 def float32_precision(a: Tensor) -> str:
     """Return how float32 is multiplied: `tf32` where torch's own switch says so, else `ieee`."""
     tf32 = a.dtype == torch.float32 and a.is_cuda and torch.backends.cuda.matmul.allow_tf32
@@ -128,14 +153,7 @@ def check(
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
         text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: expected [*batch, M, K] and [*batch, K, N]"
         raise ValueError(text)
-    if a.dtype not in FORMATS or b.dtype not in FORMATS:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORMATS)
-        text = f"gemm of a {a.dtype} and b {b.dtype}: expected {names}"
-        raise TypeError(text)
-    low = a.dtype in FLOAT8 and b.dtype in FLOAT8
-    if a.dtype != b.dtype and not low:
-        text = f"gemm of a {a.dtype} and b {b.dtype}: expected one format, or two of float8"
-        raise TypeError(text)
+    low = _check_formats(a, b, out_dtype)
     if activation is not None and activation not in ACTIVATIONS:
         text = f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
         raise ValueError(text)
@@ -153,7 +171,7 @@ def check(
         a=a,
         b=b,
         c=_expanded("c", c, size),
-        bias=_expanded("bias", bias, size[-1:]),
+        bias=expanded.contiguous() if (expanded := _expanded("bias", bias, size[-1:])) is not None else None,
         scale_a=_scale("scale_a", scale_a, size[-2]),
         scale_b=_scale("scale_b", scale_b, size[-1]),
         out_dtype=out_dtype or (torch.bfloat16 if low else a.dtype),
@@ -177,10 +195,29 @@ def check_out(given: Operands, out: Tensor) -> None:
     if any(step == 0 and length > 1 for step, length in zip(out.stride(), out.shape, strict=True)):
         text = f"out has strides {out.stride()}: expected a place of its own for each element"
         raise ValueError(text)
-    tensors = (out, given.a, given.b, given.c, given.bias)
+    tensors = (out, given.a, given.b, given.c, given.bias, given.scale_a, given.scale_b)
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
         text = "gemm(out=...) has no gradient, and a tensor here needs one: no out, or torch.no_grad()"
         raise RuntimeError(text)
+
+
+def overlaps(given: Operands, out: Tensor) -> bool:
+    """Say whether a result may lie where an operand is still read; C in its very place does no harm."""
+    if torch.compiler.is_compiling() or out.is_meta or is_fake(out):
+        return False
+    c = given.c
+    if c is not None and (c.data_ptr(), c.stride(), c.dtype) == (out.data_ptr(), out.stride(), out.dtype):
+        c = None
+    others = (given.a, given.b, c, given.bias, given.scale_a, given.scale_b)
+    begin, end = _span(out)
+    spans = [_span(each) for each in others if each is not None and each.numel()]
+    return any(first < end and begin < last for first, last in spans)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses between which all elements lie."""
+    steps = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
 
 
 def _expanded(name: str, tensor: Tensor | None, size: tuple[int, ...]) -> Tensor | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_eff.kernels.operands import Operands, batch_of
@@ -44,11 +45,19 @@ class Operator:
             mutates_args=("out",),
             schema=f"(Tensor(a0!) out, {_TENSORS}, {_REST}) -> ()",
         )
+        register_flop_formula(torch.ops.lightning_eff.gemm_into)(_flop_into)
 
     def __call__(
         self, given: Operands, *, alpha: float, beta: float, activation: str | None, out: Tensor | None = None
     ) -> Tensor:
-        """Compute `activation(alpha * A @ B + beta * C + bias)`."""
+        """Compute `activation(alpha * A @ B + beta * C + bias)`.
+
+        Raises:
+            RuntimeError: In forward-mode differentiation, which the operator has none of.
+        """
+        if forward_ad._current_level >= 0:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            text = "our kernels have no forward-mode derivative (jvp, jacfwd): backend='torch' has"
+            raise RuntimeError(text)
         tensors = (given.a, given.b, given.c, given.bias, given.scale_a, given.scale_b)
         rest = (float(alpha), float(beta), activation, given.out_dtype)
         if out is not None:
@@ -83,6 +92,12 @@ class Operator:
             text = "gemm with scales has no gradient: a float8 layer computes its own from what it has scaled"
             raise RuntimeError(text)
         a, b, pre = ctx.saved_tensors
+        if ctx.activation not in (None, "relu") and torch.is_grad_enabled():
+            text = (
+                f"our kernels have no second derivative through activation={ctx.activation!r}: "
+                "apply it apart, or use backend='torch'"
+            )
+            raise RuntimeError(text)
         if ctx.activation is not None:
             grad = activation_gradient(grad, pre, ctx.activation)
         factor = grad.to(a.dtype)
@@ -117,6 +132,10 @@ def _flop(a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
     """Return the operations of a product from the shapes of its operands, for torch's counter."""
     batch = torch.broadcast_shapes(a[:-2], b[:-2])
     return 2 * math.prod(batch) * a[-2] * a[-1] * b[-1]
+
+
+def _flop_into(_: Any, *shapes: Any, **__: Any) -> int:
+    return _flop(*shapes)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -214,38 +214,44 @@ def explain(
         0.0% of the tiles' area lies beyond the edge
         ...
     """
-    if min(M, N, K) < 1:
-        text = f"explain(M={M}, N={N}, K={K}): expected sizes of at least 1"
+    if any(size != int(size) or size < 1 for size in (M, N, K)):
+        text = f"explain(M={M}, N={N}, K={K}): expected whole numbers of at least 1"
+        raise ValueError(text)
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        text = f"explain(dtype={dtype}): expected a format that the kernels multiply, float8 to float32"
         raise ValueError(text)
     place = devices.named(device) if isinstance(device, str) else device
     item = dtype.itemsize
     aligned = not (N * item % TMA_BYTES or K * item % TMA_BYTES)
     shape = Shape(M=M, N=N, K=K, dtype=dtype, aligned=aligned)
     cost = ranked(shape, place)[0]
+    copies = place.has_tma and shape.has_tensor_cores
     return Explanation(
         cost=cost,
         fitting_m=tuple(_fitting_m(cost)),
-        aligned_n=_aligned(N, item, cost.tile.block_n),
-        aligned_k=_aligned(K, item, 64),
+        aligned_n=_aligned(N, item, cost.tile.block_n) if copies else (N,),
+        aligned_k=_aligned(K, item, 64) if copies else (K,),
     )
 
 
 def _fitting_m(cost: Cost) -> Iterator[int]:
     """Yield M if it fills the device, else the next smaller and the next larger that do, in whole tiles."""
-    columns, sms, block = cost.grid[1] * cost.shape.batch, cost.device.num_sms, cost.tile.block_m
+    block, sms, rows = cost.tile.block_m, cost.device.num_sms, cost.grid[0]
 
     def filled(rows: int) -> bool:
-        waves = rows * columns / sms
-        return waves / math.ceil(waves) >= WELL_FILLED
+        """With the tile that this size itself would get."""
+        other = ranked(replace(cost.shape, M=rows * block), cost.device)[0]
+        return other.waves >= 1.0 and 1.0 - other.idle_share >= WELL_FILLED
 
-    rows = cost.grid[0]
-    if filled(rows):
+    if 1.0 - cost.idle_share >= WELL_FILLED or cost.waves < 1.0:  # of less than a wave nothing is lost by M
         yield cost.shape.M
         return
     below = next((each for each in range(rows - 1, 0, -1) if filled(each)), None)
     if below is not None:
         yield below * block
-    yield next(each for each in range(rows + 1, rows + 2 * sms + 1) if filled(each)) * block
+    above = next((each for each in range(rows + 1, rows + 2 * sms + 1) if filled(each)), None)
+    if above is not None:
+        yield above * block
 
 
 def _aligned(size: int, itemsize: int, block: int) -> tuple[int, ...]:

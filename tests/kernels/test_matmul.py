@@ -1,0 +1,224 @@
+"""gemm on this processor: what it means, what it refuses, its gradients; and what testers have found."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_eff.callbacks.triton_linear import swap, unswap
+from lightning_eff.kernels import reference
+from lightning_eff.kernels.linear import Accumulation, TritonLinear
+from lightning_eff.kernels.matmul import gemm
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def random(*size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size)), dtype=torch.float64).to(
+        dtype
+    )
+
+
+@pytest.mark.parametrize(
+    ("size_a", "size_b"),
+    [
+        *(((4, 5), (5, 3)), ((0, 5), (5, 3)), ((4, 0), (0, 3)), ((1, 1), (1, 1))),
+        *(((2, 4, 5), (5, 3)), ((2, 1, 4, 5), (3, 5, 2))),
+    ],
+)  # fmt: skip
+def test_every_factor_addend_and_activation(size_a: tuple[int, ...], size_b: tuple[int, ...]) -> None:
+    a, b = random(*size_a), random(*size_b)
+    n = size_b[-1]
+    c = random(*torch.broadcast_shapes(size_a[:-2], size_b[:-2]), size_a[-2], n)
+    cases = itertools.product([1.0, -0.5, 0.0], [0.0, 1.0, 2.0], [None, c], [None, random(n)], [None, "silu"])
+    for alpha, beta, addend, bias, activation in cases:
+        keywords: dict[str, Any] = {"alpha": alpha, "beta": beta, "bias": bias, "activation": activation}
+        ours, expected = gemm(a, b, addend, **keywords), reference.gemm(a, b, addend, **keywords)
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_not_read_does_not_reach_the_result() -> None:
+    a, b, nan = random(3, 4), random(4, 2), float("nan")
+    assert torch.equal(gemm(a, b, torch.full((3, 2), nan)), a @ b)
+    assert torch.equal(
+        gemm(a * nan, b, torch.ones(3, 2, dtype=torch.float64), alpha=0.0, beta=2.0),
+        torch.full_like(a @ b, 2.0),
+    )
+    assert bool(gemm(a * nan, b).isnan().all())
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu_tanh"])
+def test_gradients_of_all_arguments(activation: str | None) -> None:
+    tensors = [each.requires_grad_() for each in (random(2, 3, 4), random(4, 5), random(3, 5), random(5))]
+
+    def call(a: Tensor, b: Tensor, c: Tensor, bias: Tensor) -> Tensor:
+        return gemm(a, b, c, alpha=0.5, beta=2.0, bias=bias, activation=activation)
+
+    assert torch.autograd.gradcheck(call, tensors)
+    assert torch.autograd.gradgradcheck(call, tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16])
+def test_formats(dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
+    a, b = random(16, 8).to(dtype), random(8, 4).to(dtype)
+    ours = gemm(a, b, out_dtype=out_dtype)
+    assert ours.dtype == (out_dtype or (torch.bfloat16 if dtype.itemsize == 1 else dtype))
+    torch.testing.assert_close(ours.double(), reference.gemm(a, b), rtol=1e-2, atol=1e-2)
+
+
+def test_a_result_goes_where_it_is_told_and_is_added_to() -> None:
+    a, b, room = random(6, 4), random(4, 5), torch.zeros(6, 20, dtype=torch.float64)
+    out = room[:, 5:10]
+    assert gemm(a, b, out=out) is out
+    gemm(a, b, out, beta=1.0, out=out)
+    torch.testing.assert_close(out, 2 * (a @ b))
+    assert float(room[:, :5].abs().sum() + room[:, 10:].abs().sum()) == 0.0
+
+
+def test_a_result_over_an_operand_is_made_elsewhere() -> None:
+    """Found by a tester: 686 off, for a square matrix that was its own result."""
+    for where in ("a", "b", "a.T", "shifted"):
+        a, b = random(40, 40), random(40, 40) + 1.0
+        room = torch.zeros(41, 40, dtype=torch.float64)
+        places = {"a": a, "b": b, "a.T": a.T, "shifted": room[1:]}
+        c = room[:-1] if where == "shifted" else None
+        expected = a.clone() @ b.clone()
+        assert torch.equal(gemm(a, b, c, beta=1.0, out=places[where]), expected), where
+
+
+def test_autocast_is_that_of_torch() -> None:
+    a, b = random(4, 8, dtype=torch.float32), random(8, 4, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(gemm(a, b), a @ b)
+        assert gemm(a.double(), b.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "words"),
+    [
+        ({"b": random(9, 2)}, ValueError, r"gemm of a \[3, 4\] and b \[9, 2\]"),
+        ({"b": random(9, 2), "alpha": 0.0}, ValueError, "gemm of a"),
+        ({"b": random(4, 2, dtype=torch.float32)}, TypeError, "expected one format"),
+        ({"a": torch.ones(3, 4, dtype=torch.int64)}, TypeError, "expected float64, float32"),
+        ({"b": random(4, 2).to("meta")}, ValueError, "a is on cpu and b on meta"),
+        ({"c": random(7, 2), "beta": 1.0}, ValueError, r"c is \[7, 2\]: expected \[3, 2\]"),
+        ({"bias": random(3)}, ValueError, r"bias is \[3\]: expected \[2\]"),
+        ({"bias": torch.ones(2, dtype=torch.int32)}, TypeError, "bias is torch.int32"),
+        ({"activation": "gelu"}, ValueError, "expected one of relu, silu, gelu_tanh, or None"),
+        ({"out_dtype": torch.int32}, TypeError, "out_dtype=torch.int32: expected float64, float32"),
+        ({"scale_a": random(3)}, ValueError, r"scale_a is torch.float64 \[3\]: expected float32"),
+        ({"out": random(2, 3)}, ValueError, r"out is torch.float64 \[2, 3\]"),
+        ({"out": random(1, 2).expand(3, 2)}, ValueError, "a place of its own for each element"),
+        ({"alpha": 2j}, TypeError, "complex"),
+        ({"a": random(3, 4).requires_grad_(), "out": random(3, 2)}, RuntimeError, "has no gradient"),
+        (
+            {"scale_a": torch.ones(3, requires_grad=True), "out": random(3, 2)},
+            RuntimeError,
+            "has no gradient",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(keywords: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        gemm(**({"a": random(3, 4), "b": random(4, 2)} | keywords))
+
+
+def test_an_operation_in_place_behind_a_swapped_layer() -> None:
+    """Found by a tester: nn.ReLU(inplace=True), the most common case of all, raised."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
+    twin = copy.deepcopy(model)
+    swap(twin, min_features=1, accumulation=Accumulation())
+    for size in ((4, 8), (2, 3, 8)):
+        x = torch.randn(size)
+        for each in (model, twin):
+            y = each(x)
+            y += 1.0
+            y.square().sum().backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_layer_that_was_parametrized_meanwhile_stays_whole() -> None:
+    layer = nn.Sequential(nn.Linear(4, 3))
+    swapped = swap(layer, min_features=1)
+    nn.utils.parametrizations.weight_norm(layer[0])
+    x = torch.randn(2, 4)
+    before = layer(x)
+    unswap(swapped["0"])
+    assert torch.equal(layer(x), before)
+
+
+def test_a_weight_that_is_exchanged_before_the_backward_pass() -> None:
+    layer = TritonLinear(4, 3)
+    layer.accumulation = Accumulation()
+    x = torch.randn(2, 4, requires_grad=True)
+    y, weight = layer(x).sum(), layer.weight.detach().clone()
+    layer.weight.data = torch.zeros(3, 4)
+    y.backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 4))
+
+
+def test_layers_on_meta_and_with_nested_inputs_are_linear_layers() -> None:
+    layer = TritonLinear(4, 3, device="meta")
+    layer.accumulation = Accumulation()
+    assert layer(torch.empty(2, 4, device="meta")).shape == (2, 3)
+    layer = TritonLinear(4, 3)
+    layer.accumulation = Accumulation()
+    nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(5, 4)], layout=torch.jagged)
+    assert layer(nested).values().shape == (7, 3)
+
+
+IN_THE_INTERPRETER = """
+import torch
+from lightning_eff.kernels.matmul import gemm
+def ours(*args, **keywords): return gemm(*args, **keywords, backend="triton")
+def close(one, other): assert float((one - other).detach().abs().max()) < 1e-4, (one - other).abs().max()
+def refused(words, call):
+    try: call()
+    except RuntimeError as error: assert words in str(error), error
+    else: raise AssertionError(words)
+a, b, b6 = torch.randn(5, 7), torch.randn(7, 6), torch.randn(12)
+close(ours(a, b, bias=b6[::2]), a @ b + b6[::2])
+close(ours(a, b, bias=b6[:1]), a @ b + b6[:1])
+x, w = torch.randn(4, 5, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+y = ours(x, w, activation="silu").sum()
+refused("no second derivative", lambda: torch.autograd.grad(y, x, create_graph=True))
+for activation in (None, "relu"):
+    seconds = []
+    for call in (ours, gemm):
+        (g,) = torch.autograd.grad(call(x, w, activation=activation).square().sum(), x, create_graph=True)
+        seconds.append(torch.autograd.grad(g.pow(2).sum(), w)[0])
+    assert float((seconds[0] - seconds[1]).abs().max()) < 1e-3
+refused("no forward-mode derivative", lambda: torch.func.jvp(lambda t: ours(t, b), (a,), (a,)))
+square, other = torch.randn(60, 60), torch.randn(60, 60)
+expected = square @ other
+close(ours(square, other, out=square), expected)
+room = torch.zeros(130 * 2**18, dtype=torch.uint8).view(torch.float8_e4m3fn)
+far = room.as_strided((16, 130), (1, 2**18))
+far.copy_(torch.ones(16, 130))
+ones = torch.ones(130, 16).to(torch.float8_e4m3fn)
+close(ours(far, ones, out_dtype=torch.float32), torch.full((16, 16), 130.0))
+print("right")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
+def test_what_testers_found_in_the_kernels() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IN_THE_INTERPRETER],
+        cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "right", done.stderr[-3000:]
