@@ -11,7 +11,7 @@ run: setup  ## train the main recipe and print the efficiency report
 test: setup  ## the tests that every change must pass
 	$(BIN)/python -m pytest -m "not slow"
 
-test-full: setup  ## all tests
+test-full: setup .venv/triton-3.6  ## all tests
 	$(BIN)/python -m pytest
 
 check: setup .venv/check.stamp  ## format, lint, types, import directions
@@ -29,6 +29,10 @@ setup: .venv/setup.stamp  ## .venv with the tested versions; does nothing when t
 .venv/setup.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP) --editable '.[test]'
 	@touch $@
+
+# The Triton of the torch before: the kernels are compiled with it too.
+.venv/triton-3.6: | .venv/setup.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0
 
 .venv/check.stamp: .venv/setup.stamp
 	$(PIP) --editable '.[test,check]'
