@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -177,3 +178,11 @@ def command(
     for name, module in list(sys.modules.items()):  # another test has a my_project of its own
         if tmp_path in Path(getattr(module, "__file__", None) or "/").parents:
             del sys.modules[name]
+
+
+def in_interpreter(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where Triton's interpreter runs the kernels: it is chosen when they are imported."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *words], cwd=Path(__file__).parent.parent,
+        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip

@@ -195,7 +195,7 @@ def _is_ours(x: Tensor, weight: Tensor, backend: str, activation: str | None) ->
     if backend == "torch" or not (x.is_cuda or matmul.INTERPRETED) or x.dtype == torch.float64:
         return False
     given = _operands(x.reshape(-1, x.shape[-1]), weight)
-    return dispatch.uses_triton(given, backend, interpreted=True, activation=activation)
+    return dispatch.uses_triton(given, backend, interpreted=matmul.INTERPRETED, activation=activation)
 
 
 def _operands(
@@ -266,22 +266,14 @@ class _Linear(torch.autograd.Function):
 
 def _weight_gradient(ctx: Any, grad: Tensor, rows: Tensor) -> Tensor | None:
     """Return the gradient of the weight, or None where it was added to the one that is there."""
-    weight = ctx.weight
-    ours = ctx.backend != "torch"
-    if ctx.accumulation is None or not ctx.accumulation.takes(weight):
-        dtype = weight.dtype if ours else None
-        return matmul.gemm(grad, rows, out_dtype=dtype, backend=ctx.backend).to(weight.dtype)
-    ctx.accumulation.num_added += 1
-    if ours or weight.grad.dtype == rows.dtype:
-        matmul.gemm(
-            grad,
-            rows,
-            weight.grad,
-            beta=1.0,
-            out=weight.grad,
-            out_dtype=weight.grad.dtype,
-            backend=ctx.backend,
-        )
-    else:  # torch's library adds in the format of its operands only
-        weight.grad.add_(grad @ rows)
-    return None
+    weight, place = ctx.weight, ctx.weight.grad
+    ours, accumulation = ctx.backend != "torch", ctx.accumulation
+    if accumulation is not None and accumulation.takes(weight):
+        # On a CPU torch's library adds in the format of its operands only: then autograd does it.
+        can_add = ours or rows.is_cuda or place.dtype == rows.dtype
+        accumulation.num_added += can_add
+        if can_add:
+            matmul.gemm(grad, rows, place, beta=1.0, out=place, out_dtype=place.dtype, backend=ctx.backend)
+            return None
+    dtype = weight.dtype if ours else None
+    return matmul.gemm(grad, rows, out_dtype=dtype, backend=ctx.backend).to(weight.dtype)

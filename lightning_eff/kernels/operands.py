@@ -201,13 +201,19 @@ def check_out(given: Operands, out: Tensor) -> None:
         raise RuntimeError(text)
 
 
+def in_place(c: Tensor, out: Tensor) -> bool:
+    """Say whether both are the same elements in the same places."""
+    if c is out:
+        return True
+    same = (c.dtype, c.shape, c.stride()) == (out.dtype, out.shape, out.stride())
+    return same and not is_fake(out) and c.data_ptr() == out.data_ptr()
+
+
 def overlaps(given: Operands, out: Tensor) -> bool:
     """Say whether a result may lie where an operand is still read; C in its very place does no harm."""
     if torch.compiler.is_compiling() or out.is_meta or is_fake(out):
         return False
-    c = given.c
-    if c is not None and (c.data_ptr(), c.stride(), c.dtype) == (out.data_ptr(), out.stride(), out.dtype):
-        c = None
+    c = given.c if given.c is not None and not in_place(given.c, out) else None
     others = (given.a, given.b, c, given.bias, given.scale_a, given.scale_b)
     begin, end = _span(out)
     spans = [_span(each) for each in others if each is not None and each.numel()]

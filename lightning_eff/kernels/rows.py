@@ -11,7 +11,7 @@ import torch
 from lightning_eff.kernels import matmul
 from lightning_eff.kernels.assembly import Assembly, Variant, assemble
 from lightning_eff.kernels.devices import DEVICES
-from lightning_eff.kernels.language import is_interpreted, triton
+from lightning_eff.kernels.language import triton
 from lightning_eff.kernels.table import Tile
 
 DEVICE = DEVICES["h200"]
@@ -49,7 +49,7 @@ def not_compiled() -> str:
     """Say why kernels cannot be compiled in this process; empty where they can."""
     if triton is None:
         return "Triton is not installed: pip install triton"
-    if is_interpreted(matmul.gemm_tma):
+    if matmul.INTERPRETED:
         return "TRITON_INTERPRET is set, and the interpreter compiles nothing: unset it"
     return ""
 

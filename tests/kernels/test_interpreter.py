@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,18 +10,14 @@ from typing import Any
 import pytest
 
 from lightning_eff.kernels.table import TILES
+from tests.conftest import in_interpreter
 
-ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
 
 
-def interpreted(path: Path, *, cases: int, seed: int = 0, timeout: int = 280) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.interpreted"]
-    command += ["--cases", str(cases), "--seed", str(seed), "--json", str(path)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+def interpreted(path: Path, *, cases: int, seed: int = 0) -> dict[str, Any]:
+    words = ["--cases", str(cases), "--seed", str(seed), "--json", str(path)]
+    done = in_interpreter("-m", "tests.kernels.interpreted", *words)
     assert path.exists(), done.stderr[-3000:]
     return json.loads(path.read_text())
 

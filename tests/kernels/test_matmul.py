@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +15,7 @@ from lightning_eff.callbacks.triton_linear import swap, unswap
 from lightning_eff.kernels import reference
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.matmul import gemm
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.conftest import in_interpreter
 
 
 def random(*size: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -216,9 +212,5 @@ print("right")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
 def test_what_testers_found_in_the_kernels() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", IN_THE_INTERPRETER],
-        cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+    done = in_interpreter("-c", IN_THE_INTERPRETER)
     assert done.stdout.strip() == "right", done.stderr[-3000:]
