@@ -21,6 +21,7 @@ import torch
 
 from lightning_eff.kernels import matmul
 from lightning_eff.kernels.language import triton
+from lightning_eff.kernels.launch import GROUP_M
 from lightning_eff.kernels.table import Tile
 
 _NAMES = {
@@ -50,7 +51,7 @@ class Variant:
         out_dtype: Of D, of C and of the bias.
         layout: `nt`, `nn` or `tn`: whether A and B are transposed, as in a linear layer's forward pass, the
             gradient of its input and that of its weight.
-        epilogue: Any of `bias`, `c`, `scales`, `pre`.
+        epilogue: Any of `bias`, `c`, `scales`, `at`, `pre`, `logsumexp`.
         activation: Its name.
         tf32: Multiply float32 as TF32.
     """
@@ -104,7 +105,8 @@ def assemble(tile: Tile, variant: Variant, capability: int = 90) -> Assembly:
     divisible = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
-        if name in types and (types[name].startswith("*") or name.startswith("stride") or name in "MNK")
+        if name in types
+        and (types[name].startswith("*") or name.startswith("stride") or name in ("M", "N", "K", "N_D"))
     }
     source = ASTSource(
         kernel,
@@ -119,18 +121,21 @@ def assemble(tile: Tile, variant: Variant, capability: int = 90) -> Assembly:
 
 def _constants(tile: Tile, variant: Variant) -> dict[str, Any]:
     """Return what a launch would compile in: sizes, the epilogue, absent tensors, strides of 1."""
-    tensors = {"bias": ("bias",), "c": ("c",), "scales": ("scale_a", "scale_b"), "pre": ("pre",)}
+    tensors = {"scales": ("scale_a", "scale_b")}
+    tensors |= {name: (name,) for name in ("bias", "c", "at", "pre", "logsumexp")}
     absent = [name for part, names in tensors.items() if part not in variant.epilogue for name in names]
     by_rows = variant.layout[0] == "n", variant.layout[1] == "n"
     constants: dict[str, Any] = dict.fromkeys(absent) | {
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k(variant.dtype.itemsize),
-        "GROUP_M": matmul.GROUP_M,
+        "GROUP_M": GROUP_M,
+        "SPLIT_K": tile.split_k,
         "ACTIVATION": variant.activation,
         "PRECISION": "tf32" if variant.tf32 else "ieee",
         "INTERPRETED": False,
         "stride_cn": 1,
+        "stride_xn": 1,
     }
     if tile.kernel == "tma":
         layout = {"A_BY_ROWS": by_rows[0], "B_BY_ROWS": by_rows[1], "NUM_SMS": 132}
@@ -142,9 +147,9 @@ def _constants(tile: Tile, variant: Variant) -> dict[str, Any]:
 def _type(name: str, variant: Variant) -> str:
     if name in ("a", "b"):
         return f"*{_NAMES[variant.dtype]}"
-    if name in ("c", "bias", "pre", "d"):
+    if name in ("c", "bias", "at", "pre", "d"):
         return f"*{_NAMES[variant.out_dtype]}"
-    if name.startswith("scale"):
+    if name.startswith("scale") or name == "logsumexp":
         return "*fp32"
     return "fp32" if name in ("alpha", "beta") else "i64" if name.endswith("z") else "i32"
 

@@ -61,7 +61,7 @@ class Candidate:
 def compare(case: Case, device: torch.device, effort: Effort) -> Comparison:
     """Check every candidate of a case, then time those that are correct."""
     problem = timing.problem(case, device)
-    shape = problem.given.shape(adds=case.kind == "adds", activation=case.activation)
+    shape = problem.given.shape(adds=case.kind == "adds")
     chosen = dispatch.measured(shape, device) if device.type == "cuda" else None
     runs = candidates(problem, every_row=effort.every_row)
     checked = [check(each, problem) for each in runs]
@@ -84,10 +84,8 @@ def candidates(problem: Problem, *, every_row: bool) -> list[Candidate]:
     backend = "auto" if device.type == "cuda" else "torch"
     case = problem.case
     adds = case.kind == "adds"
-    shape = problem.given.shape(adds=adds, activation=case.activation)
-    chosen = dispatch.uses_triton(
-        problem.given, backend, interpreted=False, adds=adds, activation=case.activation
-    )
+    shape = problem.given.shape(adds=adds)
+    chosen = dispatch.uses_triton(problem.given, backend, interpreted=False, adds=adds)
     runs = [
         Candidate(name=LIBRARY, run=_by_library, by_library=True),
         Candidate(name=DISPATCH, run=lambda each: _by_gemm(each, backend), by_library=not chosen),
@@ -102,8 +100,7 @@ def row_candidate(tile: Tile) -> Candidate:
     """Return a row of the table as a candidate."""
 
     def run(problem: Problem) -> Tensor:
-        beta = 0.0 if problem.start is None else 1.0
-        launch(problem.given, tile, problem.d, beta=beta, activation=problem.case.activation)
+        launch(problem.given, tile, problem.d)
         return problem.d
 
     return Candidate(name=str(tile), run=run, by_library=False)

@@ -30,9 +30,7 @@ LIBRARY = "torch"
 """What stands in a file of choices for torch's library."""
 
 
-def uses_triton(
-    given: Operands, backend: str, *, interpreted: bool, adds: bool = False, activation: str | None = None
-) -> bool:
+def uses_triton(given: Operands, backend: str, *, interpreted: bool, adds: bool = False) -> bool:
     """Say whether our kernels compute this.
 
     Args:
@@ -40,7 +38,6 @@ def uses_triton(
         backend: `auto`, `torch` or `triton`.
         interpreted: The interpreter runs kernels here.
         adds: The result is added to C where that lies.
-        activation: What follows.
 
     Raises:
         ValueError: A backend that nobody knows.
@@ -53,7 +50,7 @@ def uses_triton(
     if backend != "triton":
         if backend == "torch" or device.type != "cuda":
             return False
-        return measured(given.shape(adds=adds, activation=activation), device) is not None
+        return measured(given.shape(adds=adds), device) is not None
     if not (device.type == "cuda" or interpreted):
         text = (
             f"backend=triton on {device}: expected a CUDA device, or Triton's interpreter "
@@ -66,16 +63,9 @@ def uses_triton(
     return True
 
 
-def choose(
-    given: Operands,
-    d: Tensor,
-    pre: Tensor | None = None,
-    *,
-    adds: bool = False,
-    activation: str | None = None,
-) -> Tile:
+def choose(given: Operands, d: Tensor, pre: Tensor | None = None, *, adds: bool = False) -> Tile:
     """Return the row for operands and a result that exist: the measured one, else the model's."""
-    shape = given.shape(adds=adds, activation=activation)
+    shape = given.shape(adds=adds, saves_pre=pre is not None)
     places = [each for each in (given.a, given.b, d, pre) if each is not None]
     if not all(is_aligned(each) and each.data_ptr() % 16 == 0 for each in places) or d.stride(-1) != 1:
         shape = shape.without_tma()

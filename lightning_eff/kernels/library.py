@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
 from lightning_eff.kernels.operands import FLOAT8, Operands
-from lightning_eff.kernels.reference import ACTIVATIONS
+from lightning_eff.kernels.reference import ACTIVATIONS, activation_gradient
 
 AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 """What autocast casts."""
@@ -25,39 +27,44 @@ def _is_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def gemm(
-    given: Operands, *, alpha: float, beta: float, activation: str | None, out: Tensor | None = None
-) -> Tensor:
+def gemm(given: Operands, *, out: Tensor | None = None) -> Tensor:
     """Compute `activation(alpha * A @ B + beta * C + bias)`; what follows the product is rounded once."""
-    if _is_autocast(given.a.device.type):  # what is here has the format that it is to have
-        with torch.autocast(given.a.device.type, enabled=False):
-            return _gemm(given, alpha, beta, activation, out)
-    return _gemm(given, alpha, beta, activation, out)
+    with _plain(given):
+        if _is_one_call(given):
+            return _one_call(given, out)
+        result = _finished(given, _wide(given)).to(given.out_dtype)
+        return result if out is None else out.copy_(result)
 
 
-def _gemm(given: Operands, alpha: float, beta: float, activation: str | None, out: Tensor | None) -> Tensor:
-    if _is_one_call(given, alpha, activation):
-        return _one_call(given, alpha, beta, out)
-    result = _wide(given, alpha, beta, activation)
-    return result if out is None else out.copy_(result)
+def gemm_logsumexp(given: Operands) -> tuple[Tensor, Tensor]:
+    """Compute the same without an activation, and the logsumexp of each row before it is rounded."""
+    with _plain(given):
+        result = _wide(given)
+        return result.to(given.out_dtype), torch.logsumexp(result, -1)
 
 
-def _is_one_call(given: Operands, alpha: float, activation: str | None) -> bool:
+def _plain(given: Operands) -> AbstractContextManager[object]:
+    """Switch autocast off: what is here has the format that it is to have."""
+    kind = given.a.device.type
+    return torch.autocast(kind, enabled=False) if _is_autocast(kind) else nullcontext()
+
+
+def _is_one_call(given: Operands) -> bool:
     """Say whether torch has one call for it: no more than one addend, all of one format."""
-    if activation is not None or given.scale_a is not None or given.scale_b is not None or given.batch:
+    if given.activation is not None or given.scale_a is not None or given.scale_b is not None or given.batch:
         return False
     if given.a.dtype in FLOAT8 or (given.c is not None and given.bias is not None):
         return False
     addend = given.c if given.c is not None else given.bias
     if addend is None:
-        return alpha == 1.0 and given.out_dtype == given.a.dtype
+        return given.alpha == 1.0 and given.out_dtype == given.a.dtype
     if given.out_dtype == addend.dtype == given.a.dtype:
         return True
     return addend is given.c and given.a.is_cuda and given.out_dtype == addend.dtype == torch.float32
 
 
-def _one_call(given: Operands, alpha: float, beta: float, out: Tensor | None) -> Tensor:
-    a, b, c = given.a, given.b, given.c
+def _one_call(given: Operands, out: Tensor | None) -> Tensor:
+    a, b, c, alpha, beta = given.a, given.b, given.c, given.alpha, given.beta
     if c is not None and c.dtype != a.dtype:  # a float32 sum of low products, on CUDA only
         return torch.addmm(c, a, b, beta=beta, alpha=alpha, out_dtype=c.dtype, out=out)
     if c is not None:
@@ -67,8 +74,8 @@ def _one_call(given: Operands, alpha: float, beta: float, out: Tensor | None) ->
     return torch.mm(a, b, out=out)
 
 
-def _wide(given: Operands, alpha: float, beta: float, activation: str | None) -> Tensor:
-    """Compute in float32 at least, and round at the end."""
+def _wide(given: Operands) -> Tensor:
+    """Compute what is before the activation, in float32 at least."""
     wide = torch.promote_types(torch.float32, given.out_dtype)
     wide = torch.promote_types(wide, given.a.dtype) if given.a.dtype not in FLOAT8 else wide
     result = _product(given, wide)
@@ -76,13 +83,18 @@ def _wide(given: Operands, alpha: float, beta: float, activation: str | None) ->
         result = result * given.scale_a[:, None]
     if given.scale_b is not None:
         result = result * given.scale_b
-    result = result * alpha if alpha != 1.0 else result
+    result = result * given.alpha if given.alpha != 1.0 else result
     if given.c is not None:
-        result = result + beta * given.c.to(wide)
-    if given.bias is not None:
-        result = result + given.bias.to(wide)
-    result = ACTIVATIONS[activation](result) if activation else result
-    return result.to(given.out_dtype)
+        result = result + given.beta * given.c.to(wide)
+    return result if given.bias is None else result + given.bias.to(wide)
+
+
+def _finished(given: Operands, result: Tensor) -> Tensor:
+    if given.activation is None:
+        return result
+    if given.at is not None:
+        return activation_gradient(result, given.at.to(result.dtype), given.activation)
+    return ACTIVATIONS[given.activation](result)
 
 
 def _product(given: Operands, wide: torch.dtype) -> Tensor:

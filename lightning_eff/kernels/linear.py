@@ -194,16 +194,15 @@ def _is_ours(x: Tensor, weight: Tensor, backend: str, activation: str | None) ->
     """Say whether our kernels compute a layer; an error is left to who asks for them in vain."""
     if backend == "torch" or not (x.is_cuda or matmul.INTERPRETED) or x.dtype == torch.float64:
         return False
-    given = _operands(x.reshape(-1, x.shape[-1]), weight)
-    return dispatch.uses_triton(given, backend, interpreted=matmul.INTERPRETED, activation=activation)
+    given = _operands(x.reshape(-1, x.shape[-1]), weight, activation=activation)
+    return dispatch.uses_triton(given, backend, interpreted=matmul.INTERPRETED)
 
 
 def _operands(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Operands:
     a, b = library.autocast(x, weight.T)
-    nothing: dict[str, Any] = {"scale_a": None, "scale_b": None, "out_dtype": None}
-    return operands.check(a, b, None, bias=bias, activation=activation, **nothing)
+    return operands.check(a, b, None, bias=bias, activation=activation)
 
 
 def _forward(
@@ -213,7 +212,7 @@ def _forward(
     if backend == "torch":
         before = F.linear(x, weight, bias)
         return (ACTIVATIONS[activation](before), before) if activation else (before, None)
-    return matmul.OPERATOR.with_pre(_operands(x, weight, bias, activation), activation=activation)
+    return matmul.OPERATOR.with_pre(_operands(x, weight, bias, activation))
 
 
 class _Linear(torch.autograd.Function):

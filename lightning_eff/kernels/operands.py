@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from lightning_eff.kernels.reference import ACTIVATIONS
+from lightning_eff.kernels.reference import ACTIVATIONS, GATED
 from lightning_eff.kernels.table import Shape
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -32,6 +32,10 @@ class Operands:
         scale_b: One float32 a column of `b`, `[N]`; None for 1.
         out_dtype: Of the result.
         batch: Batch axes of the result.
+        alpha: Factor of the product.
+        beta: Factor of `c`.
+        activation: What follows, or None.
+        at: What it was applied to, `[*batch, M, columns]`, where its gradient follows instead.
     """
 
     a: Tensor
@@ -42,6 +46,10 @@ class Operands:
     scale_b: Tensor | None
     out_dtype: torch.dtype
     batch: tuple[int, ...]
+    alpha: float = 1.0
+    beta: float = 0.0
+    activation: str | None = None
+    at: Tensor | None = None
 
     @property
     def M(self) -> int:  # noqa: N802 - its name in the field
@@ -50,7 +58,7 @@ class Operands:
 
     @property
     def N(self) -> int:  # noqa: N802 - its name in the field
-        """Columns of the result."""
+        """Columns of the product."""
         return self.b.shape[-1]
 
     @property
@@ -59,30 +67,49 @@ class Operands:
         return self.a.shape[-1]
 
     @property
+    def columns(self) -> int:
+        """Columns of the result."""
+        if self.activation not in GATED:
+            return self.N
+        return self.N // 2 if self.at is None else self.N * 2
+
+    @property
     def size(self) -> tuple[int, ...]:
         """Shape of the result."""
-        return (*self.batch, self.M, self.N)
+        return (*self.batch, self.M, self.columns)
 
-    def empty(self) -> Tensor:
-        """Return memory for the result."""
-        return torch.empty(self.size, dtype=self.out_dtype, device=self.a.device)
+    def empty(self, columns: int | None = None) -> Tensor:
+        """Return memory for the result, or for one of so many columns."""
+        size = (*self.batch, self.M, self.columns if columns is None else columns)
+        return torch.empty(size, dtype=self.out_dtype, device=self.a.device)
 
-    def shape(self, *, adds: bool = False, activation: str | None = None) -> Shape:
+    @property
+    def batch_size(self) -> int:
+        """Independent products."""
+        return math.prod(self.batch)
+
+    def product(self) -> Operands:
+        """Return A and B alone, for a float32 product."""
+        nothing = dict.fromkeys(("c", "bias", "scale_a", "scale_b"))
+        return Operands(a=self.a, b=self.b, out_dtype=torch.float32, batch=self.batch, **nothing)
+
+    def shape(self, *, adds: bool = False, saves_pre: bool = False) -> Shape:
         """Return what the choice of a tile depends on.
 
         Args:
             adds: The result is added to C where that lies.
-            activation: What follows.
+            saves_pre: What is before the activation is written too.
         """
-        tensors = [self.a, self.b] if self.c is None else [self.a, self.b, self.c]
-        aligned = (
-            not self.batch and all(map(is_aligned, tensors)) and self.N * self.out_dtype.itemsize % 16 == 0
-        )
+        tensors = [each for each in (self.a, self.b, self.c) if each is not None]
+        aligned = not self.batch and all(map(is_aligned, tensors))
+        aligned = aligned and self.columns * self.out_dtype.itemsize % 16 == 0
+        follows = (self.bias, self.scale_a, self.scale_b, self.activation)
         return Shape(
             M=self.M, N=self.N, K=self.K, dtype=self.a.dtype, out_dtype=self.out_dtype,
-            batch=math.prod(self.batch), aligned=aligned, reads_c=self.c is not None and not adds, adds=adds,
+            batch=self.batch_size, aligned=aligned, reads_c=self.c is not None and not adds, adds=adds,
             layout="".join("n" if each.stride(-1) == 1 else "t" for each in (self.a, self.b)),
-            fused=any(each is not None for each in (self.bias, self.scale_a, self.scale_b, activation)),
+            fused=any(each is not None for each in follows), columns_share=self.columns / max(self.N, 1),
+            reads_at=self.at is not None, saves_pre=saves_pre,
             tf32=float32_precision(self.a) == "tf32",
         )  # fmt: skip
 
@@ -138,11 +165,14 @@ def check(
     b: Tensor,
     c: Tensor | None,
     *,
-    bias: Tensor | None,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    out_dtype: torch.dtype | None,
-    activation: str | None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    bias: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+    at: Tensor | None = None,
 ) -> Operands:
     """Hold what was given against each other.
 
@@ -154,22 +184,25 @@ def check(
         text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: expected [*batch, M, K] and [*batch, K, N]"
         raise ValueError(text)
     low = _check_formats(a, b, out_dtype)
-    if activation is not None and activation not in ACTIVATIONS:
-        text = f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
-        raise ValueError(text)
+    _check_activation(activation, a, b, at)
     try:
         batch = batch_of(a, b)
     except RuntimeError:
         text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: their batch axes cannot be broadcast"
         raise ValueError(text) from None
     size = (*batch, a.shape[-2], b.shape[-1])
-    for name, tensor in (("b", b), ("c", c), ("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b)):
+    others = {"b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b, "gradient_at": at}
+    for name, tensor in others.items():
         if tensor is not None and tensor.device != a.device:
             text = f"gemm: a is on {a.device} and {name} on {tensor.device}: expected one device"
             raise ValueError(text)
-    return Operands(
+    given = Operands(
         a=a,
         b=b,
+        alpha=alpha,
+        beta=beta,
+        activation=activation,
+        at=at,
         c=_expanded("c", c, size),
         bias=expanded.contiguous() if (expanded := _expanded("bias", bias, size[-1:])) is not None else None,
         scale_a=_scale("scale_a", scale_a, size[-2]),
@@ -177,6 +210,37 @@ def check(
         out_dtype=out_dtype or (torch.bfloat16 if low else a.dtype),
         batch=batch,
     )
+    if at is not None:
+        given.at = _expanded("gradient_at", at, given.size)
+        check_no_gradient(given, "gemm(gradient_at=...)")
+    return given
+
+
+def _check_activation(activation: str | None, a: Tensor, b: Tensor, at: Tensor | None) -> None:
+    if activation is not None and activation not in ACTIVATIONS:
+        text = f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
+        raise ValueError(text)
+    if at is not None and activation is None:
+        text = "gradient_at without an activation: expected the one whose gradient is meant"
+        raise ValueError(text)
+    if activation in GATED and at is None and b.shape[-1] % 2:
+        text = (
+            f"activation={activation} of a {list(a.shape)} and b {list(b.shape)}: expected an even number "
+            "of columns of b, a gate and an up for each of the result"
+        )
+        raise ValueError(text)
+
+
+def check_no_gradient(given: Operands, what: str) -> None:
+    """Refuse operands that need a gradient.
+
+    Raises:
+        RuntimeError: One does.
+    """
+    tensors = (given.a, given.b, given.c, given.bias, given.scale_a, given.scale_b, given.at)
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
+        text = f"{what} has no gradient, and an operand here needs one: detach it, or torch.no_grad()"
+        raise RuntimeError(text)
 
 
 def check_out(given: Operands, out: Tensor) -> None:
@@ -195,10 +259,10 @@ def check_out(given: Operands, out: Tensor) -> None:
     if any(step == 0 and length > 1 for step, length in zip(out.stride(), out.shape, strict=True)):
         text = f"out has strides {out.stride()}: expected a place of its own for each element"
         raise ValueError(text)
-    tensors = (out, given.a, given.b, given.c, given.bias, given.scale_a, given.scale_b)
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
-        text = "gemm(out=...) has no gradient, and a tensor here needs one: no out, or torch.no_grad()"
+    if torch.is_grad_enabled() and out.requires_grad:
+        text = "gemm(out=...) has no gradient, and out needs one: no out, or torch.no_grad()"
         raise RuntimeError(text)
+    check_no_gradient(given, "gemm(out=...)")
 
 
 def in_place(c: Tensor, out: Tensor) -> bool:
@@ -214,7 +278,7 @@ def overlaps(given: Operands, out: Tensor) -> bool:
     if torch.compiler.is_compiling() or out.is_meta or is_fake(out):
         return False
     c = given.c if given.c is not None and not in_place(given.c, out) else None
-    others = (given.a, given.b, c, given.bias, given.scale_a, given.scale_b)
+    others = (given.a, given.b, c, given.bias, given.scale_a, given.scale_b, given.at)
     begin, end = _span(out)
     spans = [_span(each) for each in others if each is not None and each.numel()]
     return any(first < end and begin < last for first, last in spans)

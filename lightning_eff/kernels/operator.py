@@ -15,10 +15,13 @@ from lightning_eff.kernels.operands import Operands, batch_of
 from lightning_eff.kernels.reference import activation_gradient
 
 NAME = "lightning_eff::gemm"
-_TENSORS = "Tensor a, Tensor b, Tensor? c, Tensor? bias, Tensor? scale_a, Tensor? scale_b"
+_TENSORS = "Tensor a, Tensor b, Tensor? c, Tensor? bias, Tensor? scale_a, Tensor? scale_b, Tensor? at"
 _REST = "float alpha, float beta, str? activation, ScalarType out_dtype"
-Run = Callable[[Operands, Tensor, Tensor | None, float, float, str | None], None]
-"""Computes into memory that is there: operands, result, that before the activation, the rest."""
+_NUM_INPUTS = 7 + 4 + 1
+NOTHING, PRE, LOGSUMEXP = "nothing", "pre", "logsumexp"
+"""What the operator returns beside the result: nothing, what is before the activation, or sums of rows."""
+Run = Callable[[Operands, Tensor, Tensor | None, Tensor | None], None]
+"""Computes into memory that is there: operands, result, that before the activation, logsumexp of rows."""
 
 
 class Operator:
@@ -34,7 +37,7 @@ class Operator:
             NAME,
             self._compute,
             mutates_args=(),
-            schema=f"({_TENSORS}, {_REST}, bool save_pre) -> (Tensor, Tensor)",
+            schema=f"({_TENSORS}, {_REST}, str returns) -> (Tensor, Tensor)",
         )
         self._functional.register_fake(_allocate)
         self._functional.register_autograd(self._backward, setup_context=_save)
@@ -47,9 +50,7 @@ class Operator:
         )
         register_flop_formula(torch.ops.lightning_eff.gemm_into)(_flop_into)
 
-    def __call__(
-        self, given: Operands, *, alpha: float, beta: float, activation: str | None, out: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, given: Operands, *, out: Tensor | None = None) -> Tensor:
         """Compute `activation(alpha * A @ B + beta * C + bias)`.
 
         Raises:
@@ -58,36 +59,43 @@ class Operator:
         if forward_ad._current_level >= 0:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             text = "our kernels have no forward-mode derivative (jvp, jacfwd): backend='torch' has"
             raise RuntimeError(text)
-        tensors = (given.a, given.b, given.c, given.bias, given.scale_a, given.scale_b)
-        rest = (float(alpha), float(beta), activation, given.out_dtype)
+        arguments = _arguments(given)
         if out is not None:
-            self._into(out, *tensors, *rest)
+            self._into(out, *arguments)
             return out
-        needs = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
-        return self._functional(*tensors, *rest, needs and activation is not None)[0]
+        needs = torch.is_grad_enabled() and any(
+            isinstance(each, Tensor) and each.requires_grad for each in arguments
+        )
+        return self._functional(*arguments, PRE if needs and given.activation is not None else NOTHING)[0]
 
-    def with_pre(self, given: Operands, *, activation: str | None) -> tuple[Tensor, Tensor | None]:
-        """Compute `activation(A @ B + bias)`, and return what is before the activation, if there is one."""
-        tensors = (given.a, given.b, given.c, given.bias, given.scale_a, given.scale_b)
-        d, pre = self._functional(*tensors, 1.0, 0.0, activation, given.out_dtype, activation is not None)
-        return d, pre if activation is not None else None
+    def with_pre(self, given: Operands) -> tuple[Tensor, Tensor | None]:
+        """Compute the same, and return what is before the activation, if there is one."""
+        if given.activation is None:
+            return self._functional(*_arguments(given), NOTHING)[0], None
+        return self._functional(*_arguments(given), PRE)
+
+    def with_logsumexp(self, given: Operands) -> tuple[Tensor, Tensor]:
+        """Compute the same, and return the logsumexp of each row."""
+        return self._functional(*_arguments(given), LOGSUMEXP)
 
     def _compute(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        alpha, beta, activation, _, saves_pre = arguments[6:]
-        d, pre = _allocate(*arguments)
-        if d.numel():
-            self._run(_operands(*arguments), d, pre if saves_pre else None, alpha, beta, activation)
-        return d, pre
+        given, returns = _operands(*arguments), arguments[-1]
+        d, beside = _allocate(*arguments)
+        if returns == LOGSUMEXP and not given.N:
+            beside.fill_(-math.inf)
+        if given.batch_size * given.M * given.N:
+            pre = beside if returns == PRE else None
+            self._run(given, d, pre, beside if returns == LOGSUMEXP else None)
+        return d, beside
 
     def _compute_into(self, out: Tensor, *arguments: Any) -> None:
-        alpha, beta, activation, _ = arguments[6:]
         if out.numel():
-            self._run(_operands(*arguments), out, None, alpha, beta, activation)
+            self._run(_operands(*arguments), out, None, None)
 
     def _backward(self, ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         """Return alpha * G @ B^T, alpha * A^T @ G, beta * G, and G summed over rows."""
         if grad is None:
-            return (None,) * 11
+            return (None,) * _NUM_INPUTS
         if ctx.scaled:
             text = "gemm with scales has no gradient: a float8 layer computes its own from what it has scaled"
             raise RuntimeError(text)
@@ -107,25 +115,36 @@ class Operator:
             self._product(a.mT, factor, ctx.alpha, b) if needs_b else None,
             (grad * ctx.beta).sum_to_size(ctx.c[1]).to(ctx.c[0]) if needs_c else None,
             grad.sum_to_size(ctx.bias[1]).to(ctx.bias[0]) if needs_bias else None,
-            *(None,) * 7,
+            *(None,) * (_NUM_INPUTS - 4),
         )
 
     def _product(self, a: Tensor, b: Tensor, alpha: float, like: Tensor) -> Tensor:
-        given = _operands(a, b, None, None, None, None, 1.0, 0.0, None, like.dtype)
-        return self(given, alpha=alpha, beta=0.0, activation=None).sum_to_size(like.shape)
+        nothing = dict.fromkeys(("c", "bias", "scale_a", "scale_b"))
+        given = Operands(a=a, b=b, alpha=alpha, out_dtype=like.dtype, batch=batch_of(a, b), **nothing)
+        return self(given).sum_to_size(like.shape)
 
 
-def _operands(a: Tensor, b: Tensor, c: Any, bias: Any, scale_a: Any, scale_b: Any, *rest: Any) -> Operands:
-    batch = batch_of(a, b)
+def _arguments(given: Operands) -> tuple[Any, ...]:
+    """Return operands as the operator takes them; `_operands` is the way back."""
+    tensors = (given.a, given.b, given.c, given.bias, given.scale_a, given.scale_b, given.at)
+    return (*tensors, given.alpha, given.beta, given.activation, given.out_dtype)
+
+
+def _operands(*arguments: Any) -> Operands:
+    a, b, c, bias, scale_a, scale_b, at, alpha, beta, activation, out_dtype = arguments[:11]
     return Operands(
-        a=a, b=b, c=c, bias=bias, scale_a=scale_a, scale_b=scale_b, out_dtype=rest[3], batch=batch
-    )
+        a=a, b=b, c=c, bias=bias, scale_a=scale_a, scale_b=scale_b, at=at, alpha=alpha, beta=beta,
+        activation=activation, out_dtype=out_dtype, batch=batch_of(a, b),
+    )  # fmt: skip
 
 
 def _allocate(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return memory for the result and for the result before the activation, which is empty if not wanted."""
-    given = _operands(*arguments)
-    return given.empty(), given.empty() if arguments[-1] else given.a.new_empty(0)
+    """Return memory for the result and for what is returned beside it, which is empty if that is nothing."""
+    given, returns = _operands(*arguments), arguments[-1]
+    if returns == PRE:
+        return given.empty(), given.empty(given.N)
+    sums = (*given.batch, given.M) if returns == LOGSUMEXP else (0,)
+    return given.empty(), torch.empty(sums, dtype=torch.float32, device=given.a.device)
 
 
 def _flop(a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
@@ -139,7 +158,7 @@ def _flop_into(_: Any, *shapes: Any, **__: Any) -> int:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    a, b, c, bias, scale_a, scale_b, ctx.alpha, ctx.beta, ctx.activation, _, _ = inputs
+    a, b, c, bias, scale_a, scale_b, _, ctx.alpha, ctx.beta, ctx.activation, _, _ = inputs
     ctx.save_for_backward(a, b, output[1])
     ctx.scaled = scale_a is not None or scale_b is not None
     ctx.c, ctx.bias = (None if each is None else (each.dtype, each.shape) for each in (c, bias))

@@ -14,12 +14,19 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _swiglu(x: Tensor) -> Tensor:
+    return F.silu(x[..., 0::2]) * x[..., 1::2]
+
+
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
     "gelu_tanh": _gelu_tanh,
+    "swiglu": _swiglu,
 }
 """Activations by the names that kernels know. The exact GELU is not among them: erf spills registers."""
+GATED = ("swiglu",)
+"""Those that make one column of two neighbours, a gate and what it lets through."""
 
 
 def gemm(
@@ -33,8 +40,11 @@ def gemm(
     activation: str | None = None,
     scale_a: Float[Tensor, " *m"] | None = None,
     scale_b: Float[Tensor, " *n"] | None = None,
-) -> Float[Tensor, "*batch m n"]:
+    gradient_at: Float[Tensor, "*batch m columns"] | None = None,
+) -> Float[Tensor, "*batch m columns"]:
     """Compute `activation(alpha * (scale_a * a) @ (b * scale_b) + beta * c + bias)` in float64.
+
+    With `gradient_at` the result is `(...) * activation'(gradient_at)` instead.
 
     As in BLAS, `a` and `b` are not read where `alpha` is 0, and `c` is not where `beta` is 0: what is not a
     number in them then does not reach the result.
@@ -56,6 +66,8 @@ def gemm(
         result = result + beta * c.double()
     if bias is not None:
         result = result + bias.double()
+    if activation and gradient_at is not None:
+        return activation_gradient(result, gradient_at.double(), activation)
     return ACTIVATIONS[activation](result) if activation else result
 
 
@@ -72,6 +84,11 @@ def activation_gradient(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         share = torch.sigmoid(pre)
         return grad * (share * (1.0 + pre * (1.0 - share)))
+    if activation == "swiglu":
+        gate, up = pre[..., 0::2], pre[..., 1::2]
+        share = torch.sigmoid(gate)
+        parts = (grad * up * (share * (1.0 + gate * (1.0 - share))), grad * gate * share)
+        return torch.stack(parts, dim=-1).flatten(-2)
     inner = 0.7978845608028654 * pre * (1.0 + 0.044715 * pre * pre)
     tanh = torch.tanh(inner)
     slope = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * pre * pre)

@@ -26,6 +26,7 @@ class Tile:
         subtiles: Parts in which a finished tile is stored, so that it needs less shared memory.
         specialize: Warps of their own fetch the tiles.
         adds: The finished tile is added to what is in memory, and C is never read.
+        split_k: Parts of K that are computed apart, and summed by a second kernel.
         efficiency: Share of the peak that the inner loop reaches on a full device.
     """
 
@@ -38,6 +39,7 @@ class Tile:
     subtiles: int = 1
     specialize: bool = False
     adds: bool = False
+    split_k: int = 1
     efficiency: float = 0.5
 
     def __str__(self) -> str:
@@ -45,6 +47,7 @@ class Tile:
             f"{self.kernel} {self.block_m}x{self.block_n}, {self.num_stages} stages, {self.num_warps} warps"
         )
         parts = {"subtiles": self.subtiles > 1, "specialized": self.specialize, "adding": self.adds}
+        parts[f"K in {self.split_k} parts"] = self.split_k > 1
         return ", ".join([text, *(word for word, holds in parts.items() if holds)])
 
     @property
@@ -61,12 +64,33 @@ class Tile:
         """Return the depth of a step in elements."""
         return self.block_k_bytes // itemsize
 
-    def shared_bytes(self, out_itemsize: int, *, reads_c: bool = False) -> int:
-        """Return the shared memory of the TMA kernel, at most: operands on their way, a finished tile."""
-        operands = self.num_stages * (self.block_m + self.block_n) * self.block_k_bytes
-        item = (2 * out_itemsize if out_itemsize == 4 else 4) if reads_c else out_itemsize
-        return operands + self.block_m * self.block_n * item // self.subtiles
+    def shared_bytes(self, shape: Shape) -> int:
+        """Return the shared memory of the TMA kernel, at most: operands on their way, a finished tile.
 
+        Args:
+            shape: What is computed; what is read beside operands passes through shared memory too.
+        """
+        if self.split_k > 1:  # what follows the product is another kernel's affair
+            shape = shape.product()
+        share = shape.columns_share
+        share += (shape.reads_c and not self.adds) + shape.reads_at * share + (shape.saves_pre and share < 1)
+        finished = self.block_m * self.block_n // self.subtiles
+        operands = self.num_stages * (self.block_m + self.block_n) * self.block_k_bytes
+        return operands + int(finished * share * shape.out_itemsize)
+
+    def has_registers(self, shape: Shape) -> bool:
+        """Say whether all values of a tile fit the registers of its threads."""
+        values = self.block_m * self.block_n // (32 * self.num_warps)
+        if shape.dtype.itemsize == 1 and values > FLOAT8_VALUES:  # which are there twice
+            return False
+        doubled = shape.reads_at and shape.columns_share > 1 and self.split_k == 1
+        return not doubled or values // self.subtiles <= DOUBLED_VALUES
+
+
+FLOAT8_VALUES = 64
+"""Accumulators of a thread where sums of float8 are kept apart; twice as many spill."""
+DOUBLED_VALUES = 32
+"""Those for which a thread can read and write two columns each, as the gradient of SwiGLU does."""
 
 TILES: tuple[Tile, ...] = (
     Tile("tma", 128, 256, 128, 8, 3, efficiency=0.80),
@@ -76,12 +100,15 @@ TILES: tuple[Tile, ...] = (
     Tile("tma", 128, 128, 128, 8, 4, efficiency=0.70),
     Tile("tma", 128, 128, 128, 8, 3, subtiles=2, efficiency=0.68),
     Tile("tma", 64, 128, 128, 4, 4, efficiency=0.55),
+    Tile("tma", 128, 128, 128, 8, 4, split_k=4, efficiency=0.70),
     Tile("tma", 128, 256, 128, 8, 2, adds=True, efficiency=0.74),
     Tile("tma", 128, 128, 128, 8, 3, adds=True, efficiency=0.68),
     Tile("pointers", 128, 128, 64, 8, 3, efficiency=0.55),
     Tile("pointers", 64, 64, 64, 4, 3, efficiency=0.40),
     Tile("pointers", 32, 32, 64, 4, 3, efficiency=0.20),
     Tile("pointers", 16, 64, 64, 4, 3, efficiency=0.15),
+    Tile("pointers", 64, 64, 64, 4, 3, split_k=4, efficiency=0.40),
+    Tile("pointers", 16, 64, 64, 4, 3, split_k=8, efficiency=0.15),
 )
 """Everything that may be launched."""
 
@@ -102,6 +129,9 @@ class Shape:
         adds: The result may be added to what is in memory.
         layout: `nn`, `nt`, `tn` or `tt`: whether A and B lie by rows, or transposed.
         fused: Something follows the product: a bias, scales, an activation.
+        columns_share: Columns of the result for one of the product: 1/2 behind SwiGLU, 2 for its gradient.
+        saves_pre: What is before the activation is written too.
+        reads_at: What an activation was applied to is read, since its gradient follows.
         tf32: float32 is multiplied as TF32.
     """
 
@@ -116,12 +146,19 @@ class Shape:
     adds: bool = False
     layout: str = "nt"
     fused: bool = False
+    columns_share: float = 1.0
+    saves_pre: bool = False
+    reads_at: bool = False
     tf32: bool = False
 
     @property
     def has_tensor_cores(self) -> bool:
         """Whether tensor cores multiply this format; float32 as it is they do not."""
         return self.dtype != torch.float32 or self.tf32
+
+    def product(self) -> Shape:
+        """Return the float32 product alone."""
+        return Shape(M=self.M, N=self.N, K=self.K, dtype=self.dtype, out_dtype=torch.float32)
 
     def without_tma(self) -> Shape:
         """Return the same for pointers alone."""

@@ -51,8 +51,8 @@ class Cost:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of the whole result."""
-        return self.shape.batch * self.grid[0] * self.grid[1]
+        """Tiles of all products, each as often as K is split."""
+        return self.shape.batch * self.grid[0] * self.grid[1] * self.tile.split_k
 
     @property
     def waves(self) -> float:
@@ -76,23 +76,32 @@ class Cost:
         shape, (rows, columns) = self.shape, self.grid
         item = shape.dtype.itemsize
         once = shape.batch * (shape.M + shape.N) * shape.K * item
-        result = shape.batch * shape.M * shape.N * shape.out_itemsize * (2 if shape.reads_c else 1)
+        share = shape.columns_share * (1 + shape.reads_at) + shape.reads_c
+        result = shape.batch * shape.M * shape.N * shape.out_itemsize * share
+        if self.tile.split_k > 1:  # parts are written and read
+            result += 2 * 4 * shape.batch * shape.M * shape.N * self.tile.split_k
         high = min(8, rows)
         wide = min(columns, max(1, self.device.num_sms // high))
-        in_a_wave = (high * self.tile.block_m + wide * self.tile.block_n) * shape.K * item
+        in_a_wave = (high * self.tile.block_m + wide * self.tile.block_n) * self.depth * item
         again = in_a_wave * max(1.0, self.num_tiles / (high * wide))
         return result + (once if once <= self.device.l2_bytes / 2 else max(once, again))
+
+    @property
+    def depth(self) -> int:
+        """Columns of A that a tile walks through, in whole steps."""
+        block_k = self.tile.block_k(self.shape.dtype.itemsize)
+        return -(-self.shape.K // (block_k * self.tile.split_k)) * block_k
 
     @property
     def l2_bytes(self) -> float:
         """Bytes from the cache to the SMs: both operands of every tile."""
         blocks = self.tile.block_m + self.tile.block_n
-        return self.num_tiles * blocks * self.shape.K * self.shape.dtype.itemsize
+        return self.num_tiles * blocks * self.depth * self.shape.dtype.itemsize
 
     @cached_property
     def seconds(self) -> float:
-        """Expected time: the slowest of computing, memory and cache, and the launch."""
-        return max(self._times.values()) + LAUNCH_S
+        """Expected time: the slowest of computing, memory and cache, and the launch, or two."""
+        return max(self._times.values()) + LAUNCH_S * (2 if self.tile.split_k > 1 else 1)
 
     @property
     def bound(self) -> str:
@@ -106,9 +115,7 @@ class Cost:
             * self.tile.efficiency
             / self.device.num_sms
         )
-        block_k = self.tile.block_k(self.shape.dtype.itemsize)
-        depth = -(-self.shape.K // block_k) * block_k
-        a_tile = 2 * self.tile.block_m * self.tile.block_n * depth / peak
+        a_tile = 2 * self.tile.block_m * self.tile.block_n * self.depth / peak
         return {
             "computing": math.ceil(self.waves) * a_tile,
             "memory": self.memory_bytes / (self.device.memory_gbs * 1e9),
@@ -127,10 +134,10 @@ def fitting(shape: Shape, device: Device) -> Iterator[Tile]:
         if tile.kernel == "tma":
             possible = device.has_tma and shape.aligned and shape.has_tensor_cores
             possible = possible and shape.batch == 1 and tile.adds <= shape.adds
-            shared = tile.shared_bytes(shape.out_itemsize, reads_c=shape.reads_c and not tile.adds)
-            if not possible or shared + MARGIN_BYTES > device.shared_bytes:
+            if not possible or tile.shared_bytes(shape) + MARGIN_BYTES > device.shared_bytes:
                 continue
-        yield tile
+        if tile.has_registers(shape):
+            yield tile
 
 
 def ranked(shape: Shape, device: Device) -> list[Cost]:

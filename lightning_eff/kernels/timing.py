@@ -92,9 +92,8 @@ class Problem:
             self.a,
             self.b,
             self.d if self.start is not None else None,
+            beta=0.0 if self.start is None else 1.0,
             bias=self.bias,
-            scale_a=None,
-            scale_b=None,
             out_dtype=self.case.out_dtype,
             activation=self.case.activation,
         )

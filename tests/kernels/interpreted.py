@@ -52,16 +52,32 @@ class Case:
         self.M, self.N, self.K = (self.draw.choice(sizes[: -6 if small else None]) for _ in range(3))
         if uses_tma:
             self.M, self.N = self.draw.choice([5, 64, 130, 200]), self.draw.choice([8, 40, 136, 264])
+        if self.tile is not None and self.tile.split_k > 1:  # two kernels, and many programs
+            self.M, self.N = self.draw.choice([1, 5, 33, 130]), self.draw.choice([8, 40, 72, 136])
+            self.K = self.draw.choice([1, 31, 65, 130, 200])
         self.uses_tma = uses_tma
-        self.batch = () if uses_tma else self.draw.choice([(), (), (2,), (2, 1)])
+        batches = [()] if uses_tma else [(), (), (2,), (2, 1)]
+        self.batch = self.draw.choice(batches[: None if self.tile is None or self.tile.split_k == 1 else 2])
         self.alpha = self.draw.choice([1.0, 1.0, -0.5, 2.0, 0.0 if self.tile is None else 4.0])
         self.beta = self.draw.choice([0.0, 1.0, -2.0, 0.25])
-        self.activation = self.draw.choice([None, None, "relu", "silu", "gelu_tanh"])
+        self.activation = self.draw.choice([None, None, "relu", "silu", "gelu_tanh", "swiglu"])
         if self.kind != "random" and self.activation is not None:
             self.activation = "relu"
         self.adds = self.tile is not None and self.tile.adds
         if self.adds:
             self.out_dtype, self.activation, self.beta = torch.float32, None, 1.0
+        self.gradient = self.activation is not None and self.draw.random() < 0.4
+        self.sums = self.activation is None and not self.adds and self.draw.random() < 0.4
+        self.saves = self.activation is not None and not self.gradient and self.draw.random() < 0.4
+        if self.activation == "swiglu" and not self.gradient:
+            self.N += self.N % 2
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result."""
+        if self.activation != "swiglu":
+            return self.N
+        return self.N * 2 if self.gradient else self.N // 2
 
     def values(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return numbers: small integers, whose products are exact in any format, or normal ones."""
@@ -92,7 +108,7 @@ class Case:
         part.copy_(self.values((length,), dtype))
         return part
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:  # noqa: PLR0915 - one case from its operands to its error
         """Compute the case, and return how far it is off."""
         a = self.matrix(self.M, self.K, self.dtype, self.batch)
         b = self.matrix(self.K, self.N, self.dtype, (3,) if self.batch == (2, 1) else ())
@@ -103,13 +119,14 @@ class Case:
             c = torch.full((self.M, self.N), float("nan"), dtype=other)
         bias = self.vector(self.N, other) if self.draw.random() < 0.4 and not self.adds else None
         scaled = self.draw.random() < (0.7 if self.dtype.itemsize == 1 else 0.2) and not self.adds
-        scale_a = (
-            torch.rand(self.M, generator=self.generator) + 0.5 if scaled and self.kind == "random" else None
+        scale_a, scale_b = (
+            torch.rand(length, generator=self.generator) + 0.5 if scaled and self.kind == "random" else None
+            for length in (self.M, self.N)
         )
-        scale_b = (
-            torch.rand(self.N, generator=self.generator) + 0.5 if scaled and self.kind == "random" else None
-        )
+        at = self.matrix(self.M, self.columns, other, ()) if self.gradient else None
         out, room = self.place(tuple(batch))
+        pre = torch.empty(*batch, self.M, self.N, dtype=self.out_dtype) if self.saves else None
+        sums = torch.empty(*batch, self.M) if self.sums else None
         if self.adds:
             out.copy_(self.values(tuple(out.shape), self.out_dtype))
         c_read = out.clone() if self.adds else c
@@ -118,30 +135,60 @@ class Case:
         factors = {"alpha": self.alpha, "beta": self.beta}
         if self.tile is None:
             gemm(a, b, c, **factors, **extra, activation=self.activation, out_dtype=self.out_dtype, out=out,
-                 backend="triton")  # fmt: skip
+                 gradient_at=at, backend="triton")  # fmt: skip
         else:
-            given = operands.check(a, b, c, **extra, out_dtype=self.out_dtype, activation=self.activation)
-            launch(given, self.tile, out, **factors, activation=self.activation)
-        expected = reference.gemm(a, b, c_read, **factors, **extra, activation=self.activation)
-        ratio = self.ratio(out, expected, a, b, c_read, **extra)
+            given = operands.check(
+                a, b, c, **factors, **extra, out_dtype=self.out_dtype, activation=self.activation, at=at
+            )
+            launch(given, self.tile, out, pre=pre, logsumexp=sums)
+        x = reference.gemm(a, b, c_read, **factors, **extra)
+        ways = {"activation": self.activation, "gradient_at": at}
+        expected = reference.gemm(a, b, c_read, **factors, **extra, **ways)
+        size = self.size(a, b, c_read, **extra)
+        ratios = [self.ratio(out, expected, self.through(size, x, at), differentiated=at is not None)]
+        if pre is not None and self.tile is not None:
+            ratios.append(self.ratio(pre, x, size))
+        if sums is not None and self.tile is not None and self.kind == "random":
+            ratios.append(self.ratio_of_sums(sums, torch.logsumexp(x, -1), size))
         out_values = out.clone()
         out.fill_(0.0)
         room_before[self.inside] = 0.0
         untouched = torch.equal(room.nan_to_num(nan=7.0), room_before.nan_to_num(nan=7.0))
-        return {"ratio": ratio, "untouched": untouched, "numel": out_values.numel()}
+        return {"ratio": max(ratios), "untouched": untouched, "numel": out_values.numel()}
 
     def place(self, batch: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return where the result goes, and the buffer around it."""
         item = torch.empty(0, dtype=self.out_dtype).element_size()
-        pitch = -(-(self.N + 16) * item // 16) * 16 // item
+        pitch = -(-(self.columns + 16) * item // 16) * 16 // item
         room = torch.full((*reversed(batch), self.M + 2, pitch), float("nan"), dtype=self.out_dtype)
         room = room.transpose(0, 1) if len(batch) == 2 else room  # no stride from one product to the next
-        self.inside = (..., slice(1, self.M + 1), slice(16 // item, 16 // item + self.N))
+        self.inside = (..., slice(1, self.M + 1), slice(16 // item, 16 // item + self.columns))
         return room[self.inside], room
 
-    def ratio(
-        self, out: Tensor, expected: Tensor, a: Tensor, b: Tensor, c: Tensor | None, **extra: Any
-    ) -> float:
+    def size(self, a: Tensor, b: Tensor, c: Tensor | None, **extra: Any) -> Tensor:
+        """Return |alpha| |A| @ |B| + |beta| |C| + |bias|, of which an error is a share."""
+        sums = {"alpha": abs(self.alpha), "beta": abs(self.beta)}
+        parts = {name: each.abs() if each is not None else None for name, each in extra.items()}
+        return reference.gemm(a.abs(), b.abs(), c.abs() if c is not None else None, **sums, **parts)
+
+    def through(self, size: Tensor, x: Tensor, at: Tensor | None) -> Tensor:
+        """Return what becomes of an error of that size behind the activation, or its gradient."""
+        if self.activation is None:
+            return size
+        if at is None:
+            slopes = size * 1.2
+            if self.activation != "swiglu":
+                return slopes
+            gate, up = x[..., 0::2].abs(), x[..., 1::2].abs()
+            return slopes[..., 0::2] * up + slopes[..., 1::2] * gate + 2.0 * gate * up
+        at = at.double()
+        if self.activation != "swiglu":
+            return size * (1.2 + at.abs())
+        gate, up = at[..., 0::2].abs(), at[..., 1::2].abs()
+        both = (size * up * (1.2 + gate), size * (1.0 + gate))
+        return torch.stack(both, dim=-1).flatten(-2)
+
+    def ratio(self, out: Tensor, expected: Tensor, size: Tensor, *, differentiated: bool = False) -> float:
         """Return the largest error over what T4 allows; infinite where only one is a number."""
         if not out.numel():
             return 0.0 if out.shape == expected.shape else float("inf")
@@ -154,15 +201,18 @@ class Case:
         same = torch.where(finite, True, (result == rounded) | (result.isnan() & rounded.isnan()))
         if not bool(same.all()) or not bool(result[finite].isfinite().all()):
             return float("inf")
-        sums = {"alpha": abs(self.alpha), "beta": abs(self.beta)}
-        parts = {name: each.abs() if each is not None else None for name, each in extra.items()}
-        size = reference.gemm(a.abs(), b.abs(), c.abs() if c is not None else None, **sums, **parts)
-        slope = 1.2 if self.activation else 1.0
-        allowed = (self.K + 2) * U32 * size * slope + torch.finfo(self.out_dtype).eps * expected.abs() + 1e-30
-        allowed += 4 * U32 * expected.abs() if self.activation else 0.0
+        allowed = (self.K + 2) * U32 * size + torch.finfo(self.out_dtype).eps * expected.abs() + 1e-30
+        allowed += 4 * U32 * (size if differentiated else expected.abs()) if self.activation else 0.0
         if self.out_dtype == torch.float16:
             allowed += 2.0**-24
         return float(((result - expected).abs() / allowed)[finite].max()) if bool(finite.any()) else 0.0
+
+    def ratio_of_sums(self, sums: Tensor, expected: Tensor, size: Tensor) -> float:
+        """Return the largest error of sums of rows over that of the largest element, and four roundings."""
+        if not sums.numel():
+            return 0.0 if sums.shape == expected.shape else float("inf")
+        allowed = (self.K + 2) * U32 * size.amax(-1) + 4 * U32 * (1.0 + expected.abs())
+        return float(((sums.double() - expected).abs() / allowed).nan_to_num(nan=float("inf")).max())
 
 
 def main() -> None:
@@ -180,7 +230,14 @@ def main() -> None:
         seed = arguments.seed * 1_000_003 + number
         case = Case(seed)
         row = "gemm" if case.tile is None else str(case.tile)
-        for key in (case.kind, str(case.dtype), row):
+        names = {"gradient": case.gradient, "sums": case.sums, "saves": case.saves}
+        for key in (
+            case.kind,
+            str(case.dtype),
+            row,
+            str(case.activation),
+            *(n for n, on in names.items() if on),
+        ):
             seen[key] = seen.get(key, 0) + 1
         try:
             result = case.run()

@@ -12,7 +12,7 @@ import torch
 
 from lightning_eff.kernels.assembly import Assembly, Variant, assemble
 from lightning_eff.kernels.devices import DEVICES
-from lightning_eff.kernels.table import TILES, Tile
+from lightning_eff.kernels.table import TILES, Shape, Tile
 from lightning_eff.kernels.tiles import MARGIN_BYTES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
@@ -23,13 +23,19 @@ FLOAT8, FLOAT32 = torch.float8_e4m3fn, torch.float32
 
 def variants(tile: Tile) -> list[Variant]:
     """What a row is launched with: layouts, epilogues, formats."""
-    if tile.adds:
+    if tile.adds or tile.split_k > 1:
         return [Variant(layout=layout, out_dtype=FLOAT32) for layout in LAYOUTS]
     return [
         *(Variant(layout=layout) for layout in LAYOUTS),
         Variant(epilogue=("bias",), activation="gelu_tanh"),
         Variant(epilogue=("bias", "pre"), activation="silu"),
         Variant(epilogue=("c",), activation="relu"),
+        Variant(epilogue=("logsumexp",)),
+        Variant(activation="swiglu"),
+        Variant(epilogue=("bias", "pre"), activation="swiglu"),
+        Variant(epilogue=("at",), activation="swiglu"),
+        Variant(epilogue=("at",), activation="silu"),
+        Variant(epilogue=("at",), activation="gelu_tanh"),
         Variant(epilogue=("c",), out_dtype=FLOAT32, layout="tn"),
         Variant(dtype=torch.float16, out_dtype=torch.float16),
         Variant(dtype=FLOAT8, epilogue=("scales",)),
@@ -40,13 +46,23 @@ def variants(tile: Tile) -> list[Variant]:
     ]
 
 
+def shape(variant: Variant) -> Shape:
+    gated, parts = variant.activation == "swiglu", variant.epilogue
+    return Shape(
+        M=1, N=2, K=1, dtype=variant.dtype, out_dtype=variant.out_dtype, reads_c="c" in parts,
+        reads_at="at" in parts, saves_pre="pre" in parts, tf32=variant.tf32,
+        columns_share=1.0 if not gated else 2.0 if "at" in parts else 0.5,
+    )  # fmt: skip
+
+
 def needed(tile: Tile, variant: Variant) -> int:
-    return tile.shared_bytes(variant.out_dtype.itemsize, reads_c="c" in variant.epilogue)
+    return tile.shared_bytes(shape(variant))
 
 
 def fits(tile: Tile, variant: Variant) -> bool:
     """As dispatch decides it: what does not fit is never launched."""
-    return tile.kernel == "pointers" or needed(tile, variant) + MARGIN_BYTES <= DEVICES["h200"].shared_bytes
+    fits = tile.kernel == "pointers" or needed(tile, variant) + MARGIN_BYTES <= DEVICES["h200"].shared_bytes
+    return fits and tile.has_registers(shape(variant))
 
 
 def assert_good(tile: Tile, variant: Variant, code: Assembly, limit: int) -> None:

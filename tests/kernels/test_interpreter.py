@@ -12,6 +12,7 @@ import pytest
 from lightning_eff.kernels.table import TILES
 from tests.conftest import in_interpreter
 
+PARTS = ("swiglu", "silu", "relu", "gelu_tanh", "gradient", "sums", "saves")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
 
 
@@ -34,7 +35,15 @@ def test_a_thousand_cases_are_within_t4(results: dict[str, Any]) -> None:
 
 
 def test_all_rows_formats_and_kinds_were_among_them(results: dict[str, Any]) -> None:
-    for name in [*map(str, TILES), "gemm", "integers", "special", "torch.bfloat16", "torch.float8_e4m3fn"]:
+    for name in [
+        *map(str, TILES),
+        "gemm",
+        "integers",
+        "special",
+        "torch.bfloat16",
+        "torch.float8_e4m3fn",
+        *PARTS,
+    ]:
         assert results["seen"][name] >= 30, name
 
 

@@ -110,7 +110,7 @@ def test_autocast_is_that_of_torch() -> None:
         ({"c": random(7, 2), "beta": 1.0}, ValueError, r"c is \[7, 2\]: expected \[3, 2\]"),
         ({"bias": random(3)}, ValueError, r"bias is \[3\]: expected \[2\]"),
         ({"bias": torch.ones(2, dtype=torch.int32)}, TypeError, "bias is torch.int32"),
-        ({"activation": "gelu"}, ValueError, "expected one of relu, silu, gelu_tanh, or None"),
+        ({"activation": "gelu"}, ValueError, "expected one of relu, silu, gelu_tanh, swiglu, or None"),
         ({"out_dtype": torch.int32}, TypeError, "out_dtype=torch.int32: expected float64, float32"),
         ({"scale_a": random(3)}, ValueError, r"scale_a is torch.float64 \[3\]: expected float32"),
         ({"out": random(2, 3)}, ValueError, r"out is torch.float64 \[2, 3\]"),
