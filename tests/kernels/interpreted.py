@@ -36,7 +36,7 @@ class Case:
         seed: What it is drawn from.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int) -> None:  # noqa: PLR0915 - all that is drawn
         self.draw = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.kind = self.draw.choice(["random", "random", "integers", "special"])
@@ -53,7 +53,10 @@ class Case:
         if uses_tma:
             self.M, self.N = self.draw.choice([5, 64, 130, 200]), self.draw.choice([8, 40, 136, 264])
         if self.tile is not None and self.tile.split_k > 1:  # two kernels, and many programs
-            self.M, self.N = self.draw.choice([1, 5, 33, 130]), self.draw.choice([8, 40, 72, 136])
+            self.M, self.N = (
+                self.draw.choice([1, 5, 17, self.tile.block_m + 2]),
+                self.draw.choice([8, 40, 72]),
+            )
             self.K = self.draw.choice([1, 31, 65, 130, 200])
         self.uses_tma = uses_tma
         batches = [()] if uses_tma else [(), (), (2,), (2, 1)]

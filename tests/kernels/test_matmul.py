@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import sys
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from lightning_eff.callbacks.triton_linear import swap, unswap
 from lightning_eff.kernels import reference
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
-from lightning_eff.kernels.matmul import gemm
+from lightning_eff.kernels.matmul import gemm, gemm_logsumexp
+from lightning_eff.kernels.reference import ACTIVATIONS
 from tests.conftest import in_interpreter
 
 
@@ -52,15 +54,43 @@ def test_what_is_not_read_does_not_reach_the_result() -> None:
     assert bool(gemm(a * nan, b).isnan().all())
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_gradients_of_all_arguments(activation: str | None) -> None:
-    tensors = [each.requires_grad_() for each in (random(2, 3, 4), random(4, 5), random(3, 5), random(5))]
+    tensors = [each.requires_grad_() for each in (random(2, 3, 4), random(4, 6), random(3, 6), random(6))]
 
     def call(a: Tensor, b: Tensor, c: Tensor, bias: Tensor) -> Tensor:
         return gemm(a, b, c, alpha=0.5, beta=2.0, bias=bias, activation=activation)
 
     assert torch.autograd.gradcheck(call, tensors)
     assert torch.autograd.gradgradcheck(call, tensors)
+
+
+def test_swiglu_takes_gates_and_ups_from_neighbouring_columns() -> None:
+    x = torch.tensor([[1.0, 2.0, -1.0, 4.0], [0.0, 5.0, 3.0, 1.0]], dtype=torch.float64)
+    ours = gemm(x, torch.eye(4, dtype=torch.float64), activation="swiglu")
+    share = [1 / (1 + math.exp(-1)), 1 / (1 + math.e), 1 / (1 + math.exp(-3))]
+    expected = [[2 * share[0], -4 * share[1]], [0.0, 3 * share[2]]]
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0.0)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_gradient_of_an_activation_is_that_of_autograd(activation: str) -> None:
+    a, b, bias = random(3, 5), random(5, 4), random(4)
+    at = random(3, 8 if activation == "swiglu" else 4).requires_grad_()
+    ACTIVATIONS[activation](at).backward(2.0 * a @ b + bias)
+    at.requires_grad_(False)
+    ours = gemm(a, b, alpha=2.0, bias=bias, activation=activation, gradient_at=at)
+    torch.testing.assert_close(ours, at.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_logsumexp_of_rows_is_that_of_what_is_not_rounded_yet(dtype: torch.dtype) -> None:
+    a, b, bias = random(2, 3, 5).to(dtype), random(5, 7).to(dtype), random(7)
+    d, sums = gemm_logsumexp(a, b, alpha=3.0, bias=bias)
+    expected = reference.gemm(a, b, alpha=3.0, bias=bias)
+    assert (d.dtype, d.shape, sums.shape) == (dtype, (2, 3, 7), (2, 3))
+    torch.testing.assert_close(sums.double(), torch.logsumexp(expected, -1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(d.double(), expected, rtol=2e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -122,6 +152,18 @@ def test_autocast_is_that_of_torch() -> None:
             RuntimeError,
             "has no gradient",
         ),
+        ({"b": random(4, 3), "activation": "swiglu"}, ValueError, "expected an even number"),
+        ({"gradient_at": random(3, 2)}, ValueError, "gradient_at without an activation"),
+        (
+            {"gradient_at": random(3, 2), "activation": "swiglu"},
+            ValueError,
+            r"gradient_at is \[3, 2\]: expected \[3, 4\]",
+        ),
+        (
+            {"a": random(3, 4).requires_grad_(), "gradient_at": random(3, 2), "activation": "silu"},
+            RuntimeError,
+            "has no gradient",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(keywords: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -178,7 +220,8 @@ def test_layers_on_meta_and_with_nested_inputs_are_linear_layers() -> None:
 
 IN_THE_INTERPRETER = """
 import torch
-from lightning_eff.kernels.matmul import gemm
+from lightning_eff.kernels.matmul import gemm, gemm_logsumexp
+from lightning_eff.kernels.reference import ACTIVATIONS
 def ours(*args, **keywords): return gemm(*args, **keywords, backend="triton")
 def close(one, other): assert float((one - other).detach().abs().max()) < 1e-4, (one - other).abs().max()
 def refused(words, call):
@@ -191,6 +234,20 @@ close(ours(a, b, bias=b6[:1]), a @ b + b6[:1])
 x, w = torch.randn(4, 5, requires_grad=True), torch.randn(5, 3, requires_grad=True)
 y = ours(x, w, activation="silu").sum()
 refused("no second derivative", lambda: torch.autograd.grad(y, x, create_graph=True))
+gated = torch.randn(5, 8, requires_grad=True)
+for call in (ours, gemm):
+    call(x, gated, activation="swiglu").square().sum().backward()
+    if call is ours: found, x.grad, gated.grad = (x.grad, gated.grad), None, None
+close(found[0], x.grad)
+close(found[1], gated.grad)
+refused("gemm_logsumexp has no gradient", lambda: gemm_logsumexp(x, w, backend="triton"))
+for size in ((5, 7, 6), (5, 7, 300), (0, 7, 6), (5, 7, 0), (5, 0, 6)):
+    m, k, n = size
+    a, b = torch.randn(2, m, k), torch.randn(k, n)
+    d, sums = gemm_logsumexp(a, b, backend="triton")
+    close(torch.nan_to_num(sums), torch.nan_to_num(torch.logsumexp(a @ b, -1))) if m else None
+    assert sums.shape == (2, m) and d.shape == (2, m, n)
+a, b = torch.randn(5, 7), torch.randn(7, 6)
 for activation in (None, "relu"):
     seconds = []
     for call in (ours, gemm):
