@@ -234,6 +234,24 @@ def explain(
     )
 
 
+def multiple(dtype: torch.dtype, device: str | Device) -> int:
+    """Return what the sizes of a product should be multiples of, in elements: 16 bytes on tensor cores.
+
+    They copy and multiply whole groups of 16 bytes, and NVIDIA asks for sizes of whole groups: 8 elements of
+    16 bits, 16 of float8, 4 of float32 (as TF32). A CPU, or a GPU without such cores, takes any.
+
+    Args:
+        dtype: Format of the operands.
+        device: As in `explain`.
+
+    Example:
+        >>> multiple(torch.bfloat16, "h200"), multiple(torch.bfloat16, "cpu")
+        (8, 1)
+    """
+    place = devices.named(device) if isinstance(device, str) else device
+    return max(1, TMA_BYTES // dtype.itemsize) if place.has_tensor_cores else 1
+
+
 def _fitting_m(cost: Cost) -> Iterator[int]:
     """Yield M if it fills the device, else the next smaller and the next larger that do, in whole tiles."""
     block, sms, rows = cost.tile.block_m, cost.device.num_sms, cost.grid[0]
