@@ -42,7 +42,7 @@ class ExactGradient:
         micro_batch_size: Samples of a micro-batch; `auto` halves it when memory runs out; None for batches
             as they are.
         multiple_of: Sizes above it that `auto` and `find` choose are its multiples; its own `auto` is
-            what the device's tensor cores like, in Fabric's precision, or without Fabric in that of the weights.
+            what the device's tensor cores like, in Fabric's precision, without Fabric in the weights' format.
         grow_after_n_steps: Double the size after so many steps without running out of memory; None never.
         splitter: Cuts a batch in place of the built-in way, `splitter(batch, micro_batch_size)`.
 

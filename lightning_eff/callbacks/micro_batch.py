@@ -36,8 +36,14 @@ from lightning_eff.errors import ConfigError, NoEffectWarning
 from lightning_eff.facts import Facts, Outcome, Rule, Verdict
 from lightning_eff.fitting import Fitting, is_count, rounding
 from lightning_eff.in_parts import Search
+from lightning_eff.measure import explanations
 from lightning_eff.measure.formats import dtype_of
 from lightning_eff.search import OBJECTIVES, Found
+
+
+def explain(device: str) -> str:
+    """Say which sizes suit a device: multiples by format, and tokens that fill it."""
+    return explanations.of_micro_batches(device)
 
 
 class MicroBatch(pl.Callback):

@@ -18,7 +18,7 @@ import torch
 
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import Device
-from lightning_eff.kernels.table import TILES, Shape, Tile
+from lightning_eff.kernels.table import TILES, TMA_BYTES, Shape, Tile
 
 LAUNCH_S = 5e-6
 """Seconds from one kernel to the next."""
@@ -26,8 +26,6 @@ WELL_FILLED = 0.95
 """Share of the SMs' time that a size must use to be recommended."""
 MARGIN_BYTES = 2048
 """Shared memory beside tiles, at most: barriers, and what an epilogue needs."""
-TMA_BYTES = 16
-"""What the start of a row must be a multiple of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,8 +220,7 @@ def explain(
         raise ValueError(text)
     place = devices.named(device) if isinstance(device, str) else device
     item = dtype.itemsize
-    aligned = not (N * item % TMA_BYTES or K * item % TMA_BYTES)
-    shape = Shape(M=M, N=N, K=K, dtype=dtype, aligned=aligned)
+    shape = Shape.packed(M, N, K, dtype)
     cost = ranked(shape, place)[0]
     copies = place.has_tma and shape.has_tensor_cores
     return Explanation(

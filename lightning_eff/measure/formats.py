@@ -73,3 +73,8 @@ def dtype_of(precision: str, device_type: str) -> torch.dtype:
     """
     settled = choose(device_type)[0] if precision == "auto" else precision
     return _COMPUTED_IN.get(str(settled).partition("-")[0], torch.float32)
+
+
+def product_dtype(weight: torch.dtype, computed: torch.dtype) -> torch.dtype:
+    """Return the format of a layer's products: that of the run, or the weight's where a run casts nothing."""
+    return weight if computed == torch.float32 else computed
