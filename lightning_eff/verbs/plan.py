@@ -126,7 +126,9 @@ def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearL
         model = model_without_memory(values)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         reason = root_cause_line(error).removeprefix("error: ").splitlines()[0]
-        return linear_layers.LinearLayers(f"linear layers: no model can be built without memory: {reason}")
+        return linear_layers.LinearLayers(
+            f"linear layers: the model cannot be built without memory: {reason}"
+        )
     where = linear_layers.Where.of(device, trainer.strategy.root_device, str(trainer.precision))
     name = name_of(takers[0])
     try:
