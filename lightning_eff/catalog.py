@@ -50,6 +50,13 @@ def docstring(module: Path) -> str:
     return ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
 
 
+def explains(entry: Entry) -> bool:
+    """Say whether an entry's module has a function `explain(device)`, without running it."""
+    module = PACKAGE / f"{entry.name}.py"
+    body = ast.parse(module.read_text(encoding="utf-8")).body if module.exists() else []
+    return any(isinstance(each, ast.FunctionDef) and each.name == "explain" for each in body)
+
+
 def verbs() -> dict[str, str]:
     """Return each verb with its one line."""
     files = sorted((PACKAGE / "verbs").glob("[a-z]*.py"))

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_eff import ranks
 from lightning_eff.batches import Part, Splitter, num_samples, reading_of, split
 from lightning_eff.errors import is_out_of_memory
+from lightning_eff.kernels import devices, tiles
 from lightning_eff.measure import allocator
 from lightning_eff.samples import Reading
 
@@ -208,3 +209,18 @@ def let_go(device: torch.device) -> None:
 def is_count(value: object) -> bool:
     """Say whether a value is a whole number of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def rounding(multiple_of: int | str, device: torch.device, dtype: torch.dtype) -> int:
+    """Return what sizes are to be multiples of: the number itself, or for `auto` what a device likes.
+
+    Args:
+        multiple_of: A number of samples, or `auto`.
+        device: Where they are computed.
+        dtype: What matrix products are computed in.
+
+    Example:
+        >>> [rounding(each, torch.device("cpu"), torch.bfloat16) for each in (6, "auto")]
+        [6, 1]
+    """
+    return multiple_of if isinstance(multiple_of, int) else tiles.multiple(dtype, devices.of(device))

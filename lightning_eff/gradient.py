@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from lightning_eff import update
 from lightning_eff.batches import Part, Splitter, mean
 from lightning_eff.errors import ConfigError
-from lightning_eff.fitting import Fitting, is_count
+from lightning_eff.fitting import Fitting, is_count, rounding
+from lightning_eff.measure.formats import dtype_of
 from lightning_eff.micro_batches import MicroBatches
 from lightning_eff.rollback import Rollback
 from lightning_eff.search import Found
@@ -40,7 +41,8 @@ class ExactGradient:
         fabric: Runs the backward passes, with its precision's scaling; None for plain PyTorch.
         micro_batch_size: Samples of a micro-batch; `auto` halves it when memory runs out; None for batches
             as they are.
-        multiple_of: Sizes above it that `auto` and `find` choose are its multiples.
+        multiple_of: Sizes above it that `auto` and `find` choose are its multiples; its own `auto` is
+            what the device's tensor cores like, in Fabric's precision, without Fabric in the weights' format.
         grow_after_n_steps: Double the size after so many steps without running out of memory; None never.
         splitter: Cuts a batch in place of the built-in way, `splitter(batch, micro_batch_size)`.
 
@@ -63,13 +65,13 @@ class ExactGradient:
         *,
         fabric: Fabric | None = None,
         micro_batch_size: int | str | None = None,
-        multiple_of: int = 1,
+        multiple_of: int | str = 1,
         grow_after_n_steps: int | None = None,
         splitter: Splitter | None = None,
     ) -> None:
         for name, value, others in (
             ("micro_batch_size", micro_batch_size, ("auto", None)),
-            ("multiple_of", multiple_of, ()),
+            ("multiple_of", multiple_of, ("auto",)),
             ("grow_after_n_steps", grow_after_n_steps, (None,)),
         ):
             if not (is_count(value) or value in others):
@@ -85,12 +87,15 @@ class ExactGradient:
         original: Any = model
         while is_wrapped(original) or isinstance(original, DistributedDataParallel):
             original = original.module
-        self._device = next(model.parameters()).device
+        weight = next(model.parameters())
+        self._device = weight.device
+        precision = str(fabric.strategy.precision.precision) if fabric is not None else ""
+        dtype = dtype_of(precision, self._device.type) if precision else weight.dtype
         self.fitting = Fitting(
             micro_batch_size if isinstance(micro_batch_size, int) else None,
             adapts=micro_batch_size == "auto",
             splitter=splitter,
-            multiple_of=multiple_of,
+            multiple_of=rounding(multiple_of, self._device, dtype),
             grow_after_n_steps=grow_after_n_steps,
         )
         self._window = Window(model.parameters, num_ranks=self._num_ranks(is_replica=bool(replicas)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError  # the error alone: nothing is unpickled here
@@ -109,6 +110,21 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     if ckpt_path is not None:
         _check_something_left(ckpt_path, trainer)
     return Run(trainer, model, data, run_dir, ckpt_path)
+
+
+def model_without_memory(values: Mapping[str, Any]) -> pl.LightningModule:
+    """Instantiate the model alone, on the meta device: to look at its layers, not to run it.
+
+    What it prints goes to the standard error; its warnings are left out, for it does not train.
+
+    Raises:
+        ConfigError, UsageError: As in `build`; and whatever the class raises where tensors have no values.
+    """
+    with torch.device("meta"), redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: pl.LightningModule = _make("model", values["model"])
+        model.configure_model()
+    return model
 
 
 def _choice(values: Mapping[str, Any]) -> OptimizerChoice:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_eff.errors import ConfigError
 from lightning_eff.gradient import ExactGradient
+from lightning_eff.kernels.devices import DEVICES
 from tests.callbacks.test_micro_batch import Fault, noisy, out_of_memory
 from tests.test_loop import assert_t1, plain, speaker, texts, windows
 
@@ -114,10 +115,24 @@ def test_an_update_that_does_not_fit_is_tried_again() -> None:
         assert torch.equal(one, other)
 
 
+def test_rounding_goes_by_the_device_and_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = torch.nn.Linear(2, 1)
+    assert ExactGradient(layer, multiple_of="auto").fitting.multiple_of == 1, "a CPU"
+    monkeypatch.setattr("lightning_eff.kernels.devices.of", lambda _: DEVICES["h200"])
+    assert ExactGradient(layer, multiple_of="auto").fitting.multiple_of == 4
+    assert ExactGradient(layer, multiple_of=3).fitting.multiple_of == 3
+    assert ExactGradient(layer.half(), multiple_of="auto").fitting.multiple_of == 8
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    wrapped = fabric.setup(torch.nn.Linear(2, 1))
+    assert ExactGradient(wrapped, fabric=fabric, multiple_of="auto").fitting.multiple_of == 8
+
+
 def test_bad_input_is_told() -> None:
     layer = torch.nn.Linear(2, 1)
     with pytest.raises(ConfigError, match="micro_batch_size=0: expected a whole number"):
         ExactGradient(layer, micro_batch_size=0)
+    with pytest.raises(ConfigError, match="multiple_of='8': expected a whole number of at least 1 or 'auto'"):
+        ExactGradient(layer, multiple_of="8")
     with pytest.raises(TypeError, match="the step returned float: expected a loss"):
         ExactGradient(layer).backward(lambda _: 1.0, torch.ones(2, 2))
     gradient, optimizer = ExactGradient(layer, micro_batch_size="auto"), torch.optim.SGD(layer.parameters())

@@ -34,9 +34,16 @@ from lightning_eff import loaders, loop, plan
 from lightning_eff.batches import Splitter
 from lightning_eff.errors import ConfigError, NoEffectWarning
 from lightning_eff.facts import Facts, Outcome, Rule, Verdict
-from lightning_eff.fitting import Fitting, is_count
+from lightning_eff.fitting import Fitting, is_count, rounding
 from lightning_eff.in_parts import Search
+from lightning_eff.measure import explanations
+from lightning_eff.measure.formats import dtype_of
 from lightning_eff.search import OBJECTIVES, Found
+
+
+def explain(device: str) -> str:
+    """Say which sizes suit a device: multiples by format, and tokens that fill it."""
+    return explanations.of_micro_batches(device)
 
 
 class MicroBatch(pl.Callback):
@@ -46,7 +53,8 @@ class MicroBatch(pl.Callback):
         micro_batch_size: Samples of a micro-batch on one device; `auto` begins with the whole batch.
         find: Look for a size before the first step, with `auto`: `largest` or `fastest`; None does not.
         headroom: Share of the device's memory that `find` leaves at the peak, where a device tells its peak.
-        multiple_of: Sizes above it that `auto` and `find` choose are its multiples; 8 suits tensor cores.
+        multiple_of: Sizes above it that `auto` and `find` choose are its multiples; its own `auto` is
+            what the device's tensor cores like in the format of the run (8 in 16 bits), and 1 on a CPU.
         grow_after_n_steps: Double the size after so many steps without running out of memory; None never.
         splitter: Cuts a batch in place of the built-in way, `splitter(batch, micro_batch_size)`.
 
@@ -69,15 +77,16 @@ class MicroBatch(pl.Callback):
         micro_batch_size: int | str = "auto",
         find: str | None = None,
         headroom: float = 0.1,
-        multiple_of: int = 1,
+        multiple_of: int | str = 1,
         grow_after_n_steps: int | None = None,
         splitter: Splitter | None = None,
     ) -> None:
         self._check(micro_batch_size, find, grow_after_n_steps)
         if not 0.0 <= headroom < 1.0:
             raise ConfigError(key="headroom", value=headroom, allowed="a share from 0 up to 1")
-        if not is_count(multiple_of):
-            raise ConfigError(key="multiple_of", value=multiple_of, allowed="a whole number of at least 1")
+        if multiple_of != "auto" and not is_count(multiple_of):
+            allowed = "'auto' or a whole number of at least 1"
+            raise ConfigError(key="multiple_of", value=multiple_of, allowed=allowed)
         if not (splitter is None or callable(splitter)):
             allowed = "a function of a batch and a micro-batch size"
             raise ConfigError(key="splitter", value=splitter, allowed=allowed)
@@ -88,6 +97,7 @@ class MicroBatch(pl.Callback):
         self.grow_after_n_steps = grow_after_n_steps
         self.splitter = splitter
         self._remembered: int | None = None
+        self._rounding = ""
         self._found: Found | None = None
         self._fitting: Fitting | None = None
         self._loop: loop.ExactStep | None = None
@@ -144,15 +154,24 @@ class MicroBatch(pl.Callback):
         size = self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
         self._found = None
         self._remembered = self.current_size if self.adapts else None  # of a fit before, or of a checkpoint
+        multiple_of = self._settle_rounding(trainer)
         self._fitting = Fitting(
             size,
             adapts=self.adapts,
             splitter=self.splitter,
-            multiple_of=self.multiple_of,
+            multiple_of=multiple_of,
             grow_after_n_steps=self.grow_after_n_steps,
         )
         self._loop = loop.install(trainer)
         self._loop.fitting = self._fitting
+
+    def _settle_rounding(self, trainer: pl.Trainer) -> int:
+        device = trainer.strategy.root_device
+        dtype = dtype_of(str(trainer.precision_plugin.precision), device.type)
+        multiple_of = rounding(self.multiple_of, device, dtype)
+        name = str(dtype).removeprefix("torch.")
+        self._rounding = f"sizes in multiples of {multiple_of} ({name} on {device.type})"
+        return multiple_of
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -223,6 +242,8 @@ class MicroBatch(pl.Callback):
             return Outcome(did="no training data yet", effective=False)
         size = f"micro-batches of {fitting.size}" if fitting.size is not None else "batches as a whole"
         words = [f"{size}; {fitting.num_split} batches cut"]
+        if self.multiple_of == "auto":
+            words.append(self._rounding)
         if fitting.halvings:
             sizes = [fitting.halvings[0].before, *(halving.after for halving in fitting.halvings)]
             words.append(f"out of memory {len(fitting.halvings)} times: {' -> '.join(map(str, sizes))}")
@@ -234,6 +255,7 @@ class MicroBatch(pl.Callback):
             effective=bool(fitting.num_split or fitting.halvings or self._found),
             numbers={
                 "micro_batch_size": fitting.size,
+                "multiple_of": fitting.multiple_of,
                 "batches_cut": fitting.num_split,
                 "out_of_memory": [[each.before, each.after, each.reason] for each in fitting.halvings],
                 "trials": [

@@ -32,6 +32,8 @@ from lightning_eff.kernels import dispatch
 from lightning_eff.kernels import linear as layers
 from lightning_eff.kernels.matmul import INTERPRETED
 from lightning_eff.kernels.table import Shape
+from lightning_eff.measure import explanations
+from lightning_eff.measure.formats import dtype_of, product_dtype
 from lightning_eff.transform import Blocks, Stage
 
 
@@ -85,6 +87,11 @@ def unswap(layer: layers.TritonLinear) -> None:
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def explain(device: str) -> str:
+    """Say which tiles the layers of known models get on a device, and what is lost there."""
+    return "\n\n".join(map(str, explanations.of_layers(device)))
+
+
 class TritonLinear(pl.Callback):
     """Swap linear layers.
 
@@ -128,6 +135,7 @@ class TritonLinear(pl.Callback):
         self._swapped: dict[str, layers.TritonLinear] = {}
         self._rows: dict[str, int] = {}
         self._device = torch.device("cpu")
+        self._dtype = torch.float32
 
     def facts(self) -> Facts:
         """State that compiled layers are the compiler's."""
@@ -154,14 +162,18 @@ class TritonLinear(pl.Callback):
             self._swapped, self._rows, self._accumulation.num_added = {}, {}, 0
             transform.queue(trainer, pl_module, Stage.TILE, self._apply)
 
-    def _apply(self, model: nn.Module) -> int:
-        new = swap(
+    def layers_of(self, model: nn.Module) -> dict[str, layers.TritonLinear]:
+        """Swap the layers of a model that are meant, and return them by name; `unswap` takes it back."""
+        return swap(
             model,
             min_features=self.min_features,
             blocks=self.blocks,
             backend=self.backend,
             accumulation=self._accumulation if self.accumulate else None,
         )
+
+    def _apply(self, model: nn.Module) -> int:
+        new = self.layers_of(model)
         self._swapped |= new
         if not self._swapped:
             text = (
@@ -174,6 +186,7 @@ class TritonLinear(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at what the layers get, and have weight gradients added where steps are accumulated."""
         self._device = trainer.strategy.root_device
+        self._dtype = dtype_of(str(trainer.precision_plugin.precision), self._device.type)
         for name, layer in self._swapped.items():
             self._look(name, layer)
         present = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -227,6 +240,5 @@ class TritonLinear(pl.Callback):
         for name, rows in self._rows.items():
             weight = self._swapped[name].weight
             n, k = weight.shape
-            shape = Shape(M=max(rows, 1), N=n, K=k, dtype=weight.dtype, aligned=not n % 8 and not k % 8)
-            ours = self.backend == "triton" and self._device.type == "cuda"
-            yield name, "our kernels: asked for" if ours else dispatch.words(shape, self._device)
+            shape = Shape.packed(max(rows, 1), n, k, product_dtype(weight.dtype, self._dtype))
+            yield name, dispatch.words(shape, self._device, self.backend)

@@ -37,6 +37,11 @@ class Device:
     shared_bytes: int
 
     @property
+    def has_tensor_cores(self) -> bool:
+        """Whether it multiplies small matrices at once: NVIDIA GPUs since Volta."""
+        return self.capability >= 70
+
+    @property
     def has_tma(self) -> bool:
         """Whether tiles are copied by the tensor memory accelerator."""
         return self.capability >= 90

@@ -80,15 +80,24 @@ def measured(shape: Shape, device: torch.device) -> Tile | None:
     return _rows().get(choices(identity(device)).get(bucket(shape), LIBRARY))
 
 
-def words(shape: Shape, device: torch.device) -> str:
+def words(shape: Shape, device: torch.device | None, backend: str = "auto") -> str:
     """Say for a report who computes a shape, and why.
+
+    Args:
+        shape: What is computed.
+        device: Where; None for a GPU that this machine does not have.
+        backend: As in `uses_triton`.
 
     Example:
         >>> words(Shape(M=64, N=64, K=64), torch.device("cpu"))
         "torch's library: the only one on cpu"
     """
-    if device.type != "cuda":
+    if device is not None and device.type != "cuda":
         return f"torch's library: the only one on {device.type}"
+    if backend != "auto":
+        return "our kernels: asked for" if backend == "triton" else "torch's library: asked for"
+    if device is None:
+        return "torch's library, unless bench --tune measures ours to be faster there"
     known = choices(identity(device))
     row = measured(shape, device)
     if row is not None:

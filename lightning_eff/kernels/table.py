@@ -11,6 +11,9 @@ from typing import Literal
 
 import torch
 
+TMA_BYTES = 16
+"""What the start of a row must be a multiple of, for the tensor memory accelerator to copy it."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -150,6 +153,17 @@ class Shape:
     saves_pre: bool = False
     reads_at: bool = False
     tf32: bool = False
+
+    @classmethod
+    def packed(cls, M: int, N: int, K: int, dtype: torch.dtype) -> Shape:
+        """Return the shape of operands whose rows lie one behind the other, as those of a layer do.
+
+        Example:
+            >>> [Shape.packed(8, 16, K, torch.bfloat16).aligned for K in (24, 20)]
+            [True, False]
+        """
+        aligned = not (N * dtype.itemsize % TMA_BYTES or K * dtype.itemsize % TMA_BYTES)
+        return cls(M=M, N=N, K=K, dtype=dtype, aligned=aligned)
 
     @property
     def has_tensor_cores(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import Device
-from lightning_eff.kernels.table import TILES, Shape, Tile
+from lightning_eff.kernels.table import TILES, TMA_BYTES, Shape, Tile
 
 LAUNCH_S = 5e-6
 """Seconds from one kernel to the next."""
@@ -26,8 +26,6 @@ WELL_FILLED = 0.95
 """Share of the SMs' time that a size must use to be recommended."""
 MARGIN_BYTES = 2048
 """Shared memory beside tiles, at most: barriers, and what an epilogue needs."""
-TMA_BYTES = 16
-"""What the start of a row must be a multiple of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +227,7 @@ def explain(
         raise ValueError(text)
     place = devices.named(device) if isinstance(device, str) else device
     item = dtype.itemsize
-    aligned = not (N * item % TMA_BYTES or K * item % TMA_BYTES)
-    shape = Shape(M=M, N=N, K=K, dtype=dtype, aligned=aligned)
+    shape = Shape.packed(M, N, K, dtype)
     cost = ranked(shape, place)[0]
     copies = place.has_tma and shape.has_tensor_cores
     return Explanation(
@@ -239,6 +236,24 @@ def explain(
         aligned_n=_aligned(N, item, cost.tile.block_n) if copies else (N,),
         aligned_k=_aligned(K, item, 64) if copies else (K,),
     )
+
+
+def multiple(dtype: torch.dtype, device: str | Device) -> int:
+    """Return what the sizes of a product should be multiples of, in elements: 16 bytes on tensor cores.
+
+    They copy and multiply whole groups of 16 bytes, and NVIDIA asks for sizes of whole groups: 8 elements of
+    16 bits, 16 of float8, 4 of float32 (as TF32). A CPU, or a GPU without such cores, takes any.
+
+    Args:
+        dtype: Format of the operands.
+        device: As in `explain`.
+
+    Example:
+        >>> multiple(torch.bfloat16, "h200"), multiple(torch.bfloat16, "cpu")
+        (8, 1)
+    """
+    place = devices.named(device) if isinstance(device, str) else device
+    return max(1, TMA_BYTES // dtype.itemsize) if place.has_tensor_cores else 1
 
 
 def _fitting_m(cost: Cost) -> Iterator[int]:

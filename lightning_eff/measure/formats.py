@@ -56,3 +56,25 @@ def choose(device_type: str) -> tuple[str, str]:
     """Return the format that `auto` means on a device, and the reason."""
     answer = support(device_type, torch.bfloat16)
     return ("bf16-mixed" if answer.native else "32-true"), answer.why
+
+
+_COMPUTED_IN = {
+    "bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64, "transformer": torch.float8_e4m3fn,
+}  # fmt: skip
+"""By the first word of Lightning's name of a precision; float32 for any other."""
+
+
+def dtype_of(precision: str, device_type: str) -> torch.dtype:
+    """Return the format in which a precision, `auto` too, computes matrix products on a device.
+
+    Example:
+        >>> [dtype_of(precision, "cuda") for precision in ("bf16-mixed", "16-true", "32-true")]
+        [torch.bfloat16, torch.float16, torch.float32]
+    """
+    settled = choose(device_type)[0] if precision == "auto" else precision
+    return _COMPUTED_IN.get(str(settled).partition("-")[0], torch.float32)
+
+
+def product_dtype(weight: torch.dtype, computed: torch.dtype) -> torch.dtype:
+    """Return the format of a layer's products: that of the run, or the weight's where a run casts nothing."""
+    return weight if computed == torch.float32 else computed

@@ -142,19 +142,15 @@ def _sizes(text: str) -> tuple[tuple[int, int, int], ...]:
 def _explain(asked: Asked) -> int:
     import torch
 
-    from lightning_eff.kernels import devices, shapes
-    from lightning_eff.kernels.tiles import explain
+    from lightning_eff.measure import explanations
 
-    known = (*devices.DEVICES, "cpu")
-    if asked.explain not in known:
-        allowed = f"one of {', '.join(known)}"
-        raise ConfigError(key="--explain", value=asked.explain, allowed=allowed, remedies=["--explain h200"])
-    sizes = asked.sizes or [(shapes.TOKENS[-1], *weight) for weight in shapes.WEIGHTS]
-    found = [explain(*each, getattr(torch, asked.dtype), asked.explain) for each in sizes]
+    device = explanations.known("--explain ", asked.explain)
+    sizes = asked.sizes or explanations.LAYERS
+    found = explanations.of_layers(device, sizes, getattr(torch, asked.dtype))
     if asked.as_json:
         pairs = zip(sizes, found, strict=True)
         rows = [{"shape": list(each), "words": list(one.sentences())} for each, one in pairs]
-        sys.stdout.write(json.dumps({"device": asked.explain, "rows": rows}, indent=1) + "\n")
+        sys.stdout.write(json.dumps({"device": device, "rows": rows}, indent=1) + "\n")
     else:
         sys.stdout.write("\n\n".join(map(str, found)) + "\n")
     return EXIT_OK

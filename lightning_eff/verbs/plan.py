@@ -8,19 +8,27 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_eff import config
 from lightning_eff.catalog import MANY
-from lightning_eff.errors import EXIT_OK, UsageError
+from lightning_eff.errors import EXIT_OK, ConfigError, UsageError, root_cause_line
 from lightning_eff.measure.tables import text_table
 from lightning_eff.overrides import parse_overrides, recipe_and_overrides
 from lightning_eff.place import Place, listed_options, recipe_chain
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_eff.measure.linear_layers import LinearLayers
 
 USAGE = """lightning-eff plan RECIPE [overrides] [options]
 
   lightning-eff plan lm                                     what will be on, why, and who set it
   lightning-eff plan lm '+callbacks=gradient_checkpointing' with overrides, as train takes them
+  lightning-eff plan lm '+callbacks=triton_linear'          and who would compute which linear layers here
+  lightning-eff plan lm '+callbacks=triton_linear' device=h200
+                                                            or there: h100, h200, a100, rtx4090, b200, cpu
 
 Exit code 5 when a combination is refused, 3 when this machine lacks something; each with a remedy.
 
@@ -62,17 +70,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--debug", action="store_true")
     parser.error = _usage_error  # pyright: ignore[reportAttributeAccessIssue]
     given, words = parser.parse_known_args(arguments)
+    device, words = _named_device(words)
     recipe, overrides = recipe_and_overrides("plan", words)
     place = Place.of(given.config_dir)
     sys.path.insert(0, str(Path.cwd()))
     values = config.compose_recipe(recipe, overrides, place).values
-    rows, findings = _judge(values, lambda group, name: _set_by(recipe, overrides, place, group, name))
+    from lightning_eff.run import build_trainer
+
+    trainer = build_trainer(values)
+    rows, findings = _judge(trainer, lambda group, name: _set_by(recipe, overrides, place, group, name))
+    layers = _layers(values, trainer, device)
     if given.json:
-        sys.stdout.write(
-            json.dumps({"recipe": recipe, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
-        )
+        found = {"recipe": recipe, "rows": [asdict(row) for row in rows]}
+        found |= {"layers": [asdict(row) for row in layers.rows], "layers_about": layers.about}
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
-        sys.stdout.write(_text(rows) + "\n")
+        sys.stdout.write(_text(rows) + "\n" + (f"\n{layers}\n" if layers.about else ""))
     from lightning_eff.plan import raise_refused
 
     raise_refused(findings)
@@ -84,13 +97,51 @@ def _usage_error(message: str) -> None:
     raise UsageError(text)
 
 
-def _judge(values: dict[str, Any], set_by: Any) -> tuple[list[Row], list[Any]]:
-    """Build the Trainer with its techniques, and compare their facts."""
+def _named_device(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Take `device=NAME`, which is no override, out of what was typed."""
+    names = [word.partition("=")[2] for word in words if word.startswith("device=")]
+    if len(names) > 1:
+        text = f"plan: expected one device, not {len(names)}: {', '.join(names)}"
+        raise UsageError(text)
+    rest = [word for word in words if not word.startswith("device=")]
+    if not names:
+        return "", rest
+    from lightning_eff.measure.explanations import known
+
+    return known("device=", names[0]), rest
+
+
+def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearLayers:
+    """Look at the layers that a technique takes, in a model without memory; one that fails stops nothing."""
+    from lightning_eff.facts import name_of
+    from lightning_eff.measure import linear_layers
+    from lightning_eff.plan import objects_of
+    from lightning_eff.run import model_without_memory
+
+    takers = [each for each in objects_of(trainer) if isinstance(each, linear_layers.TakesLayers)]
+    if not takers:
+        about = f"device={device} changes nothing: no technique here takes layers (+callbacks=triton_linear)"
+        return linear_layers.LinearLayers(about if device else "")
+    try:
+        model = model_without_memory(values)
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        reason = root_cause_line(error).removeprefix("error: ").splitlines()[0]
+        return linear_layers.LinearLayers(
+            f"linear layers: the model cannot be built without memory: {reason}"
+        )
+    where = linear_layers.Where.of(device, trainer.strategy.root_device, str(trainer.precision))
+    name = name_of(takers[0])
+    try:
+        return linear_layers.look(takers[0], name, model, where, linear_layers.Tokens.of(values))
+    except ConfigError as error:
+        raise error.under(name.replace("/", ".")) from error
+
+
+def _judge(trainer: pl.Trainer, set_by: Any) -> tuple[list[Row], list[Any]]:
+    """Compare the facts of a Trainer's techniques."""
     from lightning_eff import plan
     from lightning_eff.facts import Technique, asked, defaults, name_of
-    from lightning_eff.run import build_trainer
 
-    trainer = build_trainer(values)
     objects = plan.objects_of(trainer)
     findings = plan.check(objects, plan.run_facts(trainer))
     rows: dict[str, Row] = {}

@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.errors import ConfigError, ConflictError, ConflictWarning, NoEffectWarning
+from lightning_eff.kernels.devices import DEVICES
 from tests.conftest import make_trainer
 from tests.test_loop import assert_t1, loader, plain, speaker
 
@@ -617,6 +618,38 @@ def test_it_grows_only_if_asked() -> None:
     assert sizes == [3, 3, 6, 6, None, None, None]
 
 
+@pytest.mark.parametrize("find", [None, "largest"])
+def test_on_a_cpu_any_size_suits_to_the_bit(find: str | None) -> None:
+    """Of twelve samples five fit: halving tries six and three, a search finds five."""
+    auto = MicroBatch(find=find, multiple_of="auto")
+    ours = left(auto, Fault("forward", limit=5))
+    assert auto.current_size == (5 if find else 3)
+    assert auto.outcome().numbers["multiple_of"] == 1
+    assert "sizes in multiples of 1 (float32 on cpu)" in auto.outcome().did
+    plain = MicroBatch(find=find)
+    assert_same(ours, left(plain, Fault("forward", limit=5)))
+    assert "multiples" not in plain.outcome().did
+
+
+@pytest.mark.parametrize(
+    ("precision", "multiple_of", "size", "name"),
+    [("bf16-mixed", 8, 6, "bfloat16"), ("32-true", 4, 4, "float32")],
+)
+def test_on_tensor_cores_sizes_are_whole_16_bytes(
+    monkeypatch: pytest.MonkeyPatch, precision: str, multiple_of: int, size: int, name: str
+) -> None:
+    """Half of twelve are six, below eight; as a multiple of four they are four. Eight of eleven fit."""
+    monkeypatch.setattr("lightning_eff.kernels.devices.of", lambda _: DEVICES["h200"])
+    found = MicroBatch(find="largest", multiple_of="auto")
+    train(found, Fault("forward", limit=11), max_steps=1, precision=precision)
+    assert found.current_size == 8
+    auto = MicroBatch(multiple_of="auto")
+    train(auto, Fault("forward", limit=6), max_steps=1, precision=precision)
+    assert auto.current_size == size
+    assert auto.outcome().numbers["multiple_of"] == multiple_of
+    assert f"sizes in multiples of {multiple_of} ({name} on cpu)" in auto.outcome().did
+
+
 @pytest.mark.parametrize("limit", [1, 2, 5, 8, 11, 12, 40])
 def test_find_gives_the_largest_and_leaves_no_trace(limit: int, tmp_path: Any) -> None:
     auto = MicroBatch(find="largest")
@@ -677,7 +710,8 @@ def test_find_of_a_user_who_cannot_fit_one_sample() -> None:
         ({"micro_batch_size": "largest"}, "micro_batch_size='largest'"),
         ({"find": "best"}, "find='best': expected one of largest, fastest"),
         ({"headroom": 1.0}, "headroom=1.0: expected a share"),
-        ({"multiple_of": 0}, "multiple_of=0"),
+        ({"multiple_of": 0}, "multiple_of=0: expected 'auto' or a whole number"),
+        ({"multiple_of": "8"}, "multiple_of='8'"),
         ({"grow_after_n_steps": 0}, "grow_after_n_steps=0"),
         ({"splitter": 3}, "splitter=3: expected a function"),
         ({"micro_batch_size": 4, "find": "largest"}, "null beside micro_batch_size=4"),

@@ -15,7 +15,7 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.triton_linear import TritonLinear, swap, unswap
 from lightning_eff.errors import ConfigError, NoEffectWarning
-from lightning_eff.kernels import linear
+from lightning_eff.kernels import dispatch, linear
 from tests.conftest import Net, make_loader, make_trainer
 from tests.test_loop import Speaker, assert_t1, speaker, texts
 
@@ -109,6 +109,19 @@ def test_the_report_says_who_computes() -> None:
     assert outcome.numbers["layers"] == {
         "first": "torch's library: the only one on cpu", "second": "torch's library: the only one on cpu",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_who_computes_is_asked_for_the_format_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, precision: Any
+) -> None:
+    """Weights are float32 in both; autocast multiplies in bfloat16, and that is what was measured."""
+    technique = TritonLinear(min_features=3, backend="torch")
+    trainer = make_trainer(callbacks=[technique], max_steps=2, precision=precision)
+    trainer.fit(Net(), make_loader())
+    monkeypatch.setattr(dispatch, "words", lambda shape, device, backend: f"{shape.dtype} {device} {backend}")
+    dtype = {"bf16-mixed": "torch.bfloat16", "32-true": "torch.float32"}[precision]
+    assert set(technique.outcome().numbers["layers"].values()) == {f"{dtype} cpu torch"}
 
 
 def test_no_layer_is_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.kernels.table import TILES, Shape, Tile
-from lightning_eff.kernels.tiles import Cost, explain, fitting, ranked
+from lightning_eff.kernels.tiles import Cost, explain, fitting, multiple, ranked
 
 H200 = DEVICES["h200"]
 LARGE = Tile("tma", 128, 256, 128, 8, 3)
@@ -122,3 +123,17 @@ def test_wrong_sizes_and_devices_are_refused() -> None:
 
 def test_rows_are_distinct() -> None:
     assert len(set(TILES)) == len(TILES)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_tensor_cores_like_whole_16_bytes(name: str) -> None:
+    """16 bytes are 8 elements of 2 bytes, 4 of 4, 16 of 1."""
+    likes = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 4, torch.float8_e4m3fn: 16}
+    assert {dtype: multiple(dtype, name) for dtype in likes} == likes
+    assert {multiple(dtype, "cpu") for dtype in likes} == {1}
+
+
+def test_a_gpu_without_tensor_cores_likes_any_number() -> None:
+    pascal = replace(H200, capability=61)
+    assert multiple(torch.float16, pascal) == 1
+    assert multiple(torch.float16, replace(pascal, capability=70)) == 8

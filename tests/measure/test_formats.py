@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_eff.measure.formats import choose, support
+from lightning_eff.measure.formats import choose, dtype_of, product_dtype, support
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,26 @@ def test_cuda_is_asked_without_emulation(native: bool, monkeypatch: pytest.Monke
     assert asked == [False]
     assert support("cuda", torch.float16).native
     assert support("cuda", torch.float32).native
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("bf16-true", torch.bfloat16),
+        ("16-mixed", torch.float16), ("16-true", torch.float16), ("64-true", torch.float64),
+        ("transformer-engine-float16", torch.float8_e4m3fn), ("nf4", torch.float32),
+    ],
+)  # fmt: skip
+def test_a_precision_computes_in_one_format(precision: str, dtype: torch.dtype) -> None:
+    assert dtype_of(precision, "cpu") == dtype
+
+
+def test_auto_computes_in_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        monkeypatch.setattr("torch.cpu.get_capabilities", lambda has=has: {"avx512_bf16": has})
+        assert dtype_of("auto", "cpu") == dtype
+
+
+def test_where_a_run_casts_nothing_weights_decide() -> None:
+    assert product_dtype(torch.float16, torch.float32) == torch.float16
+    assert product_dtype(torch.float32, torch.bfloat16) == torch.bfloat16

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import pytest
+
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -49,3 +51,39 @@ def test_a_name_shows_costs_conflicts_source_and_every_option(command: Command) 
 
 def test_a_recipe_shows_its_bill_of_materials(command: Command) -> None:
     assert "- callbacks: [gradient_accumulation, empty_cache]" in command("ls", "lm")[1]
+
+
+def test_tiles_are_explained_below_the_card(command: Command) -> None:
+    card = command("ls", "triton_linear")[1]
+    assert "\ntiles: lightning-eff ls callbacks/triton_linear --explain h200\n" in card
+    code, out, err = command("ls", "triton_linear", "--explain", "h200")
+    assert code == 0, err
+    assert out.startswith(card)
+    assert "\n64 x 16 tiles make 7.76 waves of 132 SMs, 3% idle\n" in out
+    assert out.removeprefix(card).strip() == command("bench", "--explain", "h200")[1].strip()
+    out = command("ls", "callbacks/micro_batch", "--explain", "h200")[1]
+    assert "8 in bfloat16, 8 in float16, 16 in float8_e4m3fn, 4 in float32" in out
+    card = json.loads(command("ls", "micro_batch", "--explain", "cpu", "--json")[1])
+    assert card["name"] == "callbacks/micro_batch"
+    assert "1 in bfloat16" in card["explanation"][0]
+    assert "explanation" not in json.loads(command("ls", "micro_batch", "--json")[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["empty_cache", "--explain", "h200"],
+            "callbacks/micro_batch, callbacks/triton_linear",
+        ),
+        (["--explain", "h200"], "callbacks/micro_batch, callbacks/triton_linear"),
+        (["lm", "--explain", "h200"], "callbacks/micro_batch, callbacks/triton_linear"),
+        (["triton_linear", "--explain", "h20"], "--explain='h20': expected one of h100, h200"),
+        (["triton_linear", "--explain"], "argument --explain: expected one argument"),
+        (["a", "b"], "unknown argument 'b'"),
+    ],
+)
+def test_what_has_no_explanation_is_a_usage_error(command: Command, words: list[str], message: str) -> None:
+    code, out, err = command("ls", *words)
+    assert (code, out) == (2, "")
+    assert message in err

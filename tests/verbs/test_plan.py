@@ -136,3 +136,124 @@ def test_bad_words_are_a_usage_error(command: Command, words: list[str], message
     code, _, err = command("plan", *words)
     assert code == 2
     assert message in err
+
+
+TILED = "+callbacks=triton_linear"
+
+
+def layers(command: Command, *words: str) -> tuple[list[dict[str, Any]], str]:
+    code, out, err = command("plan", *words, "trainer.accelerator=cpu", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    return found["layers"], found["layers_about"]
+
+
+def test_linear_layers_are_shown_by_shape(command: Command) -> None:
+    """16 x 256 tokens; 32 x 8 tiles of 128 x 256 for the vocabulary's 2048 are 256, 1.94 waves of 132."""
+    found, about = layers(command, "lm", TILED, "device=h200")
+    assert [(row["num_layers"], row["example"], row["M"], row["N"], row["K"]) for row in found] == [
+        (4, "blocks.0.attention.qkv", 4096, 576, 192),
+        (4, "blocks.0.attention.out", 4096, 192, 192),
+        (4, "blocks.0.mlp.up", 4096, 768, 192),
+        (4, "blocks.0.mlp.down", 4096, 192, 768),
+        (1, "head", 4096, 2048, 192),
+    ]
+    assert {row["dtype"] for row in found} == {"bfloat16"}
+    assert found[-1]["tiles"] == ["1.94 waves, 3% idle"]
+    assert "on H200" in about
+    assert "M = 16 sequences x 256 tokens (data.micro_batch_size, data.context_length)" in about
+    assert {row["M"] for row in layers(command, "low_memory", TILED)[0]} == {1024}, "micro-batches of four"
+    _, out, _ = command("plan", "lm", TILED, "device=h200")
+    assert " 1       head                    4096 x 2048 x 192 bfloat16 " in out
+
+
+def test_the_techniques_own_filter_decides(command: Command) -> None:
+    wide = layers(command, "baseline", TILED, "callbacks.triton_linear.min_features=193")
+    assert wide == ([], "callbacks/triton_linear takes no linear layer of this model")
+    only = "callbacks.triton_linear.blocks=['blocks.*.mlp']"
+    names = [row["example"] for row in layers(command, "baseline", TILED, only)[0]]
+    assert names == ["blocks.0.mlp.up", "blocks.0.mlp.down"]
+    code, _, err = command("plan", "baseline", TILED, "callbacks.triton_linear.blocks=Blok")
+    assert code == 2
+    assert "callbacks.triton_linear.blocks='Blok'" in err
+    assert "did you mean 'Block'?" in err
+
+
+def test_without_it_there_are_none(command: Command) -> None:
+    assert layers(command, "lm") == ([], "")
+    assert "linear layers" not in command("plan", "lm")[1]
+    found, about = layers(command, "lm", "device=h200")
+    assert found == []
+    assert "device=h200 changes nothing" in about
+
+
+def test_here_is_the_device_at_hand(command: Command) -> None:
+    found, about = layers(command, "baseline", TILED)
+    assert "on CPU" in about
+    assert {row["computed_by"] for row in found} == {"torch's library: the only one on cpu"}
+    assert {row["dtype"] for row in found} == {"float32"}
+
+
+def test_rows_that_nobody_knows_are_assumed_aloud(command: Command) -> None:
+    found, about = layers(command, "images", TILED, "callbacks.triton_linear.min_features=10", "device=h200")
+    assert [(row["M"], row["N"], row["K"]) for row in found] == [(None, 10, 64)]
+    assert "M=8192 is assumed" in about
+    assert "no TMA, pad N to 16 or" in found[0]["tiles"][-1]
+
+
+NETS = """
+import lightning.pytorch as pl, torch
+class Huge(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        print("not JSON")
+        self.layer = torch.nn.Linear(4_000_000, 1_000_000)  # 16 TB
+class Late(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+    def configure_model(self):
+        self.layer = torch.nn.Linear(256, 512)
+class Reads(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.rate = torch.linspace(0, 1, 3)[1].item()
+class Fails(pl.LightningModule):
+    def __init__(self):
+        raise KeyError("weights.bin")
+"""
+
+
+def test_a_model_of_ones_own_needs_no_memory_and_stops_nothing(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "my_nets.py").write_text(NETS)
+
+    def planned(name: str) -> tuple[list[dict[str, Any]], str]:
+        return layers(command, "baseline", TILED, f"model._target_=my_nets.{name}")
+
+    assert [(row["example"], row["N"], row["K"]) for row in planned("Huge")[0]] == [
+        ("layer", 1_000_000, 4_000_000)
+    ]
+    assert [(row["N"], row["K"]) for row in planned("Late")[0]] == [(512, 256)]
+    for name, reason in (("Reads", "item()"), ("Fails", "KeyError: 'weights.bin'")):
+        found, about = planned(name)
+        assert found == []
+        assert about.startswith("linear layers: the model cannot be built without memory: ")
+        assert reason in about
+        assert len(about.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["device=h20"],
+            "device='h20': expected one of h100, h200, a100",
+        ),
+        (["device=H100"], "b200, cpu\n  try: device=h100"),
+        (["device="], "device=''"),
+        (["device=h200", "device=a100"], "expected one device, not 2: h200, a100"),
+    ],
+)
+def test_an_unknown_device_is_a_usage_error(command: Command, words: list[str], message: str) -> None:
+    code, out, err = command("plan", "lm", TILED, *words)
+    assert (code, out) == (2, "")
+    assert message in err
