@@ -58,8 +58,8 @@ class Text(pl.LightningDataModule):
         seed: Of the split and of the order.
 
     Raises:
-        ValueError: A value is outside its range, the tokenizer cannot be loaded, or, raised in `setup`, a file
-            holds something else than is expected; file and line are named.
+        ValueError: A value is outside its range, the tokenizer cannot be loaded, or, raised in `setup`, a
+            file holds something else than is expected; file and line are named.
         FileNotFoundError: A path means no file.
         ModuleNotFoundError: A package is missing: transformers for a tokenizer, pyarrow for Parquet.
 
@@ -83,7 +83,10 @@ class Text(pl.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for name, value, low in (("context_length", context_length, 2), ("micro_batch_size", micro_batch_size, 1)):
+        for name, value, low in (
+            ("context_length", context_length, 2),
+            ("micro_batch_size", micro_batch_size, 1),
+        ):
             if value < low:
                 text = f"{name}={value} must be at least {low}"
                 raise ValueError(text)
@@ -124,13 +127,18 @@ class Text(pl.LightningDataModule):
             return
         documents = read_documents(self.paths, self.field)
         tokens = self._tokens(documents)
-        pieces = [self._fit(t, cut_off=not isinstance(d.content, str)) for d, t in zip(documents, tokens, strict=True)]
+        pieces = [
+            self._fit(t, cut_off=not isinstance(d.content, str))
+            for d, t in zip(documents, tokens, strict=True)
+        ]
         for split, chosen in self._split(self._with_targets(documents, pieces)).items():
             self._rows[split] = self._lay_out(split, chosen)
         self._say_cut(tokens, pieces)
 
     def _tokens(self, documents: Sequence[Document]) -> list[Tokens]:
-        of_texts = iter(self.vocabulary.of_texts([d.content for d in documents if isinstance(d.content, str)]))
+        of_texts = iter(
+            self.vocabulary.of_texts([d.content for d in documents if isinstance(d.content, str)])
+        )
         return [next(of_texts) if isinstance(d.content, str) else self._of_chat(d) for d in documents]
 
     def _of_chat(self, document: Document) -> Tokens:
@@ -141,7 +149,7 @@ class Text(pl.LightningDataModule):
             raise ValueError(text) from error
 
     def _fit(self, tokens: Tokens, *, cut_off: bool) -> list[Tokens]:
-        """Return a document as pieces that fit a row; only the first where an answer would lose its question."""
+        """Return a document as pieces that fit a row; only the first if answers would lose questions."""
         length, step = len(tokens.ids), self.context_length
         if self.packing == "across" or length <= step:
             return [tokens]
@@ -156,8 +164,8 @@ class Text(pl.LightningDataModule):
         without = [document.place for document, each in zip(documents, kept, strict=True) if not each]
         if len(without) == len(documents):
             text = (
-                f"no document has a target in its first {self.context_length} tokens, beginning with {without[0]}:"
-                " they are empty, or their answers lie behind context_length"
+                f"no document has a target in its first {self.context_length} tokens, beginning with"
+                f" {without[0]}: they are empty, or their answers lie behind context_length"
             )
             raise ValueError(text)
         if without:
@@ -175,8 +183,12 @@ class Text(pl.LightningDataModule):
             raise ValueError(text)
         order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(self.seed)).tolist()
         validating = set(order[:count])
-        splits = {"train": [piece for i, each in enumerate(documents) if i not in validating for piece in each]}
-        return splits | ({"val": [piece for i in sorted(validating) for piece in documents[i]]} if count else {})
+        splits = {
+            "train": [piece for i, each in enumerate(documents) if i not in validating for piece in each]
+        }
+        return splits | (
+            {"val": [piece for i in sorted(validating) for piece in documents[i]]} if count else {}
+        )
 
     def _lay_out(self, split: str, pieces: Sequence[Tokens]) -> PackedRows | OnePerRow:
         length, num_tokens = self.context_length, sum(len(each.ids) for each in pieces)
@@ -192,7 +204,9 @@ class Text(pl.LightningDataModule):
 
     def _say_cut(self, tokens: Sequence[Tokens], pieces: Sequence[list[Tokens]]) -> None:
         """Say how many documents were longer than a row, and what of them is lost."""
-        longer = sum(len(each.ids) > self.context_length for each in tokens) if self.packing != "across" else 0
+        longer = (
+            sum(len(each.ids) > self.context_length for each in tokens) if self.packing != "across" else 0
+        )
         lost = sum(len(t.ids) - sum(len(p.ids) for p in each) for t, each in zip(tokens, pieces, strict=True))
         if longer:
             text = "%d of %d documents are longer than context_length=%d and were cut; %d tokens are lost"

@@ -40,9 +40,9 @@ Batch = dict[str, Tensor]
 class HFCausalLM(pl.LightningModule):
     """Next-token prediction by a model of transformers.
 
-    A batch is a dictionary of integer tensors [B, T]: `input_ids`, `labels` (a token where it is a target, -100
-    elsewhere; the model compares each with what it said one position before), and, where there are some,
-    `attention_mask` or `position_ids`.
+    A batch is a dictionary of integer tensors [B, T]: `input_ids`, `labels` (a token where it is a target,
+    -100 elsewhere; the model compares each with what it said one position before), and, where there are
+    some, `attention_mask` or `position_ids`.
 
     Args:
         name: Hub name or folder.
@@ -83,6 +83,7 @@ class HFCausalLM(pl.LightningModule):
                 text = f"{key}={value} must be at least 1"
                 raise ValueError(text)
         self.save_hyperparameters()
+        self._format: Any = dtype if dtype == "auto" else getattr(torch, dtype)
         self._config: Any = read_config(name, revision)
         self._attention = choose_attention(attn_implementation, class_of(name, self._config))
         if pretrained:
@@ -117,16 +118,16 @@ class HFCausalLM(pl.LightningModule):
                     self.hparams["name"],
                     revision=self.hparams["revision"],
                     config=self._config,
-                    dtype=self._torch_dtype(),
+                    dtype=self._format,
                     attn_implementation=self._attention,
                     use_safetensors=True,
                     trust_remote_code=False,
                 )
         except OSError as error:
             raise ValueError(why_not(self.hparams["name"], str(error))) from error
-        rows = self._rows(model.get_input_embeddings().num_embeddings)
-        if rows != model.get_input_embeddings().num_embeddings:
-            model.resize_token_embeddings(rows)
+        now: Any = model.get_input_embeddings().num_embeddings
+        if self._rows(now) != now:
+            model.resize_token_embeddings(self._rows(now))
         return model
 
     def _draw(self) -> Any:
@@ -134,14 +135,10 @@ class HFCausalLM(pl.LightningModule):
 
         text_config = self._config.get_text_config()
         text_config.vocab_size = self._rows(text_config.vocab_size)
-        dtype = torch.float32 if self.hparams["dtype"] == "auto" else self._torch_dtype()
+        dtype = torch.float32 if self._format == "auto" else self._format
         return AutoModelForCausalLM.from_config(
             self._config, dtype=dtype, attn_implementation=self._attention, trust_remote_code=False
         )
-
-    def _torch_dtype(self) -> Any:
-        name = self.hparams["dtype"]
-        return name if name == "auto" else getattr(torch, name)
 
     def _rows(self, now: int) -> int:
         """Return how many rows the embedding shall have; never fewer than it has."""
@@ -174,7 +171,10 @@ class HFCausalLM(pl.LightningModule):
             ValueError: It has.
         """
         data = getattr(self.trainer, "datamodule", None)
-        tokens, rows = getattr(data, "vocab_size", None), self._rows(self._config.get_text_config().vocab_size)
+        tokens, rows = (
+            getattr(data, "vocab_size", None),
+            self._rows(self._config.get_text_config().vocab_size),
+        )
         if isinstance(tokens, int) and tokens > rows:
             text = (
                 f"the data has {tokens} tokens and the embedding of {self.hparams['name']} {rows} rows\n"

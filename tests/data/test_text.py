@@ -1,4 +1,4 @@
-"""Text: rows and labels by hand, what is cut, conversations, kinds of files, the split, the order, refusals."""
+"""Text: rows and labels by hand, what is cut, conversations, kinds of files, split, order, refusals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_eff.data.corpus.rows import Tokens, best_fit, pack_across, pack_apart
@@ -25,8 +26,8 @@ TURNS = [
     {"role": "assistant", "content": "c"},
 ]
 PLAIN_TEMPLATE = (
-    "{% for m in messages %}<|{{m.role}}|>{{m.content}}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for m in messages %}<|{{m.role}}|>{{m.content}}{% if m.role == 'assistant' %}</s>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 MARKED_TEMPLATE = (
     "{% for m in messages %}<|{{m.role}}|>{% if m.role == 'assistant' %}"
@@ -61,10 +62,10 @@ def rows_of(data: Text, split: str = "train") -> list[list[int]]:
 
 def write_rows(file: Path, rows: list[Any], field: str = "text") -> Path:
     if file.suffix == ".parquet":
-        import pyarrow
+        import pyarrow as pa
         from pyarrow import parquet
 
-        parquet.write_table(pyarrow.table({"id": list(range(len(rows))), field: rows}), file)
+        parquet.write_table(pa.table({"id": list(range(len(rows))), field: rows}), file)
     else:
         file.write_text("\n".join(json.dumps({"id": i, field: row}) for i, row in enumerate(rows)) + "\n\n")
     return file
@@ -225,31 +226,28 @@ def test_the_order_depends_on_seed_and_epoch_alone(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
-@pytest.mark.parametrize("stopped", [2, 6, 9])
-def test_a_run_goes_on_in_the_middle_of_an_epoch(
-    tiny_llama: Path, folder: Path, tmp_path: Path, stopped: int
-) -> None:
-    """Six batches an epoch: inside the first, at its end, inside the second."""
-
-    def run(steps: int, ckpt_path: Path | None = None) -> tuple[HFCausalLM, list[list[int]]]:
+def test_a_run_goes_on_in_the_middle_of_an_epoch(tiny_llama: Path, folder: Path, tmp_path: Path) -> None:
+    def run(name: str, ckpt_path: Path | None = None) -> tuple[HFCausalLM, list[list[int]]]:
         seen: list[list[int]] = []
         model = HFCausalLM(name=str(tiny_llama))
         step = model.training_step
         model.training_step = lambda batch, batch_idx: (
             seen.append(batch["input_ids"][:, 0].tolist()), step(batch, batch_idx))[1]  # fmt: skip
         model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters(), lr=1e-3)
-        data = Text(paths=str(folder), packing=False, context_length=16, micro_batch_size=2, validation_share=0.0)
-        trainer = make_trainer(max_steps=steps)
+        data = Text(
+            paths=str(folder), packing=False, context_length=16, micro_batch_size=2, validation_share=0.0
+        )
+        saver = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = make_trainer(max_steps=12, callbacks=[saver], enable_checkpointing=True)
         trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
-        trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
         return model, seen
 
-    whole, seen = run(12)
-    first = run(stopped)[1]
-    resumed, rest = run(12, tmp_path / f"{stopped}.ckpt")
-    assert first + rest == seen
-    for ours, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    whole, seen = run("whole")
+    for stopped in (2, 6, 9):  # six batches an epoch: inside the first, at its end, inside the second
+        resumed, rest = run(f"from_{stopped}", tmp_path / "whole" / f"step={stopped}.ckpt")
+        assert rest == seen[stopped:], stopped
+        for ours, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_a_conversation_in_bytes_by_hand() -> None:
@@ -291,7 +289,9 @@ def test_conversations_are_cut_off_and_not_into_pieces(
     assert batch["input_ids"].shape == (1, 24)
     assert batch["labels"][0].tolist() == [N] * 20 + [ord("y"), ord("o"), 256, N]
     assert f"1 of 2 documents have no target and are left out, beginning with {file}:2" in caplog.text
-    assert "2 of 2 documents are longer than context_length=24 and were cut; 79 tokens are lost" in caplog.text
+    assert (
+        "2 of 2 documents are longer than context_length=24 and were cut; 79 tokens are lost" in caplog.text
+    )
 
 
 def test_a_special_tokens_name_in_a_text_stays_text(tiny_llama: Path) -> None:
@@ -333,8 +333,14 @@ def text_file(name: str, content: str | bytes) -> Write:
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (text_file("a.jsonl", '{"text": "x"}\n{"txt": "y", "id": 1}'), r"a.jsonl:2: there is no 'text'; .*: id, txt"),
-        (text_file("a.jsonl", '{"text": "x"}\n\n{"text": '), r"a.jsonl:3: no JSON: Expecting value at column 10"),
+        (
+            text_file("a.jsonl", '{"text": "x"}\n{"txt": "y", "id": 1}'),
+            r"a.jsonl:2: there is no 'text'; .*: id, txt",
+        ),
+        (
+            text_file("a.jsonl", '{"text": "x"}\n\n{"text": '),
+            r"a.jsonl:3: no JSON: Expecting value at column 10",
+        ),
         (text_file("a.jsonl", "[1]"), r"a.jsonl:1: expected an object .*, not list"),
         (text_file("a.jsonl", '{"text": 5}'), r"a.jsonl:1: 'text' is neither a text nor a list of .*'5'"),
         (text_file("a.jsonl", '{"text": [{"role": "user"}]}'), r"a.jsonl:1: 'text' is neither a text nor"),
@@ -346,7 +352,10 @@ def text_file(name: str, content: str | bytes) -> Write:
         (text_file("a.txt", b"ab\xff"), r"a.txt: byte 2 is not UTF-8"),
         (text_file("a.txt", ""), r"no document has a target in its first 16 tokens, beginning with .*a.txt"),
         (text_file("a.parquet", b"PAR1 and so on"), r"a.parquet: no Parquet file that can be read"),
-        (lambda f: write_rows(f / "b.parquet", ["x"], "body"), r"b.parquet: there is no 'text'; there are: body, id"),
+        (
+            lambda f: write_rows(f / "b.parquet", ["x"], "body"),
+            r"b.parquet: there is no 'text'; there are: body, id",
+        ),
         (lambda f: write_rows(f / "b.parquet", ["x", None]), r"b.parquet:2: 'text' is neither a text nor"),
     ],
 )
@@ -370,7 +379,10 @@ def test_one_document_cannot_be_split(tmp_path: Path) -> None:
         ({"validation_share": 0.6}, "validation_share=0.6 must lie between 0 and 0.5"),
         ({"packing": "off"}, "packing='off' must be true, false or across"),
         ({"paths": []}, r"paths=\[\] must name at least one"),
-        ({"tokenizer": "./nowhere"}, r"tokenizer='./nowhere' cannot be loaded: .*\n  try: a folder with tokenizer"),
+        (
+            {"tokenizer": "./nowhere"},
+            r"tokenizer='./nowhere' cannot be loaded: .*\n  try: a folder with tokenizer",
+        ),
     ],
 )
 def test_values_out_of_range_are_named(keywords: dict[str, Any], message: str) -> None:

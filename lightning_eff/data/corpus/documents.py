@@ -131,7 +131,7 @@ def _json_rows(file: Path, field: str) -> Iterator[tuple[Any, str]]:
             raise ValueError(text) from error
         if not isinstance(row, dict):
             text = f"{place}: expected an object {{...}}, not {type(row).__name__}"
-            raise ValueError(text)  # noqa: TRY004 - what is wrong is a value in a file
+            raise ValueError(text)
         if field not in row:
             raise _missing(place, field, row)
         yield row[field], place
@@ -139,14 +139,14 @@ def _json_rows(file: Path, field: str) -> Iterator[tuple[Any, str]]:
 
 def _table_rows(file: Path, field: str) -> Iterator[tuple[Any, str]]:
     try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
+        arrow: Any = importlib.import_module("pyarrow")
+        parquet: Any = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
         text = f"{file}: Parquet is read by pyarrow: pip install 'lightning-eff[hf]'"
         raise ModuleNotFoundError(text) from error
     number = 0
     try:
-        with ParquetFile(file) as table:
+        with parquet.ParquetFile(file) as table:
             names: list[str] = table.schema_arrow.names
             if field not in names:
                 raise _missing(str(file), field, names)
@@ -154,7 +154,7 @@ def _table_rows(file: Path, field: str) -> Iterator[tuple[Any, str]]:
                 for value in batch.column(0).to_pylist():
                     number += 1
                     yield value, f"{file}:{number}"
-    except ArrowException as error:
+    except arrow.ArrowException as error:
         text = f"{file}: no Parquet file that can be read: {str(error).splitlines()[0]}"
         raise ValueError(text) from error
 
@@ -166,14 +166,20 @@ def _missing(place: str, field: str, there: Iterable[str]) -> ValueError:
 
 def _checked(rows: Iterator[tuple[Any, str]], field: str) -> Iterator[Document]:
     for value, place in rows:
-        turns = isinstance(value, list) and bool(value) and all(_is_turn(turn) for turn in value)
-        if not (turns or isinstance(value, str)):
-            text = f"{place}: {field!r} is neither a text nor a list of {{role, content}}: {str(value)[:60]!r}"
+        turns = _turns_of(value)
+        if turns is None and not isinstance(value, str):
+            text = (
+                f"{place}: {field!r} is neither a text nor a list of {{role, content}}: {str(value)[:60]!r}"
+            )
             raise ValueError(text)
-        if turns:
-            value = [{"role": turn["role"], "content": turn["content"]} for turn in value]  # noqa: PLW2901
-        yield Document(value, place)
+        yield Document(value if turns is None else turns, place)
 
 
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+def _turns_of(value: Any) -> Turns | None:
+    """Return a conversation with the two keys that are read; None where it is no conversation."""
+    turns: list[Any] = value if isinstance(value, list) else []
+    plain: list[dict[str, Any]] = [
+        {key: turn.get(key) for key in ("role", "content")} for turn in turns if isinstance(turn, dict)
+    ]
+    right = len(plain) == len(turns) > 0 and all(isinstance(v, str) for turn in plain for v in turn.values())
+    return plain if right else None

@@ -56,7 +56,9 @@ class Vocabulary:
         self.end: int | None = END_OF_BYTES if self._hub is None else self._hub.eos_token_id
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.tokenizer.encode_special_tokens = True  # a text that holds a special token's name keeps it as text
+        self.tokenizer.encode_special_tokens = (
+            True  # a text that holds a special token's name keeps it as text
+        )
 
     @property
     def size(self) -> int:
@@ -126,8 +128,8 @@ class Vocabulary:
                 after = self._render(turns[: index + 1])
                 if not (after.startswith(before) and whole.startswith(after)):
                     text = (
-                        "the tokenizer's chat template rewrites earlier turns, so it does not tell where answers"
-                        " are: mark them in it with {% generation %}"
+                        "the tokenizer's chat template rewrites earlier turns, so it does not tell where"
+                        " answers are: mark them in it with {% generation %}"
                     )
                     raise ValueError(text)
                 spans.append((len(before), len(after)))
@@ -152,7 +154,7 @@ def _load(name: str) -> Any:
         reason = str(error).strip().splitlines()[0]
         text = (
             f"tokenizer={name!r} cannot be loaded: {reason}\n"
-            "  try: a folder with tokenizer.json, or null for bytes; a name needs the network, or a cache of it"
+            "  try: a folder with tokenizer.json, or null for bytes; a name needs the network or the cache"
         )
         raise ValueError(text) from error
     if not loaded.is_fast:

@@ -39,11 +39,14 @@ def read_config(name: str, revision: str | None) -> Any:
 def why_not(name: str, said: str) -> str:
     """Return why a model cannot be loaded, from what transformers said, with what to do."""
     if "trust_remote_code" in said:
-        reason = "brings code of its own, which is never run here: name a model that transformers has built in"
+        reason = (
+            "brings code of its own, which is never run here: name a model that transformers has built in"
+        )
         return f"name={name!r} {reason}"
-    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in {"1", "ON", "YES", "TRUE"}:
+    offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in {"1", "ON", "YES", "TRUE"}
+    if offline and not Path(name).expanduser().is_dir():
         return (
-            f"name={name!r} is no folder here and is not in the cache, and HF_HUB_OFFLINE forbids to ask for it\n"
+            f"name={name!r} is no folder here nor in the cache, and HF_HUB_OFFLINE forbids to ask for it\n"
             "  try: a folder, or HF_HUB_OFFLINE=0"
         )
     first = next(iter(said.strip().splitlines()), "")
@@ -59,7 +62,9 @@ def class_of(name: str, config: Any) -> type:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        text = f"name={name!r} is a {config.model_type}: transformers has no causal language model of this kind"
+        text = (
+            f"name={name!r} is a {config.model_type}: transformers has no causal language model of this kind"
+        )
         raise ValueError(text)
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return found[0] if isinstance(found, tuple) else found
