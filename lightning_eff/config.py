@@ -254,7 +254,8 @@ def _resolve(cfg: DictConfig) -> dict[str, Any]:
         resolved = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         key = str(error.full_key)
-        raise ConfigError(key, "???", allowed="a value of yours", remedies=[f"{key}=..."]) from error
+        text = f"{key}: this recipe needs a value of yours\n  try: {key}=..."
+        raise UsageError(text) from error
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", "") or "config")
         text = f"{key}: {str(error).splitlines()[0]}"

@@ -85,11 +85,11 @@ def write_own_data(tiny_llama: Path) -> None:
     """Write what the section on a model and texts of one's own speaks of."""
     shutil.copytree(tiny_llama, "my-model")
     Path("notes").mkdir()
-    for index in range(3):
+    for index in range(20):
         Path("notes", f"{index}.txt").write_text("the cat sat on the mat\n" * 9)
     talk = [{"role": "user", "content": "the cat?"}, {"role": "assistant", "content": "sat"}]
     Path("more.jsonl").write_text(json.dumps({"text": "on the mat"}) + "\n")
-    Path("talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 9)
+    Path("talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 120)
 
 
 def test_every_command_runs(tiny: list[str], tiny_llama: Path, command: Command) -> None:

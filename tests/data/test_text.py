@@ -225,7 +225,9 @@ def test_the_order_depends_on_seed_and_epoch_alone(folder: Path) -> None:
     assert all(sorted(order) == list(range(97, 109)) for order in orders.values())
 
 
-@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
+@pytest.mark.filterwarnings(
+    "ignore:Total length of `list` across ranks is zero", "ignore:The dirpath has changed from"
+)
 def test_a_run_goes_on_in_the_middle_of_an_epoch(tiny_llama: Path, folder: Path, tmp_path: Path) -> None:
     def run(name: str, ckpt_path: Path | None = None) -> tuple[HFCausalLM, list[list[int]]]:
         seen: list[list[int]] = []
