@@ -22,7 +22,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from typing_extensions import override
 
 from lightning_eff import signatures
@@ -252,6 +252,10 @@ def _resolve(cfg: DictConfig) -> dict[str, Any]:
     own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     try:
         resolved = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        key = str(error.full_key)
+        text = f"{key}: this recipe needs a value of yours\n  try: {key}=..."
+        raise UsageError(text) from error
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", "") or "config")
         text = f"{key}: {str(error).splitlines()[0]}"

@@ -40,7 +40,8 @@ def check_folders(values: Mapping[str, Any], root: Path) -> None:
     for path, key, value in walk_leaves(values):
         if key in WRITTEN_FOLDERS and isinstance(value, str):
             check_inside(path, value, root.resolve())
-        if key in WRITTEN_NAMES and isinstance(value, str) and {"..", "/"} & {*Path(value).parts}:
+        written = key in WRITTEN_NAMES and path != "model.name"  # that one is read: a hub name or a folder
+        if written and isinstance(value, str) and {"..", "/"} & {*Path(value).parts}:
             raise ConfigError(path, value, allowed="a name that does not leave its folder")
     existing = next(folder for folder in (root.resolve(), *root.resolve().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_eff import plan
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.errors import ConfigError, UsageError
+from lightning_eff.errors import ConfigError, EnvironmentLacksError, UsageError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 
 log = logging.getLogger(__name__)
@@ -214,6 +214,9 @@ def _make(path: str, node: Mapping[str, Any] | None) -> Any:
         if isinstance(error, CONSTRUCTOR_ERRORS):
             text = f"{path}: {error}"
             raise UsageError(text) from error
+        if isinstance(error, ModuleNotFoundError):
+            text = f"{path}: {error}"
+            raise EnvironmentLacksError(text) from error
         raise error from wrapper
 
 

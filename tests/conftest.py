@@ -151,6 +151,34 @@ def text_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a Llama of two layers, 32 wide, and a tokenizer of its own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("hub") / "tiny_llama"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe = trainers.BpeTrainer(
+        vocab_size=272, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat"], bpe)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(
+        folder
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=272, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def tiny(text_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return overrides for a tiny run, from an empty current folder that holds a copy of the small text."""

@@ -51,6 +51,7 @@ USED_IN = {
     "_opt_called": "kept_schedule.py",
     "_shutdown_workers": "prefetch.py",
     "_iterator": "prefetch.py",
+    "_supports_sdpa": "models/hub/sources.py",
     "_activation_checkpointing_kwargs": "plan.py",
     "_pytree": "measure/memory.py",
     "_python_dispatch": "measure/memory.py",

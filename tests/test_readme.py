@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,8 +81,20 @@ def test_the_python_blocks_run_in_a_plain_trainer_and_under_fabric(
     assert capsys.readouterr().out in README, "the explanation that is shown is the one that is printed"
 
 
-def test_every_command_runs(tiny: list[str], command: Command) -> None:
+def write_own_data(tiny_llama: Path) -> None:
+    """Write what the section on a model and texts of one's own speaks of."""
+    shutil.copytree(tiny_llama, "my-model")
+    Path("notes").mkdir()
+    for index in range(20):
+        Path("notes", f"{index}.txt").write_text("the cat sat on the mat\n" * 9)
+    talk = [{"role": "user", "content": "the cat?"}, {"role": "assistant", "content": "sat"}]
+    Path("more.jsonl").write_text(json.dumps({"text": "on the mat"}) + "\n")
+    Path("talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 120)
+
+
+def test_every_command_runs(tiny: list[str], tiny_llama: Path, command: Command) -> None:
     write_files()
+    write_own_data(tiny_llama)
     own_data = [word for word in TINY if word.startswith("trainer.accelerator")]
     for words in commands():
         if words[0] != "lightning-eff":
@@ -92,6 +106,8 @@ def test_every_command_runs(tiny: list[str], command: Command) -> None:
             extra = (
                 own_data if uses_numbers else [word for word in tiny if word.partition("=")[0] not in given]
             )
+            if "full_finetune" in words:
+                extra = [*own_data, "trainer.max_steps=2", "trainer.limit_val_batches=1"]
             if "ckpt_path=last" in words:
                 extra.append("trainer.max_steps=60")
                 words.remove("trainer.max_steps=320")

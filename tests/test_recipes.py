@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,13 +26,18 @@ SMALL_IMAGES = [
         "model.num_blocks=1",
     ),
 ]
+SMALL_FINETUNE = [
+    *("trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.limit_val_batches=1"),
+    *("trainer.num_sanity_val_steps=0", "+trainer.val_check_interval=16", "data.context_length=32"),
+    *("data.micro_batch_size=2", "data.paths=[source/*.py]"),
+]
 MORE = {"fast": ["callbacks.torch_compile.backend=aot_eager"], "low_memory": ["trainer.val_check_interval=8"]}
 """What else makes a recipe small: no C++ is built, and a window of four micro-batches passes twice."""
 NAMES = [entry.name for entry in catalog.recipes()]
 
 
 def test_there_are_recipes() -> None:
-    assert {"lm", "baseline", "images", "low_memory", "fast"} <= set(NAMES)
+    assert {"lm", "baseline", "images", "low_memory", "fast", "full_finetune"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,16 +55,16 @@ def test_recipe_is_a_flat_list_of_options(name: str) -> None:
 @pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_recipe_trains_two_steps(
-    name: str, tiny: list[str], command: Callable[..., tuple[int, str, str]]
+    name: str, tiny: list[str], tiny_llama: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
-    code, out, err = command(
-        "train", name, *(SMALL_IMAGES if name == "images" else tiny), *MORE.get(name, []), "--json"
-    )
+    small = {"images": SMALL_IMAGES, "full_finetune": [*SMALL_FINETUNE, f"model.name={tiny_llama}"]}
+    code, out, err = command("train", name, *small.get(name, tiny), *MORE.get(name, []), "--json")
     assert code == 0, err
     report = json.loads(out)
     assert report["status"] == "finished"
     assert report["num_steps"] == 2
-    assert ("val_accuracy" in report["metrics"]) if name == "images" else ("unigram entropy" in err)
+    shown = {"images": "val_accuracy", "full_finetune": "val_loss"}.get(name)
+    assert shown in report["metrics"] if shown else "unigram entropy" in err
     (run_dir,) = Path("outputs", name).iterdir()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-2.ckpt"]
     assert {".hydra", "efficiency.json", "report.html", "metrics"} <= {
@@ -76,6 +82,27 @@ def test_only_a_technique_differs_between_lm_and_baseline(
     assert (
         lm["callbacks"]["gradient_accumulation"]["global_batch_size"] == baseline["data"]["micro_batch_size"]
     )
+
+
+def test_what_is_mandatory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = command("train", "full_finetune")
+    assert code == 2
+    assert "model.name" in err
+    assert "try: model.name=..." in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_is_the_environments_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, _, err = command("train", "full_finetune", f"model.name={tmp_path}")
+    assert code == 3
+    assert "pip install 'lightning-eff[hf]'" in err
 
 
 @pytest.mark.slow

@@ -1,0 +1,1 @@
+"""What `data/text.py` is made of: documents from files, their tokens, rows of them, an order that resumes."""

@@ -1,0 +1,298 @@
+"""HFCausalLM: transformers' own loss, documents that keep apart, what is read, refused and saved."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.data.text import Text
+from lightning_eff.models.hf_causal_lm import HFCausalLM
+from tests.conftest import make_trainer
+
+DOCUMENTS = [[5, 6, 7, 8, 9], [40, 41, 42], [100, 90, 80, 70, 60, 50]]
+
+
+def make(folder: Path, **keywords: Any) -> HFCausalLM:
+    torch.manual_seed(3)
+    model = HFCausalLM(name=str(folder), **keywords)
+    model.configure_model()
+    return model
+
+
+def step_of(model: HFCausalLM, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a training step returns, without a Trainer to log to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "log", lambda *args, **keywords: None)
+        return model.training_step(batch, 0)
+
+
+def copy_of(folder: Path, target: Path, **changed: Any) -> Path:
+    """Return a copy of a model's folder with other values in its configuration."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | changed))
+    return target
+
+
+def draw_batch(rows: int = 4, length: int = 12) -> dict[str, Tensor]:
+    ids = torch.randint(2, 272, (rows, length), generator=torch.Generator().manual_seed(1))
+    labels = ids.masked_fill(torch.arange(length) < torch.arange(rows)[:, None] * 3, -100)
+    return {"input_ids": ids, "labels": labels}
+
+
+def packed() -> dict[str, Tensor]:
+    """Return the three documents in one row of 16, the last two places filled up."""
+    ids = torch.tensor([[*(i for each in DOCUMENTS for i in each), 1, 1]])
+    positions = torch.tensor([[*(p for each in DOCUMENTS for p in range(len(each))), 0, 1]])
+    labels = ids.masked_fill(positions == 0, -100)
+    labels[0, -2:] = -100
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+@pytest.mark.parametrize("form", ["plain", "padded", "packed"])
+def test_the_loss_is_that_of_transformers(tiny_llama: Path, form: str) -> None:
+    model = make(tiny_llama)
+    batch = packed() if form == "packed" else draw_batch()
+    if form == "padded":
+        batch["attention_mask"] = (torch.arange(12) < torch.tensor([[12], [9], [7], [11]])).long()
+    step = step_of(model, batch)
+    theirs = model.model(**batch, use_cache=False).loss
+    assert torch.equal(step["loss"], theirs)
+    assert int(step["weight"]) == int((batch["labels"][:, 1:] != -100).sum())
+
+
+def test_a_packed_loss_is_the_weighted_mean_of_its_documents(tiny_llama: Path) -> None:
+    # Attention or positions that cross, or a target across a boundary, are wrong by more than 1e-4.
+    model = make(tiny_llama, dtype="float64")
+    assert model.keeps_documents_apart is True
+    whole = step_of(model, packed())
+    alone = [
+        step_of(model, {"input_ids": torch.tensor([each]), "labels": torch.tensor([each])})
+        for each in DOCUMENTS
+    ]
+    total = sum(step["loss"] * step["weight"] for step in alone)
+    assert int(whole["weight"]) == sum(int(step["weight"]) for step in alone) == 11
+    torch.testing.assert_close(whole["loss"], total / 11, rtol=1e-12, atol=0.0)
+    gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in (whole["loss"], total / 11)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+    across = {key: value for key, value in packed().items() if key != "position_ids"}
+    assert (step_of(model, across)["loss"] - whole["loss"]).abs() > 1e-4
+
+
+def test_rows_as_one_row_are_the_same(tiny_llama: Path) -> None:
+    # Flash attention finds documents in a single row alone, so rows are laid behind each other for it.
+    model = make(tiny_llama, dtype="float64")
+    batch = {key: torch.cat([value, value.flip(0)]) for key, value in packed().items()}
+    expected = step_of(model, batch)["loss"]
+    model._attention = "flash_attention_2"
+    torch.testing.assert_close(step_of(model, batch)["loss"], expected, rtol=1e-12, atol=0.0)
+
+
+def test_a_batch_without_targets_has_no_weight_and_no_gradient(tiny_llama: Path) -> None:
+    model = make(tiny_llama)
+    ids = draw_batch()["input_ids"]
+    step = step_of(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
+    step["loss"].backward()
+    assert step["loss"].item() == 0.0
+    assert int(step["weight"]) == 0
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_a_model_that_sees_other_documents_refuses_packed_rows(tmp_path: Path) -> None:
+    from transformers import BloomConfig
+
+    BloomConfig(vocab_size=300, hidden_size=16, n_layer=1, n_head=2).save_pretrained(tmp_path / "bloom")
+    model = make(tmp_path / "bloom", pretrained=False)
+    assert model.keeps_documents_apart is False
+    with pytest.raises(ValueError, match=r"BloomForCausalLM lets a document .*\n  try: data.packing=false"):
+        step_of(model, packed())
+    assert step_of(model, draw_batch())["loss"] > 0
+
+
+def test_two_steps_lower_the_loss_and_the_checkpoint_loads_without_pickle(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = HFCausalLM(name=str(tiny_llama))
+    trainer, batch = make_trainer(max_steps=2), draw_batch()
+    before = step_of(make(tiny_llama), batch)["loss"]
+    model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trainer.fit(model, DataLoader([batch] * 2, batch_size=None))
+    assert step_of(model, batch)["loss"] < 0.97 * before
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = HFCausalLM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    assert all(value is None or isinstance(value, str | int | bool) for value in loaded.hparams.values())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_micro_batches_weigh_by_their_targets(tiny_llama: Path) -> None:
+    def train(callbacks: list[MicroBatch], *, weigh: bool = True) -> Tensor:
+        model = HFCausalLM(name=str(tiny_llama), dtype="float64")
+        step = model.training_step
+        if not weigh:
+            model.training_step = lambda batch, batch_idx: step(batch, batch_idx)["loss"]
+        model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=1.0)
+        trainer = make_trainer(max_steps=2, callbacks=callbacks)
+        trainer.fit(model, DataLoader([draw_batch()] * 2, batch_size=None))
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    whole = train([])
+    # Llama's norms compute in float32 whatever the weights are; a mean of means is a thousand times worse.
+    torch.testing.assert_close(train([MicroBatch(micro_batch_size=1)]), whole, rtol=0.0, atol=1e-6)
+    unweighted = train([MicroBatch(micro_batch_size=1)], weigh=False)
+    assert (unweighted - whole).abs().max() > 1e-3
+
+
+def test_building_is_idempotent_and_in_training_mode(tiny_llama: Path) -> None:
+    model = make(tiny_llama)
+    built = model.model
+    model.configure_model()
+    assert model.model is built
+    assert all(module.training for module in built.modules())
+    assert model._attention == "sdpa"
+
+
+def test_the_weights_are_those_of_the_files(tiny_llama: Path) -> None:
+    from safetensors.torch import load_file
+
+    stored = load_file(tiny_llama / "model.safetensors")
+    read, drawn = make(tiny_llama), make(tiny_llama, pretrained=False)
+    for name, tensor in stored.items():
+        assert torch.equal(read.model.get_parameter(name), tensor), name
+    assert not torch.equal(drawn.model.lm_head.weight, read.model.lm_head.weight)
+
+
+def test_drawn_weights_depend_on_the_seed_at_construction_alone(tiny_llama: Path) -> None:
+    torch.manual_seed(5)
+    first = HFCausalLM(name=str(tiny_llama), pretrained=False)
+    torch.manual_seed(5)
+    second = HFCausalLM(name=str(tiny_llama), pretrained=False)
+    torch.rand(7)  # as a technique might
+    state = torch.get_rng_state()
+    first.configure_model()
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(7)
+    second.configure_model()
+    assert torch.equal(first.model.lm_head.weight, second.model.lm_head.weight)
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_under_the_meta_device_only_what_is_read_has_values(tiny_llama: Path, *, pretrained: bool) -> None:
+    model = HFCausalLM(name=str(tiny_llama), pretrained=pretrained)
+    with torch.device("meta"):
+        model.configure_model()
+    assert {p.device.type for p in model.parameters()} == {"cpu" if pretrained else "meta"}
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+@pytest.mark.parametrize(
+    ("keywords", "rows"),
+    [({"vocab_size": 280}, 280), ({"pad_to_multiple_of": 64}, 320), ({"vocab_size": 100}, 272)],
+)
+def test_the_embedding_grows_and_never_shrinks(
+    tiny_llama: Path, keywords: dict[str, int], rows: int, *, pretrained: bool
+) -> None:
+    model = make(tiny_llama, pretrained=pretrained, **keywords)
+    assert model.model.get_input_embeddings().num_embeddings == rows
+    logits = model(torch.tensor([[1, 2, 3]]))
+    assert logits.shape == (1, 3, rows)
+    if pretrained:
+        torch.testing.assert_close(logits[..., :272], make(tiny_llama)(torch.tensor([[1, 2, 3]])))
+
+
+def test_numbers_and_files_formats_are_taken(tiny_llama: Path, tmp_path: Path) -> None:
+    assert make(tiny_llama, dtype="bfloat16").model.dtype == torch.bfloat16
+    make(tiny_llama, dtype="bfloat16").model.save_pretrained(tmp_path / "half")
+    assert make(tmp_path / "half", dtype="auto").model.dtype == torch.bfloat16
+    assert make(tmp_path / "half").model.dtype == torch.float32
+    half = make(tmp_path / "half", dtype="auto")
+    batch = draw_batch()
+    targets = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    expected = F.cross_entropy(half(batch["input_ids"]).float().flatten(0, 1), targets.flatten())
+    assert torch.equal(step_of(half, batch)["loss"], expected)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (
+            lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+            "as a pickle .pytorch_model.bin",
+        ),
+        (
+            lambda f: (f / "model.safetensors").unlink(),
+            r"has no \*.safetensors\n  try: model.pretrained=false",
+        ),
+        (lambda f: (f / "config.json").unlink(), "has no config.json"),
+        (lambda f: (f / "config.json").rename(f / "adapter_config.json"), "holds an adapter: name the model"),
+        (lambda f: (f / "adapter_config.json").write_text("{}"), "holds an adapter beside its weights"),
+        (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
+    ],
+)
+def test_folders_that_cannot_be_read_are_refused(
+    tiny_llama: Path, tmp_path: Path, prepare: Any, message: str
+) -> None:
+    folder = copy_of(tiny_llama, tmp_path / "model")
+    prepare(folder)
+    with pytest.raises(ValueError, match=message) as caught:
+        HFCausalLM(name=str(folder))
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine"}}, "brings code of its own"),
+        ({"model_type": "mine"}, "cannot be loaded"),
+        ({"model_type": "vit"}, "is a vit: transformers has no causal language model"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "has quantized weights"),
+    ],
+)
+def test_configurations_that_cannot_be_built_are_refused(
+    tiny_llama: Path, tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    folder = copy_of(tiny_llama, tmp_path / "model", **changed)
+    (folder / "code.py").write_text("raise SystemExit('this code was run')\n")
+    with pytest.raises(ValueError, match=message):
+        HFCausalLM(name=str(folder))
+
+
+def test_code_beside_weights_is_never_run(tiny_llama: Path, tmp_path: Path) -> None:
+    auto_map = {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Mine"}
+    folder = copy_of(tiny_llama, tmp_path / "model", auto_map=auto_map)
+    (folder / "code.py").write_text("raise SystemExit('this code was run')\n")
+    assert type(make(folder).model).__module__.startswith("transformers.models.llama")
+
+
+def test_a_name_that_is_not_here_is_refused_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"name='nowhere/at-all' is no folder here nor .*\n  try: a folder"):
+        HFCausalLM(name="nowhere/at-all")
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "pad_to_multiple_of"])
+def test_numbers_out_of_range_are_named(tiny_llama: Path, key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key}=0 must be at least 1"):
+        HFCausalLM(name=str(tiny_llama), **{key: 0})
+
+
+def test_data_with_more_tokens_than_rows_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    folder = copy_of(tiny_llama, tmp_path / "small", vocab_size=200)
+    model = HFCausalLM(name=str(folder), pretrained=False)
+    with pytest.raises(ValueError, match=r"257 tokens and .* 200 rows\n  try: model.vocab_size=257"):
+        make_trainer().fit(model, datamodule=Text())
