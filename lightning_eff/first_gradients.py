@@ -24,7 +24,7 @@ class GradientError(RuntimeError):
 
 
 class FirstGradients:
-    """Looks once, after the first step of each optimizer, and takes its hooks off.
+    """Looks once, after the first step of each optimizer; `take_off` ends it.
 
     Args:
         remedy: What helps where a gradient is missing, for the error's text.
@@ -53,8 +53,14 @@ class FirstGradients:
         def keep_one_value(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
             used[id(parameter)] = gradient.sum()  # finite only if all are; the gradient itself is freed
 
+        looked = False
+
         def look(stepped: Optimizer, *_: Any) -> None:
-            for handle in handles:
+            nonlocal looked
+            if looked:
+                return  # it stays until the end: torch calls the others while one is taken off
+            looked = True
+            for handle in handles[1:]:
                 handle.remove()
             parameters = [p for group in stepped.param_groups for p in group["params"] if p.requires_grad]
             named = [(names.get(id(p), "a parameter that is not the module's"), p) for p in parameters]
