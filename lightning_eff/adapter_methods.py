@@ -38,8 +38,14 @@ OTHER_LOOPS = (
     *("frod", "unilora"),
 )
 """Methods that need more than layers in place: arguments of every call, a model around, tensors beside it."""
+BUILDS = ("boft",)
+"""Methods whose layers compile an extension when they are made."""
+IN_PLACE = ("adalora", "c3a", "gralora", "tinylora")
+"""Methods that add to the result of the layer that they adapt, in place."""
 BY_NAME = ("ln_tuning", "trainable_tokens")
 """Methods for other layers than linear ones."""
+IDENTITY: dict[str, dict[str, Any]] = {"fourierft": {"init_weights": True}}
+"""Options without which a method would not begin at the model as it is, unless they are given."""
 FLAGS = {"dora": "use_dora", "rslora": "use_rslora", "qalora": "use_qalora"}
 """Names of variants that are options of LoRA's."""
 OWN = {"target_modules", "modules_to_save", "peft_type", "inference_mode", "base_model_name_or_path"}
@@ -54,7 +60,7 @@ def methods() -> list[str]:
         True
     """
     known = {kind.value.lower() for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
-    return sorted(known - set(OTHER_LOOPS))
+    return sorted(known - {*OTHER_LOOPS, *BUILDS})
 
 
 def config_class(method: str) -> type[PeftConfig]:
@@ -68,6 +74,11 @@ def config_class(method: str) -> type[PeftConfig]:
     if method in OTHER_LOOPS:
         allowed = "a method that is in the layers alone; PEFT has this one for a loop of its own"
         raise ConfigError(key="method", value=method, allowed=allowed)
+    if method in BUILDS:
+        allowed = (
+            "a method that compiles nothing: PEFT builds a CUDA extension for it, outside the run's folder"
+        )
+        raise ConfigError(key="method", value=method, allowed=allowed, remedies=["method=oft"])
     flag = FLAGS.get(method, "")
     remedies = [f"method=lora and options={{{flag}: true}}"] if flag else []
     allowed = f"one of PEFT's methods; {nearest(method, methods())}"
@@ -102,6 +113,9 @@ def configure(
     for key, value in options.items():
         _check_option(kind, key, value, fields, hints)
     own: dict[str, Any] = {"modules_to_save": list(modules_to_save)} if modules_to_save else {}
+    if method in PROMPTS and targets not in (None, ALL_LINEAR):
+        allowed = f"null: {method} trains tokens, which are in no layer"
+        raise ConfigError(key="target_modules", value=targets, allowed=allowed)
     if method not in PROMPTS:
         own["target_modules"] = targets if targets is None or isinstance(targets, str) else list(targets)
     if method == "ia3" and targets is not None and "feedforward_modules" not in options:
@@ -110,7 +124,7 @@ def configure(
         if key not in fields:
             raise ConfigError(key=key, value=own[key], allowed=f"null: {kind.__name__} has no such field")
     try:
-        return kind(**own, **options)
+        return kind(**own, **IDENTITY.get(method, {}) | dict(options))
     except (ValueError, TypeError) as error:
         raise ConfigError(key="options", value=dict(options), allowed=sentence(error)) from error
 
@@ -125,7 +139,7 @@ def _check_option(
         allowed = f"a field of {kind.__name__}; {nearest(key, fields - OWN)}"
         raise ConfigError(key=f"options.{key}", value=value, allowed=allowed)
     wrong_flag = isinstance(value, bool) and hints[key] in (int, float)
-    if wrong_flag or not is_bearable(value, hints[key]) and not _is_whole(value, hints[key]):
+    if wrong_flag or (not is_bearable(value, hints[key]) and not _is_whole(value, hints[key])):
         words = getattr(hints[key], "__name__", "") if isinstance(hints[key], type) else str(hints[key])
         raise ConfigError(key=f"options.{key}", value=value, allowed=words.replace("typing.", ""))
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -69,7 +70,7 @@ def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, n
         raise TypeError(text)
     tuner = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
     meant = resolve(model, config, tuner)
-    with _as_any_module(model), _stand_ins(meant.values()) as absent:
+    with _without_noise(), _as_any_module(model), _stand_ins(meant.values()) as absent:
         try:
             made = tuner(model, config, adapter_name=ADAPTER)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -106,6 +107,15 @@ def _refuse_others(model: nn.Module, config: PeftConfig) -> None:
     has = getattr(has, "value", "made by something else").lower()
     value = getattr(config.peft_type, "value", "").lower()
     raise ConfigError(key="method", value=value, allowed=f"a model without adapters; it has some, {has}")
+
+
+@contextmanager
+def _without_noise() -> Generator[None]:
+    """Leave out what PEFT 0.21 says about what it sets right itself, or does to transformers 5.23."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 @contextmanager
@@ -219,7 +229,8 @@ def _prompt(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module]:
         parameter.requires_grad_(requires_grad=False)
     part: Any = model.get_submodule(outermost[0])
     try:
-        wrapped = get_peft_model(part, config, adapter_name=ADAPTER)
+        with _without_noise():
+            wrapped = get_peft_model(part, config, adapter_name=ADAPTER)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(key="method", value=method, allowed=sentence(error)) from error
     parent, _, name = outermost[0].rpartition(".")

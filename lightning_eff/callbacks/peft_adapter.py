@@ -28,9 +28,9 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_eff import adapters, plan, transform
-from lightning_eff.adapter_methods import Targets, configure
+from lightning_eff.adapter_methods import IN_PLACE, Targets, configure
 from lightning_eff.errors import ConfigError
-from lightning_eff.facts import NEW_PARAMETERS, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.facts import KEEPS_PRODUCTS, NEW_PARAMETERS, TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.first_gradients import FirstGradients, GradientError, listed
 from lightning_eff.measure.tables import human_bytes
 from lightning_eff.rank_schedule import RankSchedule
@@ -143,17 +143,22 @@ class PeftAdapter(pl.Callback):
             reason="it freezes and thaws what the adapters leave frozen",
             remedies=("remove it",),
         )
-        return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=(thaws, *self._needs_gradients()))
+        return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=(thaws, *self._of_method()))
 
-    def _needs_gradients(self) -> tuple[Rule, ...]:
-        if self.method != "adalora":
-            return ()
-        plain = "callbacks.peft_adapter.method=lora"
+    def _of_method(self) -> tuple[Rule, ...]:
+        lora = "callbacks.peft_adapter.method=lora"
         reasons = {
-            "run/scaler": ("ranks are allotted by gradients, and a scaler multiplies them", "precision=mixed"),
+            "run/scaler": (
+                "ranks are allotted by gradients, and a scaler multiplies them",
+                "precision=mixed",
+            ),
             "optimizer/in_backward": ("ranks are allotted by gradients, which it frees", "optimizer=adamw"),
-            "run/manual_optimization": ("ranks are allotted once a step, which is the module's own", plain),
+            "run/manual_optimization": ("ranks are allotted once a step, which is the module's own", lora),
         }
+        reasons = reasons if self.method == "adalora" else {}
+        if self.method in IN_PLACE:
+            full = "callbacks.gradient_checkpointing.policy=full"
+            reasons[KEEPS_PRODUCTS] = (f"{self.method} adds to a product of its layer in place", full)
         return tuple(
             Rule(name=name, reason=reason, remedies=(remedy,)) for name, (reason, remedy) in reasons.items()
         )
