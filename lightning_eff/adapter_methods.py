@@ -76,7 +76,7 @@ def config_class(method: str) -> type[PeftConfig]:
         raise ConfigError(key="method", value=method, allowed=allowed)
     if method in BUILDS:
         allowed = (
-            "a method that compiles nothing: PEFT builds a CUDA extension for it, outside the run's folder"
+            "a method that compiles nothing: PEFT builds a CUDA extension for it, in a cache outside the run"
         )
         raise ConfigError(key="method", value=method, allowed=allowed, remedies=["method=oft"])
     flag = FLAGS.get(method, "")
@@ -105,7 +105,7 @@ def configure(
         4
         >>> configure("lora", {"lora_alfa": 4}, "all-linear", None)
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: options.lora_alfa=4: expected a field of LoraConfig; did you mean ...
+        lightning_eff.errors.ConfigError: options.lora_alfa=4: expected a field of LoraConfig; did you ...
     """
     kind = config_class(method)
     fields = {field.name for field in dataclasses.fields(kind) if field.init}
@@ -120,9 +120,9 @@ def configure(
         own["target_modules"] = targets if targets is None or isinstance(targets, str) else list(targets)
     if method == "ia3" and targets is not None and "feedforward_modules" not in options:
         own["feedforward_modules"] = []  # PEFT knows them for architectures of Hugging Face's alone
-    for key in own:
+    for key, value in own.items():
         if key not in fields:
-            raise ConfigError(key=key, value=own[key], allowed=f"null: {kind.__name__} has no such field")
+            raise ConfigError(key=key, value=value, allowed=f"null: {kind.__name__} has no such field")
     try:
         return kind(**own, **IDENTITY.get(method, {}) | dict(options))
     except (ValueError, TypeError) as error:

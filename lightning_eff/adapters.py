@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, PromptLearningConfig, get_peft_model
+from peft import PeftConfig, PeftModel, PeftType, PromptLearningConfig, get_peft_model
 from peft.functional import cast_adapter_dtype
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -40,9 +40,13 @@ def of(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(not other or name.startswith(f"{other}.") for other in found)
-        if isinstance(module, (BaseTunerLayer, PeftModel)) and not inside:
+        if not inside and _has_adapters(module):
             found[name] = module
     return found
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    return isinstance(module, (BaseTunerLayer, PeftModel))
 
 
 def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, nn.Module]:
@@ -68,7 +72,7 @@ def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, n
     if config.peft_type is None:
         text = "a config without a method"
         raise TypeError(text)
-    tuner = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+    tuner = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(config.peft_type)]
     meant = resolve(model, config, tuner)
     with _without_noise(), _as_any_module(model), _stand_ins(meant.values()) as absent:
         try:
@@ -151,7 +155,8 @@ def _stand_ins(layers: Iterable[nn.Module]) -> Generator[bool]:
             yield bool(held)
     finally:
         for part, name, meta in held:
-            setattr(part, name, meta.requires_grad_(requires_grad=False))
+            meta.requires_grad = getattr(part, name).requires_grad
+            setattr(part, name, meta)
 
 
 def _keep_initial_values(adapted: dict[str, nn.Module], config: PeftConfig) -> None:
@@ -191,7 +196,7 @@ def _copy(tensor: Tensor, value: Tensor) -> None:
 
 
 def _refuse_state_outside(tuner: nn.Module, config: PeftConfig) -> None:
-    """Refuse a method that keeps tensors beside the model, where no optimizer and no checkpoint finds them."""
+    """Refuse a method that keeps tensors beside the model, which no optimizer and no checkpoint finds."""
     tensors = [*tuner.named_parameters(), *tuner.named_buffers()]
     outside = [name for name, _ in tensors if not name.startswith("model.")]
     if outside:
@@ -209,7 +214,7 @@ def _replace_everywhere(model: nn.Module, adapted: Iterable[nn.Module]) -> None:
             parent.activation_relu_or_gelu = 0
         if isinstance(parent, BaseTunerLayer):
             continue
-        for name, child in list(parent._modules.items()):  # noqa: SLF001 - with the second names
+        for name, child in list(parent.__dict__["_modules"].items()):  # with the second names
             if id(child) in new:
                 setattr(parent, name, new[id(child)])
 
@@ -226,7 +231,7 @@ def _prompt(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module]:
         allowed = "a task, CAUSAL_LM say: PEFT forms the inputs by it"
         raise ConfigError(key="options.task_type", value=None, allowed=allowed)
     for parameter in model.parameters():
-        parameter.requires_grad_(requires_grad=False)
+        parameter.requires_grad = False
     part: Any = model.get_submodule(outermost[0])
     try:
         with _without_noise():

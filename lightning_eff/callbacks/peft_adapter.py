@@ -188,7 +188,7 @@ class PeftAdapter(pl.Callback):
         return len(new)
 
     def _total_steps(self) -> int:
-        """Return the run's optimizer steps, for the one method that asks; any number where none is trained."""
+        """Return the run's optimizer steps, for the one method that asks; any number without training."""
         if self.method != "adalora" or "total_step" in (self.options or {}) or not self._trainer.training:
             return UNKNOWN_STEPS
         steps = self._trainer.estimated_stepping_batches
@@ -226,7 +226,8 @@ class PeftAdapter(pl.Callback):
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         missing = [name for name, p in named.items() if id(p) not in held]
         if missing and any(id(p) in held for p in module.parameters()):  # else they are flattened
-            text = f"{listed(missing)} no optimizer\n  try: self.parameters() in configure_optimizers, or the recipe's"
+            remedy = "self.parameters() in configure_optimizers, or OptimizerChoice"
+            text = f"{listed(missing)} no optimizer\n  try: {remedy}"
             raise GradientError(text)
 
     @override
