@@ -77,9 +77,7 @@ CASES = {
     "gradient_accumulation": Case(lambda: GradientAccumulation(global_batch_size=4), "callbacks"),
     "micro_batch": Case(MicroBatch, "callbacks"),
     "triton_linear": Case(lambda: TritonLinear(min_features=1), "callbacks"),
-    "peft_adapter": Case(
-        lambda: PeftAdapter(options={"r": 4}), "callbacks", prepare=adapt_by_hand
-    ),
+    "peft_adapter": Case(lambda: PeftAdapter(options={"r": 4}), "callbacks", prepare=adapt_by_hand),
     "efficiency_report": Case(EfficiencyReport, "callbacks"),
     "progress": Case(lambda: Progress(every_n_seconds=0.001), "callbacks"),
     **{
