@@ -32,6 +32,11 @@ _COPIES = Rule(
     reason="it copies the model before its parameters are replaced, and averages the wrong ones",
     remedies=("remove it",),
 )
+_PROJECTS = Rule(
+    name="callbacks/peft_adapter",
+    reason="an adapter's matrices have a low rank already, so there is nothing to project",
+    remedies=("optimizer=adamw", "callbacks=[]"),
+)
 _COMPILER = Rule(
     name="machine/compiler",
     reason="it quantizes its state in code that torch.compile builds",
@@ -88,6 +93,7 @@ RULES = {
     "lightning/BatchSizeFinder": Facts(excludes=(_SEARCH,)),
     "lightning/LearningRateFinder": Facts(excludes=(_OTHER_RATE,)),
     "lightning/WeightAveraging": Facts(excludes=(_COPIES,)),
+    "lightning/StochasticWeightAveraging": Facts(excludes=(_COPIES,)),
     "lightning/TransformerEnginePrecision": Facts(excludes=(_LATE_CONVERSION,)),
     "lightning/BitsandbytesPrecision": Facts(excludes=(_LATE_CONVERSION,)),
     "torch/LBFGS": Facts(excludes=(_NO_SCALER,)),
@@ -100,5 +106,7 @@ RULES = {
     "schedulefree/SGDScheduleFree": _SCHEDULE_FREE,
     "schedulefree/RAdamScheduleFree": _SCHEDULE_FREE,
     "pytorch_optimizer/Lamb": Facts(excludes=FLATTENED),
+    "pytorch_optimizer/APOLLO": Facts(excludes=(_PROJECTS,)),
+    "pytorch_optimizer/GaLore": Facts(excludes=(_PROJECTS,)),
     "optimizer/fused": Facts(excludes=(_LATE_UNSCALING,)),
 }

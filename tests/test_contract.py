@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.errors import ConflictError, NoEffectWarning
@@ -45,6 +47,8 @@ class Case:
     slot: str
     precision: str = "32-true"
     rtol: float = 0.0
+    prepare: Callable[[Deep], Any] | None = None
+    """What the plain loop does to its model first; only adapters have one, and only they may add keys."""
 
     def trainer(self, folder: Any, **keywords: Any) -> tuple[Any, Any]:
         technique = self.make()
@@ -53,6 +57,14 @@ class Case:
             | {"enable_progress_bar": isinstance(technique, Progress)}
             | keywords
         )
+
+
+LINEARS = ["first", "blocks.0.linear", "blocks.1.linear", "blocks.2.linear", "second"]
+
+
+def adapt_by_hand(model: Deep) -> None:
+    """Put LoRA into every linear layer as PEFT's documentation has it."""
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=LINEARS), model)
 
 
 CASES = {
@@ -65,6 +77,7 @@ CASES = {
     "gradient_accumulation": Case(lambda: GradientAccumulation(global_batch_size=4), "callbacks"),
     "micro_batch": Case(MicroBatch, "callbacks"),
     "triton_linear": Case(lambda: TritonLinear(min_features=1), "callbacks"),
+    "peft_adapter": Case(lambda: PeftAdapter(options={"r": 4}), "callbacks", prepare=adapt_by_hand),
     "efficiency_report": Case(EfficiencyReport, "callbacks"),
     "progress": Case(lambda: Progress(every_n_seconds=0.001), "callbacks"),
     **{
@@ -129,12 +142,16 @@ def test_result_is_bit_for_bit_that_of_a_plain_loop(
 ) -> None:
     """T0 for all but the compiler: a low format too must give exactly what PyTorch's own recipe gives."""
     plain = deep()
+    if case.prepare:
+        case.prepare(plain)
     expected = plain_loop(plain, case.precision)
     model = deep()
     _, trainer = case.trainer(tmp_path)
     trainer.fit(model, make_loader())
     assert_equal(model, plain, expected, case.rtol)
-    assert not torch.equal(model.first.weight.float(), deep().first.weight), "nothing was trained"
+    assert model.losses[0] != model.losses[-10], "nothing was trained"
+    if case.prepare is None:
+        assert not torch.equal(model.first.weight.float(), deep().first.weight), "nothing was trained"
     if case.precision != "32-true":
         assert expected != plain_loop(deep(), "32-true"), "the format did not change a bit"
 
@@ -145,8 +162,15 @@ def test_names_identity_and_keys_are_kept(case: Case, deep: Callable[..., Deep],
     keys = list(model.state_dict())
     _, trainer = case.trainer(tmp_path, max_steps=2)
     trainer.fit(model, make_loader())
-    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
-    assert list(model.state_dict()) == keys
+    after = {name: id(parameter) for name, parameter in model.named_parameters()}
+    new_keys = list(model.state_dict())
+    if case.prepare:
+        after = {
+            name.replace(".base_layer", ""): kept for name, kept in after.items() if ".lora_" not in name
+        }
+        new_keys = [name.replace(".base_layer", "") for name in new_keys if ".lora_" not in name]
+    assert after == before
+    assert new_keys == keys
 
 
 def test_a_second_fit_and_validate_work(case: Case, deep: Callable[..., Deep], tmp_path: Any) -> None:
@@ -160,9 +184,14 @@ def test_a_second_fit_and_validate_work(case: Case, deep: Callable[..., Deep], t
         assert technique.outcome().did
 
 
+def left(case: Case) -> set[str]:
+    """Return what may stay on a model: adapters are the result, and PEFT's config of them stays beside."""
+    return {"peft_config"} if case.prepare else set()
+
+
 def test_everything_patched_is_restored(case: Case, deep: Callable[..., Deep], tmp_path: Any) -> None:
     model = deep()
-    before = {*model.__dict__, "_hparams"}
+    before = {*model.__dict__, "_hparams", *left(case)}
     switches = (
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
@@ -178,7 +207,7 @@ def test_everything_patched_is_restored(case: Case, deep: Callable[..., Deep], t
     )
     assert after == switches
     assert {"start", "stop"}.isdisjoint(profiler.__dict__)
-    assert {*model.__dict__, "_hparams"} == before
+    assert {*model.__dict__, "_hparams", *left(case)} == before
     hooks = [module._forward_hooks or module._forward_pre_hooks for module in model.modules()]
     assert not any(hooks)
 
@@ -187,7 +216,7 @@ def test_everything_patched_is_restored_after_a_failure(
     case: Case, deep: Callable[..., Deep], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = deep()
-    step, before = model.training_step, {*model.__dict__, "_hparams"}
+    step, before = model.training_step, {*model.__dict__, "_hparams", *left(case)}
 
     def fail(batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1:
@@ -202,7 +231,7 @@ def test_everything_patched_is_restored_after_a_failure(
         with pytest.raises(RuntimeError, match="broken on purpose"):
             trainer.fit(model, make_loader())
     model.__dict__.pop("training_step", None)
-    assert {*model.__dict__, "_hparams"} == before
+    assert {*model.__dict__, "_hparams", *left(case)} == before
     assert {"start", "stop"}.isdisjoint(profiler.__dict__)
     assert torch.get_default_dtype() == torch.float32
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -221,12 +250,14 @@ def test_technique_says_what_was_asked_before_and_what_it_did_after(case: Case, 
 def test_saved_and_resumed_it_goes_on_as_if_nothing_had_happened(
     case: Case, deep: Callable[..., Deep], tmp_path: Any
 ) -> None:
-    whole, first, second = (deep(dropout=0.0) for _ in range(3))
+    whole = deep(dropout=0.0)
     epochs = {"max_steps": -1, "max_epochs": 2}
     case.trainer(tmp_path, **epochs)[1].fit(whole, make_loader())
     _, trainer = case.trainer(tmp_path, **(epochs | {"max_epochs": 1}))
+    first = deep(dropout=0.0)
     trainer.fit(first, make_loader())
     trainer.save_checkpoint(tmp_path / "one.ckpt")
+    second = deep(dropout=0.0)
     case.trainer(tmp_path, **epochs)[1].fit(second, make_loader(), ckpt_path=tmp_path / "one.ckpt")
     assert first.losses + second.losses == whole.losses
     assert first.losses != second.losses
@@ -239,6 +270,15 @@ PAIRS = [
     for one, other in itertools.combinations(CASES, 2)
     if one.split()[0] != other.split()[0] and "32-true" not in one + other
 ]
+
+
+def prepared(deep: Callable[..., Deep], cases: list[Case], dropout: float) -> Deep:
+    """Return a model for the plain loop, with adapters where one of the techniques brings them."""
+    model = deep(dropout=dropout)
+    for case in cases:
+        if case.prepare:
+            case.prepare(model)
+    return model
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
@@ -269,10 +309,10 @@ def test_every_pair_trains_like_a_plain_loop_or_is_refused(
     # Two techniques do not count a step that the loss scaler skips.
     num_batches = max(num_steps, len(model.losses))
     assert num_batches == num_steps or "16-mixed" in other
-    plain = deep(dropout=dropout)
+    plain = prepared(deep, cases, dropout)
     expected = plain_loop(plain, precision, num_batches)
     if in_low_precision:
-        exact = plain_loop(deep(dropout=0.0), "64-true", num_batches)
+        exact = plain_loop(prepared(deep, cases, 0.0), "64-true", num_batches)
         assert_as_good_as(model.losses, expected, exact, precision)
     else:
         assert_equal(model, plain, expected, rtol)

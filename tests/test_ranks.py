@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.errors import ConflictError
 from lightning_eff.gradient import ExactGradient
@@ -181,6 +182,23 @@ def own_loop(size: Any) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+def adapted(ranks: int) -> dict[str, Any]:
+    """AdaLoRA on a window of two batches: both ranks see half of the samples, or one sees all."""
+    model = speaker(False)
+    model.on_before_optimizer_step = lambda optimizer: None  # it reads gradients that are not there
+    options = {"init_r": 4, "target_r": 2, "tinit": 2, "tfinal": 2}
+    technique = PeftAdapter(method="adalora", options=options)
+    callbacks: list[Any] = [technique, GradientAccumulation(global_batch_size=32)]
+    together = TOGETHER if ranks == 2 else {}
+    trainer = make_trainer(callbacks=callbacks, max_steps=9, **together)
+    dataset = TensorDataset(*texts(64))
+    sampler = range(trainer.global_rank, 64, ranks)
+    torch.manual_seed(3 + trainer.global_rank)  # DDP gives all ranks the first one's adapters
+    trainer.fit(model, DataLoader(dataset, batch_size=16 // ranks, sampler=sampler))
+    weights = [p.detach() for p in model.parameters()]
+    return {"weights": weights, "ranks": model.peft_config["default"].rank_pattern}
+
+
 class Syncs(Noisy):
     def log(self, name: str, value: Any, **keywords: Any) -> None:
         if name == "loss":
@@ -202,6 +220,7 @@ def main(folder: str) -> None:
     swapped = [TritonLinear(min_features=1), TritonLinear(min_features=1)]
     results["swapped"] = [exact(*case, layer) for case, layer in zip(EXACT[2:], swapped, strict=True)]
     results["added"] = [layer.outcome().numbers["added_in_place"] for layer in swapped]
+    results["adapted"] = adapted(2)
     results["faults"] = [with_fault(*case) for case in FAULTS]
     results["found"] = [found(limits) for limits in ((3, 5), (9, 2), (20, 20))]
     results["plain"] = [run(None, weighted=False), run(MicroBatch(), weighted=False)]
@@ -257,6 +276,15 @@ def test_layers_that_add_their_gradients_leave_ddp_its_own(ranks: list[dict[str,
             assert ours["ddp"] == theirs["ddp"]
         assert rank["added"][0] > 9, "parts of batches, in no_sync"
         assert rank["added"][1] == 9, "the second batch of each step"
+
+
+def test_adapters_on_two_ranks_are_those_of_one(ranks: list[dict[str, Any]]) -> None:
+    """Ranks are allotted alike, by gradients that are averaged already."""
+    expected = adapted(1)
+    assert same(ranks[0]["adapted"], ranks[1]["adapted"])
+    assert ranks[0]["adapted"]["ranks"] == expected["ranks"]
+    for ours, theirs in zip(ranks[0]["adapted"]["weights"], expected["weights"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("case", range(len(SHARDED)))

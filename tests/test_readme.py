@@ -56,7 +56,7 @@ def test_the_python_blocks_run_in_a_plain_trainer_and_under_fabric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    in_trainer, cut, choice, in_fabric, own_loop, kernels = [
+    in_trainer, cut, choice, adapted, in_fabric, own_loop, kernels = [
         block for block in blocks("python") if not block.startswith(("# ", "def "))
     ]
     names: dict[str, Any] = {"__name__": "readme"}
@@ -71,6 +71,11 @@ def test_the_python_blocks_run_in_a_plain_trainer_and_under_fabric(
     loader = names["DataLoader"](names["TensorDataset"](torch.randn(8, 8)))
     make_trainer(callbacks=names["callbacks"], max_steps=4).fit(names["Net"](), loader)
     assert "freed one by one" in names["choice"].outcome().did
+    own = {"__name__": "readme"}
+    exec(compile(adapted, "README.md", "exec"), own)
+    assert capsys.readouterr().out == "['0']\n"
+    make_trainer(callbacks=own["callbacks"], max_steps=2).fit(names["Net"](), loader)
+    assert own["callbacks"][0].outcome().effective
     exec(compile(in_fabric, "README.md", "exec"), {"__name__": "readme"})
     assert "[4, 4]" in capsys.readouterr().out
     names = {"__name__": "readme"}

@@ -31,7 +31,7 @@ from typing_extensions import override
 from lightning_eff import plan, transform
 from lightning_eff.activations import Contexts, HostMemory, Recomputed, noop_context_fn
 from lightning_eff.errors import ConfigError, NoEffectWarning
-from lightning_eff.facts import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.facts import BUDGET, KEEPS_PRODUCTS, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.transform import Blocks, Stage
 
 POLICIES = ("full", "every_n", "selective", "budget", "offload")
@@ -163,7 +163,8 @@ class GradientCheckpointing(pl.Callback):
             reason = "compiled blocks hide the products that are to be kept"
             remedies = tuple(f"callbacks.gradient_checkpointing.policy={name}" for name in ("budget", "full"))
             excludes.append(Rule(name="callbacks/torch_compile", reason=reason, remedies=remedies))
-        return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=tuple(excludes))
+        keeps = (KEEPS_PRODUCTS,) if self.policy == "selective" else ()
+        return Facts(provides=(TRANSFORM, RECOMPUTE, *keeps), excludes=tuple(excludes))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -21,7 +21,7 @@ from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 from typing_extensions import override
 
 from lightning_eff.errors import ConfigError
-from lightning_eff.facts import FLATTENED, Facts, Outcome, Rule
+from lightning_eff.facts import FLATTENED, Facts, Outcome
 from lightning_eff.optimizer.muon import split
 
 PROJECTOR = "projector"
@@ -81,12 +81,7 @@ class GaLore(pytorch_optimizer.GaLore):
     @staticmethod
     def facts() -> Facts:
         """State what breaks its mathematics."""
-        adapters = Rule(
-            name="callbacks/peft_adapter",
-            reason="an adapter's matrices have a low rank already, so there is nothing to project",
-            remedies=("optimizer=adamw", "callbacks=[]"),
-        )
-        return Facts(excludes=(adapters, *FLATTENED))
+        return Facts(excludes=FLATTENED)
 
     @override
     def __getstate__(self) -> dict[str, Any]:

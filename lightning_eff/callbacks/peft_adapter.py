@@ -1,0 +1,277 @@
+"""Train small adapters in a model that stays as it is: LoRA and PEFT's other methods, by PEFT's names.
+
+The layers that are meant get an adapter in place, everything else is frozen, and the first step begins at the
+model as it was: every method here but those of virtual tokens starts as the identity. What is trained, and so
+gradients, optimizer state and what it takes to share the result, shrinks to a percent or so of the model.
+`all-linear` is every linear layer, the head included unless a Hugging Face model says which it is. Methods of
+virtual tokens (`prompt_tuning` and its like) need one Hugging Face model as a part of the module, which is
+wrapped. AdaLoRA's ranks are allotted once an optimizer step, over the run's steps if none are given.
+
+Costs: the adapters' own products in both passes; activations stay what they were. A layer's keys get
+    `base_layer` in them. `modules_to_save` keeps a second copy of those modules.
+Conflicts: optimizers that project gradients themselves, averages of weights, callbacks that freeze and
+    thaw; a `-true` precision of the Trainer's casts adapters too. AdaLoRA needs gradients that are there
+    after the step, not scaled: no 16-mixed, no optimizer in the backward pass.
+Source: https://huggingface.co/docs/peft; Hu et al. 2021, https://arxiv.org/abs/2106.09685
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from peft import AdaLoraConfig
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_eff import adapters, plan, transform
+from lightning_eff.adapter_methods import IN_PLACE, Targets, configure
+from lightning_eff.errors import ConfigError
+from lightning_eff.facts import KEEPS_PRODUCTS, NEW_PARAMETERS, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.first_gradients import FirstGradients, GradientError, listed
+from lightning_eff.measure.tables import human_bytes
+from lightning_eff.rank_schedule import RankSchedule
+from lightning_eff.transform import Stage
+
+UNKNOWN_STEPS = 10**9
+"""Stands for AdaLoRA's number of steps until the run knows it."""
+
+
+def adapt(
+    model: nn.Module,
+    *,
+    method: str = "lora",
+    target_modules: Targets = "all-linear",
+    modules_to_save: Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+    autocast_adapter_dtype: bool = True,
+) -> dict[str, nn.Module]:
+    """Put adapters into a model and freeze the rest; for Fabric, or a loop of one's own.
+
+    Args:
+        model: Any module, before its optimizer is built; one that has these adapters is left as it is.
+        method: As in `PeftAdapter`, and so are the others.
+        target_modules: Layers.
+        modules_to_save: Modules that are trained themselves.
+        options: Fields of the method's config; `adalora` needs its `total_step` here.
+        autocast_adapter_dtype: Keep adapters of half-precision layers in float32.
+
+    Returns:
+        The layers that have an adapter now, by name.
+
+    Raises:
+        ConfigError: As `PeftAdapter`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2))
+        >>> list(adapt(model, options={"r": 2}))
+        ['0', '2']
+        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad][:2]
+        ['0.lora_A.default.weight', '0.lora_B.default.weight']
+    """
+    config = configure(method, options or {}, target_modules, modules_to_save)
+    return adapters.inject(model, config, upcast=autocast_adapter_dtype)
+
+
+class PeftAdapter(pl.Callback):
+    """Train adapters in place of the model's own parameters.
+
+    Args:
+        method: PEFT's name of it: `lora`, `adalora`, `ia3`, `vera`, `oft`, `loha`, `lokr`, ...
+        target_modules: `all-linear`, names of layers or the ends of names, a regular expression for whole
+            names, or None for what PEFT chooses for a Hugging Face model.
+        modules_to_save: Names, or the ends of them, of modules that are trained themselves, a new head say.
+        options: Fields of the method's config by PEFT's names: `{"r": 16, "use_dora": true}`.
+        autocast_adapter_dtype: Keep adapters of half-precision layers in float32.
+        unused: Patterns of names of trainable parameters that need not have a gradient in the first step.
+
+    Raises:
+        ConfigError: No such method, option or layer, or a model that the method is not for.
+        ConflictError: Something in the run cannot meet adapters.
+        GradientError: The first step left a trainable parameter without a gradient, or out of the optimizer.
+
+    Example:
+        >>> callback = PeftAdapter(target_modules=["q_proj", "v_proj"], options={"r": 16, "use_rslora": True})
+        >>> trainer = pl.Trainer(callbacks=[callback], logger=False, accelerator="cpu")
+        >>> PeftAdapter(method="dora")
+        Traceback (most recent call last):
+        lightning_eff.errors.ConfigError: method='dora': expected one of PEFT's methods; ...
+    """
+
+    def __init__(
+        self,
+        *,
+        method: str = "lora",
+        target_modules: Targets = "all-linear",
+        modules_to_save: Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+        autocast_adapter_dtype: bool = True,
+        unused: Sequence[str] | None = None,
+    ) -> None:
+        self.method = method
+        self.target_modules = target_modules
+        self.modules_to_save = modules_to_save
+        self.options = options
+        self.autocast_adapter_dtype = autocast_adapter_dtype
+        self.unused = unused
+        self._config(UNKNOWN_STEPS)  # says now what is wrong with it
+        remedy = "leave those layers out, or name them: callbacks.peft_adapter.unused=[PATTERN]"
+        self._first = FirstGradients(remedy=remedy, unused=unused or ())
+        self._adapted: dict[str, nn.Module] = {}
+        self._sizes: tuple[int, int, int] = (0, 0, 0)
+        self._schedule: RankSchedule | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def _config(self, total_step: int) -> Any:
+        options = dict(self.options or {})
+        if self.method == "adalora":
+            options.setdefault("total_step", total_step)
+        config = configure(self.method, options, self.target_modules, self.modules_to_save)
+        if isinstance(config, AdaLoraConfig) and config.init_r <= config.target_r:
+            allowed = f"more than target_r, {config.target_r}: that is what ranks come down to"
+            raise ConfigError(key="options.init_r", value=config.init_r, allowed=allowed)
+        return config
+
+    def facts(self) -> Facts:
+        """State that the parameters are new ones, and what a schedule of ranks cannot meet."""
+        thaws = Rule(
+            name="lightning/BaseFinetuning",
+            reason="it freezes and thaws what the adapters leave frozen",
+            remedies=("remove it",),
+        )
+        return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=(thaws, *self._of_method()))
+
+    def _of_method(self) -> tuple[Rule, ...]:
+        lora = "callbacks.peft_adapter.method=lora"
+        reasons = {
+            "run/scaler": (
+                "ranks are allotted by gradients, and a scaler multiplies them",
+                "precision=mixed",
+            ),
+            "optimizer/in_backward": ("ranks are allotted by gradients, which it frees", "optimizer=adamw"),
+            "run/manual_optimization": ("ranks are allotted once a step, which is the module's own", lora),
+        }
+        reasons = reasons if self.method == "adalora" else {}
+        if self.method in IN_PLACE:
+            full = "callbacks.gradient_checkpointing.policy=full"
+            reasons[KEEPS_PRODUCTS] = (f"{self.method} adds to a product of its layer in place", full)
+        return tuple(
+            Rule(name=name, reason=reason, remedies=(remedy,)) for name, (reason, remedy) in reasons.items()
+        )
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        plan.enforce(self, trainer, pl_module)
+        self._trainer = trainer
+        transform.queue(trainer, pl_module, Stage.ADAPT, self._apply)
+
+    def _apply(self, model: nn.Module) -> int:
+        try:
+            config = self._config(self._total_steps())
+            new = adapters.inject(model, config, upcast=self.autocast_adapter_dtype)
+        except ConfigError as error:
+            raise error.under(name_of(self).replace("/", ".")) from error
+        self._adapted = adapters.of(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        total = sum(p.numel() for p in model.parameters())
+        num_bytes = sum(p.numel() * p.element_size() for p in trained)
+        self._sizes = (sum(p.numel() for p in trained), total, num_bytes)
+        present = getattr(model, "peft_config", {}).get(adapters.ADAPTER)
+        self._schedule = None
+        if isinstance(present, AdaLoraConfig):
+            present.total_step = config.total_step
+            self._schedule = RankSchedule(model, present, adapters.ADAPTER)
+        return len(new)
+
+    def _total_steps(self) -> int:
+        """Return the run's optimizer steps, for the one method that asks; any number without training."""
+        if self.method != "adalora" or "total_step" in (self.options or {}) or not self._trainer.training:
+            return UNKNOWN_STEPS
+        steps = self._trainer.estimated_stepping_batches
+        if not 0 < steps < float("inf"):
+            allowed = "the number of steps: this run has no end"
+            remedy = "callbacks.peft_adapter.options.total_step=1000"
+            raise ConfigError(key="options.total_step", value=None, allowed=allowed, remedies=[remedy])
+        return int(steps)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        plan.enforce(self, trainer, pl_module)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._refuse_left_out(trainer, pl_module)
+        self._first.watch(pl_module, trainer.optimizers)
+        schedule = self._schedule
+        if schedule is None:
+            return
+        if self._loaded:
+            schedule.load_state_dict(self._loaded)
+            self._loaded = None
+
+        def allot(*_: Any) -> None:
+            schedule.allot(trainer.global_step)  # steps that were made before this one
+
+        for optimizer in trainer.optimizers:
+            stepped: Any = getattr(optimizer, "optimizer", optimizer)
+            self._handles.append(stepped.register_step_post_hook(allot))
+
+    def _refuse_left_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Refuse an optimizer that was made for some of the module's parameters, and without the adapters."""
+        held = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        missing = [name for name, p in named.items() if id(p) not in held]
+        if missing and any(id(p) in held for p in module.parameters()):  # else they are flattened
+            remedy = "self.parameters() in configure_optimizers, or OptimizerChoice"
+            text = f"{listed(missing)} no optimizer\n  try: {remedy}"
+            raise GradientError(text)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if self._schedule is not None:
+            self._schedule.add_penalty()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"ranks": self._schedule.state_dict()} if self._schedule is not None else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict.get("ranks")
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._take_off()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        transform.restore(pl_module)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._take_off()
+        transform.restore(pl_module)
+
+    def _take_off(self) -> None:
+        self._first.take_off()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def outcome(self) -> Outcome:
+        """Say how many layers have adapters, and what share of the parameters is trained."""
+        trained, total, num_bytes = self._sizes
+        share = trained / total if total else 0.0
+        did = f"{self.method} in {len(self._adapted)} layers; {trained:,} of {total:,} parameters trained"
+        did += f" ({share:.2%}, {human_bytes(num_bytes)})" if total else ""
+        ranks = self._schedule.ranks() if self._schedule is not None else []
+        did += f"; {sum(ranks)} ranks in use, {min(ranks)} to {max(ranks)} a layer" if ranks else ""
+        numbers = {"layers": list(self._adapted), "trained": trained, "parameters": total, "ranks": ranks}
+        return Outcome(did=did, effective=bool(self._adapted), numbers=numbers)
