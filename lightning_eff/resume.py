@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 SHARDED = (".metadata", "checkpoint", "latest")
 """What marks a folder as a checkpoint: torch's distributed format, Lightning's and DeepSpeed's."""
 
+UNREADABLE = (CheckpointError, RuntimeError, UnpicklingError, EOFError, OSError, ValueError, LookupError)
+"""What reading a file raises that is damaged or no checkpoint."""
+
 
 def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
     """Return the checkpoint to go on from.
@@ -55,9 +58,8 @@ def newest_whole(folder: Path) -> Path | None:
     Args:
         folder: Where the runs of one recipe lie.
     """
-    found = [
-        path for path in folder.glob("**/checkpoints/*.ckpt") if path.exists()
-    ]  # a link may lead nowhere
+    # A link may lead nowhere, or to one that is found under its own name.
+    found = [path for path in folder.glob("**/checkpoints/*.ckpt") if path.exists()]
     by_file = {path.resolve(): path for path in sorted(found, key=Path.is_symlink, reverse=True)}
     for path in sorted(by_file.values(), key=lambda each: each.stat().st_mtime, reverse=True):
         try:
@@ -81,15 +83,7 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
     try:
         verify_path(path)
         saved = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    except (
-        CheckpointError,
-        RuntimeError,
-        UnpicklingError,
-        EOFError,
-        OSError,
-        ValueError,
-        LookupError,
-    ) as error:
+    except UNREADABLE as error:
         reason = str(error).splitlines()[0].partition(". ")[0]
         allowed = f"a checkpoint of tensors and plain values ({reason})"
         raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed) from error

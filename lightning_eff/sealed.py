@@ -75,7 +75,7 @@ class SealingWriter:
         Raises:
             CheckpointError: What was written is no archive without a comment.
         """
-        end = self._held[-NUM_END_BYTES:]
+        end = bytes(self._held[-NUM_END_BYTES:])
         if not end.startswith(END_RECORD) or end[-2:] != b"\0\0":
             text = "torch.save did not write what it used to write: a zip archive without a comment"
             raise CheckpointError(text)
@@ -189,7 +189,7 @@ def read(path: Path, how: Callable[[IO[bytes]], Any]) -> Any:
 
 
 def looks_like_one(path: Path) -> bool:
-    """Say whether a file begins as `torch.save` begins, damaged or not, or is empty: then it may be replaced."""
+    """Say whether a file begins as `torch.save` begins, or is empty: then it may be replaced."""
     with path.open("rb") as file:
         head = file.read(512)
     return not head or (head.startswith(FIRST_BYTES) and b"/data.pkl" in head)

@@ -1,9 +1,10 @@
 """Write checkpoints that survive: whole or not at all, verified before they are used, never code.
 
 Lightning writes a checkpoint to the folder for temporary files and moves it over the old one. From another
-disk that move is a copy: a kill in its middle, or a full disk, destroys the checkpoint that was there. Here a
-file is written next to it, brought to the disk and renamed (replacing.py), and carries its own SHA-256
-(sealed.py), compared before a tensor is assigned: torch itself accepts most files with a flipped bit. Loading never unpickles more than tensors and plain values. A checkpoint names other files, which Lightning
+disk that move is a copy: a kill in its middle, or a full disk, destroys the checkpoint that was there. Here
+a file is written next to it, brought to the disk and renamed (replacing.py), and carries its own SHA-256
+(sealed.py), compared before a tensor is assigned: torch itself accepts most files with a flipped bit.
+Loading never unpickles more than tensors and plain values. A checkpoint names other files, which Lightning
 removes as time goes on; here only a file of our own goes, in a folder that this run saves to, so that a
 checkpoint of someone else's cannot name what is deleted.
 
@@ -16,8 +17,8 @@ Costs: SHA-256 at each save and load (0.25 to 2 GB/s; while saving beside the wr
     memory.
 Conflicts: sharded checkpoints are folders, which their strategies write themselves: left alone. Paths with a
     protocol (`s3://`) are refused. Files on POSIX systems only. Within `AsyncCheckpointIO` it works, but that
-    removes the old checkpoint while the new one is not yet written: use `asynchronous`. Its
-    file names must differ, by step or epoch: Lightning looks for a free name before the last one is written.
+    removes the old checkpoint while the new one is not yet written: use `asynchronous`. File names must then
+    differ, by step or epoch: Lightning looks for a free name before the last one is written.
 Source: rename(2), fsync(2), flock(2); https://lwn.net/Articles/457667/; the comment of a zip archive,
     APPNOTE.TXT 4.3.16.
 """
@@ -201,7 +202,7 @@ class Durable(CheckpointIO):
             text = "it has no SHA-256, and require_digest=True\n  try: require_digest=False"
             raise CheckpointError(text)
         self._done.num_without_digest += 1
-        text = f"checkpoint {target} has no SHA-256 (stock Lightning's have none): only its CRC-32s were compared"
+        text = f"checkpoint {target} has no SHA-256 (stock Lightning's have none): its CRC-32s were compared"
         warnings.warn(text, CheckpointWarning, stacklevel=2)
 
     @override
