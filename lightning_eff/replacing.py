@@ -38,7 +38,7 @@ def replacing(path: Path) -> Generator[int]:
         OSError: The disk refuses; `path` is as it was.
     """
     _check_replaceable(path)
-    _make_folder(path.parent)
+    make_folder(path.parent)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fd, temporary = _open_temporary(path.parent)
@@ -70,7 +70,7 @@ def _check_replaceable(path: Path) -> None:
         raise CheckpointError(text)
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
     """Make a folder and those above it, each of them on the disk."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)

@@ -343,7 +343,9 @@ def test_a_really_full_disk_and_a_really_read_only_one(tmp_path: Path) -> None:
         pytest.skip("only root may mount a small disk")
     try:
         save(disk / "a.ckpt", 1)
-        with pytest.raises(CheckpointError, match=r"No space left(.|\n)*it needs 3.8 MiB, \d+\.\d KiB are free"):
+        with pytest.raises(
+            CheckpointError, match=r"No space left(.|\n)*it needs 3.8 MiB, \d+\.\d KiB are free"
+        ):
             Durable().save_checkpoint(state(2, 1_000_000), disk / "a.ckpt")
         assert load(disk / "a.ckpt") == 1
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)

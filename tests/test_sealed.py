@@ -164,7 +164,9 @@ def test_a_file_of_stock_lightning_loads_with_a_warning_and_only_if_its_values_a
     with pytest.warns(CheckpointWarning, match=r"has no SHA-256 \(stock Lightning's have none\)"):
         assert equal(io_.load_checkpoint(path), state())
     assert io_.outcome().numbers["num_without_digest"] == 1
-    with pytest.raises(CheckpointError, match=r"no SHA-256, and require_digest=True\n  try: require_digest=F"):
+    with pytest.raises(
+        CheckpointError, match=r"no SHA-256, and require_digest=True\n  try: require_digest=F"
+    ):
         Durable(require_digest=True).load_checkpoint(path)
     content = path.read_bytes()
     place = content.index(state()["state_dict"]["a"].numpy().tobytes()) + 1000
@@ -174,7 +176,9 @@ def test_a_file_of_stock_lightning_loads_with_a_warning_and_only_if_its_values_a
         Durable().load_checkpoint(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04", b"\x80\x02}q\x00.", bytes(500), b"PK\5\6" + bytes(18)])
+@pytest.mark.parametrize(
+    "content", [b"", b"text", b"PK\x03\x04", b"\x80\x02}q\x00.", bytes(500), b"PK\5\6" + bytes(18)]
+)
 def test_what_is_no_checkpoint_is_told(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.ckpt").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"a.ckpt is not loaded: it is (cut off|no checkpoint)"):

@@ -47,7 +47,7 @@ from lightning_eff.facts import SHARDING, Facts, Outcome, Rule, Verdict
 from lightning_eff.in_order import InOrder
 from lightning_eff.measure.tables import human_bytes
 from lightning_eff.refusals import not_saved
-from lightning_eff.replacing import remove_orphans, replacing
+from lightning_eff.replacing import make_folder, remove_orphans, replacing
 from lightning_eff.sealed import SealingWriter, bears_seal, read, verify
 
 log = logging.getLogger(__name__)
@@ -145,6 +145,8 @@ class Durable(CheckpointIO):
             buffer = io.BytesIO()
             torch.save(checkpoint, buffer)
             state = buffer.getbuffer()
+            with contextlib.suppress(OSError):  # writing tells it; Lightning may put a link there meanwhile
+                make_folder(target.parent)
             self._behind.add(lambda: self._write(target, lambda writer: writer.write(state)))
         else:
             self._write(target, lambda writer: torch.save(checkpoint, writer))
