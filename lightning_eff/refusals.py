@@ -51,7 +51,7 @@ def not_saved(path: Path, cause: OSError, fill: Callable[[Any], object]) -> str:
     """
     size = Counter()
     fill(size)
-    folder = next((each for each in path.absolute().parents if os.path.isdir(each)), Path("/"))
+    folder = next((each for each in path.absolute().parents if os.access(each, os.F_OK)), Path("/"))
     left = "the checkpoint that was there is as it was" if os.path.lexists(path) else "nothing is left of it"
     needed, free = human_bytes(size.num_bytes), human_bytes(shutil.disk_usage(folder).free)
     lines = [

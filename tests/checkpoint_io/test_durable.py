@@ -1,4 +1,4 @@
-"""Durable in a Trainer and under Fabric: resuming, what is removed, hostile checkpoints, saving behind the run."""
+"""Durable in a Trainer and under Fabric: resuming, what is removed, hostile files, saving behind the run."""
 
 from __future__ import annotations
 
@@ -56,11 +56,14 @@ def names(folder: Path) -> list[str]:
 def test_a_run_with_top_k_and_last_stops_and_goes_on_to_the_same_bits(
     save_last: Any, asynchronous: bool, net: Callable[..., Net], tmp_path: Path
 ) -> None:
+    # Lightning's link leads to the last of the top k, which is the last step's without a monitor.
+    kept: dict[str, Any] = {"save_last": save_last}
+    kept |= {"monitor": None, "save_top_k": 1} if save_last == "link" else {}
     whole, first, second, stock = (net(dropout=0.0) for _ in range(4))
-    fit(tmp_path / "whole", whole, Durable(), max_steps=20, save_last=save_last)
+    fit(tmp_path / "whole", whole, Durable(), max_steps=20, **kept)
     io = Durable(asynchronous=asynchronous)
-    saver = fit(tmp_path / "run", first, io, max_steps=10, save_last=save_last)
-    assert len(names(tmp_path / "run")) == 3
+    saver = fit(tmp_path / "run", first, io, max_steps=10, **kept)
+    assert len(names(tmp_path / "run")) == (2 if save_last == "link" else 3)
     assert (tmp_path / "run" / "last.ckpt").is_symlink() == (save_last == "link")
     assert saver.best_model_path in {str(tmp_path / "run" / name) for name in names(tmp_path / "run")}
     numbers = io.outcome().numbers
@@ -68,25 +71,16 @@ def test_a_run_with_top_k_and_last_stops_and_goes_on_to_the_same_bits(
         not path.is_symlink() for path in (tmp_path / "run").iterdir()
     ) + (4 if save_last is True else 0), "last.ckpt is replaced four times"
     assert numbers["num_removed"] > 0
-    last_step = Durable().load_checkpoint(tmp_path / "run" / "last.ckpt")["global_step"]
-    assert last_step >= 8, "Lightning's link leads to the last of the top k"
     again = Durable(asynchronous=asynchronous)
-    fit(
-        tmp_path / "run",
-        second,
-        again,
-        max_steps=20,
-        resume=tmp_path / "run" / "last.ckpt",
-        save_last=save_last,
-    )
-    assert first.losses[:last_step] + second.losses == whole.losses
+    fit(tmp_path / "run", second, again, max_steps=20, resume=tmp_path / "run" / "last.ckpt", **kept)
+    assert first.losses + second.losses == whole.losses
     assert torch.equal(second.first.weight, whole.first.weight)
     assert not torch.equal(second.first.weight, first.first.weight)
     assert again.outcome().numbers["num_verified"] == 1
     assert len([name for name in names(tmp_path / "run") if name.startswith("step")]) <= 3
     for path in (tmp_path / "run").iterdir():
         Durable(require_digest=True).load_checkpoint(path)
-    fit(tmp_path / "stock", stock, TorchCheckpointIO(), max_steps=20, save_last=save_last)
+    fit(tmp_path / "stock", stock, TorchCheckpointIO(), max_steps=20, **kept)
     assert names(tmp_path / "stock") == names(tmp_path / "whole"), "top-k keeps the same ones as stock"
 
 
@@ -274,13 +268,13 @@ def test_an_error_behind_the_run_is_raised_once_at_the_next_save_load_or_end(
     (tmp_path / "taken").mkdir()
     io.save_checkpoint({"x": 2}, tmp_path / "taken")
     io.remove_checkpoint(tmp_path / "old.ckpt")
+    ask: dict[str, Callable[[], Any]] = {
+        "save": lambda: io.save_checkpoint({"x": 3}, tmp_path / "new.ckpt"),
+        "load": lambda: io.load_checkpoint(tmp_path / "old.ckpt"),
+        "end": io.teardown,
+    }
     with pytest.raises(CheckpointError, match="there is a folder of that name"):
-        if asked == "save":
-            io.save_checkpoint({"x": 3}, tmp_path / "new.ckpt")
-        elif asked == "load":
-            io.load_checkpoint(tmp_path / "old.ckpt")
-        else:
-            io.teardown()
+        ask[asked]()
     assert Durable().load_checkpoint(tmp_path / "old.ckpt") == {"x": 1}, "removed though the new one failed"
     io.teardown()
     io.save_checkpoint({"x": 4}, tmp_path / "new.ckpt")
