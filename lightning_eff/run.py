@@ -79,7 +79,6 @@ class Run:
             self.trainer.save_checkpoint(
                 self.run_dir / "checkpoints" / f"step-{step}.ckpt", weights_only=False
             )
-            self.trainer.strategy.checkpoint_io.teardown()
 
 
 def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:

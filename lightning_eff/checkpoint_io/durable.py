@@ -87,7 +87,8 @@ class Durable(CheckpointIO):
     """Checkpoints that are whole or not there; `Trainer(plugins=[Durable()])`, also under Fabric.
 
     Args:
-        asynchronous: Write in a thread, from a copy of the state at the call.
+        asynchronous: Write in a thread, from a copy of the state at the call. After the end of a run, when
+            nobody would wait for it, a save is on the disk when it returns.
         require_digest: Refuse checkpoints without a digest, such as stock Lightning's.
 
     Raises:
@@ -118,6 +119,7 @@ class Durable(CheckpointIO):
         self._folders: set[Path] = set()
         self._tidied: set[Path] = set()
         self._behind = InOrder()
+        self._run_is_over = False
 
     def facts(self) -> Facts:
         """State whose checkpoints it does not see."""
@@ -141,7 +143,7 @@ class Durable(CheckpointIO):
         target = _local(path)
         self._behind.settle()
         self._tidy(target.parent)
-        if self.asynchronous:
+        if self.asynchronous and not self._run_is_over:
             buffer = io.BytesIO()
             torch.save(checkpoint, buffer)
             state = buffer.getbuffer()
@@ -248,6 +250,7 @@ class Durable(CheckpointIO):
     @override
     def teardown(self) -> None:
         """Wait for the last save; Lightning calls it after a run, under Fabric it is yours to call."""
+        self._run_is_over = True
         self._behind.close()
 
     def outcome(self) -> Outcome:

@@ -101,7 +101,6 @@ def test_a_save_after_the_end_and_weights_alone(net: Callable[..., Net], tmp_pat
     trainer = make_trainer(plugins=[io], max_steps=2)
     trainer.fit(net(), make_loader())
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    io.teardown()
     assert "optimizer_states" not in Durable().load_checkpoint(tmp_path / "weights.ckpt")
 
 
@@ -232,7 +231,7 @@ def test_what_is_removed_waits_for_the_save_before_it(
 ) -> None:
     io = Durable(asynchronous=True)
     io.save_checkpoint({"x": 1}, tmp_path / "old.ckpt")
-    io.teardown()
+    io.load_checkpoint(tmp_path / "old.ckpt")
     held = Held(monkeypatch)
     io.save_checkpoint({"x": 2}, tmp_path / "new.ckpt")
     io.remove_checkpoint(tmp_path / "old.ckpt")
