@@ -81,6 +81,16 @@ class EnvironmentLacksError(Exception):
     exit_code = EXIT_ENVIRONMENT
 
 
+class CheckpointError(Exception):
+    """A checkpoint that cannot be written, or must not be read; its text names file, cause and remedy."""
+
+    exit_code = EXIT_FAILED
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint is not what it should be, or is left where it is, and the run goes on."""
+
+
 class NoEffectWarning(UserWarning):
     """A technique was asked for and changed nothing."""
 

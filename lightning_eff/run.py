@@ -9,7 +9,6 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError  # the error alone: nothing is unpickled here
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,14 +23,13 @@ from lightning_eff import plan
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.errors import ConfigError, EnvironmentLacksError, UsageError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
+from lightning_eff.replacing import remove_orphans
+from lightning_eff.resume import check_something_left, find_checkpoint
 
 log = logging.getLogger(__name__)
 
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, FileNotFoundError, MisconfigurationException)
 """What a constructor raises about its arguments; anything else is the run's failure."""
-
-SHARDED = (".metadata", "checkpoint", "latest")
-"""What marks a folder as a checkpoint: torch's distributed format, Lightning's and DeepSpeed's."""
 
 
 @dataclass
@@ -54,6 +52,7 @@ class Run:
 
     def fit(self) -> dict[str, Any]:
         """Train; return the efficiency report, empty without that monitor."""
+        self._tidy()
         with warnings.catch_warnings():
             # A run that goes on does so in a folder of its own, and leaves the old one's checkpoints alone.
             warnings.filterwarnings("ignore", "The dirpath has changed from")
@@ -66,6 +65,12 @@ class Run:
         self._ensure_checkpoint()
         reports = [m.report for m in _callbacks(self.trainer) if isinstance(m, EfficiencyReport)]
         return reports[0] if reports else {}
+
+    def _tidy(self) -> None:
+        """Remove what runs beside this one left that died while they saved."""
+        for folder in self.run_dir.parent.glob("*/checkpoints"):
+            for path in remove_orphans(folder):
+                log.info("removed %s, which a run left that died while it saved", path)
 
     def _ensure_checkpoint(self) -> None:
         """Every run ends with a checkpoint of its last step, whatever schedule its monitors save by."""
@@ -108,7 +113,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     for choice in [c for c in _callbacks(trainer) if isinstance(c, OptimizerChoice)]:
         choice.replace(model, keep_own=False)
     if ckpt_path is not None:
-        _check_something_left(ckpt_path, trainer)
+        check_something_left(ckpt_path, trainer)
     return Run(trainer, model, data, run_dir, ckpt_path)
 
 
@@ -218,70 +223,6 @@ def _make(path: str, node: Mapping[str, Any] | None) -> Any:
             text = f"{path}: {error}"
             raise EnvironmentLacksError(text) from error
         raise error from wrapper
-
-
-def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
-    """Return the checkpoint to go on from.
-
-    Args:
-        ckpt_path: None for none, a path, or `last` for the newest below `folder`.
-        folder: Where the runs of one recipe lie.
-
-    Raises:
-        ConfigError: There is none.
-
-    Example:
-        >>> find_checkpoint(None, Path("outputs/lm")) is None
-        True
-    """
-    if ckpt_path is None:
-        return None
-    if ckpt_path == "last":
-        found = sorted(folder.glob("**/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime)
-        if not found:
-            raise ConfigError(
-                key="ckpt_path", value=ckpt_path, allowed=f"a checkpoint; there is none under {folder}"
-            )
-        return found[-1]
-    path = Path(ckpt_path)
-    if not path.exists() or (path.is_dir() and not any((path / name).exists() for name in SHARDED)):
-        raise ConfigError(key="ckpt_path", value=ckpt_path, allowed="an existing checkpoint, or last")
-    return path
-
-
-def _check_something_left(path: Path, trainer: pl.Trainer) -> None:
-    """Refuse to go on from where the run would end: `fit` would return at once."""
-    if not path.is_file():
-        return
-    try:
-        saved = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    except (RuntimeError, UnpicklingError, EOFError, OSError, ValueError, LookupError) as error:
-        reason = str(error).splitlines()[0].partition(". ")[0]
-        allowed = f"a checkpoint of tensors and plain values ({reason})"
-        raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed) from error
-    step, limit = int(saved.get("global_step", 0)), trainer.max_steps
-    if 0 <= limit <= step:
-        raise ConfigError(
-            key="trainer.max_steps",
-            value=limit,
-            allowed=f"more than the {step} steps that {path} has behind it",
-            remedies=[f"trainer.max_steps={2 * step}"],
-        )
-    epochs, max_epochs = int(saved.get("epoch", 0)) + 1, trainer.max_epochs
-    batches_left = _batches_left(saved)
-    if limit == -1 and max_epochs is not None and 0 <= max_epochs <= epochs and not batches_left:
-        raise ConfigError(
-            key="trainer.max_epochs",
-            value=max_epochs,
-            allowed=f"more than the {epochs} epochs that {path} has behind it",
-            remedies=[f"trainer.max_epochs={2 * epochs}"],
-        )
-
-
-def _batches_left(saved: Mapping[str, Any]) -> bool:
-    """Say whether a checkpoint was saved in the middle of an epoch."""
-    progress = saved.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-    return not progress.get("is_last_batch", True)
 
 
 def _callbacks(trainer: pl.Trainer) -> Iterable[pl.Callback]:

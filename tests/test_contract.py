@@ -25,6 +25,7 @@ from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.errors import ConflictError, NoEffectWarning
 from lightning_eff.facts import Technique, Verdict, asked, name_of
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
@@ -87,6 +88,8 @@ CASES = {
         for policy in ("full", "every_n", "selective", "offload")
     },
     "torch_compile": Case(lambda: TorchCompile(backend="aot_eager"), "callbacks", rtol=1e-5),
+    "durable": Case(Durable, "plugins"),
+    "durable asynchronous": Case(lambda: Durable(asynchronous=True), "plugins"),
     "mixed 32-true": Case(lambda: Mixed(precision="32-true"), "plugins"),
     "mixed bf16-mixed": Case(lambda: Mixed(precision="bf16-mixed"), "plugins", "bf16-mixed"),
     "mixed 16-mixed": Case(lambda: Mixed(precision="16-mixed"), "plugins", "16-mixed"),

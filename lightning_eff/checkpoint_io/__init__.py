@@ -1,0 +1,1 @@
+"""Techniques that go into `Trainer(plugins=[...])`, one a run: how checkpoints are written and read."""

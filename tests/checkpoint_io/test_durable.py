@@ -1,0 +1,387 @@
+"""Durable in a Trainer and under Fabric: resuming, what is removed, hostile files, saving behind the run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+from lightning_eff import plan, replacing
+from lightning_eff.checkpoint_io import durable
+from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.errors import CheckpointError, CheckpointWarning
+from lightning_eff.facts import Verdict
+from lightning_eff.resume import newest_whole
+from tests.conftest import Net, make_loader, make_trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+]
+Command = Callable[..., tuple[int, str, str]]
+
+
+def fit(
+    folder: Path, model: Net, io: Any, *, max_steps: int = 12, resume: Any = None, **keywords: Any
+) -> ModelCheckpoint:
+    saver = ModelCheckpoint(
+        **{"dirpath": folder, "monitor": "train_loss", "save_top_k": 2, "save_last": True}
+        | {"every_n_train_steps": 2, "filename": "{step}"}
+        | keywords
+    )
+    trainer = make_trainer(
+        plugins=[io],
+        callbacks=[saver],
+        enable_checkpointing=True,
+        max_steps=max_steps,
+        default_root_dir=folder,
+    )
+    trainer.fit(model, make_loader(), ckpt_path=resume)
+    return saver
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_a_run_with_top_k_and_last_stops_and_goes_on_to_the_same_bits(
+    save_last: Any, asynchronous: bool, net: Callable[..., Net], tmp_path: Path
+) -> None:
+    # Lightning's link leads to the last of the top k, which is the last step's without a monitor.
+    kept: dict[str, Any] = {"save_last": save_last}
+    kept |= {"monitor": None, "save_top_k": 1} if save_last == "link" else {}
+    whole, first, second, stock = (net(dropout=0.0) for _ in range(4))
+    fit(tmp_path / "whole", whole, Durable(), max_steps=20, **kept)
+    io = Durable(asynchronous=asynchronous)
+    saver = fit(tmp_path / "run", first, io, max_steps=10, **kept)
+    assert len(names(tmp_path / "run")) == (2 if save_last == "link" else 3)
+    assert (tmp_path / "run" / "last.ckpt").is_symlink() == (save_last == "link")
+    assert saver.best_model_path in {str(tmp_path / "run" / name) for name in names(tmp_path / "run")}
+    numbers = io.outcome().numbers
+    assert numbers["num_saves"] == numbers["num_removed"] + sum(
+        not path.is_symlink() for path in (tmp_path / "run").iterdir()
+    ) + (4 if save_last is True else 0), "last.ckpt is replaced four times"
+    assert numbers["num_removed"] > 0
+    again = Durable(asynchronous=asynchronous)
+    fit(tmp_path / "run", second, again, max_steps=20, resume=tmp_path / "run" / "last.ckpt", **kept)
+    assert first.losses + second.losses == whole.losses
+    assert torch.equal(second.first.weight, whole.first.weight)
+    assert not torch.equal(second.first.weight, first.first.weight)
+    assert again.outcome().numbers["num_verified"] == 1
+    assert len([name for name in names(tmp_path / "run") if name.startswith("step")]) <= 3
+    for path in (tmp_path / "run").iterdir():
+        Durable(require_digest=True).load_checkpoint(path)
+    fit(tmp_path / "stock", stock, TorchCheckpointIO(), max_steps=20, **kept)
+    assert names(tmp_path / "stock") == names(tmp_path / "whole"), "top-k keeps the same ones as stock"
+
+
+def test_it_says_what_it_did(net: Callable[..., Net], tmp_path: Path) -> None:
+    io = Durable()
+    assert io.outcome().did == "nothing saved or loaded"
+    (tmp_path / ".durable-3333333333333333.tmp").touch()
+    fit(tmp_path, net(), io, max_steps=4, save_last=None, save_top_k=1)
+    assert io.outcome().effective
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.ckpt"))
+    assert io.outcome().numbers["saved_bytes"] >= size
+    assert "times, " in io.outcome().did
+    assert "tidied up 1 left by dead processes" in io.outcome().did
+
+
+def test_a_save_after_the_end_and_weights_alone(net: Callable[..., Net], tmp_path: Path) -> None:
+    io = Durable(asynchronous=True)
+    trainer = make_trainer(plugins=[io], max_steps=2)
+    trainer.fit(net(), make_loader())
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert "optimizer_states" not in Durable().load_checkpoint(tmp_path / "weights.ckpt")
+
+
+def test_code_is_never_loaded(tmp_path: Path) -> None:
+    class_of_ours, touched = tmp_path / "class.ckpt", tmp_path / "touched"
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return Path.touch, (touched,)
+
+    torch.save({"x": Hostile()}, class_of_ours)
+    for given in (None, True):
+        with (
+            pytest.warns(CheckpointWarning, match="no SHA-256"),
+            pytest.raises(CheckpointError, match=r"it holds a \S+, and only tensors and plain values"),
+        ):
+            Durable().load_checkpoint(class_of_ours, weights_only=given)
+    with pytest.raises(CheckpointError, match=r"weights_only=False would run code that it holds"):
+        Durable().load_checkpoint(class_of_ours, weights_only=False)
+    assert not touched.exists()
+    torch.load(class_of_ours, weights_only=False)
+    assert touched.exists(), "negative control"
+
+
+def hostile(path: Path, victim: str) -> Path:
+    """Let a good checkpoint name a file as the worst of its top k, sealed as its writer would seal it."""
+    state = torch.load(path, weights_only=True)
+    (key,) = [key for key in state["callbacks"] if key.startswith("ModelCheckpoint")]
+    worst = {f"{state['callbacks'][key]['dirpath']}/{victim}": torch.tensor(float("inf"))}
+    state["callbacks"][key] |= {
+        "best_k_models": worst,
+        "kth_best_model_path": next(iter(worst)),
+        "kth_value": torch.tensor(float("inf")),
+    }
+    Durable().save_checkpoint(state, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["a file", "a checkpoint", "a folder", "beside"])
+def test_a_checkpoint_cannot_name_what_is_deleted(kind: str, net: Callable[..., Net], tmp_path: Path) -> None:
+    run, victim = tmp_path / "run", tmp_path / "precious"
+    fit(run, net(), Durable(), max_steps=4, save_top_k=1)
+    if kind == "a file":
+        victim.write_text("mine")
+    elif kind == "a checkpoint":
+        Durable().save_checkpoint({"x": 1}, victim)
+    elif kind == "a folder":
+        victim.mkdir()
+        (victim / "thesis.txt").write_text("mine")
+    else:
+        victim = run / "notes.txt"
+        victim.write_text("mine")
+    path = hostile(run / "last.ckpt", "notes.txt" if kind == "beside" else "../precious")
+    for io, stays in ((Durable(), True), (TorchCheckpointIO(), False)):
+        if stays:
+            with pytest.warns(CheckpointWarning, match="(precious|notes.txt) is not removed: it "):
+                fit(run, net(), io, max_steps=8, save_top_k=1, save_last=None, resume=path)
+            assert io.outcome().numbers["num_kept"] == 1
+        else:
+            fit(run, net(), io, max_steps=8, save_top_k=1, save_last=None, resume=path)
+        assert victim.exists() == stays, "with stock Lightning it is gone: the negative control"
+
+
+def test_only_what_was_written_here_is_removed(tmp_path: Path) -> None:
+    io, other = Durable(), Durable()
+    for name in ("a", "b"):
+        io.save_checkpoint({"x": 1}, tmp_path / f"{name}.ckpt")
+    TorchCheckpointIO().save_checkpoint({"x": 1}, tmp_path / "stock.ckpt")
+    (tmp_path / "link.ckpt").symlink_to("b.ckpt")
+    (tmp_path / "out.ckpt").symlink_to("/etc/hostname")
+    with pytest.warns(CheckpointWarning, match="a.ckpt is not removed: it lies outside the folders"):
+        other.remove_checkpoint(tmp_path / "a.ckpt")
+    for name, words in (("stock.ckpt", "was not written by"), ("out.ckpt", "is a link to another folder")):
+        with pytest.warns(CheckpointWarning, match=words):
+            io.remove_checkpoint(tmp_path / name)
+    io.remove_checkpoint(tmp_path / "link.ckpt")
+    io.remove_checkpoint(tmp_path / "a.ckpt")
+    io.remove_checkpoint(tmp_path / "never.ckpt")
+    assert names(tmp_path) == ["b.ckpt", "out.ckpt", "stock.ckpt"]
+    assert other.load_checkpoint(tmp_path / "b.ckpt")
+    other.remove_checkpoint(tmp_path / "b.ckpt")  # as a parent process does with its child's weights
+    assert names(tmp_path) == ["out.ckpt", "stock.ckpt"]
+    other.save_checkpoint({"x": 1}, tmp_path / "run" / "sub" / "a.ckpt")
+    io.save_checkpoint({"x": 1}, tmp_path / "elsewhere" / "b.ckpt")
+    with pytest.warns(CheckpointWarning, match="outside the folders"):
+        other.remove_checkpoint(tmp_path / "run" / "sub" / ".." / ".." / "elsewhere" / "b.ckpt")
+
+
+class Held:
+    """Holds every write back until it is let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        write = replacing.replacing
+
+        def late(path: Path) -> Any:
+            assert self.go.wait(20)
+            return write(path)
+
+        patch.setattr(durable, "replacing", late)
+
+
+def test_an_asynchronous_save_is_the_state_at_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, io = Held(monkeypatch), Durable(asynchronous=True)
+    weight = torch.ones(1000)
+    state = {"weight": weight, "view": weight[:10], "list": [1], "metrics": {"loss": torch.ones(1)}}
+    io.save_checkpoint(state, tmp_path / "a.ckpt")
+    weight.zero_()
+    state["list"].append(2)
+    state["metrics"]["loss"] += 1
+    state["late"] = True
+    assert not (tmp_path / "a.ckpt").exists()
+    held.go.set()
+    loaded = io.load_checkpoint(tmp_path / "a.ckpt")
+    assert loaded["weight"].sum() == 1000
+    assert loaded["view"].sum() == 10
+    assert loaded["view"].untyped_storage().data_ptr() == loaded["weight"].untyped_storage().data_ptr()
+    assert (loaded["list"], float(loaded["metrics"]["loss"]), len(loaded)) == ([1], 1.0, 4)
+    io.teardown()
+    numbers = io.outcome().numbers
+    assert numbers["waited_s"] < numbers["writing_s"] + 1
+
+
+def test_what_is_removed_waits_for_the_save_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    io = Durable(asynchronous=True)
+    io.save_checkpoint({"x": 1}, tmp_path / "old.ckpt")
+    io.load_checkpoint(tmp_path / "old.ckpt")
+    held = Held(monkeypatch)
+    io.save_checkpoint({"x": 2}, tmp_path / "new.ckpt")
+    io.remove_checkpoint(tmp_path / "old.ckpt")
+    assert names(tmp_path) == ["old.ckpt"]
+    held.go.set()
+    io.teardown()
+    assert names(tmp_path) == ["new.ckpt"]
+
+
+def test_lightnings_own_removes_the_old_one_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control; inside it ours still verifies and replaces."""
+    inner = Durable()
+    io = AsyncCheckpointIO(inner)
+    trainer = make_trainer(plugins=[io])
+    assert trainer.strategy.checkpoint_io is io
+    assert io.checkpoint_io is inner
+    inner.save_checkpoint({"x": 1}, tmp_path / "old.ckpt")
+    held = Held(monkeypatch)
+    io.save_checkpoint({"x": 2}, tmp_path / "new.ckpt")
+    io.remove_checkpoint(tmp_path / "old.ckpt")
+    assert names(tmp_path) == [], "no checkpoint at all: a kill here loses everything"
+    held.go.set()
+    io.teardown()
+    assert io.load_checkpoint(tmp_path / "new.ckpt") == {"x": 2}
+
+
+@pytest.mark.parametrize("asked", ["save", "load", "end"])
+def test_an_error_behind_the_run_is_raised_once_at_the_next_save_load_or_end(
+    asked: str, tmp_path: Path
+) -> None:
+    io = Durable(asynchronous=True)
+    io.save_checkpoint({"x": 1}, tmp_path / "old.ckpt")
+    (tmp_path / "taken").mkdir()
+    io.save_checkpoint({"x": 2}, tmp_path / "taken")
+    io.remove_checkpoint(tmp_path / "old.ckpt")
+    ask: dict[str, Callable[[], Any]] = {
+        "save": lambda: io.save_checkpoint({"x": 3}, tmp_path / "new.ckpt"),
+        "load": lambda: io.load_checkpoint(tmp_path / "old.ckpt"),
+        "end": io.teardown,
+    }
+    with pytest.raises(CheckpointError, match="there is a folder of that name"):
+        ask[asked]()
+    assert Durable().load_checkpoint(tmp_path / "old.ckpt") == {"x": 1}, "removed though the new one failed"
+    io.teardown()
+    io.save_checkpoint({"x": 4}, tmp_path / "new.ckpt")
+    io.teardown()
+    assert (tmp_path / "new.ckpt").exists()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_whose_disk_is_full_ends_with_that_error(
+    asynchronous: bool, net: Callable[..., Net], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    fit(tmp_path, net(), Durable(), max_steps=2)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr("os.write", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        fit(tmp_path, net(), Durable(asynchronous=asynchronous), max_steps=8)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_under_fabric(asynchronous: bool, tmp_path: Path) -> None:
+    io = Durable(asynchronous=asynchronous)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[io])
+    layer = torch.nn.Linear(4, 2)
+    model, optimizer = fabric.setup(layer, torch.optim.AdamW(layer.parameters()))
+    fabric.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+    expected = layer.weight.detach().clone()
+    fabric.save(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer, "step": 7})
+    torch.nn.init.zeros_(layer.weight)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    fabric.load(tmp_path / "a.ckpt", state)
+    assert torch.equal(layer.weight, expected)
+    assert state["step"] == 7
+    assert io.outcome().numbers["num_verified"] == 1
+    io.teardown()
+    content = bytearray((tmp_path / "a.ckpt").read_bytes())
+    content[700] ^= 1
+    (tmp_path / "a.ckpt").write_bytes(content)
+    torch.nn.init.zeros_(layer.weight)
+    with pytest.raises(CheckpointError, match="it is damaged"):
+        fabric.load(tmp_path / "a.ckpt", state)
+    assert not layer.weight.any(), "something was assigned"
+
+
+def test_what_it_cannot_do_is_told(tmp_path: Path) -> None:
+    io = Durable()
+    for do in (io.load_checkpoint, io.remove_checkpoint, lambda path: io.save_checkpoint({}, path)):
+        with pytest.raises(CheckpointError, match=r"s3://.*local disks\n  try: checkpoint_io=torch"):
+            do("s3://bucket/a.ckpt")
+    with pytest.raises(TypeError, match="storage_options='x'"):
+        io.save_checkpoint({}, tmp_path / "a.ckpt", storage_options="x")
+    with pytest.raises(AttributeError, match=r"Can't (get local|pickle local)|not pickle"):
+        io.save_checkpoint({"f": lambda: 0}, tmp_path / "a.ckpt")
+    assert names(tmp_path) == []
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    findings = plan.check([io, FSDPStrategy], {})
+    assert [finding.rule.verdict for finding in findings] == [Verdict.WARNED]
+    assert "neither verified nor removed here" in str(findings[0])
+
+
+def test_the_newest_whole_checkpoint_is_found_and_the_skipped_ones_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import os
+
+    folder = tmp_path / "run" / "checkpoints"
+    for age, name in enumerate(["new.ckpt", "newer.ckpt", "newest.ckpt"]):
+        Durable().save_checkpoint({"x": age}, folder / name)
+        os.utime(folder / name, (1e9 + age, 1e9 + age))
+    (folder / "gone.ckpt").symlink_to("nothing.ckpt")
+    (folder / "last.ckpt").symlink_to("newest.ckpt")
+    assert newest_whole(tmp_path) == folder / "newest.ckpt"
+    assert caplog.messages == []
+    for name in ("newest.ckpt", "newer.ckpt"):
+        age = (folder / name).stat().st_mtime
+        (folder / name).write_bytes((folder / name).read_bytes()[:-100])
+        os.utime(folder / name, (age, age))
+    assert newest_whole(tmp_path) == folder / "new.ckpt"
+    assert [message.split(":")[0] for message in caplog.messages] == ["skipped", "skipped"]
+    assert "newest.ckpt is not loaded: it is cut off" in caplog.messages[0]
+    (folder / "new.ckpt").unlink()
+    assert newest_whole(tmp_path) is None
+
+
+def test_a_recipe_goes_on_from_the_newest_whole_one_and_tidies_up(
+    tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train", "baseline", *tiny, "checkpoint_io.asynchronous=true"]
+    assert command(*words, "hydra.run.dir=outputs/baseline/one")[0] == 0
+    code, _, err = command(*words, "hydra.run.dir=outputs/baseline/two", "trainer.max_steps=3")
+    assert code == 0, err
+    one, two = (Path(f"outputs/baseline/{name}/checkpoints") for name in ("one", "two"))
+    damaged = two / "step-3.ckpt"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    (one / ".durable-0123456789abcdef.tmp").touch()
+    code, _, err = command(*words, "ckpt_path=last", "trainer.max_steps=5")
+    assert code == 0, err
+    assert "skipped: checkpoint outputs/baseline/two/checkpoints/step-3.ckpt is not loaded: it is cut" in err
+    assert "finished after 3 optimizer steps" in err
+    assert "checkpoint_io/durable" in err
+    assert "baseline/one/checkpoints/.durable-0123456789abcdef.tmp, which a run left that died" in err
+    assert names(one) == ["step-2.ckpt"]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    code, _, err = command(*words, f"ckpt_path={damaged}", "trainer.max_steps=5")
+    assert code == 2
+    assert "expected a checkpoint of tensors and plain values" in err
