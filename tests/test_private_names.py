@@ -53,6 +53,9 @@ USED_IN = {
     "_iterator": "prefetch.py",
     "_supports_sdpa": "models/hub/sources.py",
     "_activation_checkpointing_kwargs": "plan.py",
+    "_will_engine_execute_node": "kernels/linear.py",
+    "_post_accumulate_grad_hooks": "kernels/linear.py",
+    "_current_level": "kernels/operator.py",
     "_pytree": "measure/memory.py",
     "_python_dispatch": "measure/memory.py",
 }
@@ -177,3 +180,34 @@ def test_the_loop_has_the_parts_that_are_replaced() -> None:
     assert source.count("self._should_accumulate()") >= 4
     assert "_num_ready_batches_reached" in source
     assert list(inspect.signature(_call_strategy_hook).parameters)[:2] == ["trainer", "hook_name"]
+
+
+def test_autograd_says_what_it_will_do_and_who_listens() -> None:
+    """Whether a backward pass adds to a parameter's gradient, and how deep forward derivatives are nested."""
+    from torch.autograd import forward_ad
+
+    seen: list[bool] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> torch.Tensor:
+            seen.append(torch._C._will_engine_execute_node(node))
+            return grads[0]
+
+    weight = torch.ones(1, requires_grad=True)
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    Look.apply(weight).backward()
+    other = torch.ones(1, requires_grad=True)
+    (Look.apply(other) + 0.0).backward()
+    assert seen == [True, False]
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(Look.apply(weight), weight)
+    weight.register_post_accumulate_grad_hook(print)
+    assert getattr(weight, "_post_accumulate_grad_hooks", None)
+    assert forward_ad._current_level < 0
+    with forward_ad.dual_level():
+        assert forward_ad._current_level >= 0

@@ -93,6 +93,27 @@ def test_few_tiles_get_smaller_ones() -> None:
     assert few.num_tiles > cost(M=128, N=512, K=4096).num_tiles
 
 
+def test_k_is_split_where_tiles_are_few() -> None:
+    """512 x 512 x 65536: 16 tiles for 132 SMs; in four parts 64, each of 256 steps of 64 columns."""
+    shape = Shape(M=512, N=512, K=65536)
+    cost = ranked(shape, H200)[0]
+    assert (cost.tile.split_k, cost.grid, cost.num_tiles, cost.depth) == (4, (4, 4), 64, 256 * 64)
+    parts_bytes = 2 * 4 * 4 * 512 * 512
+    assert cost.memory_bytes == 2 * 512 * 65536 * 2 + 512 * 512 * 2 + parts_bytes
+    for large in (Shape(M=8192, N=8192, K=8192), Shape(M=4096, N=4096, K=4096), Shape(M=2048, N=4096, K=256)):
+        assert ranked(large, H200)[0].tile.split_k == 1
+
+
+def test_registers_decide_which_rows_multiply_float8_or_take_gradients_of_swiglu() -> None:
+    """128 x 256 with 8 warps: 128 sums a thread, and as many again where those of float8 are kept apart."""
+    low = Shape(M=8192, N=8192, K=8192, dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16)
+    assert {tile.block_n for tile in fitting(low, H200) if tile.kernel == "tma"} == {128}
+    gated = Shape(M=8192, N=8192, K=8192, columns_share=2.0, reads_at=True)
+    rows = [tile for tile in fitting(gated, H200) if tile.kernel == "tma" and tile.split_k == 1]
+    assert rows
+    assert all(tile.block_m * tile.block_n // (32 * tile.num_warps * tile.subtiles) <= 32 for tile in rows)
+
+
 def test_the_explanation_of_the_design_comes_out() -> None:
     text = str(explain(4352, 4096, 4096))
     assert "34 x 16 tiles make 4.12 waves of 132 SMs, 18% idle: M=4224 or 5120 fit" in text
