@@ -56,6 +56,8 @@ USED_IN = {
     "_will_engine_execute_node": "kernels/linear.py",
     "_post_accumulate_grad_hooks": "kernels/linear.py",
     "_current_level": "kernels/operator.py",
+    "_len_torch_dispatch_stack": "kernels/operator.py",
+    "_functorch.maybe_current_level": "kernels/operator.py",
     "_pytree": "measure/memory.py",
     "_python_dispatch": "measure/memory.py",
 }
@@ -211,3 +213,10 @@ def test_autograd_says_what_it_will_do_and_who_listens() -> None:
     assert forward_ad._current_level < 0
     with forward_ad.dual_level():
         assert forward_ad._current_level >= 0
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._C._functorch.maybe_current_level() is None
+    levels: list[int | None] = []
+    torch.func.vmap(lambda x: levels.append(torch._C._functorch.maybe_current_level()) or x)(torch.ones(2))
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        assert torch._C._len_torch_dispatch_stack() == 1
+    assert levels == [1]

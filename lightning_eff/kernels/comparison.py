@@ -100,12 +100,11 @@ def fastest(comparisons: Iterable[Comparison]) -> dict[str, str]:
 
     Several cases may share a bucket, layouts in particular, and dispatch cannot tell them apart: a row is
     chosen only where it is correct and no slower than the library in each of them, and of those the one that
-    gains most. Fused cases do not count: their bucket is that of the plain ones.
+    gains most.
     """
     buckets: dict[str, list[Comparison]] = {}
     for each in comparisons:
-        if each.case.kind != "fused":
-            buckets.setdefault(each.bucket, []).append(each)
+        buckets.setdefault(each.bucket, []).append(each)
     return {bucket: _fastest(members) for bucket, members in buckets.items()}
 
 

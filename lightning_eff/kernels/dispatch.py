@@ -117,7 +117,7 @@ def bucket(shape: Shape) -> str:
     formats = [str(dtype).removeprefix("torch.") for dtype in (shape.dtype, shape.out_dtype or shape.dtype)]
     sizes = "x".join(str(_rounded(size)) for size in (shape.M, shape.N, shape.K))
     marks = {"batch": shape.batch > 1, "unaligned": not shape.aligned, "c": shape.reads_c, "adds": shape.adds}
-    marks |= {"fused": shape.fused, "tf32": shape.tf32}
+    marks |= {"fused": shape.fused, "gradient": shape.reads_at, "tf32": shape.tf32}
     return "-".join([*formats, sizes, shape.layout, *(mark for mark, holds in marks.items() if holds)])
 
 

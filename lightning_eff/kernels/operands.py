@@ -52,6 +52,12 @@ class Operands:
     at: Tensor | None = None
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Those that are there."""
+        every = (self.a, self.b, self.c, self.bias, self.scale_a, self.scale_b, self.at)
+        return [each for each in every if each is not None]
+
+    @property
     def M(self) -> int:  # noqa: N802 - its name in the field
         """Rows of the result."""
         return self.a.shape[-2]
@@ -103,7 +109,7 @@ class Operands:
         tensors = [each for each in (self.a, self.b, self.c) if each is not None]
         aligned = not self.batch and all(map(is_aligned, tensors))
         aligned = aligned and self.columns * self.out_dtype.itemsize % 16 == 0
-        follows = (self.bias, self.scale_a, self.scale_b, self.activation)
+        follows = (self.scale_a, self.scale_b, self.activation)  # a bias costs neither of us a pass
         return Shape(
             M=self.M, N=self.N, K=self.K, dtype=self.a.dtype, out_dtype=self.out_dtype,
             batch=self.batch_size, aligned=aligned, reads_c=self.c is not None and not adds, adds=adds,
@@ -237,8 +243,7 @@ def check_no_gradient(given: Operands, what: str) -> None:
     Raises:
         RuntimeError: One does.
     """
-    tensors = (given.a, given.b, given.c, given.bias, given.scale_a, given.scale_b, given.at)
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
+    if torch.is_grad_enabled() and any(each.requires_grad for each in given.tensors):
         text = f"{what} has no gradient, and an operand here needs one: detach it, or torch.no_grad()"
         raise RuntimeError(text)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
@@ -20,6 +20,8 @@ _REST = "float alpha, float beta, str? activation, ScalarType out_dtype"
 _NUM_INPUTS = 7 + 4 + 1
 NOTHING, PRE, LOGSUMEXP = "nothing", "pre", "logsumexp"
 """What the operator returns beside the result: nothing, what is before the activation, or sums of rows."""
+PLAIN = (Tensor, nn.Parameter)
+"""Types of tensors that have nothing to say about what is done with them."""
 Run = Callable[[Operands, Tensor, Tensor | None, Tensor | None], None]
 """Computes into memory that is there: operands, result, that before the activation, logsumexp of rows."""
 
@@ -39,7 +41,7 @@ class Operator:
             mutates_args=(),
             schema=f"({_TENSORS}, {_REST}, str returns) -> (Tensor, Tensor)",
         )
-        self._functional.register_fake(_allocate)
+        self._functional.register_fake(_fake)
         self._functional.register_autograd(self._backward, setup_context=_save)
         register_flop_formula(torch.ops.lightning_eff.gemm)(_flop)
         self._into = torch.library.custom_op(
@@ -59,34 +61,46 @@ class Operator:
         if forward_ad._current_level >= 0:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             text = "our kernels have no forward-mode derivative (jvp, jacfwd): backend='torch' has"
             raise RuntimeError(text)
-        arguments = _arguments(given)
         if out is not None:
-            self._into(out, *arguments)
+            self._add_into(given, out)
             return out
-        needs = torch.is_grad_enabled() and any(
-            isinstance(each, Tensor) and each.requires_grad for each in arguments
-        )
-        return self._functional(*arguments, PRE if needs and given.activation is not None else NOTHING)[0]
+        needs = torch.is_grad_enabled() and any(each.requires_grad for each in given.tensors)
+        return self._call(given, PRE if needs and given.activation is not None else NOTHING)[0]
 
     def with_pre(self, given: Operands) -> tuple[Tensor, Tensor | None]:
         """Compute the same, and return what is before the activation, if there is one."""
         if given.activation is None:
-            return self._functional(*_arguments(given), NOTHING)[0], None
-        return self._functional(*_arguments(given), PRE)
+            return self._call(given, NOTHING)[0], None
+        return self._call(given, PRE)
 
     def with_logsumexp(self, given: Operands) -> tuple[Tensor, Tensor]:
         """Compute the same, and return the logsumexp of each row."""
-        return self._functional(*_arguments(given), LOGSUMEXP)
+        return self._call(given, LOGSUMEXP)
+
+    def _call(self, given: Operands, returns: str) -> tuple[Tensor, Tensor]:
+        """Go through torch's dispatcher where somebody looks on; it costs more than the rest of a call."""
+        if not _unseen(given):
+            return self._functional(*_arguments(given), returns)
+        return self._compute_beside(given, returns)
 
     def _compute(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        given, returns = _operands(*arguments), arguments[-1]
-        d, beside = _allocate(*arguments)
+        return self._compute_beside(_operands(*arguments), arguments[-1])
+
+    def _compute_beside(self, given: Operands, returns: str) -> tuple[Tensor, Tensor]:
+        d, beside = _allocate(given, returns)
         if returns == LOGSUMEXP and not given.N:
             beside.fill_(-math.inf)
         if given.batch_size * given.M * given.N:
             pre = beside if returns == PRE else None
             self._run(given, d, pre, beside if returns == LOGSUMEXP else None)
         return d, beside
+
+    def _add_into(self, given: Operands, out: Tensor) -> None:
+        if not _unseen(given) or type(out) not in PLAIN:
+            self._into(out, *_arguments(given))
+        elif out.numel():
+            self._run(given, out, None, None)
+            torch.autograd.graph.increment_version(out)
 
     def _compute_into(self, out: Tensor, *arguments: Any) -> None:
         if out.numel():
@@ -138,9 +152,23 @@ def _operands(*arguments: Any) -> Operands:
     )  # fmt: skip
 
 
-def _allocate(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _unseen(given: Operands) -> bool:
+    """Say whether nobody has to see the operator: no gradient, mode, transform, tracing or other tensors."""
+    tensors = given.tensors
+    if any(type(each) not in PLAIN or each.is_meta for each in tensors) or torch.compiler.is_compiling():
+        return False
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        return False
+    modes = torch._C._len_torch_dispatch_stack()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    return not modes and torch._C._functorch.maybe_current_level() is None  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _allocate(_operands(*arguments), arguments[-1])
+
+
+def _allocate(given: Operands, returns: str) -> tuple[Tensor, Tensor]:
     """Return memory for the result and for what is returned beside it, which is empty if that is nothing."""
-    given, returns = _operands(*arguments), arguments[-1]
     if returns == PRE:
         return given.empty(), given.empty(given.N)
     sums = (*given.batch, given.M) if returns == LOGSUMEXP else (0,)

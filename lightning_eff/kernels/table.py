@@ -131,7 +131,7 @@ class Shape:
         reads_c: C is read.
         adds: The result may be added to what is in memory.
         layout: `nn`, `nt`, `tn` or `tt`: whether A and B lie by rows, or transposed.
-        fused: Something follows the product: a bias, scales, an activation.
+        fused: Something follows the product that torch computes in a pass of its own: scales, an activation.
         columns_share: Columns of the result for one of the product: 1/2 behind SwiGLU, 2 for its gradient.
         saves_pre: What is before the activation is written too.
         reads_at: What an activation was applied to is read, since its gradient follows.

@@ -36,7 +36,8 @@ USAGE = """lightning-eff bench [--quick] [--tune] [--explain DEVICE] [--shapes M
   bench --shapes '4096,4096,4096'  layers of your own: tokens, output features, input features; each is three
                                    GEMMs, forward (nt), gradient of the input (nn) and of the weight (tn)
   bench --dtype fp16               bf16 (unless given), fp16 or fp32 operands; a processor is timed in fp32
-  bench --out DIR                  write gemm.json (raw numbers) and gemm.md (this table) there
+  bench --out DIR                  write gemm.json (raw numbers) and gemm.md (this table) there, and
+                                   gemm.jsonl case by case
   bench --json                     print the raw numbers on the standard output
 
 Each candidate is compared with float64 before it is timed. Exit code 1 when one is incorrect, 3 when --tune
@@ -44,6 +45,8 @@ finds no GPU."""
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 QUICK_ROUND_S = 0.002
+CASE_BY_CASE = "gemm.jsonl"
+"""File with one line a case, written as they are measured: what is left of a run that is cut off."""
 QUICK_TILES = 2
 """Rows that --quick compiles."""
 
@@ -188,7 +191,7 @@ def _measure(asked: Asked, device: torch.device) -> GemmReport:
         effort = candidates.Effort(every_row=asked.tune, round_s=QUICK_ROUND_S)
     facts = environment.describe(device) | {"triton": environment.version("triton")}
     facts |= {"clocks before": environment.clocks(device)} if on_gpu else {}
-    comparisons = _compare(_cases(asked, on_gpu=on_gpu), device, effort)
+    comparisons = _compare(_cases(asked, on_gpu=on_gpu), device, effort, asked.out)
     facts |= {"clocks after": environment.clocks(device)} if on_gpu else {}
     reason = rows.not_compiled()
     tiles = () if on_gpu or reason else TILES[:QUICK_TILES] if asked.quick else TILES
@@ -216,14 +219,21 @@ def _cases(asked: Asked, *, on_gpu: bool) -> list[Case]:
     return shapes.default_cases(dtype) if on_gpu else shapes.cases(shapes.ON_CPU, shapes.ON_CPU, dtype)
 
 
-def _compare(cases: Sequence[Case], device: torch.device, effort: Effort) -> list[Comparison]:
-    """Measure one case after the other, and say so: it takes minutes."""
+def _compare(
+    cases: Sequence[Case], device: torch.device, effort: Effort, folder: Path | None
+) -> list[Comparison]:
+    """Measure one case after the other, say so, since it takes minutes, and keep each in a folder."""
     from lightning_eff.kernels import candidates
 
     found: list[Comparison] = []
+    if folder is not None:
+        (folder / CASE_BY_CASE).write_text("", encoding="utf-8")
     for number, case in enumerate(cases, 1):
         sys.stderr.write(f"{number}/{len(cases)} {case} {case.layout} {case.kind}\n")
         found.append(candidates.compare(case, device, effort))
+        if folder is not None:
+            with (folder / CASE_BY_CASE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found[-1].as_dict()) + "\n")
     return found
 
 

@@ -214,10 +214,10 @@ def test_a_row_is_chosen_only_where_it_keeps_up_everywhere() -> None:
         comparison({"gemm": 9.0, first: 1.5, second: 1.1, third: 3.0}),
         comparison({"gemm": 9.0, first: 0.9, second: 1.1, third: 0.0}),
         comparison({first: 0.9}, "slow"),
-        comparison({first: 5.0}, "slow", "fused"),
+        comparison({first: 5.0}, "slow-fused", "fused"),
         comparison({}, "no rows"),
     ])  # fmt: skip
-    assert found == {"some": second, "slow": "torch", "no rows": "torch"}
+    assert found == {"some": second, "slow": "torch", "slow-fused": first, "no rows": "torch"}
 
 
 INTERPRETED = """

@@ -75,6 +75,24 @@ def test_shapes_of_ones_own_become_three_gemms_and_files(command: Command, tmp_p
     assert "$ lightning-eff bench --shapes '2,3,4; 5,6,7' --quick --out" in text
     assert raw["date"] in text
     assert out in text
+    assert [json.loads(line) for line in (folder / "gemm.jsonl").read_text().splitlines()] == raw["rows"]
+
+
+@pytest.mark.usefixtures("only_one")
+def test_what_was_measured_before_a_crash_is_kept(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare = candidates.compare
+
+    def crash(case: Case, *rest: Any) -> Any:
+        if case.layout == "tn":
+            raise RuntimeError("the card fell off the bus")
+        return compare(case, *rest)
+
+    monkeypatch.setattr(candidates, "compare", crash)
+    code, _, _ = command("bench", "--shapes", "2,3,4", "--quick", "--out", str(tmp_path))
+    layouts = [json.loads(line)["layout"] for line in (tmp_path / "gemm.jsonl").read_text().splitlines()]
+    assert (code, layouts) == (1, ["nt", "nn"])
 
 
 @pytest.mark.parametrize(
