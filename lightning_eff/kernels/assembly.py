@@ -21,7 +21,7 @@ import torch
 
 from lightning_eff.kernels import matmul
 from lightning_eff.kernels.language import triton
-from lightning_eff.kernels.launch import GROUP_M
+from lightning_eff.kernels.launch import GROUP_M, SUM_M, SUM_N
 from lightning_eff.kernels.table import Tile
 
 _NAMES = {
@@ -81,13 +81,14 @@ class Assembly:
     instructions: dict[str, int]
 
 
-def assemble(tile: Tile, variant: Variant, capability: int = 90) -> Assembly:
+def assemble(tile: Tile, variant: Variant, capability: int = 90, *, sums: bool = False) -> Assembly:
     """Compile a row and look at its machine code.
 
     Args:
         tile: The row.
         variant: Formats, layout and epilogue.
         capability: Compute capability times ten: 90 for Hopper, 80 for Ampere.
+        sums: The kernel that sums the parts of a row that splits K, in place of that which computes them.
 
     Raises:
         ImportError: Triton is not installed.
@@ -101,6 +102,9 @@ def assemble(tile: Tile, variant: Variant, capability: int = 90) -> Assembly:
 
     kernel = matmul.gemm_tma if tile.kernel == "tma" else matmul.gemm_pointers
     constants = _constants(tile, variant)
+    if sums:
+        kernel, own = matmul.sum_parts, {"BLOCK_M": SUM_M, "BLOCK_N": SUM_N, "stride_dn": 1}
+        constants = {name: value for name, value in (constants | own).items() if name in kernel.arg_names}
     types = {name: _type(name, variant) for name in kernel.arg_names if name not in constants}
     divisible = {
         (place,): [["tt.divisibility", 16]]
@@ -114,7 +118,7 @@ def assemble(tile: Tile, variant: Variant, capability: int = 90) -> Assembly:
         {(place,): constants[name] for place, name in enumerate(kernel.arg_names) if name in constants},
         divisible,
     )
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    options = {} if sums else {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return _read(compiled.asm["cubin"], int(compiled.metadata.shared))
 
@@ -149,7 +153,7 @@ def _type(name: str, variant: Variant) -> str:
         return f"*{_NAMES[variant.dtype]}"
     if name in ("c", "bias", "at", "pre", "d"):
         return f"*{_NAMES[variant.out_dtype]}"
-    if name.startswith("scale") or name == "logsumexp":
+    if name.startswith("scale") or name in ("logsumexp", "parts"):
         return "*fp32"
     return "fp32" if name in ("alpha", "beta") else "i64" if name.endswith("z") else "i32"
 

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_eff.kernels import dispatch, library, matmul, operands
 from lightning_eff.kernels.operands import Operands
-from lightning_eff.kernels.reference import ACTIVATIONS, activation_gradient
+from lightning_eff.kernels.reference import ACTIVATIONS, GATED, activation_gradient
 
 
 class Accumulation:
@@ -87,11 +87,12 @@ class TritonLinear(nn.Linear):
         bias: Add a bias.
         device: Where the parameters are made.
         dtype: Their format.
-        activation: `relu`, `silu`, `gelu_tanh`, or None; computed with the product where our kernels run.
+        activation: `relu`, `silu`, `gelu_tanh`, or None; computed with the product where our kernels run. Or
+            `swiglu`: of `out_features` even ones are gates, odd ones what they let through, and half come out.
         backend: As in `matmul.gemm`.
 
     Raises:
-        ValueError: An activation or a backend that nobody knows.
+        ValueError: An activation or a backend that nobody knows, or a gate without its partner.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -120,6 +121,9 @@ class TritonLinear(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         if activation is not None and activation not in ACTIVATIONS:
             text = f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
+            raise ValueError(text)
+        if activation in GATED and out_features % 2:
+            text = f"out_features={out_features}: expected an even number with activation={activation}"
             raise ValueError(text)
         if backend not in dispatch.BACKENDS:
             text = f"backend={backend!r}: expected one of {', '.join(dispatch.BACKENDS)}"
@@ -165,7 +169,7 @@ def linear(
         accumulation: Lets the weight's gradient be added where it belongs.
 
     Returns:
-        Activations with `n` features, in the format of `x`, or in autocast's.
+        Activations with `n` features, or `n / 2` behind `swiglu`, in the format of `x`, or in autocast's.
 
     Raises:
         ValueError: An activation or a backend that nobody knows.

@@ -62,7 +62,7 @@ class Operator:
             text = "our kernels have no forward-mode derivative (jvp, jacfwd): backend='torch' has"
             raise RuntimeError(text)
         if out is not None:
-            self._add_into(given, out)
+            self._write(given, out)
             return out
         needs = torch.is_grad_enabled() and any(each.requires_grad for each in given.tensors)
         return self._call(given, PRE if needs and given.activation is not None else NOTHING)[0]
@@ -95,7 +95,7 @@ class Operator:
             self._run(given, d, pre, beside if returns == LOGSUMEXP else None)
         return d, beside
 
-    def _add_into(self, given: Operands, out: Tensor) -> None:
+    def _write(self, given: Operands, out: Tensor) -> None:
         if not _unseen(given) or type(out) not in PLAIN:
             self._into(out, *_arguments(given))
         elif out.numel():
@@ -160,7 +160,7 @@ def _unseen(given: Operands) -> bool:
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return False
     modes = torch._C._len_torch_dispatch_stack()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    return not modes and torch._C._functorch.maybe_current_level() is None  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
+    return not modes and torch._C._functorch.maybe_current_level() is None  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
 
 
 def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -101,6 +101,21 @@ def test_pointers_compile_for_ampere(tile: Tile) -> None:
         assert_good(tile, variant, assemble(tile, variant, capability=80), DEVICES["a100"].shared_bytes)
 
 
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("part", ["logsumexp", "pre", "at"])
+def test_parts_are_summed_without_spills(part: str, capability: int) -> None:
+    row = next(tile for tile in TILES if tile.split_k > 1)
+    activation = None if part == "logsumexp" else "swiglu"
+    variant = Variant(epilogue=("bias", "c", "scales", part), activation=activation)
+    code = assemble(row, variant, capability, sums=True)
+    assert (code.stack_bytes, code.instructions["local_memory"], code.instructions["tensor_core"]) == (
+        0,
+        0,
+        0,
+    )
+    assert code.registers <= 128
+
+
 @pytest.mark.slow
 def test_every_row_compiles_with_the_triton_of_the_torch_before() -> None:
     """`make test-full` installs triton 3.6.0 beside the environment."""

@@ -245,6 +245,9 @@ def test_wrong_names_are_refused() -> None:
         TritonLinear(3, 2, activation="gelu")
     with pytest.raises(ValueError, match="backend='cublas'"):
         TritonLinear(3, 2, backend="cublas")
+    with pytest.raises(ValueError, match="out_features=5: expected an even number with activation=swiglu"):
+        TritonLinear(3, 5, activation="swiglu")
+    assert TritonLinear(3, 6, activation="swiglu")(torch.ones(2, 3)).shape == (2, 3)
     with pytest.raises(RuntimeError, match="backend=triton on cpu"):
         TritonLinear(3, 2, backend="triton")(torch.ones(1, 3))
     assert "activation=silu, backend=torch" in repr(TritonLinear(3, 2, activation="silu", backend="torch"))
