@@ -88,7 +88,7 @@ class TritonLinear(nn.Linear):
         device: Where the parameters are made.
         dtype: Their format.
         activation: `relu`, `silu`, `gelu_tanh`, or None; computed with the product where our kernels run. Or
-            `swiglu`: of `out_features` even ones are gates, odd ones what they let through, and half come out.
+            `swiglu`: of `out_features`, even ones are gates, odd ones what they let through; half come out.
         backend: As in `matmul.gemm`.
 
     Raises:
