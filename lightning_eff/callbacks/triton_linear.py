@@ -103,7 +103,8 @@ class TritonLinear(pl.Callback):
         backend: `auto`, `torch` or `triton`.
 
     Raises:
-        ConfigError: A value is outside its range, `blocks` fits nothing, or `triton` has no GPU.
+        ConfigError: A value is outside its range, or `blocks` fits nothing.
+        ConflictError: `triton` without a GPU.
 
     Warns:
         NoEffectWarning: No layer was swapped.
@@ -138,26 +139,24 @@ class TritonLinear(pl.Callback):
         self._dtype = torch.float32
 
     def facts(self) -> Facts:
-        """State that compiled layers are the compiler's."""
+        """State that compiled layers are the compiler's, and that kernels want a GPU."""
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler computes the layers of what it compiles",
             remedies=("~callbacks.triton_linear", "~callbacks.torch_compile"),
             verdict=Verdict.WARNED,
         )
-        return Facts(provides=(TRANSFORM,), excludes=(compiled,))
+        no_gpu = Rule(
+            name="run/cpu",
+            reason="the kernels run on CUDA GPUs, and backend=triton asks for them",
+            remedies=("callbacks.triton_linear.backend=auto",),
+        )
+        asks_in_vain = self.backend == "triton" and not INTERPRETED
+        return Facts(provides=(TRANSFORM,), excludes=(compiled, no_gpu) if asks_in_vain else (compiled,))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         plan.enforce(self, trainer, pl_module)
-        device = trainer.strategy.root_device
-        if self.backend == "triton" and device.type != "cuda" and not INTERPRETED:
-            raise ConfigError(
-                key="backend",
-                value=self.backend,
-                allowed=f"auto or torch on {device.type}: the kernels run on CUDA GPUs",
-                remedies=["callbacks.triton_linear.backend=auto"],
-            )
         if stage == "fit":
             self._swapped, self._rows, self._accumulation.num_added = {}, {}, 0
             transform.queue(trainer, pl_module, Stage.TILE, self._apply)

@@ -54,6 +54,7 @@ class Variant:
         epilogue: Any of `bias`, `c`, `scales`, `at`, `pre`, `logsumexp`.
         activation: Its name.
         tf32: Multiply float32 as TF32.
+        read_dtype: Of C and of what an activation was applied to; None for that of D.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -62,6 +63,7 @@ class Variant:
     epilogue: tuple[str, ...] = ()
     activation: str | None = None
     tf32: bool = False
+    read_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +153,8 @@ def _constants(tile: Tile, variant: Variant) -> dict[str, Any]:
 def _type(name: str, variant: Variant) -> str:
     if name in ("a", "b"):
         return f"*{_NAMES[variant.dtype]}"
+    if name in ("c", "at") and variant.read_dtype is not None:
+        return f"*{_NAMES[variant.read_dtype]}"
     if name in ("c", "bias", "at", "pre", "d"):
         return f"*{_NAMES[variant.out_dtype]}"
     if name.startswith("scale") or name in ("logsumexp", "parts"):

@@ -42,6 +42,11 @@ class Device:
         return self.capability >= 70
 
     @property
+    def has_float8(self) -> bool:
+        """Whether Triton multiplies float8 on it: NVIDIA GPUs since Ada, and anywhere in the interpreter."""
+        return self.capability >= 89 or not self.capability
+
+    @property
     def has_tma(self) -> bool:
         """Whether tiles are copied by the tensor memory accelerator."""
         return self.capability >= 90

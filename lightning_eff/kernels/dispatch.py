@@ -30,7 +30,9 @@ LIBRARY = "torch"
 """What stands in a file of choices for torch's library."""
 
 
-def uses_triton(given: Operands, backend: str, *, interpreted: bool, adds: bool = False) -> bool:
+def uses_triton(
+    given: Operands, backend: str, *, interpreted: bool, adds: bool = False, out: Tensor | None = None
+) -> bool:
     """Say whether our kernels compute this.
 
     Args:
@@ -38,6 +40,7 @@ def uses_triton(given: Operands, backend: str, *, interpreted: bool, adds: bool 
         backend: `auto`, `torch` or `triton`.
         interpreted: The interpreter runs kernels here.
         adds: The result is added to C where that lies.
+        out: Where the result goes, if that is known.
 
     Raises:
         ValueError: A backend that nobody knows.
@@ -50,11 +53,19 @@ def uses_triton(given: Operands, backend: str, *, interpreted: bool, adds: bool 
     if backend != "triton":
         if backend == "torch" or device.type != "cuda":
             return False
-        return measured(given.shape(adds=adds), device) is not None
+        shape = given.shape(adds=adds)
+        shape = shape if out is None or is_aligned(out) else shape.without_tma()
+        tile = measured(shape, device)
+        return tile is not None and tile in tiles.fitting(shape, devices.of(device))
     if not (device.type == "cuda" or interpreted):
         text = (
             f"backend=triton on {device}: expected a CUDA device, or Triton's interpreter "
             "(TRITON_INTERPRET=1 in the environment); backend=torch computes here"
+        )
+        raise RuntimeError(text)
+    if given.a.dtype.itemsize == 1 and not devices.of(device).has_float8:
+        text = (
+            f"backend=triton in float8 on {devices.of(device).name}, which has none; expected backend=torch"
         )
         raise RuntimeError(text)
     if given.a.dtype == torch.float64:
@@ -117,7 +128,8 @@ def bucket(shape: Shape) -> str:
     formats = [str(dtype).removeprefix("torch.") for dtype in (shape.dtype, shape.out_dtype or shape.dtype)]
     sizes = "x".join(str(_rounded(size)) for size in (shape.M, shape.N, shape.K))
     marks = {"batch": shape.batch > 1, "unaligned": not shape.aligned, "c": shape.reads_c, "adds": shape.adds}
-    marks |= {"fused": shape.fused, "gradient": shape.reads_at, "tf32": shape.tf32}
+    marks |= {"fused": shape.fused, "gated": shape.columns_share != 1.0, "gradient": shape.reads_at}
+    marks |= {"tf32": shape.tf32}
     return "-".join([*formats, sizes, shape.layout, *(mark for mark, holds in marks.items() if holds)])
 
 

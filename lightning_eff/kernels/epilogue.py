@@ -65,7 +65,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 def activation_gradient(grad, at, ACTIVATION: tl.constexpr):
     """Return grad * activation'(at); for SwiGLU, `at` and the result have twice the columns of grad."""
     if ACTIVATION == "relu":
-        grad *= (at > 0.0).to(tl.float32)
+        grad = tl.where(at <= 0.0, 0.0, grad)  # what is not a number lets it pass, as in torch
     if ACTIVATION == "silu":
         share = _sigmoid(at)
         grad *= share * (1.0 + at * (1.0 - share))

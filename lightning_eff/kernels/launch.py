@@ -58,6 +58,10 @@ class Launcher:
             pre: Where the result goes before the activation, `[*batch, M, N]`; None to forget it.
             logsumexp: Where that of each row of the result goes, float32 `[*batch, M]`, or None.
         """
+        if d.is_cuda and d.device.index != torch.cuda.current_device():
+            with torch.cuda.device(d.device):  # where Triton launches
+                self(given, tile, d, pre=pre, logsumexp=logsumexp)
+            return
         batch, split = math.prod(given.batch), tile.split_k > 1
         columns = -(-given.N // SUM_N) if split else -(-given.N // tile.block_n) * tile.subtiles
         sums = _scratch(d, batch, columns, given.M) if logsumexp is not None else None

@@ -40,7 +40,8 @@ def gemm_logsumexp(given: Operands) -> tuple[Tensor, Tensor]:
     """Compute the same without an activation, and the logsumexp of each row before it is rounded."""
     with _plain(given):
         result = _wide(given)
-        return result.to(given.out_dtype), torch.logsumexp(result, -1)
+        wide = torch.float64 if given.a.dtype == torch.float64 else torch.float32
+        return result.to(given.out_dtype), torch.logsumexp(result, -1).to(wide)
 
 
 def _plain(given: Operands) -> AbstractContextManager[object]:
@@ -51,11 +52,13 @@ def _plain(given: Operands) -> AbstractContextManager[object]:
 
 def _is_one_call(given: Operands) -> bool:
     """Say whether torch has one call for it: no more than one addend, all of one format."""
-    if given.activation is not None or given.scale_a is not None or given.scale_b is not None or given.batch:
+    if given.activation is not None or given.scale_a is not None or given.scale_b is not None:
         return False
     if given.a.dtype in FLOAT8 or (given.c is not None and given.bias is not None):
         return False
     addend = given.c if given.c is not None else given.bias
+    if addend is not None and given.batch:
+        return False
     if addend is None:
         return given.alpha == 1.0 and given.out_dtype == given.a.dtype
     if given.out_dtype == addend.dtype == given.a.dtype:
@@ -71,7 +74,7 @@ def _one_call(given: Operands, out: Tensor | None) -> Tensor:
         return torch.addmm(c, a, b, beta=beta, alpha=alpha, out=out)
     if given.bias is not None:
         return torch.addmm(given.bias, a, b, alpha=alpha, out=out)
-    return torch.mm(a, b, out=out)
+    return torch.matmul(a, b, out=out) if given.batch else torch.mm(a, b, out=out)
 
 
 def _wide(given: Operands) -> Tensor:
@@ -100,6 +103,9 @@ def _finished(given: Operands, result: Tensor) -> Tensor:
 def _product(given: Operands, wide: torch.dtype) -> Tensor:
     a, b = given.a, given.b
     half = a.dtype in (torch.float16, torch.bfloat16) and wide == torch.float32
-    if half and a.is_cuda and not given.batch:
-        return torch.mm(a, b, out_dtype=wide)
+    if half and a.is_cuda:
+        if not given.batch:
+            return torch.mm(a, b, out_dtype=wide)
+        a, b = (each.expand(*given.batch, *each.shape[-2:]).flatten(0, -3) for each in (a, b))
+        return torch.bmm(a, b, out_dtype=wide).view(*given.batch, given.M, given.N)
     return a.to(wide) @ b.to(wide)

@@ -15,6 +15,7 @@ Under `torch.compile` and where the backend is torch's library without accumulat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ from typing_extensions import override
 
 from lightning_eff.kernels import dispatch, library, matmul, operands
 from lightning_eff.kernels.operands import Operands
+from lightning_eff.kernels.operator import in_transform
 from lightning_eff.kernels.reference import ACTIVATIONS, GATED, activation_gradient
 
 
@@ -181,13 +183,17 @@ def linear(
             f"{', '.join(dispatch.BACKENDS)}, and an activation of {', '.join(ACTIVATIONS)}, or None"
         )
         raise ValueError(text)
+    if activation in GATED and weight.shape[0] % 2:
+        text = f"linear of a weight {list(weight.shape)}: expected even rows with activation={activation}"
+        raise ValueError(text)
     dense = x.layout == torch.strided and not x.is_nested
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or not dense  # pyright: ignore[reportPrivateImportUsage]
+    traced = traced or in_transform()
     ours = not traced and _is_ours(x, weight, backend, activation)
     if backend == "triton" and not ours:
         return matmul.gemm(x, weight.T, bias=bias, activation=activation, backend=backend)
     if ours or (accumulation is not None and not traced and torch.is_grad_enabled()):
-        rows = x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim != 2 else x
         y = _Linear.apply(rows, weight, bias, activation, backend if ours else "torch", accumulation)
         return y.reshape(*x.shape[:-1], y.shape[-1]) if x.ndim != 2 else y
     y = F.linear(x, weight, bias)
@@ -198,7 +204,7 @@ def _is_ours(x: Tensor, weight: Tensor, backend: str, activation: str | None) ->
     """Say whether our kernels compute a layer; an error is left to who asks for them in vain."""
     if backend == "torch" or not (x.is_cuda or matmul.INTERPRETED) or x.dtype == torch.float64:
         return False
-    given = _operands(x.reshape(-1, x.shape[-1]), weight, activation=activation)
+    given = _operands(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight, activation=activation)
     return dispatch.uses_triton(given, backend, interpreted=matmul.INTERPRETED)
 
 

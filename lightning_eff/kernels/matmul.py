@@ -313,8 +313,11 @@ def gemm(
 
 
 def _compute(given: Operands, out: Tensor | None, backend: str) -> Tensor:
-    ours = dispatch.uses_triton(given, backend, interpreted=INTERPRETED, adds=_adds(given, out))
-    return (OPERATOR if ours else library.gemm)(given, out=out)
+    flat, place = operands.folded(given, out)
+    adds = _adds(flat, place)
+    ours = dispatch.uses_triton(flat, backend, interpreted=INTERPRETED, adds=adds, out=place)
+    result = (OPERATOR if ours else library.gemm)(flat, out=place)
+    return out if out is not None else result if flat is given else result.view(given.size)
 
 
 def gemm_logsumexp(
@@ -354,5 +357,11 @@ def gemm_logsumexp(
     a, b = library.autocast(a, b)
     given = operands.check(a, b, None, alpha=float(alpha), bias=bias, out_dtype=out_dtype)
     operands.check_no_gradient(given, "gemm_logsumexp")
-    ours = dispatch.uses_triton(given, backend, interpreted=INTERPRETED)
-    return OPERATOR.with_logsumexp(given) if ours else library.gemm_logsumexp(given)
+    if not alpha:
+        given.a, given.b = a[..., :0], b[..., :0, :]
+    flat, _ = operands.folded(given, None)
+    ours = (
+        dispatch.uses_triton(flat, backend, interpreted=INTERPRETED) and backend == "triton"
+    )  # not measured
+    d, sums = (OPERATOR.with_logsumexp if ours else library.gemm_logsumexp)(flat)
+    return d.view(given.size), sums.view(given.size[:-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -106,16 +106,16 @@ class Operands:
             adds: The result is added to C where that lies.
             saves_pre: What is before the activation is written too.
         """
-        tensors = [each for each in (self.a, self.b, self.c) if each is not None]
-        aligned = not self.batch and all(map(is_aligned, tensors))
+        aligned = not self.batch and is_aligned(self.a) and is_aligned(self.b)
         aligned = aligned and self.columns * self.out_dtype.itemsize % 16 == 0
         follows = (self.scale_a, self.scale_b, self.activation)  # a bias costs neither of us a pass
+        read = [each.element_size() for each in (self.c, self.at) if each is not None]
         return Shape(
             M=self.M, N=self.N, K=self.K, dtype=self.a.dtype, out_dtype=self.out_dtype,
-            batch=self.batch_size, aligned=aligned, reads_c=self.c is not None and not adds, adds=adds,
+            batch=self.batch_size, aligned=aligned, reads_c=self.c is not None, adds=adds,
             layout="".join("n" if each.stride(-1) == 1 else "t" for each in (self.a, self.b)),
             fused=any(each is not None for each in follows), columns_share=self.columns / max(self.N, 1),
-            reads_at=self.at is not None, saves_pre=saves_pre,
+            reads_at=self.at is not None, read_itemsize=max(read, default=0), saves_pre=saves_pre,
             tf32=float32_precision(self.a) == "tf32",
         )  # fmt: skip
 
@@ -248,6 +248,26 @@ def check_no_gradient(given: Operands, what: str) -> None:
         raise RuntimeError(text)
 
 
+def folded(given: Operands, out: Tensor | None) -> tuple[Operands, Tensor | None]:
+    """Return the same as one product where B is one matrix, so that batch axes are rows; without a copy.
+
+    Args:
+        given: The operands.
+        out: Where the result goes, or None.
+    """
+    if not given.batch or given.b.ndim > 2 or given.scale_a is not None:
+        return given, out
+    rows = given.batch_size * given.M
+    try:
+        a, c, at, place = (
+            each.view(rows, each.shape[-1]) if each is not None else None
+            for each in (given.a, given.c, given.at, out)
+        )
+    except RuntimeError:  # no single stride leads from row to row
+        return given, out
+    return replace(given, a=a, c=c, at=at, batch=()), place
+
+
 def check_out(given: Operands, out: Tensor) -> None:
     """Say whether a result can go to a place.
 
@@ -261,7 +281,13 @@ def check_out(given: Operands, out: Tensor) -> None:
             f"expected {given.out_dtype} {list(given.size)} on {given.a.device}"
         )
         raise ValueError(text)
-    if any(step == 0 and length > 1 for step, length in zip(out.stride(), out.shape, strict=True)):
+    reached = 0  # by the axes of smaller strides
+    for step, length in sorted(zip(out.stride(), out.shape, strict=True)) if out.numel() else ():
+        if length == 1:
+            continue
+        if step > reached:
+            reached += step * (length - 1)
+            continue
         text = f"out has strides {out.stride()}: expected a place of its own for each element"
         raise ValueError(text)
     if torch.is_grad_enabled() and out.requires_grad:

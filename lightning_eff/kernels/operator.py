@@ -110,6 +110,11 @@ class Operator:
         """Return alpha * G @ B^T, alpha * A^T @ G, beta * G, and G summed over rows."""
         if grad is None:
             return (None,) * _NUM_INPUTS
+        if ctx.activation is not None and not ctx.has_pre:
+            text = (
+                f"{NAME}(returns='nothing') keeps nothing to differentiate {ctx.activation} by: returns='pre'"
+            )
+            raise RuntimeError(text)
         if ctx.scaled:
             text = "gemm with scales has no gradient: a float8 layer computes its own from what it has scaled"
             raise RuntimeError(text)
@@ -160,7 +165,12 @@ def _unseen(given: Operands) -> bool:
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return False
     modes = torch._C._len_torch_dispatch_stack()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    return not modes and torch._C._functorch.maybe_current_level() is None  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    return not modes and not in_transform()
+
+
+def in_transform() -> bool:
+    """Say whether a transform of torch.func is at work: grad, vmap, jvp."""
+    return torch._C._functorch.maybe_current_level() is not None  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
 
 
 def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -188,6 +198,7 @@ def _flop_into(_: Any, *shapes: Any, **__: Any) -> int:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     a, b, c, bias, scale_a, scale_b, _, ctx.alpha, ctx.beta, ctx.activation, _, _ = inputs
     ctx.save_for_backward(a, b, output[1])
+    ctx.has_pre = inputs[-1] == PRE
     ctx.scaled = scale_a is not None or scale_b is not None
     ctx.c, ctx.bias = (None if each is None else (each.dtype, each.shape) for each in (c, bias))
     ctx.set_materialize_grads(False)

@@ -80,7 +80,7 @@ def activation_gradient(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
         activation: One of `ACTIVATIONS`.
     """
     if activation == "relu":
-        return grad * (pre > 0)
+        return torch.where(pre <= 0, 0.0, grad)
     if activation == "silu":
         share = torch.sigmoid(pre)
         return grad * (share * (1.0 + pre * (1.0 - share)))

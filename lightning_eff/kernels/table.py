@@ -75,25 +75,27 @@ class Tile:
         """
         if self.split_k > 1:  # what follows the product is another kernel's affair
             shape = shape.product()
-        share = shape.columns_share
-        share += (shape.reads_c and not self.adds) + shape.reads_at * share + (shape.saves_pre and share < 1)
+        written = shape.columns_share + (shape.saves_pre and shape.columns_share < 1)
+        read = (shape.reads_c and not self.adds) + shape.reads_at * shape.columns_share
+        read_itemsize = max(shape.read_itemsize, shape.out_itemsize)
         finished = self.block_m * self.block_n // self.subtiles
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k_bytes
-        return operands + int(finished * share * shape.out_itemsize)
+        return operands + int(finished * (written * shape.out_itemsize + read * read_itemsize))
 
     def has_registers(self, shape: Shape) -> bool:
         """Say whether all values of a tile fit the registers of its threads."""
         values = self.block_m * self.block_n // (32 * self.num_warps)
         if shape.dtype.itemsize == 1 and values > FLOAT8_VALUES:  # which are there twice
             return False
-        doubled = shape.reads_at and shape.columns_share > 1 and self.split_k == 1
+        wide = shape.columns_share > 1 or max(shape.read_itemsize, shape.out_itemsize) > 2
+        doubled = shape.reads_at and wide and self.split_k == 1
         return not doubled or values // self.subtiles <= DOUBLED_VALUES
 
 
 FLOAT8_VALUES = 64
 """Accumulators of a thread where sums of float8 are kept apart; twice as many spill."""
 DOUBLED_VALUES = 32
-"""Those for which a thread can read and write two columns each, as the gradient of SwiGLU does."""
+"""Those for which a thread can read twice as much: two columns each for SwiGLU's gradient, or float32."""
 
 TILES: tuple[Tile, ...] = (
     Tile("tma", 128, 256, 128, 8, 3, efficiency=0.80),
@@ -135,6 +137,7 @@ class Shape:
         columns_share: Columns of the result for one of the product: 1/2 behind SwiGLU, 2 for its gradient.
         saves_pre: What is before the activation is written too.
         reads_at: What an activation was applied to is read, since its gradient follows.
+        read_itemsize: Bytes of an element of what is read beside the operands; 0 for those of the result.
         tf32: float32 is multiplied as TF32.
     """
 
@@ -152,6 +155,7 @@ class Shape:
     columns_share: float = 1.0
     saves_pre: bool = False
     reads_at: bool = False
+    read_itemsize: int = 0
     tf32: bool = False
 
     @classmethod

@@ -74,8 +74,10 @@ class Cost:
         shape, (rows, columns) = self.shape, self.grid
         item = shape.dtype.itemsize
         once = shape.batch * (shape.M + shape.N) * shape.K * item
-        share = shape.columns_share * (1 + shape.reads_at) + shape.reads_c
-        result = shape.batch * shape.M * shape.N * shape.out_itemsize * share
+        read = (shape.columns_share * shape.reads_at + shape.reads_c) * max(
+            shape.read_itemsize, shape.out_itemsize
+        )
+        result = shape.batch * shape.M * shape.N * (shape.out_itemsize * shape.columns_share + read)
         if self.tile.split_k > 1:  # parts are written and read
             result += 2 * 4 * shape.batch * shape.M * shape.N * self.tile.split_k
         high = min(8, rows)
@@ -128,7 +130,11 @@ class Cost:
 
 def fitting(shape: Shape, device: Device) -> Iterator[Tile]:
     """Yield the rows that can compute a shape on a device."""
+    if shape.dtype.itemsize == 1 and not device.has_float8:
+        return
     for tile in TILES:
+        if tile.split_k > 1 and not _is_worth_splitting(shape, tile, device):
+            continue
         if tile.kernel == "tma":
             possible = device.has_tma and shape.aligned and shape.has_tensor_cores
             possible = possible and shape.batch == 1 and tile.adds <= shape.adds
@@ -138,8 +144,15 @@ def fitting(shape: Shape, device: Device) -> Iterator[Tile]:
             yield tile
 
 
+def _is_worth_splitting(shape: Shape, tile: Tile, device: Device) -> bool:
+    """Say whether most SMs would be idle otherwise, and each part has two steps at least."""
+    cost = Cost(shape=shape, tile=tile, device=device)
+    long = 2 * tile.split_k * tile.block_k(shape.dtype.itemsize) <= shape.K
+    return long and 2 * cost.num_tiles <= tile.split_k * device.num_sms
+
+
 def ranked(shape: Shape, device: Device) -> list[Cost]:
-    """Return what each row would cost, the cheapest first.
+    """Return what each row would cost, the cheapest first; nothing where a device lacks the format.
 
     Example:
         >>> from lightning_eff.kernels.devices import DEVICES
@@ -174,16 +187,17 @@ class Explanation:
         """Yield one sentence for each thing that matters, with its numbers."""
         cost, shape = self.cost, self.cost.shape
         rows, columns = cost.grid
-        yield (
-            f"{shape.M} x {shape.N} x {shape.K} {_name(shape.dtype)} on {cost.device.name}: "
-            f"tile {cost.tile}; expected {cost.peak_share:.0%} of the peak, "
-            f"{cost.seconds * 1e6:.0f} us (predicted)"
-        )
+        what = f"{shape.M} x {shape.N} x {shape.K} {_name(shape.dtype)} on {cost.device.name}: "
         if not cost.device.capability:
-            yield f"torch's library blocks it for a core's cache of {_size(cost.device.shared_bytes)}"
+            yield f"{what}torch's library, in blocks for a core's cache of {_size(cost.device.shared_bytes)}"
             return
         yield (
-            f"{rows} x {columns} tiles make {cost.waves:.2f} waves of {cost.device.num_sms} SMs, "
+            f"{what}tile {cost.tile}; expected {cost.peak_share:.0%} of the peak, "
+            f"{cost.seconds * 1e6:.0f} us (predicted)"
+        )
+        parts = f", K in {cost.tile.split_k} parts," if cost.tile.split_k > 1 else ""
+        yield (
+            f"{rows} x {columns} tiles{parts} make {cost.waves:.2f} waves of {cost.device.num_sms} SMs, "
             f"{cost.idle_share:.0%} idle" + _advice("M", shape.M, self.fitting_m, "fits", "fit")
         )
         yield f"{cost.beyond_share:.1%} of the tiles' area lies beyond the edge"
@@ -210,7 +224,7 @@ def explain(
         device: A name of `devices.DEVICES`, `cpu`, or a device that was looked at.
 
     Raises:
-        ValueError: A size below 1, or a device that nobody knows.
+        ValueError: A size below 1, a device that nobody knows, or one that does not multiply the format.
 
     Example:
         >>> print(explain(4352, 4096, 4096))
@@ -227,6 +241,11 @@ def explain(
         raise ValueError(text)
     place = devices.named(device) if isinstance(device, str) else device
     item = dtype.itemsize
+    if item == 1 and not place.has_float8:
+        text = (
+            f"explain(dtype={dtype}) on {place.name}, which multiplies no float8: expected float16 to float32"
+        )
+        raise ValueError(text)
     shape = Shape.packed(M, N, K, dtype)
     cost = ranked(shape, place)[0]
     copies = place.has_tma and shape.has_tensor_cores
@@ -263,7 +282,8 @@ def _fitting_m(cost: Cost) -> Iterator[int]:
     def filled(rows: int) -> bool:
         """With the tile that this size itself would get."""
         other = ranked(replace(cost.shape, M=rows * block), cost.device)[0]
-        return other.waves >= 1.0 and 1.0 - other.idle_share >= WELL_FILLED
+        filled = other.waves >= 1.0 and 1.0 - other.idle_share >= WELL_FILLED
+        return filled and other.tile.split_k == 1
 
     if 1.0 - cost.idle_share >= WELL_FILLED or cost.waves < 1.0:  # of less than a wave nothing is lost by M
         yield cost.shape.M

@@ -65,7 +65,8 @@ def of_micro_batches(device: str) -> str:
         device: A name that is known.
     """
     place = devices.named(device)
-    likes = ", ".join(f"{multiple(dtype, place)} in {str(dtype).removeprefix('torch.')}" for dtype in FORMATS)
+    formats = [dtype for dtype in FORMATS if dtype.itemsize > 1 or place.has_float8]
+    likes = ", ".join(f"{multiple(dtype, place)} in {str(dtype).removeprefix('torch.')}" for dtype in formats)
     lines = [f"multiples that {place.name} likes (multiple_of=auto): {likes}"]
     if not place.capability:
         return "\n".join([*lines, "no waves to fill: torch's library blocks a product for the caches"])
@@ -81,8 +82,8 @@ def _filling(n: int, k: int, place: Device) -> list[str]:
     """Return the fewest tokens that fill a device, and those above them that waste most of it."""
     sizes = range(STEP_TOKENS, MOST_TOKENS + 1, STEP_TOKENS)
     best = {tokens: ranked(Shape.packed(tokens, n, k, torch.bfloat16), place)[0] for tokens in sizes}
-    fills = (m for m, cost in best.items() if cost.waves >= 1.0 and cost.idle_share <= 1.0 - WELL_FILLED)
-    first = next(fills, None)
+    filled = {m: cost for m, cost in best.items() if cost.waves >= 1.0 and cost.tile.split_k == 1}
+    first = next((m for m, cost in filled.items() if cost.idle_share <= 1.0 - WELL_FILLED), None)
     if first is None:
         return [f"above {MOST_TOKENS}", ""]
     worst = max((tokens for tokens in sizes if tokens >= first), key=lambda each: best[each].idle_share)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.triton_linear import TritonLinear, swap, unswap
-from lightning_eff.errors import ConfigError, NoEffectWarning
+from lightning_eff.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.kernels import dispatch, linear
 from tests.conftest import Net, make_loader, make_trainer
 from tests.test_loop import Speaker, assert_t1, speaker, texts
@@ -155,7 +155,7 @@ def test_an_exception_takes_it_back() -> None:
 
 
 def test_a_backend_that_cannot_run_stops_the_run() -> None:
-    with pytest.raises(ConfigError, match="expected auto or torch on cpu: the kernels run on CUDA GPUs"):
+    with pytest.raises(ConflictError, match="the kernels run on CUDA GPUs, and backend=triton asks for them"):
         make_trainer(callbacks=[TritonLinear(min_features=1, backend="triton")], max_steps=1).fit(
             Net(), make_loader()
         )

@@ -30,6 +30,8 @@ def variants(tile: Tile) -> list[Variant]:
         Variant(epilogue=("bias",), activation="gelu_tanh"),
         Variant(epilogue=("bias", "pre"), activation="silu"),
         Variant(epilogue=("c",), activation="relu"),
+        Variant(epilogue=("c",), read_dtype=FLOAT32),
+        Variant(epilogue=("at",), read_dtype=FLOAT32, activation="silu"),
         Variant(epilogue=("logsumexp",)),
         Variant(activation="swiglu"),
         Variant(epilogue=("bias", "pre"), activation="swiglu"),
@@ -51,6 +53,7 @@ def shape(variant: Variant) -> Shape:
     return Shape(
         M=1, N=2, K=1, dtype=variant.dtype, out_dtype=variant.out_dtype, reads_c="c" in parts,
         reads_at="at" in parts, saves_pre="pre" in parts, tf32=variant.tf32,
+        read_itemsize=variant.read_dtype.itemsize if variant.read_dtype is not None else 0,
         columns_share=1.0 if not gated else 2.0 if "at" in parts else 0.5,
     )  # fmt: skip
 

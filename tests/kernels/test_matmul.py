@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_eff.callbacks.triton_linear import swap, unswap
 from lightning_eff.kernels import reference
@@ -122,6 +123,57 @@ def test_a_result_over_an_operand_is_made_elsewhere() -> None:
         assert torch.equal(gemm(a, b, c, beta=1.0, out=places[where]), expected), where
 
 
+def test_batch_axes_of_low_formats_are_multiplied_as_they_are() -> None:
+    """Found by a reader: two float32 copies of the operands, and a product in float32."""
+    seen: list[tuple[str, torch.dtype]] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "mm" in func.__name__:
+                seen.append((func.__name__, args[0].dtype))
+            return func(*args, **(kwargs or {}))
+
+    x, w = random(2, 4, 16, dtype=torch.bfloat16), random(16, 8, dtype=torch.bfloat16)
+    expected, both = x @ w, x @ random(2, 16, 8, dtype=torch.bfloat16)
+    out = torch.empty(2, 4, 8, dtype=torch.bfloat16)
+    with Look():
+        assert torch.equal(gemm(x, w), expected)
+        assert gemm(x, w, out=out) is out
+        assert torch.equal(gemm(x, random(2, 16, 8, dtype=torch.bfloat16)), both)
+    assert torch.equal(out, expected)
+    assert {dtype for _, dtype in seen} == {torch.bfloat16}
+    assert gemm(x, w, scale_a=torch.ones(4)).shape == gemm(x.mT.contiguous().mT, w).shape == (2, 4, 8)
+
+
+def test_the_gradient_of_relu_selects_and_does_not_multiply() -> None:
+    bias = torch.tensor([torch.inf, torch.nan, torch.inf, 1.0])
+    at = torch.tensor([[-1.0, 0.0, 1.0, torch.nan]])
+    zeros = torch.zeros(1, 0), torch.zeros(0, 4)
+    ours = gemm(*zeros, bias=bias, activation="relu", gradient_at=at)
+    assert torch.equal(ours, torch.ops.aten.threshold_backward(bias[None], at, 0))
+
+
+def test_sums_of_rows_where_nothing_is_multiplied() -> None:
+    nan = torch.full((2, 3), torch.nan)
+    d, sums = gemm_logsumexp(nan, torch.ones(3, 4), alpha=0.0)
+    assert torch.equal(d, torch.zeros(2, 4))
+    torch.testing.assert_close(sums, torch.full((2,), math.log(4.0)))
+    low = gemm_logsumexp(torch.ones(2, 3).bfloat16(), torch.ones(3, 4).bfloat16(), out_dtype=torch.float64)
+    assert (low[0].dtype, low[1].dtype) == (torch.float64, torch.float32)
+
+
+def test_a_layer_without_inputs_and_one_in_a_transform() -> None:
+    layer = TritonLinear(1, 4)
+    layer.weight = nn.Parameter(torch.empty(4, 0))
+    layer.accumulation = Accumulation()
+    x = torch.ones(2, 3, 0)
+    assert torch.equal(layer(x), nn.Linear.forward(layer, x))
+    layer = TritonLinear(3, 2)
+    layer.accumulation = Accumulation()
+    rows = torch.func.vmap(torch.func.grad(lambda each: layer(each).sum()))(torch.ones(5, 3))
+    torch.testing.assert_close(rows, layer.weight.detach().sum(0).expand(5, 3))
+
+
 def test_autocast_is_that_of_torch() -> None:
     a, b = random(4, 8, dtype=torch.float32), random(8, 4, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -145,6 +197,7 @@ def test_autocast_is_that_of_torch() -> None:
         ({"scale_a": random(3)}, ValueError, r"scale_a is torch.float64 \[3\]: expected float32"),
         ({"out": random(2, 3)}, ValueError, r"out is torch.float64 \[2, 3\]"),
         ({"out": random(1, 2).expand(3, 2)}, ValueError, "a place of its own for each element"),
+        ({"out": random(6).as_strided((3, 2), (1, 1))}, ValueError, "a place of its own for each element"),
         ({"alpha": 2j}, TypeError, "complex"),
         ({"a": random(3, 4).requires_grad_(), "out": random(3, 2)}, RuntimeError, "has no gradient"),
         (
