@@ -27,11 +27,10 @@ from lightning_eff import plan
 from lightning_eff.errors import ConfigError
 from lightning_eff.factories import layout
 from lightning_eff.facts import chosen, name_of, techniques
+from lightning_eff.kept_schedule import OF_SCHEDULES
 
 KEY = "lightning_eff"
 """Where it stands in a checkpoint."""
-OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-"""What schedules put into an optimizer's groups."""
 MAX_CHARACTERS = 60
 MAX_SHOWN = 6
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
