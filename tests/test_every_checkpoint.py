@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,12 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.precision.mixed import Mixed
+from tests import conftest
 from tests.conftest import Deep, make_trainer
 
 NUM_SAMPLES, BATCH = 20, 4
@@ -151,7 +154,13 @@ def plain() -> Double:
     return train(MODES["none"])[0]
 
 
-@pytest.mark.parametrize("step", [EPOCH - 2, EPOCH], ids=["mid-epoch", "boundary"])
+STEPS = [
+    pytest.param(EPOCH - 2, id="mid-epoch"),
+    pytest.param(EPOCH, id="boundary", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("saved", MODES)
 def test_every_pair_goes_on_like_one_plain_run(saved: str, step: int, plain: Double, tmp_path: Path) -> None:
     path = tmp_path / "one.ckpt"
@@ -164,3 +173,58 @@ def test_every_pair_goes_on_like_one_plain_run(saved: str, step: int, plain: Dou
         except BaseException as error:
             error.add_note(f"saved under {saved}, loaded under {loaded}")
             raise
+
+
+def test_a_format_changes_where_the_checkpoint_is_and_nowhere_else(
+    deep: Callable[..., Deep], tmp_path: Path
+) -> None:
+    """T0: a plain loop that switches autocast on or off between two epochs."""
+
+    def plain_loop(first: str, second: str) -> Deep:
+        model = deep(dropout=0.0)
+        optimizer = SGD(model.parameters())
+        for precision in (first, second):
+            for x, y in make_small_loader():
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+                    loss = F.cross_entropy(model(x).float(), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return model
+
+    def run(precision: str, max_epochs: int, resume: Path | None = None) -> tuple[Deep, pl.Trainer]:
+        model = deep(dropout=0.0)
+        trainer = make_trainer(plugins=[Mixed(precision=precision)], max_epochs=max_epochs, max_steps=-1)
+        trainer.fit(model, make_small_loader(), ckpt_path=resume)
+        return model, trainer
+
+    path, results = tmp_path / "one.ckpt", []
+    for first, second in itertools.product(("32-true", "bf16-mixed"), repeat=2):
+        run(first, 1)[1].save_checkpoint(path)
+        model, _ = run(second, 2, path)
+        assert_same(model, plain_loop(first, second), exact=True)
+        results.append(model.first.weight)
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(results, 2))
+
+
+def test_an_adapted_model_and_a_full_checkpoint_refuse_each_other_by_names(
+    deep: Callable[..., Deep], tmp_path: Path
+) -> None:
+    path = tmp_path / "one.ckpt"
+    for saved, loaded, words in (
+        ([PeftAdapter()], [EmptyCache(every_n_steps=1)], r"Unexpected key.*first\.lora_A"),
+        ([EmptyCache(every_n_steps=1)], [PeftAdapter()], r"Missing key.*first\.base_layer"),
+    ):
+        trainer = make_trainer(callbacks=saved, max_epochs=1, max_steps=-1)
+        trainer.fit(deep(), make_small_loader())
+        trainer.save_checkpoint(path)
+        model = deep()
+        with pytest.raises(RuntimeError, match=f"(?s){words}"):
+            make_trainer(callbacks=loaded, max_epochs=2, max_steps=-1).fit(
+                model, make_small_loader(), ckpt_path=path
+            )
+        assert model.losses == []
+
+
+def make_small_loader() -> Any:
+    return conftest.make_loader(8)
