@@ -81,10 +81,26 @@ def asked(technique: object) -> dict[str, Any]:
         5
     """
     return {
-        name: value if isinstance(value, (str, int, float, bool, type(None))) else _in_words(value)
+        name: _plain(value)
         for name in inspect.signature(type(technique)).parameters
         if (value := getattr(technique, name, None)) is not technique
     }
+
+
+def chosen(technique: object) -> dict[str, Any]:
+    """Return those of the arguments that are not the defaults.
+
+    Example:
+        >>> from lightning_eff.callbacks.empty_cache import EmptyCache
+        >>> chosen(EmptyCache(every_n_steps=5)), chosen(EmptyCache())
+        ({'every_n_steps': 5}, {})
+    """
+    usual = defaults(technique)
+    return {name: value for name, value in asked(technique).items() if value != _plain(usual[name])}
+
+
+def _plain(value: object) -> Any:
+    return value if isinstance(value, (str, int, float, bool, type(None))) else _in_words(value)
 
 
 def _in_words(value: object) -> str:

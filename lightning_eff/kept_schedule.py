@@ -8,6 +8,7 @@ set: to the same share of their base, or to the same number where the schedule s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 MOMENTA = ("momentum", "betas")
+OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""What schedules put into an optimizer's groups, and read there."""
 
 
 class Replaced:
@@ -41,6 +44,22 @@ class Replaced:
         close = getattr(own, "close", None)
         if close is not None:
             close()
+
+    def show_bases(self) -> None:
+        """Put into the groups what the schedule reads, for a run in which it is not kept but in use."""
+        for group, base, index in zip(self._optimizer.param_groups, self._bases, self._followed, strict=True):
+            own = self.groups[index]
+            group |= {key: own[key] for key in OF_SCHEDULES if key in own}
+            if not self._sets_numbers(index):
+                group["initial_lr"] = base
+
+    def go_on(self, rates: Iterable[float]) -> None:
+        """Take saved rates; momenta are those of the optimizer that trains, which was loaded before."""
+        for group, rate in zip(self.groups, rates, strict=False):
+            group["lr"] = rate
+        for group, index in zip(self._optimizer.param_groups, self._followed, strict=False):
+            self.groups[index] |= {k: group[k] for k in MOMENTA if k in self.groups[index] and k in group}
+        self.follow()
 
     def follow(self) -> None:
         """Set the rates of the optimizer that trains."""
@@ -82,6 +101,7 @@ class KeptSchedule(LRScheduler):
         self.kept = kept
         self.optimizer = optimizer
         self._replaced = replaced
+        replaced.show_bases()
         replaced.follow()
 
     def __getattr__(self, name: str) -> Any:
@@ -100,15 +120,10 @@ class KeptSchedule(LRScheduler):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._replaced.groups]
-        return {"kept": self.kept.state_dict(), "groups": groups}
+        """Return the schedule's own state, from which a run goes on in which it is not kept but in use."""
+        return self.kept.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load its own state, or that of a run in which the schedule was not kept but in use."""
-        saved = state_dict.get("kept", state_dict)
-        self.kept.load_state_dict(saved)
-        groups = state_dict.get("groups", [{"lr": rate} for rate in saved.get("_last_lr", ())])
-        for group, options in zip(self._replaced.groups, groups, strict=False):
-            group.update(options)
-        self._replaced.follow()
+        self.kept.load_state_dict(state_dict)
+        self._replaced.go_on(state_dict.get("_last_lr", ()))

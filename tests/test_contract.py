@@ -268,6 +268,19 @@ def test_saved_and_resumed_it_goes_on_as_if_nothing_had_happened(
         assert torch.equal(ours, theirs)
 
 
+def test_a_checkpoint_names_it_also_where_it_is_alone(
+    case: Case, deep: Callable[..., Deep], tmp_path: Any
+) -> None:
+    technique, trainer = case.trainer(tmp_path, max_steps=2)
+    trainer.fit(deep(), make_loader())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    if hasattr(trainer.strategy.checkpoint_io, "teardown"):
+        trainer.strategy.checkpoint_io.teardown()
+    saved = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    named = saved.get("lightning_eff", {}).get("techniques", {})
+    assert list(named) == ([name_of(technique)] if isinstance(technique, Technique) else [])
+
+
 PAIRS = [
     (one, other)
     for one, other in itertools.combinations(CASES, 2)

@@ -48,6 +48,7 @@ class Rates(Net):
         self.schedule = schedule
         self.interval = interval
         self.rates: list[float] = []
+        self.momenta: list[float] = []
 
     def configure_optimizers(self) -> Any:
         optimizer = SGD(self.parameters(), lr=0.4, momentum=0.9)
@@ -55,7 +56,9 @@ class Rates(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.interval}}
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.rates.append(self.trainer.optimizers[0].param_groups[-1]["lr"])
+        group = self.trainer.optimizers[0].param_groups[-1]
+        self.rates.append(group["lr"])
+        self.momenta.append(group.get("momentum", 0.0))
         return super().training_step(batch, batch_idx)
 
 
@@ -138,6 +141,30 @@ def test_a_run_goes_on_with_the_schedule_where_it_was(name: str, tmp_path: Path)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     fit(second, choose=True, max_steps=-1, max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
     assert first.rates + second.rates == whole.rates
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
+@pytest.mark.parametrize("name", [*SCHEDULES, "OneCycleLR"])
+@pytest.mark.parametrize("switches", [(False, True), (True, False), (True, False, True)])
+def test_a_run_goes_on_with_or_without_the_choice(
+    name: str, switches: tuple[bool, ...], tmp_path: Path
+) -> None:
+    """Rates and momenta are those of the uninterrupted run, whoever steps the schedule in which part."""
+    make = SCHEDULES.get(name, lambda o: OneCycleLR(o, max_lr=0.8, total_steps=31))
+    same = OptimizerChoice(optimizer=functools.partial(SGD, lr=0.4, momentum=0.9))
+    whole = Rates(make)
+    last = len(switches)
+    fit(whole, choose=False, max_steps=-1, max_epochs=last)
+    rates, momenta = list[float](), list[float]()
+    for part, choose in enumerate(switches, start=1):
+        model, path = Rates(make), tmp_path / f"{part - 1}.ckpt"
+        trainer = make_trainer(callbacks=[same] if choose else [], max_steps=-1, max_epochs=part)
+        trainer.fit(model, make_loader(), ckpt_path=path if part > 1 else None)
+        trainer.save_checkpoint(tmp_path / f"{part}.ckpt")
+        rates += model.rates
+        momenta += model.momenta
+    assert rates == pytest.approx(whole.rates, rel=1e-12)
+    assert momenta == pytest.approx(whole.momenta, rel=1e-12)
 
 
 def test_a_schedule_that_is_given_replaces_the_modules_own() -> None:

@@ -31,7 +31,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_eff import loaders, plan
+from lightning_eff import loaders, plan, saved_with
 from lightning_eff.errors import ConfigError
 from lightning_eff.facts import Outcome
 from lightning_eff.lookahead import Settings
@@ -68,6 +68,9 @@ class DataPreload(pl.Callback):
         Traceback (most recent call last):
         lightning_eff.errors.ConfigError: num_workers=-1: expected 'auto' or a whole number of at least 0
     """
+
+    on_save_checkpoint = saved_with.save
+    on_load_checkpoint = saved_with.load
 
     def __init__(
         self,

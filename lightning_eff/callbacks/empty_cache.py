@@ -27,6 +27,7 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
+from lightning_eff import saved_with
 from lightning_eff.errors import ConfigError, NoEffectWarning
 from lightning_eff.facts import Outcome
 from lightning_eff.measure import allocator
@@ -86,6 +87,9 @@ class EmptyCache(pl.Callback):
         Traceback (most recent call last):
         lightning_eff.errors.ConfigError: every_n_steps=0: expected a whole number of at least 1, or None
     """
+
+    on_save_checkpoint = saved_with.save
+    on_load_checkpoint = saved_with.load
 
     def __init__(
         self,

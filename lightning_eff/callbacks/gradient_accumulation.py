@@ -26,7 +26,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_eff import loaders, loop, plan
+from lightning_eff import loaders, loop, plan, saved_with
 from lightning_eff.errors import ConfigError, ConflictWarning
 from lightning_eff.facts import Facts, Outcome, Rule
 from lightning_eff.fitting import is_count
@@ -55,6 +55,9 @@ class GradientAccumulation(pl.Callback):
         Traceback (most recent call last):
         lightning_eff.errors.ConfigError: global_batch_size=0: expected a whole number of at least 1
     """
+
+    on_save_checkpoint = saved_with.save
+    on_load_checkpoint = saved_with.load
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from typing_extensions import override
 
-from lightning_eff import plan, transform
+from lightning_eff import plan, saved_with, transform
 from lightning_eff.activations import Contexts, HostMemory, Recomputed, noop_context_fn
 from lightning_eff.errors import ConfigError, NoEffectWarning
 from lightning_eff.facts import BUDGET, KEEPS_PRODUCTS, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
@@ -115,6 +115,9 @@ class GradientCheckpointing(pl.Callback):
         Traceback (most recent call last):
         lightning_eff.errors.ConfigError: policy='some': expected one of full, every_n, selective, ...
     """
+
+    on_save_checkpoint = saved_with.save
+    on_load_checkpoint = saved_with.load
 
     def __init__(
         self,

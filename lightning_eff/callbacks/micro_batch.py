@@ -30,7 +30,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_eff import loaders, loop, plan
+from lightning_eff import loaders, loop, plan, saved_with
 from lightning_eff.batches import Splitter
 from lightning_eff.errors import ConfigError, NoEffectWarning
 from lightning_eff.facts import Facts, Outcome, Rule, Verdict
@@ -70,6 +70,9 @@ class MicroBatch(pl.Callback):
         Traceback (most recent call last):
         lightning_eff.errors.ConfigError: micro_batch_size=0: expected 'auto' or a whole number of at least 1
     """
+
+    on_save_checkpoint = saved_with.save
+    on_load_checkpoint = saved_with.load
 
     def __init__(
         self,

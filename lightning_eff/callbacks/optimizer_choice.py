@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff import loaders, plan
+from lightning_eff import loaders, plan, saved_with
 from lightning_eff.configure_optimizers import SchedulerFactory, attach
 from lightning_eff.errors import ConfigError
 from lightning_eff.facade import FreesGradients, OptimizerFactory, PerParameter
@@ -64,6 +64,9 @@ class OptimizerChoice(pl.Callback):
         >>> choice = OptimizerChoice(optimizer=adamw)
         >>> trainer = pl.Trainer(callbacks=[choice], logger=False, accelerator="cpu")
     """
+
+    on_save_checkpoint = saved_with.save
+    on_load_checkpoint = saved_with.load
 
     def __init__(
         self, *, optimizer: OptimizerFactory | None = None, scheduler: SchedulerFactory | None = None

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff import adapters, plan, transform
+from lightning_eff import adapters, plan, saved_with, transform
 from lightning_eff.adapter_methods import IN_PLACE, Targets, configure
 from lightning_eff.errors import ConfigError
 from lightning_eff.facts import KEEPS_PRODUCTS, NEW_PARAMETERS, TRANSFORM, Facts, Outcome, Rule, name_of
@@ -100,6 +100,9 @@ class PeftAdapter(pl.Callback):
         Traceback (most recent call last):
         lightning_eff.errors.ConfigError: method='dora': expected one of PEFT's methods; ...
     """
+
+    on_save_checkpoint = saved_with.save
+    on_load_checkpoint = saved_with.load
 
     def __init__(
         self,

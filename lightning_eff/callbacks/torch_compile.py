@@ -28,7 +28,7 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from typing_extensions import override
 
-from lightning_eff import plan, transform
+from lightning_eff import plan, saved_with, transform
 from lightning_eff.compiled import CompiledCall
 from lightning_eff.errors import ConfigError, NoEffectWarning, nearest
 from lightning_eff.facts import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
@@ -152,6 +152,9 @@ class TorchCompile(pl.Callback):
         Traceback (most recent call last):
         lightning_eff.errors.ConfigError: backend='inducktor': expected a backend of torch.compile's; ...
     """
+
+    on_save_checkpoint = saved_with.save
+    on_load_checkpoint = saved_with.load
 
     def __init__(
         self,

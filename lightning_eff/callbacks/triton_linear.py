@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_eff import loop, plan, transform
+from lightning_eff import loop, plan, saved_with, transform
 from lightning_eff.errors import ConfigError, NoEffectWarning
 from lightning_eff.facts import TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.fitting import is_count
@@ -115,6 +115,9 @@ class TritonLinear(pl.Callback):
         Traceback (most recent call last):
         lightning_eff.errors.ConfigError: backend='cublas': expected one of auto, torch, triton...
     """
+
+    on_save_checkpoint = saved_with.save
+    on_load_checkpoint = saved_with.load
 
     def __init__(
         self,

@@ -42,6 +42,7 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from typing_extensions import override
 
+from lightning_eff import saved_with
 from lightning_eff.errors import CheckpointError, CheckpointWarning
 from lightning_eff.facts import SHARDING, Facts, Outcome, Rule, Verdict
 from lightning_eff.in_order import InOrder
@@ -141,6 +142,7 @@ class Durable(CheckpointIO):
             raise TypeError(text)
         start = time.perf_counter()
         target = _local(path)
+        checkpoint = saved_with.with_plugin(checkpoint, self)
         self._behind.settle()
         self._tidy(target.parent)
         if self.asynchronous and not self._run_is_over:

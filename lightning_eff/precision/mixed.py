@@ -35,6 +35,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff import saved_with
 from lightning_eff.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.facts import Facts, Outcome, Rule, Verdict
 from lightning_eff.measure.formats import choose, support
@@ -51,6 +52,8 @@ CAST_LAYERS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
 """Layers whose matrix products autocast computes in the low format."""
+OF_LIGHTNING = "MixedPrecision"
+"""Under which Lightning's own plugin keeps its scaler's state in a checkpoint."""
 
 
 def step_context(
@@ -145,6 +148,9 @@ class Mixed(Precision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Settle format and device, convert the weights in place if the format asks for it, and count."""
+        trainer: pl.Trainer | None = getattr(module, "_trainer", None)
+        if trainer is not None and trainer.ckpt_path is not None:
+            saved_with.watch(trainer)
         device_type = self._settle_device(module)
         if self.precision == "auto":
             self.precision, self._reason = choose(device_type)
@@ -277,6 +283,18 @@ class Mixed(Precision):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scaler is None else self.scaler.state_dict()
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the scaler's state under the name of Lightning's plugin, so that either may go on from it."""
+        state = checkpoint.pop(type(self).__qualname__, None)
+        if state is not None:
+            checkpoint[OF_LIGHTNING] = state
+        checkpoint |= saved_with.with_plugin(checkpoint, self)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.load_state_dict(checkpoint.get(OF_LIGHTNING, {}))
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
