@@ -49,6 +49,15 @@ def _has_adapters(module: nn.Module) -> bool:
     return isinstance(module, (BaseTunerLayer, PeftModel))
 
 
+def config_of(model: nn.Module) -> PeftConfig | None:
+    """Return the config that a model's adapters were made with; None without any, or with others' adapters."""
+    there = getattr(model, "peft_config", None)
+    wrapped = next((m for m in model.modules() if isinstance(m, PeftModel)), None)
+    known = there if isinstance(there, dict) else wrapped.peft_config if wrapped is not None else {}
+    present = known.get(ADAPTER)
+    return present if isinstance(present, PeftConfig) else None
+
+
 def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, nn.Module]:
     """Put adapters into a model, in place, and freeze all else.
 
@@ -92,12 +101,9 @@ def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, n
 
 def _refuse_others(model: nn.Module, config: PeftConfig) -> None:
     """Refuse to put other adapters into a model than those that it has."""
-    there = getattr(model, "peft_config", None)
-    wrapped = next((m for m in model.modules() if isinstance(m, PeftModel)), None)
-    known = there if isinstance(there, dict) else wrapped.peft_config if wrapped is not None else {}
-    present = known.get(ADAPTER)
+    present = config_of(model)
     skipped = {*OWN, "total_step", "rank_pattern", "feedforward_modules", "task_type", "peft_version"}
-    if isinstance(present, PeftConfig) and present.peft_type == config.peft_type:
+    if present is not None and present.peft_type == config.peft_type:
         ours, theirs = config.to_dict(), present.to_dict()
         other = [key for key in ours if key not in skipped and ours[key] != theirs.get(key)]
         if not other:
