@@ -24,6 +24,7 @@ from peft import PeftConfig, PeftModel, PeftType, PromptLearningConfig, get_peft
 from peft.functional import cast_adapter_dtype
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
@@ -41,6 +42,16 @@ def of(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         inside = any(not other or name.startswith(f"{other}.") for other in found)
         if not inside and _has_adapters(module):
+            found[name] = module
+    return found
+
+
+def wrapped(model: nn.Module) -> dict[str, nn.Module]:
+    """Return what adapters were put around, and modules that are trained themselves, outermost, by name."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in found)
+        if not inside and isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             found[name] = module
     return found
 
@@ -83,7 +94,7 @@ def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, n
         raise TypeError(text)
     tuner = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(config.peft_type)]
     meant = resolve(model, config, tuner)
-    with _without_noise(), _as_any_module(model), _stand_ins(meant.values()) as absent:
+    with without_noise(), as_any_module(model), _stand_ins(meant.values()) as absent:
         try:
             made = tuner(model, config, adapter_name=ADAPTER)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -120,7 +131,7 @@ def _refuse_others(model: nn.Module, config: PeftConfig) -> None:
 
 
 @contextmanager
-def _without_noise() -> Generator[None]:
+def without_noise() -> Generator[None]:
     """Leave out what PEFT 0.21 says about what it sets right itself, or does to transformers 5.23."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
@@ -129,7 +140,7 @@ def _without_noise() -> Generator[None]:
 
 
 @contextmanager
-def _as_any_module(model: nn.Module) -> Generator[None]:
+def as_any_module(model: nn.Module) -> Generator[None]:
     """Hide an attribute `config`, which PEFT reads as that of a Hugging Face model wherever there is one."""
     hidden = {} if isinstance(model, PreTrainedModel) else model.__dict__
     own = [hidden.pop("config")] if "config" in hidden else []
@@ -240,7 +251,7 @@ def _prompt(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module]:
         parameter.requires_grad = False
     part: Any = model.get_submodule(outermost[0])
     try:
-        with _without_noise():
+        with without_noise():
             wrapped = get_peft_model(part, config, adapter_name=ADAPTER)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(key="method", value=method, allowed=sentence(error)) from error

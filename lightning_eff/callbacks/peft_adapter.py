@@ -145,6 +145,7 @@ class PeftAdapter(pl.Callback):
         self._sizes: tuple[int, int, int] = (0, 0, 0)
         self._schedule: RankSchedule | None = None
         self._loaded: Mapping[str, Any] | None = None
+        self._trainer: pl.Trainer | None = None
         self._keeper: adapter_state.KeepsAdapter | None = None
         self._handles: list[RemovableHandle] = []
 
@@ -195,6 +196,12 @@ class PeftAdapter(pl.Callback):
             transform.queue(trainer, pl_module, Stage.LOAD, self._load_base)
         transform.queue(trainer, pl_module, Stage.ADAPT, self._apply)
 
+    def put_into(self, model: pl.LightningModule) -> None:
+        """Do at once, without a Trainer, what belongs between `configure_model` and a restore."""
+        if self.base_checkpoint is not None:
+            self._load_base(model)
+        self._apply(model)
+
     def _load_base(self, model: nn.Module) -> int:
         """Give the model its base, unless it has adapters, and so a base, already."""
         path = Path(self.base_checkpoint or "")
@@ -214,7 +221,8 @@ class PeftAdapter(pl.Callback):
         self._sizes = (sum(p.numel() for p in trained), total, num_bytes)
         present = getattr(model, "peft_config", {}).get(adapters.ADAPTER)
         self._keeper = None
-        if isinstance(model, pl.LightningModule) and not isinstance(self._trainer.strategy, SHARDED):
+        sharded = self._trainer is not None and isinstance(self._trainer.strategy, SHARDED)
+        if isinstance(model, pl.LightningModule) and not sharded:
             self._keeper = adapter_state.keep(model, save_base=self.save_base)
         self._schedule = None
         if isinstance(present, AdaLoraConfig):
@@ -224,9 +232,11 @@ class PeftAdapter(pl.Callback):
 
     def _total_steps(self) -> int:
         """Return the run's optimizer steps, for the one method that asks; any number without training."""
-        if self.method != "adalora" or "total_step" in (self.options or {}) or not self._trainer.training:
+        trainer = self._trainer
+        given = self.method != "adalora" or "total_step" in (self.options or {})
+        if given or trainer is None or not trainer.training:
             return UNKNOWN_STEPS
-        steps = self._trainer.estimated_stepping_batches
+        steps = trainer.estimated_stepping_batches
         if not 0 < steps < float("inf"):
             allowed = "the number of steps: this run has no end"
             remedy = "callbacks.peft_adapter.options.total_step=1000"
