@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from peft import PeftConfig, PeftModel, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.utils.other import ModulesToSaveWrapper
 from safetensors.torch import save_model
 from torch import nn
 from transformers import PreTrainedModel
@@ -109,24 +108,24 @@ def _relative(config: PeftConfig, prefix: str, layers: Iterable[str]) -> PeftCon
 @torch.no_grad()
 def _take_off(model: nn.Module, *, merge: bool) -> int:
     """Put a model's own layers back in place of adapted ones, merged with their adapters or as they were."""
-    new: dict[nn.Module, nn.Module] = {}
-    for layer in adapters.wrapped(model).values():
-        if isinstance(layer, ModulesToSaveWrapper):
-            new[layer] = layer.modules_to_save[adapters.ADAPTER] if merge else layer.original_module
-        elif isinstance(layer, AuxiliaryTrainingWrapper) or hasattr(layer, "unload_and_optionally_merge_module"):
-            own: Any = layer
-            names = None
-            new[layer] = own.unload_and_optionally_merge_module(merge=merge, safe_merge=True, adapter_names=names)
-        elif isinstance(layer, BaseTunerLayer):
-            if merge:
-                layer.merge(safe_merge=True)
-            new[layer] = layer.get_base_layer()
+    new = {layer: _own_layer(layer, merge=merge) for layer in adapters.wrapped(model).values()}
     for parent in list(model.modules()):
         for name, child in list(parent.__dict__["_modules"].items()):  # with the second names
             if child in new and parent not in new:
                 setattr(parent, name, new[child])
     model.__dict__.pop("peft_config", None)
     return len(new)
+
+
+def _own_layer(layer: Any, *, merge: bool) -> nn.Module:
+    if isinstance(layer, ModulesToSaveWrapper):
+        whole: Any = layer
+        return whole.modules_to_save[adapters.ADAPTER] if merge else whole.original_module
+    if hasattr(layer, "unload_and_optionally_merge_module"):
+        return layer.unload_and_optionally_merge_module(merge=merge, safe_merge=True, adapter_names=None)
+    if merge:
+        layer.merge(safe_merge=True)
+    return layer.get_base_layer()
 
 
 def merge(model: nn.Module) -> int:

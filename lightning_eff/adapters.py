@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, PeftType, PromptLearningConfig, get_peft_model
+from peft import AdaLoraModel, PeftConfig, PeftModel, PeftType, PromptLearningConfig, get_peft_model
 from peft.functional import cast_adapter_dtype
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -51,7 +51,8 @@ def wrapped(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{other}.") for other in found)
-        if not inside and isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        kinds: tuple[type, ...] = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+        if not inside and isinstance(module, kinds):
             found[name] = module
     return found
 
@@ -61,7 +62,7 @@ def _has_adapters(module: nn.Module) -> bool:
 
 
 def config_of(model: nn.Module) -> PeftConfig | None:
-    """Return the config that a model's adapters were made with; None without any, or with others' adapters."""
+    """Return the config that a model's adapters were made with; None without any."""
     there = getattr(model, "peft_config", None)
     wrapped = next((m for m in model.modules() if isinstance(m, PeftModel)), None)
     known = there if isinstance(there, dict) else wrapped.peft_config if wrapped is not None else {}
@@ -102,12 +103,24 @@ def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, n
             raise ConfigError(key="target_modules", value=value, allowed=sentence(error)) from error
     _refuse_state_outside(made, config)
     adapted = of(model)
+    for name, parameter in model.named_parameters():
+        if ".ranknum." in name and isinstance(made, AdaLoraModel):
+            parameter.requires_grad = (
+                False  # PEFT 0.21 trains it in layers that are not in float32 on the CPU
+            )
     _replace_everywhere(model, adapted.values())
     if upcast:
         cast_adapter_dtype(model, ADAPTER)
     if absent:
         _keep_initial_values(adapted, config)
     return adapted
+
+
+def _freeze_divisors(model: nn.Module) -> None:
+    """Have AdaLoRA divide by the rank: PEFT 0.21 trains that number where a layer is not float32 on the CPU."""
+    for name, parameter in model.named_parameters():
+        if ".ranknum." in name:
+            parameter.requires_grad = False
 
 
 def _refuse_others(model: nn.Module, config: PeftConfig) -> None:

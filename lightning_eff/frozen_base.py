@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_eff import adapters
 from lightning_eff.errors import CheckpointError
 
 NUM_THREADS = 8
@@ -34,20 +35,32 @@ def split(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a module's state as what is frozen, and what is trained or may change.
 
     Frozen are parameters without a gradient, and what a quantized one keeps below its own name. Buffers that
-    have a place in a checkpoint are not: running statistics change, whatever is frozen.
+    have a place in a checkpoint are not, for running statistics change whatever is frozen; nor is what an
+    adapter does not train of its own, which may have been drawn.
 
     Example:
         >>> layer = nn.BatchNorm1d(2).requires_grad_(False)
         >>> [list(part) for part in split(layer)]
         [['weight', 'bias'], ['running_mean', 'running_var', 'num_batches_tracked']]
     """
-    frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    around = adapters.wrapped(module)
+    frozen = {
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad and not _of_adapter(name, around)
+    }
     base: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in module.state_dict().items():
         inside = name in frozen or any(name[:i] in frozen for i, c in enumerate(name) if c == ".")
         (base if inside else rest)[name] = value
     return base, rest
+
+
+def _of_adapter(name: str, around: Iterable[str]) -> bool:
+    """Say whether a tensor is an adapter's own, and not of the layer that it is around."""
+    rest = next((name.removeprefix(f"{layer}.") for layer in around if name.startswith(f"{layer}.")), None)
+    return rest is not None and not {"base_layer", "original_module"} & {*rest.split(".")}
 
 
 def plain_name(name: str) -> str:
@@ -165,7 +178,9 @@ def _format(value: Tensor, wanted: str = "") -> str:
     return f"{dtype}[{','.join(str(n) for n in value.shape)}]"
 
 
-def _sum(base: Mapping[str, Any], digests: Mapping[str, str], formats: Mapping[str, str] | None = None) -> str:
+def _sum(
+    base: Mapping[str, Any], digests: Mapping[str, str], formats: Mapping[str, str] | None = None
+) -> str:
     lines = (
         f"{plain_name(name)} {_format(base[name], (formats or {}).get(name, ''))} {digest}\n"
         for name, digest in digests.items()

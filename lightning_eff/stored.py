@@ -78,6 +78,8 @@ def load_base(model: nn.Module, path: Path, *, key: str) -> int:
             raise CheckpointError(text)
         return load_weights(model, weights(path))
     except (FileNotFoundError, CheckpointError) as error:
-        reason = str(error).partition(" is not loaded: ")[2] or str(error).removeprefix(f"checkpoint {path}: ")
+        reason = str(error).partition(" is not loaded: ")[2] or str(error).removeprefix(
+            f"checkpoint {path}: "
+        )
         allowed = f"a checkpoint of this model without adapters: {reason}"
         raise ConfigError(key=key, value=str(path), allowed=allowed) from error

@@ -29,20 +29,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff import adapter_state, adapters, plan, stored, transform
-from lightning_eff.adapter_methods import IN_PLACE, Targets, configure
+from lightning_eff import adapter_rules, adapter_state, adapters, plan, stored, transform
+from lightning_eff.adapter_methods import Targets, configure
 from lightning_eff.errors import ConfigError
-from lightning_eff.facts import (
-    KEEPS_PRODUCTS,
-    NEW_PARAMETERS,
-    SHARDING,
-    TRANSFORM,
-    Facts,
-    Outcome,
-    Rule,
-    Verdict,
-    name_of,
-)
+from lightning_eff.facts import NEW_PARAMETERS, TRANSFORM, Facts, Outcome, name_of
 from lightning_eff.first_gradients import FirstGradients, GradientError, listed
 from lightning_eff.measure.tables import human_bytes
 from lightning_eff.rank_schedule import RankSchedule
@@ -161,32 +151,7 @@ class PeftAdapter(pl.Callback):
 
     def facts(self) -> Facts:
         """State that the parameters are new ones, and what a schedule of ranks cannot meet."""
-        thaws = Rule(
-            name="lightning/BaseFinetuning",
-            reason="it freezes and thaws what the adapters leave frozen",
-            remedies=("remove it",),
-        )
-        reason = "its strategy writes checkpoints itself, and they hold the frozen base too"
-        whole = [Rule(name=rule.name, reason=reason, verdict=Verdict.WARNED) for rule in SHARDING]
-        return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=(thaws, *whole, *self._of_method()))
-
-    def _of_method(self) -> tuple[Rule, ...]:
-        lora = "callbacks.peft_adapter.method=lora"
-        reasons = {
-            "run/scaler": (
-                "ranks are allotted by gradients, and a scaler multiplies them",
-                "precision=mixed",
-            ),
-            "optimizer/in_backward": ("ranks are allotted by gradients, which it frees", "optimizer=adamw"),
-            "run/manual_optimization": ("ranks are allotted once a step, which is the module's own", lora),
-        }
-        reasons = reasons if self.method == "adalora" else {}
-        if self.method in IN_PLACE:
-            full = "callbacks.gradient_checkpointing.policy=full"
-            reasons[KEEPS_PRODUCTS] = (f"{self.method} adds to a product of its layer in place", full)
-        return tuple(
-            Rule(name=name, reason=reason, remedies=(remedy,)) for name, (reason, remedy) in reasons.items()
-        )
+        return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=adapter_rules.rules(self.method))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

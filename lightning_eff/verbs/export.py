@@ -93,7 +93,9 @@ def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
         folder = newest.parent.parent
     if which not in ("last", "best"):
         if not Path(which).is_file():
-            raise ConfigError(key="--checkpoint", value=which, allowed="last, best, or an existing checkpoint")
+            raise ConfigError(
+                key="--checkpoint", value=which, allowed="last, best, or an existing checkpoint"
+            )
         return folder, Path(which)
     last = newest_whole(folder)
     if last is None:
@@ -103,7 +105,7 @@ def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
 
 
 def _best(last: Path) -> Path:
-    """Return the best checkpoint that a run kept: a file beside its last one, whatever path that one names."""
+    """Return the best checkpoint that a run kept: a file beside its last one, whatever that one names."""
     from lightning_eff import stored
 
     states: Any = stored.checkpoint(last).get("callbacks")

@@ -129,7 +129,7 @@ def test_a_checkpoint_holds_what_is_trained_or_changes_and_no_more(saved: Path, 
 @pytest.mark.parametrize("method", ["lora", "adalora", "vera", "head and biases"])
 @pytest.mark.parametrize("stop", [3, 7])  # in a second epoch stock Lightning does not find the place again
 def test_stopped_and_resumed_it_is_the_run_that_was_not(method: str, stop: int, tmp_path: Path) -> None:
-    """Weights, statistics and optimizer state to the bit, with dropout, shuffled, in the middle of an epoch."""
+    """Weights, statistics and optimizer state to the bit; dropout, shuffled, in the middle of an epoch."""
     keywords: dict[str, Any] = {"method": method, "options": {"r": 4}}
     if method == "adalora":
         keywords["options"] = {"init_r": 6, "target_r": 3, "total_step": 20, "tfinal": 4}
@@ -270,7 +270,10 @@ def refused(model: pl.LightningModule, path: Path, text: str, **keywords: Any) -
     class Look(pl.Callback):
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             loads = pl_module.on_load_checkpoint
-            pl_module.on_load_checkpoint = lambda c: (before.update(copy.deepcopy(model.state_dict())), loads(c))
+            pl_module.on_load_checkpoint = lambda c: (
+                before.update(copy.deepcopy(model.state_dict())),
+                loads(c),
+            )
 
     callbacks = [Look(), technique]
     for run in ("fit", "validate"):
@@ -319,7 +322,9 @@ def test_a_flipped_bit_is_found(part: float, saved: Path, tmp_path: Path) -> Non
     refused(make(), tmp_path / "flipped.ckpt", "is damaged")
 
 
-def test_a_module_that_does_not_load_strictly_is_strict_about_its_adapter(saved: Path, tmp_path: Path) -> None:
+def test_a_module_that_does_not_load_strictly_is_strict_about_its_adapter(
+    saved: Path, tmp_path: Path
+) -> None:
     def no_statistics(c: dict[str, Any]) -> None:
         del c["state_dict"]["norm.running_mean"]
 
@@ -511,7 +516,7 @@ def test_under_fabric_the_same_functions(tmp_path: Path) -> None:
 
 def test_the_report_says_how_often_it_saved(tmp_path: Path) -> None:
     trainer = fit(make(), tmp_path, saver={})
-    technique = next(c for c in trainer.callbacks if isinstance(c, PeftAdapter))  # pyright: ignore
+    technique = next(c for c in trainer.callbacks if isinstance(c, PeftAdapter))
     assert "; saved 3 times, without the base" in technique.outcome().did
 
 
