@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import AdaLoraModel, PeftConfig, PeftModel, PeftType, PromptLearningConfig, get_peft_model
+from peft import PeftConfig, PeftModel, PeftType, PromptLearningConfig, get_peft_model
 from peft.functional import cast_adapter_dtype
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -48,7 +48,7 @@ def of(model: nn.Module) -> dict[str, nn.Module]:
 
 def wrapped(model: nn.Module) -> dict[str, nn.Module]:
     """Return what adapters were put around, and modules that are trained themselves, outermost, by name."""
-    found: dict[str, nn.Module] = {}
+    found: dict[str, Any] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{other}.") for other in found)
         kinds: tuple[type, ...] = (BaseTunerLayer, AuxiliaryTrainingWrapper)
@@ -103,11 +103,7 @@ def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, n
             raise ConfigError(key="target_modules", value=value, allowed=sentence(error)) from error
     _refuse_state_outside(made, config)
     adapted = of(model)
-    for name, parameter in model.named_parameters():
-        if ".ranknum." in name and isinstance(made, AdaLoraModel):
-            parameter.requires_grad = (
-                False  # PEFT 0.21 trains it in layers that are not in float32 on the CPU
-            )
+    _freeze_divisors(model, config)
     _replace_everywhere(model, adapted.values())
     if upcast:
         cast_adapter_dtype(model, ADAPTER)
@@ -116,10 +112,10 @@ def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, n
     return adapted
 
 
-def _freeze_divisors(model: nn.Module) -> None:
-    """Have AdaLoRA divide by the rank: PEFT 0.21 trains that number where a layer is not float32 on the CPU."""
+def _freeze_divisors(model: nn.Module, config: PeftConfig) -> None:
+    """Have AdaLoRA divide by the rank; PEFT 0.21 trains it where a layer is in float64, say."""
     for name, parameter in model.named_parameters():
-        if ".ranknum." in name:
+        if config.peft_type == PeftType.ADALORA and ".ranknum." in name:
             parameter.requires_grad = False
 
 

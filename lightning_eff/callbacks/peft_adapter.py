@@ -6,9 +6,11 @@ gradients, optimizer state and what it takes to share the result, shrinks to a p
 `all-linear` is every linear layer, the head included unless a Hugging Face model says which it is. Methods of
 virtual tokens (`prompt_tuning` and its like) need one Hugging Face model as a part of the module, which is
 wrapped. AdaLoRA's ranks are allotted once an optimizer step, over the run's steps if none are given.
+Checkpoints hold what is trained and a fingerprint of the base, which refuses another one.
 
 Costs: the adapters' own products in both passes; activations stay what they were. A layer's keys get
-    `base_layer` in them. `modules_to_save` keeps a second copy of those modules.
+    `base_layer` in them. `modules_to_save` keeps a second copy of those modules. A first save or load
+    reads the frozen base once, for its SHA-256.
 Conflicts: optimizers that project gradients themselves, averages of weights, callbacks that freeze and
     thaw; a `-true` precision of the Trainer's casts adapters too. AdaLoRA needs gradients that are there
     after the step, not scaled: no 16-mixed, no optimizer in the backward pass.
