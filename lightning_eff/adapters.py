@@ -24,6 +24,7 @@ from peft import PeftConfig, PeftModel, PeftType, PromptLearningConfig, get_peft
 from peft.functional import cast_adapter_dtype
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
@@ -45,8 +46,28 @@ def of(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def wrapped(model: nn.Module) -> dict[str, nn.Module]:
+    """Return what adapters were put around, and modules that are trained themselves, outermost, by name."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in found)
+        kinds: tuple[type, ...] = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+        if not inside and isinstance(module, kinds):
+            found[name] = module
+    return found
+
+
 def _has_adapters(module: nn.Module) -> bool:
     return isinstance(module, (BaseTunerLayer, PeftModel))
+
+
+def config_of(model: nn.Module) -> PeftConfig | None:
+    """Return the config that a model's adapters were made with; None without any."""
+    there = getattr(model, "peft_config", None)
+    wrapped = next((m for m in model.modules() if isinstance(m, PeftModel)), None)
+    known = there if isinstance(there, dict) else wrapped.peft_config if wrapped is not None else {}
+    present = known.get(ADAPTER)
+    return present if isinstance(present, PeftConfig) else None
 
 
 def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, nn.Module]:
@@ -74,7 +95,7 @@ def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, n
         raise TypeError(text)
     tuner = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(config.peft_type)]
     meant = resolve(model, config, tuner)
-    with _without_noise(), _as_any_module(model), _stand_ins(meant.values()) as absent:
+    with without_noise(), as_any_module(model), _stand_ins(meant.values()) as absent:
         try:
             made = tuner(model, config, adapter_name=ADAPTER)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -82,6 +103,7 @@ def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, n
             raise ConfigError(key="target_modules", value=value, allowed=sentence(error)) from error
     _refuse_state_outside(made, config)
     adapted = of(model)
+    _freeze_divisors(model, config)
     _replace_everywhere(model, adapted.values())
     if upcast:
         cast_adapter_dtype(model, ADAPTER)
@@ -90,14 +112,18 @@ def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, n
     return adapted
 
 
+def _freeze_divisors(model: nn.Module, config: PeftConfig) -> None:
+    """Have AdaLoRA divide by the rank; PEFT 0.21 trains it where a layer is in float64, say."""
+    for name, parameter in model.named_parameters():
+        if config.peft_type == PeftType.ADALORA and ".ranknum." in name:
+            parameter.requires_grad = False
+
+
 def _refuse_others(model: nn.Module, config: PeftConfig) -> None:
     """Refuse to put other adapters into a model than those that it has."""
-    there = getattr(model, "peft_config", None)
-    wrapped = next((m for m in model.modules() if isinstance(m, PeftModel)), None)
-    known = there if isinstance(there, dict) else wrapped.peft_config if wrapped is not None else {}
-    present = known.get(ADAPTER)
+    present = config_of(model)
     skipped = {*OWN, "total_step", "rank_pattern", "feedforward_modules", "task_type", "peft_version"}
-    if isinstance(present, PeftConfig) and present.peft_type == config.peft_type:
+    if present is not None and present.peft_type == config.peft_type:
         ours, theirs = config.to_dict(), present.to_dict()
         other = [key for key in ours if key not in skipped and ours[key] != theirs.get(key)]
         if not other:
@@ -114,7 +140,7 @@ def _refuse_others(model: nn.Module, config: PeftConfig) -> None:
 
 
 @contextmanager
-def _without_noise() -> Generator[None]:
+def without_noise() -> Generator[None]:
     """Leave out what PEFT 0.21 says about what it sets right itself, or does to transformers 5.23."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
@@ -123,7 +149,7 @@ def _without_noise() -> Generator[None]:
 
 
 @contextmanager
-def _as_any_module(model: nn.Module) -> Generator[None]:
+def as_any_module(model: nn.Module) -> Generator[None]:
     """Hide an attribute `config`, which PEFT reads as that of a Hugging Face model wherever there is one."""
     hidden = {} if isinstance(model, PreTrainedModel) else model.__dict__
     own = [hidden.pop("config")] if "config" in hidden else []
@@ -234,7 +260,7 @@ def _prompt(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module]:
         parameter.requires_grad = False
     part: Any = model.get_submodule(outermost[0])
     try:
-        with _without_noise():
+        with without_noise():
             wrapped = get_peft_model(part, config, adapter_name=ADAPTER)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(key="method", value=method, allowed=sentence(error)) from error

@@ -16,6 +16,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -56,6 +57,41 @@ def replacing(path: Path) -> Generator[int]:
         _sync_name(folder, path)
     finally:
         os.close(folder)
+
+
+@contextlib.contextmanager
+def appearing(folder: Path) -> Generator[Path]:
+    """Yield an empty folder that is at `folder` when the block ends, whole, and is gone when it raises.
+
+    Raises:
+        FileExistsError: There is something at `folder`, which is left alone.
+        OSError: The disk refuses.
+    """
+    if os.path.lexists(folder):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
+    make_folder(folder.parent)
+    temporary = folder.parent / f".durable-{secrets.token_hex(8)}.tmp"
+    temporary.mkdir(mode=0o700)
+    try:
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd) if path.is_file() else _sync_folder(fd)
+            finally:
+                os.close(fd)
+        mask = os.umask(0o077)
+        os.umask(mask)
+        temporary.chmod(0o777 & ~mask)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    fd = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _sync_folder(fd)
+    finally:
+        os.close(fd)
 
 
 def _check_replaceable(path: Path) -> None:

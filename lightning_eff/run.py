@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import yaml
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_eff import plan
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.errors import ConfigError, EnvironmentLacksError, UsageError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.replacing import remove_orphans
@@ -28,6 +30,8 @@ from lightning_eff.resume import check_something_left, find_checkpoint
 
 log = logging.getLogger(__name__)
 
+RESOLVED = "resolved.yaml"
+"""What a run was built from, in its folder: `export` builds its model from it again."""
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, FileNotFoundError, MisconfigurationException)
 """What a constructor raises about its arguments; anything else is the run's failure."""
 
@@ -42,6 +46,7 @@ class Run:
         data: What it trains on.
         run_dir: Where the run's files go.
         ckpt_path: Checkpoint that the run goes on from.
+        values: What it was built from.
     """
 
     trainer: pl.Trainer
@@ -49,10 +54,14 @@ class Run:
     data: pl.LightningDataModule
     run_dir: Path
     ckpt_path: Path | None
+    values: Mapping[str, Any]
 
     def fit(self) -> dict[str, Any]:
         """Train; return the efficiency report, empty without that monitor."""
         self._tidy()
+        if self.trainer.is_global_zero:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            (self.run_dir / RESOLVED).write_text(yaml.safe_dump(dict(self.values), sort_keys=False))
         with warnings.catch_warnings():
             # A run that goes on does so in a folder of its own, and leaves the old one's checkpoints alone.
             warnings.filterwarnings("ignore", "The dirpath has changed from")
@@ -114,7 +123,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
         choice.replace(model, keep_own=False)
     if ckpt_path is not None:
         check_something_left(ckpt_path, trainer)
-    return Run(trainer, model, data, run_dir, ckpt_path)
+    return Run(trainer, model, data, run_dir, ckpt_path, values)
 
 
 def model_without_memory(values: Mapping[str, Any]) -> pl.LightningModule:
@@ -129,6 +138,29 @@ def model_without_memory(values: Mapping[str, Any]) -> pl.LightningModule:
         warnings.simplefilter("ignore")
         model: pl.LightningModule = _make("model", values["model"])
         model.configure_model()
+    return model
+
+
+def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
+    """Instantiate a run's model on the CPU, with its base and fresh adapters, to load a checkpoint into.
+
+    Args:
+        values: As the run was built from, checked.
+
+    Raises:
+        ConfigError, UsageError, EnvironmentLacksError: As in `build`.
+    """
+    pl.seed_everything(values["seed"], workers=True, verbose=False)
+    adapter = {k: v for k, v in (values.get("callbacks") or {}).items() if k == "peft_adapter"}
+    here = values["trainer"] | {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
+    alone = {"trainer": here, "callbacks": adapter, "monitors": {}, "logger": None, "strategy": None}
+    trainer = build_trainer(dict(values) | alone)
+    pl.seed_everything(values["seed"], workers=True, verbose=False)
+    model: pl.LightningModule = _make("model", values["model"])
+    with trainer.precision_plugin.module_init_context():
+        model.configure_model()
+    for technique in [each for each in _callbacks(trainer) if isinstance(each, PeftAdapter)]:
+        technique.put_into(model)
     return model
 
 

@@ -32,6 +32,7 @@ Blocks = str | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool
 class Stage(IntEnum):
     """The order in which changes happen; each may rely on those before it."""
 
+    LOAD = 0
     QUANTIZE = 1
     ADAPT = 2
     FLOAT8 = 3

@@ -25,6 +25,7 @@ USED_IN = {
     "_compiled_call_impl": "compiled.py",
     "_checkpoint_without_reentrant_generator": "activations.py",
     "_version": "activations.py",
+    "parameter._version": "frozen_base.py",
     "_dynamo.callback": "measure/compilation.py",
     "_dynamo.utils": "measure/compilation.py",
     "_dynamo": "callbacks/torch_compile.py",

@@ -6,9 +6,11 @@ gradients, optimizer state and what it takes to share the result, shrinks to a p
 `all-linear` is every linear layer, the head included unless a Hugging Face model says which it is. Methods of
 virtual tokens (`prompt_tuning` and its like) need one Hugging Face model as a part of the module, which is
 wrapped. AdaLoRA's ranks are allotted once an optimizer step, over the run's steps if none are given.
+Checkpoints hold what is trained and a fingerprint of the base, which refuses another one.
 
 Costs: the adapters' own products in both passes; activations stay what they were. A layer's keys get
-    `base_layer` in them. `modules_to_save` keeps a second copy of those modules.
+    `base_layer` in them. `modules_to_save` keeps a second copy of those modules. A first save or load
+    reads the frozen base once, for its SHA-256.
 Conflicts: optimizers that project gradients themselves, averages of weights, callbacks that freeze and
     thaw; a `-true` precision of the Trainer's casts adapters too. AdaLoRA needs gradients that are there
     after the step, not scaled: no 16-mixed, no optimizer in the backward pass.
@@ -18,24 +20,28 @@ Source: https://huggingface.co/docs/peft; Hu et al. 2021, https://arxiv.org/abs/
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from peft import AdaLoraConfig
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff import adapters, plan, saved_with, transform
-from lightning_eff.adapter_methods import IN_PLACE, Targets, configure
+from lightning_eff import adapter_rules, adapter_state, adapters, plan, saved_with, stored, transform
+from lightning_eff.adapter_methods import Targets, configure
 from lightning_eff.errors import ConfigError
-from lightning_eff.facts import KEEPS_PRODUCTS, NEW_PARAMETERS, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.facts import NEW_PARAMETERS, TRANSFORM, Facts, Outcome, name_of
 from lightning_eff.first_gradients import FirstGradients, GradientError, listed
 from lightning_eff.measure.tables import human_bytes
 from lightning_eff.rank_schedule import RankSchedule
 from lightning_eff.transform import Stage
 
+SHARDED = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
+"""Strategies that write checkpoints themselves, base included: left to them."""
 UNKNOWN_STEPS = 10**9
 """Stands for AdaLoRA's number of steps until the run knows it."""
 
@@ -87,8 +93,11 @@ class PeftAdapter(pl.Callback):
         options: Fields of the method's config by PEFT's names: `{"r": 16, "use_dora": true}`.
         autocast_adapter_dtype: Keep adapters of half-precision layers in float32.
         unused: Patterns of names of trainable parameters that need not have a gradient in the first step.
+        save_base: Save whole checkpoints; without, they hold what is trained and a fingerprint of the rest.
+        base_checkpoint: Checkpoint, or `.safetensors`, of the model without adapters, to begin from.
 
     Raises:
+        CheckpointError: A checkpoint is of another adapter or base, or there is no adapter to save.
         ConfigError: No such method, option or layer, or a model that the method is not for.
         ConflictError: Something in the run cannot meet adapters.
         GradientError: The first step left a trainable parameter without a gradient, or out of the optimizer.
@@ -113,6 +122,8 @@ class PeftAdapter(pl.Callback):
         options: Mapping[str, Any] | None = None,
         autocast_adapter_dtype: bool = True,
         unused: Sequence[str] | None = None,
+        save_base: bool = False,
+        base_checkpoint: str | None = None,
     ) -> None:
         self.method = method
         self.target_modules = target_modules
@@ -120,6 +131,8 @@ class PeftAdapter(pl.Callback):
         self.options = options
         self.autocast_adapter_dtype = autocast_adapter_dtype
         self.unused = unused
+        self.save_base = save_base
+        self.base_checkpoint = base_checkpoint
         self._config(UNKNOWN_STEPS)  # says now what is wrong with it
         remedy = "leave those layers out, or name them: callbacks.peft_adapter.unused=[PATTERN]"
         self._first = FirstGradients(remedy=remedy, unused=unused or ())
@@ -127,6 +140,8 @@ class PeftAdapter(pl.Callback):
         self._sizes: tuple[int, int, int] = (0, 0, 0)
         self._schedule: RankSchedule | None = None
         self._loaded: Mapping[str, Any] | None = None
+        self._trainer: pl.Trainer | None = None
+        self._keeper: adapter_state.KeepsAdapter | None = None
         self._handles: list[RemovableHandle] = []
 
     def _config(self, total_step: int) -> Any:
@@ -141,36 +156,27 @@ class PeftAdapter(pl.Callback):
 
     def facts(self) -> Facts:
         """State that the parameters are new ones, and what a schedule of ranks cannot meet."""
-        thaws = Rule(
-            name="lightning/BaseFinetuning",
-            reason="it freezes and thaws what the adapters leave frozen",
-            remedies=("remove it",),
-        )
-        return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=(thaws, *self._of_method()))
-
-    def _of_method(self) -> tuple[Rule, ...]:
-        lora = "callbacks.peft_adapter.method=lora"
-        reasons = {
-            "run/scaler": (
-                "ranks are allotted by gradients, and a scaler multiplies them",
-                "precision=mixed",
-            ),
-            "optimizer/in_backward": ("ranks are allotted by gradients, which it frees", "optimizer=adamw"),
-            "run/manual_optimization": ("ranks are allotted once a step, which is the module's own", lora),
-        }
-        reasons = reasons if self.method == "adalora" else {}
-        if self.method in IN_PLACE:
-            full = "callbacks.gradient_checkpointing.policy=full"
-            reasons[KEEPS_PRODUCTS] = (f"{self.method} adds to a product of its layer in place", full)
-        return tuple(
-            Rule(name=name, reason=reason, remedies=(remedy,)) for name, (reason, remedy) in reasons.items()
-        )
+        return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=adapter_rules.rules(self.method))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         plan.enforce(self, trainer, pl_module)
         self._trainer = trainer
+        if self.base_checkpoint is not None:
+            transform.queue(trainer, pl_module, Stage.LOAD, self._load_base)
         transform.queue(trainer, pl_module, Stage.ADAPT, self._apply)
+
+    def put_into(self, model: pl.LightningModule) -> None:
+        """Do at once, without a Trainer, what belongs between `configure_model` and a restore."""
+        if self.base_checkpoint is not None:
+            self._load_base(model)
+        self._apply(model)
+
+    def _load_base(self, model: nn.Module) -> int:
+        """Give the model its base, unless it has adapters, and so a base, already."""
+        path = Path(self.base_checkpoint or "")
+        key = f"{name_of(self).replace('/', '.')}.base_checkpoint"
+        return 0 if adapters.of(model) else stored.load_base(model, path, key=key)
 
     def _apply(self, model: nn.Module) -> int:
         try:
@@ -184,6 +190,10 @@ class PeftAdapter(pl.Callback):
         num_bytes = sum(p.numel() * p.element_size() for p in trained)
         self._sizes = (sum(p.numel() for p in trained), total, num_bytes)
         present = getattr(model, "peft_config", {}).get(adapters.ADAPTER)
+        self._keeper = None
+        sharded = self._trainer is not None and isinstance(self._trainer.strategy, SHARDED)
+        if isinstance(model, pl.LightningModule) and not sharded:
+            self._keeper = adapter_state.keep(model, save_base=self.save_base)
         self._schedule = None
         if isinstance(present, AdaLoraConfig):
             present.total_step = config.total_step
@@ -192,9 +202,11 @@ class PeftAdapter(pl.Callback):
 
     def _total_steps(self) -> int:
         """Return the run's optimizer steps, for the one method that asks; any number without training."""
-        if self.method != "adalora" or "total_step" in (self.options or {}) or not self._trainer.training:
+        trainer = self._trainer
+        given = self.method != "adalora" or "total_step" in (self.options or {})
+        if given or trainer is None or not trainer.training:
             return UNKNOWN_STEPS
-        steps = self._trainer.estimated_stepping_batches
+        steps = trainer.estimated_stepping_batches
         if not 0 < steps < float("inf"):
             allowed = "the number of steps: this run has no end"
             remedy = "callbacks.peft_adapter.options.total_step=1000"
@@ -276,5 +288,7 @@ class PeftAdapter(pl.Callback):
         did += f" ({share:.2%}, {human_bytes(num_bytes)})" if total else ""
         ranks = self._schedule.ranks() if self._schedule is not None else []
         did += f"; {sum(ranks)} ranks in use, {min(ranks)} to {max(ranks)} a layer" if ranks else ""
+        saved = self._keeper.num_saved if self._keeper is not None and not self.save_base else 0
+        did += f"; saved {saved} times, without the base" if saved else ""
         numbers = {"layers": list(self._adapted), "trained": trained, "parameters": total, "ranks": ranks}
         return Outcome(did=did, effective=bool(self._adapted), numbers=numbers)

@@ -1,0 +1,85 @@
+"""Weights from files: verified before they are read, and nothing but tensors and plain values.
+
+A checkpoint's SHA-256 is compared, then it is mapped into memory, so that optimizer state which nobody asked
+for is not read. A `.safetensors` file holds tensors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError  # the error alone: nothing is unpickled here
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from lightning_eff.adapter_state import load_weights
+from lightning_eff.errors import CheckpointError, ConfigError
+from lightning_eff.sealed import verify_path
+
+UNREADABLE = (RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, AttributeError, TypeError)
+"""What torch raises about a file whose content it cannot take."""
+
+
+def checkpoint(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds, mapped from its file.
+
+    Raises:
+        CheckpointError: It is damaged, or holds more than tensors and plain values.
+        FileNotFoundError: There is none.
+    """
+    verify_path(path)
+    try:
+        found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except UNREADABLE as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else repr(error)
+        text = f"checkpoint {path} is not loaded: torch cannot read it ({reason})"
+        raise CheckpointError(text) from error
+    if not isinstance(found, dict):
+        text = f"checkpoint {path} is not loaded: it holds no checkpoint of a Trainer"
+        raise CheckpointError(text)
+    return found
+
+
+def weights(path: Path) -> Mapping[str, Any]:
+    """Return the weights of a checkpoint or of a `.safetensors` file.
+
+    Raises:
+        CheckpointError: The file cannot be read, or holds none.
+        FileNotFoundError: There is none.
+    """
+    if path.suffix != ".safetensors":
+        state = checkpoint(path).get("state_dict")
+        return state if isinstance(state, dict) else {}
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        text = f"checkpoint {path} is not loaded: {error}"
+        raise CheckpointError(text) from error
+
+
+def load_base(model: nn.Module, path: Path, *, key: str) -> int:
+    """Load the weights of a model that has no adapters yet; return how many tensors.
+
+    Args:
+        model: As it was when they were saved.
+        path: The file.
+        key: The setting that names it.
+
+    Raises:
+        ConfigError: There is no such file, it is damaged, or of another model; nothing was assigned.
+    """
+    try:
+        if any(parameter.is_meta for parameter in model.parameters()):
+            text = "this model has no memory yet, on the meta device"
+            raise CheckpointError(text)
+        return load_weights(model, weights(path))
+    except (FileNotFoundError, CheckpointError) as error:
+        reason = str(error).partition(" is not loaded: ")[2] or str(error).removeprefix(
+            f"checkpoint {path}: "
+        )
+        allowed = f"a checkpoint of this model without adapters: {reason}"
+        raise ConfigError(key=key, value=str(path), allowed=allowed) from error

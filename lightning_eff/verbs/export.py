@@ -1,0 +1,183 @@
+"""Write a run's adapter in PEFT's own format, or its model with the adapter merged in, as safetensors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning_eff.errors import EXIT_OK, CheckpointError, ConfigError, UsageError, nearest
+
+USAGE = """lightning-eff export RUN [options]
+
+  lightning-eff export outputs/lora/2026-11-21_10-00-00-000000    the adapter of that run
+  lightning-eff export lora                                       of the recipe's newest run
+  lightning-eff export lora --merge                               the model with the adapter merged in
+  lightning-eff export lm                                         of a run without adapters: its weights
+
+Plain PEFT and transformers load what is written, without this package: PeftModel.from_pretrained(base, DIR),
+AutoModelForCausalLM.from_pretrained(DIR), safetensors.torch.load_model(model, DIR/model.safetensors).
+
+options:
+  --merge                 the merged model in place of the adapter
+  --checkpoint WHICH      last (the newest that is whole), best (of what the run monitored) or a path
+  --out DIR               a new folder under the output root; otherwise RUN/export/adapter or RUN/export/model
+  --output-root DIR       where runs lie (outputs)
+  --json                  print what was written as JSON
+  --debug                 whole tracebacks"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    given = _parse(arguments)
+    root = Path(given.output_root)
+    run_dir, path = _find(given.run, root, given.checkpoint)
+    values = _values(run_dir)
+    adapted = "peft_adapter" in (values.get("callbacks") or {})
+    kind = "adapter" if adapted and not given.merge else "model"
+    out = Path(given.out) if given.out else run_dir / "export" / kind
+    _check_out(out, root)
+    sys.path.insert(0, str(Path.cwd()))
+    _write(values, path, out, merge=given.merge, adapted=adapted)
+    files = {each.name: each.stat().st_size for each in sorted(out.iterdir())}
+    if given.json:
+        found = {"run": str(run_dir), "checkpoint": str(path), "kind": kind, "out": str(out), "files": files}
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    else:
+        from lightning_eff.measure.tables import human_bytes
+
+        listed = ", ".join(f"{name} ({human_bytes(size)})" for name, size in files.items())
+        sys.stdout.write(f"{kind} of {path}\n written to {out}: {listed}\n")
+    return EXIT_OK
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="lightning-eff export", add_help=False, allow_abbrev=False)
+    for flag in ("--merge", "--json", "--debug"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--checkpoint", default="last")
+    parser.add_argument("--out")
+    parser.add_argument("--output-root", default="outputs")
+    parser.error = _usage_error  # pyright: ignore[reportAttributeAccessIssue]
+    given, words = parser.parse_known_args(arguments)
+    unknown = [word for word in words if word.startswith("-")] + words[1:]
+    if unknown:
+        _usage_error(f"unknown argument {unknown[0]!r}")
+    if not words:
+        _usage_error("which run? a folder, or a recipe's name for its newest run")
+    given.run = words[0]
+    return given
+
+
+def _usage_error(message: str) -> NoReturn:
+    text = f"export: {message}\n  try: lightning-eff export --help"
+    raise UsageError(text)
+
+
+def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
+    """Return a run's folder and the checkpoint that is meant."""
+    from lightning_eff.resume import newest_whole
+    from lightning_eff.run import RESOLVED
+
+    folder = Path(run)
+    if not (folder / RESOLVED).is_file():
+        newest = newest_whole(root / run) if not folder.is_absolute() and ".." not in folder.parts else None
+        if newest is None:
+            recipes = [each.name for each in root.iterdir() if each.is_dir()] if root.is_dir() else []
+            allowed = f"a run's folder (it has a {RESOLVED}), or a recipe with runs in {root}"
+            raise ConfigError(key="RUN", value=run, allowed=f"{allowed}; {nearest(run, recipes)}")
+        folder = newest.parent.parent
+    if which not in ("last", "best"):
+        if not Path(which).is_file():
+            raise ConfigError(
+                key="--checkpoint", value=which, allowed="last, best, or an existing checkpoint"
+            )
+        return folder, Path(which)
+    last = newest_whole(folder)
+    if last is None:
+        allowed = f"a run with a checkpoint that is whole; there is none in {folder / 'checkpoints'}"
+        raise ConfigError(key="RUN", value=run, allowed=allowed)
+    return folder, last if which == "last" else _best(last)
+
+
+def _best(last: Path) -> Path:
+    """Return the best checkpoint that a run kept: a file beside its last one, whatever that one names."""
+    from lightning_eff import stored
+
+    states: Any = stored.checkpoint(last).get("callbacks")
+    callbacks: Mapping[Any, Any] = states if isinstance(states, Mapping) else {}
+    savers: list[Any] = [state for name, state in callbacks.items() if "ModelCheckpoint" in str(name)]
+    named = {
+        Path(str(state.get("best_model_path"))).name
+        for state in savers
+        if isinstance(state, Mapping) and state.get("monitor") and state.get("best_model_path")
+    }
+    found = [path for path in last.parent.iterdir() if path.name in named]
+    if not found:
+        allowed = "a run that monitored something: monitors.model_checkpoint.monitor=val_loss"
+        raise ConfigError(key="--checkpoint", value="best", allowed=allowed, remedies=["--checkpoint last"])
+    return found[0]
+
+
+def _values(run_dir: Path) -> dict[str, Any]:
+    """Return what a run was built from, held to the same rules as a config that is trained."""
+    import yaml
+
+    from lightning_eff import folders, signatures
+    from lightning_eff.run import RESOLVED
+
+    path = run_dir / RESOLVED
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        allowed = f"a run's config ({str(error).splitlines()[0]})"
+        raise ConfigError(key="RUN", value=str(path), allowed=allowed) from error
+    if not isinstance(values, dict) or not {*signatures.RUN_KEYS, "trainer"} <= values.keys():
+        raise ConfigError(key="RUN", value=str(path), allowed="a run's config, which `train` wrote")
+    unknown = [str(key) for key in values if key not in signatures.TOP_LEVEL]
+    if unknown:
+        raise ConfigError(unknown[0], "", allowed=f"a known key; {nearest(unknown[0], signatures.TOP_LEVEL)}")
+    signatures.check_groups(values)
+    folders.check_folders(values, Path(values["output_root"]))
+    return values
+
+
+def _check_out(out: Path, root: Path) -> None:
+    from lightning_eff.folders import check_inside
+
+    check_inside("--out", str(out), root.resolve())
+    if os.path.lexists(out):
+        allowed = "a folder that is not there yet: nothing is overwritten"
+        raise ConfigError(key="--out", value=str(out), allowed=allowed, remedies=[f"--out {out}-2"])
+
+
+def _write(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, adapted: bool) -> None:
+    """Build the run's model, load its checkpoint and let the files appear."""
+    from lightning_eff import adapter_export, adapter_state, run, stored
+    from lightning_eff.replacing import appearing
+
+    checkpoint = stored.checkpoint(path)
+    model = run.model_again(values)
+    try:
+        if adapted:
+            adapter_state.load(model, checkpoint)
+        else:
+            adapter_state.load_weights(model, checkpoint.get("state_dict") or {})
+    except CheckpointError as error:
+        text = f"checkpoint {path} is not exported: {error}"
+        raise CheckpointError(text) from error
+    try:
+        with appearing(out) as folder:
+            if adapted and not merge:
+                adapter_export.save_adapter(model, folder)
+            else:
+                if adapted:
+                    adapter_export.merge(model)
+                adapter_export.save_whole(model, folder)
+    except OSError as error:
+        text = f"{out} was not written: {error.strerror or error}; nothing is left of it"
+        raise CheckpointError(text) from error

@@ -1,0 +1,524 @@
+"""Checkpoints of adapters: small, bit for bit, and for one base, one method and one model alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import DistributedSampler, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_eff import adapter_state, frozen_base
+from lightning_eff.adapter_state import KEY
+from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
+from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.errors import CheckpointError, ConfigError
+from lightning_eff.frozen_base import Fingerprint
+from tests.conftest import Deep, Net, make_loader, make_trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 on torch 2.13
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+]
+LORA: dict[str, Any] = {"options": {"r": 4}}
+
+
+class Normed(Deep):
+    """Has running statistics in the frozen part."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.norm = nn.BatchNorm1d(16)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+def make(seed: int = 1, kind: Callable[..., Deep] = Normed, **keywords: Any) -> Deep:
+    torch.manual_seed(seed)
+    model = kind(**keywords)
+    torch.manual_seed(2)
+    return model
+
+
+class Seeds(pl.Callback):
+    """Lets dropout depend on the step alone: Lightning restores no random state."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        torch.manual_seed(1000 + trainer.global_step)
+
+
+def shuffled() -> StatefulDataLoader[Any]:
+    data = make_loader().dataset
+    assert isinstance(data, TensorDataset)
+    sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True)
+    return StatefulDataLoader(data, batch_size=4, sampler=sampler)
+
+
+def fit(
+    model: pl.LightningModule,
+    folder: Path | None = None,
+    *,
+    steps: int = 4,
+    resume: Path | None = None,
+    loader: Any = None,
+    saver: dict[str, Any] | None = None,
+    **keywords: Any,
+) -> pl.Trainer:
+    """Train with an adapter, with checkpoints that survive, and save the end as `end.ckpt`."""
+    kept = {"monitor": "train_loss", "save_top_k": 2, "save_last": True, "every_n_train_steps": 3}
+    kept |= {"filename": "{step}"}
+    savers = [ModelCheckpoint(folder, **(kept | saver))] if saver is not None else []
+    torch.manual_seed(2)
+    trainer = make_trainer(
+        callbacks=[PeftAdapter(**(LORA | keywords)), Seeds(), *savers],
+        max_steps=steps,
+        plugins=[Durable()],
+        enable_checkpointing=bool(savers),
+    )
+    trainer.fit(model, make_loader() if loader is None else loader, ckpt_path=resume)
+    if folder is not None:
+        trainer.save_checkpoint(folder / "end.ckpt")
+    return trainer
+
+
+def read(path: Path) -> dict[str, Any]:
+    return Durable(require_digest=True).load_checkpoint(path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    fit(make(), folder)
+    return folder / "end.ckpt"
+
+
+def test_a_checkpoint_holds_what_is_trained_or_changes_and_no_more(saved: Path, tmp_path: Path) -> None:
+    state = read(saved)["state_dict"]
+    model = make()
+    adapt(model, **LORA)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert set(state) == trained | {name for name, _ in model.named_buffers()}
+    assert len(trained) == 10
+    fit(make(), tmp_path, save_base=True)
+    whole = read(tmp_path / "end.ckpt")
+    assert set(whole["state_dict"]) == set(model.state_dict())
+    assert whole[KEY]["base"] is None
+    head = make()
+    fit(head, tmp_path / "head", modules_to_save=["second"], target_modules=["first"])
+    keys = set(read(tmp_path / "head" / "end.ckpt")["state_dict"])
+    assert {k for k in keys if k.startswith("second")} == {
+        f"second.modules_to_save.default.{part}" for part in ("weight", "bias")
+    }
+    biased = make()
+    fit(biased, tmp_path / "bias", options={"r": 4, "bias": "lora_only"})
+    assert "first.base_layer.bias" in read(tmp_path / "bias" / "end.ckpt")["state_dict"]
+
+
+@pytest.mark.parametrize("method", ["lora", "adalora", "vera", "head and biases"])
+@pytest.mark.parametrize("stop", [3, 7])  # in a second epoch stock Lightning does not find the place again
+def test_stopped_and_resumed_it_is_the_run_that_was_not(method: str, stop: int, tmp_path: Path) -> None:
+    """Weights, statistics and optimizer state to the bit; dropout, shuffled, in the middle of an epoch."""
+    keywords: dict[str, Any] = {"method": method, "options": {"r": 4}}
+    if method == "adalora":
+        keywords["options"] = {"init_r": 6, "target_r": 3, "total_step": 20, "tfinal": 4}
+    if method == "head and biases":
+        keywords = {"options": {"r": 4, "bias": "all"}, "modules_to_save": ["second"]}
+    whole, first, second = make(), make(), make()
+    never = fit(whole, steps=15, loader=shuffled(), **keywords)
+    saver = {"monitor": None, "save_top_k": -1, "save_last": None, "every_n_train_steps": stop}
+    fit(first, tmp_path, steps=stop, loader=shuffled(), saver=saver, **keywords)
+    path = tmp_path / f"step={stop}.ckpt"
+    again = fit(second, tmp_path, steps=15, loader=shuffled(), resume=path, saver=saver, **keywords)
+    assert first.losses + second.losses == whole.losses
+    assert_same(second.state_dict(), whole.state_dict())
+    states = [trainer.optimizers[0].state_dict()["state"] for trainer in (again, never)]
+    for index, values in states[0].items():
+        assert_same(values, states[1][index])
+    assert not torch.equal(second.norm.running_mean, first.norm.running_mean), "statistics went on"
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def test_top_k_last_and_monitor_are_as_ever(tmp_path: Path) -> None:
+    fit(make(), tmp_path / "ours", steps=14, saver={})
+    fit(make(), tmp_path / "whole", steps=14, saver={}, save_base=True)
+    names = [sorted(path.name for path in (tmp_path / each).iterdir()) for each in ("ours", "whole")]
+    assert names[0] == names[1]
+    assert len(names[0]) == 4
+    sizes = [sum(path.stat().st_size for path in (tmp_path / e).iterdir()) for e in ("ours", "whole")]
+    assert sizes[0] < sizes[1]
+    second = make()
+    trainer = fit(second, tmp_path / "ours", steps=20, saver={}, resume=tmp_path / "ours" / "last.ckpt")
+    saver = trainer.checkpoint_callback
+    assert isinstance(saver, ModelCheckpoint)
+    assert len(saver.best_k_models) == 2
+    assert Path(saver.best_model_path).exists()
+    best = read(Path(saver.best_model_path))["state_dict"]
+    trainer.validate(second, make_loader(), ckpt_path="best", verbose=False)
+    assert_same({name: second.state_dict()[name] for name in best}, best)
+
+
+def test_weights_alone_and_saves_after_the_end_are_small_too(tmp_path: Path) -> None:
+    model = make()
+    trainer = fit(model, tmp_path)
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    alone, full = (read(tmp_path / f"{name}.ckpt") for name in ("weights", "end"))
+    assert "optimizer_states" not in alone
+    assert_same(alone["state_dict"], full["state_dict"])
+    assert alone[KEY] == full[KEY]
+    fresh = make()
+    make_trainer(callbacks=[PeftAdapter(**LORA)]).validate(
+        fresh, make_loader(), ckpt_path=tmp_path / "weights.ckpt", verbose=False
+    )
+    assert_same(fresh.state_dict(), model.state_dict())
+
+
+def test_an_adapter_is_under_one_percent_of_a_whole_checkpoint(tmp_path: Path) -> None:
+    """A Llama of 4 layers, 256 wide, 4,096 tokens: LoRA of rank 2 on q and v, with AdamW's state of it."""
+
+    class Llama(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            config = LlamaConfig(
+                vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=4,
+                num_attention_heads=4, num_key_value_heads=4,
+            )  # fmt: skip
+            self.net = LlamaForCausalLM(config).train()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            ids = (batch[0].abs() * 10).long() % 32
+            return self.net(input_ids=ids, labels=ids, use_cache=False).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
+
+    chosen = {"target_modules": ["q_proj", "v_proj"], "options": {"r": 2}}
+    for save_base in (True, False):
+        fit(Llama(), tmp_path / str(save_base), steps=1, save_base=save_base, **chosen)
+    sizes = {kind: (tmp_path / kind / "end.ckpt").stat().st_size for kind in ("True", "False")}
+    assert sizes["False"] < 0.01 * sizes["True"], sizes
+
+
+def edited(path: Path, target: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    """Return a checkpoint whose content was changed by someone who can seal it."""
+    state = read(path)
+    edit(state)
+    Durable().save_checkpoint(state, target)
+    return target
+
+
+def renamed(c: dict[str, Any]) -> None:
+    c["state_dict"] = {name.replace("lora_A", "lora_X"): value for name, value in c["state_dict"].items()}
+
+
+def emptied(c: dict[str, Any]) -> None:
+    c["state_dict"]["first.lora_A.default.weight"] = torch.empty(0)
+
+
+def without(c: dict[str, Any]) -> None:
+    del c["state_dict"]["first.lora_A.default.weight"]
+
+
+def cut(c: dict[str, Any]) -> None:
+    c["state_dict"]["second.lora_B.default.weight"] = torch.zeros(3, 2)
+
+
+DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (renamed, r"missing: 'first.lora_A.default.weight', .* and 2 more; not of this model: 'first.lora_X"),
+    (emptied, "it holds empty tensors: 'first.lora_A.default.weight'"),
+    (without, "missing: 'first.lora_A.default.weight'$"),
+    (cut, r"of another shape: 'second.lora_B.default.weight \(3, 2\) for \(3, 4\)'"),
+    (lambda c: c["state_dict"].clear(), "missing: 'first.lora_A.default.weight'"),
+    (lambda c: c.update(state_dict=3), "it holds no weights of a module"),
+    (lambda c: c["state_dict"].update({"\x1b[2J": torch.ones(1)}), r"not of this model: '\\x1b\[2J'"),
+    (lambda c: c[KEY].update(base={"sha256": 1, "tensors": {}}), "without the fingerprint of its base"),
+    (lambda c: c[KEY].update(base=3), "without the fingerprint of its base"),
+    (lambda c: c[KEY]["base"].update(sha256="0" * 64), "an adapter for another base"),
+    (lambda c: c.pop(KEY), "missing: 'first.base_layer.weight'"),
+]
+
+
+@pytest.mark.parametrize(("edit", "text"), DAMAGE)
+def test_wrong_adapters_are_refused_by_name_before_anything_is_assigned(
+    edit: Callable[[dict[str, Any]], object], text: str, saved: Path, tmp_path: Path
+) -> None:
+    refused(make(), edited(saved, tmp_path / "edited.ckpt", edit), text)
+
+
+def refused(model: pl.LightningModule, path: Path, text: str, **keywords: Any) -> None:
+    """Every way to load it is refused, and leaves the model with its base and fresh adapters."""
+    technique = PeftAdapter(**(LORA | keywords))
+    before: dict[str, Tensor] = {}
+
+    class Look(pl.Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            loads = pl_module.on_load_checkpoint
+            pl_module.on_load_checkpoint = lambda c: (
+                before.update(copy.deepcopy(model.state_dict())),
+                loads(c),
+            )
+
+    callbacks = [Look(), technique]
+    for run in ("fit", "validate"):
+        trainer = make_trainer(callbacks=callbacks, plugins=[Durable()], max_steps=6)
+        with pytest.raises(CheckpointError, match=text) as caught:
+            getattr(trainer, run)(model, make_loader(), ckpt_path=path)
+        assert str(path) in str(caught.value)
+        assert not before or not any(p.any() for n, p in before.items() if "lora_B" in n)
+        if before:
+            assert_same(model.state_dict(), before)
+
+
+def test_another_base_is_refused_and_its_tensors_are_named(saved: Path) -> None:
+    refused(make(seed=5), saved, r"for another base: 'blocks.0.linear.bias', .* and 7 more of 18 frozen")
+    one = make()
+    with torch.no_grad():
+        one.blocks[1].linear.weight[3, 3] += 1e-6
+    refused(one, saved, "for another base: 'blocks.1.linear.weight' of 18 frozen tensors differ")
+
+
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"options": {"r": 2}}, "options.r '4', and here it is '2'"),
+    ({"options": {"r": 4, "lora_alpha": 99}}, "options.lora_alpha '8', and here it is '99'"),
+    ({"options": {"r": 4, "use_rslora": True}}, "options.use_rslora 'False', and here it is 'True'"),
+    ({"method": "ia3", "options": None}, "method 'LORA', and here it is 'IA3'"),
+    ({"target_modules": ["first"]}, "not of this model: 'second.lora_A.default.weight', .* and 5 more"),
+    ({"modules_to_save": ["second"]}, "missing: 'second.modules_to_save.default.weight'"),
+]
+
+
+@pytest.mark.parametrize(("other", "text"), OTHERS)
+def test_another_method_or_rank_is_refused(other: dict[str, Any], text: str, saved: Path) -> None:
+    refused(make(), saved, text, **other)
+    assert OTHERS[1][0]["options"]["lora_alpha"] != 8
+
+
+def test_another_dropout_is_not_refused(saved: Path) -> None:
+    fit(make(), steps=6, resume=saved, options={"r": 4, "lora_dropout": 0.3})
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
+def test_a_flipped_bit_is_found(part: float, saved: Path, tmp_path: Path) -> None:
+    content = bytearray(saved.read_bytes())
+    content[int(len(content) * part)] ^= 1
+    (tmp_path / "flipped.ckpt").write_bytes(content)
+    refused(make(), tmp_path / "flipped.ckpt", "is damaged")
+
+
+def test_a_module_that_does_not_load_strictly_is_strict_about_its_adapter(
+    saved: Path, tmp_path: Path
+) -> None:
+    def no_statistics(c: dict[str, Any]) -> None:
+        del c["state_dict"]["norm.running_mean"]
+
+    loose = make()
+    loose.strict_loading = False
+    fit(loose, steps=6, resume=edited(saved, tmp_path / "a.ckpt", no_statistics))
+    again = make()
+    again.strict_loading = False
+    refused(again, edited(saved, tmp_path / "b.ckpt", without), "missing: 'first.lora_A.default.weight'")
+
+
+def test_without_the_technique_pytorch_refuses_it(saved: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*first.weight.*Unexpected key.*lora_A"):
+        make_trainer().validate(make(), make_loader(), ckpt_path=saved, verbose=False)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        Normed.load_from_checkpoint(saved)
+
+
+def test_whole_checkpoints_load_too_and_what_is_missing_is_told(tmp_path: Path) -> None:
+    first = make()
+    fit(first, tmp_path, save_base=True)
+    other = make(seed=5)
+    fit(other, tmp_path / "next", steps=5, resume=tmp_path / "end.ckpt")
+    assert torch.equal(other.first.base_layer.weight, first.first.base_layer.weight)
+    assert read(tmp_path / "next" / "end.ckpt")[KEY]["base"] is not None
+    fit(make(), steps=6, resume=tmp_path / "next" / "end.ckpt")
+    refused(make(), edited(tmp_path / "end.ckpt", tmp_path / "cut.ckpt", without), "missing: 'first.lora_A")
+
+
+@pytest.mark.parametrize("kind", ["ckpt", "safetensors"])
+def test_the_checkpoint_of_an_earlier_run_is_the_base(kind: str, tmp_path: Path) -> None:
+    trained = make()
+    trainer = make_trainer(max_steps=8, plugins=[Durable()])
+    trainer.fit(trained, make_loader())
+    path = tmp_path / f"base.{kind}"
+    if kind == "ckpt":
+        trainer.save_checkpoint(path)
+    else:
+        save_file(trained.state_dict(), path)
+    model, plain = make(), copy.deepcopy(trained)
+    fit(model, tmp_path, base_checkpoint=str(path))
+    fit(plain)
+    assert model.losses == plain.losses[8:]
+    assert torch.equal(model.first.base_layer.weight, trained.first.weight)
+    again = make()
+    fit(again, steps=6, resume=tmp_path / "end.ckpt", base_checkpoint=str(path))
+    refused(make(), tmp_path / "end.ckpt", "for another base")
+    if kind == "ckpt":
+        refused(make(), path, r"no adapter, only the model\n  try: base_checkpoint=PATH")
+
+
+def test_a_base_that_does_not_fit_is_refused_before_anything_is_assigned(saved: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(max_steps=1, plugins=[Durable()])
+    trainer.fit(Net(), make_loader())
+    trainer.save_checkpoint(tmp_path / "net.ckpt")
+    (tmp_path / "cut.ckpt").write_bytes((tmp_path / "net.ckpt").read_bytes()[:-9])
+    (tmp_path / "no.safetensors").write_bytes(b"12345678{}")
+    wrong = {
+        tmp_path / "net.ckpt": "missing: 'norm.running_mean', ",
+        tmp_path / "cut.ckpt": "cut off",
+        tmp_path / "no.safetensors": "header",
+        tmp_path / "absent.ckpt": "there is no such file",
+        saved: "not of this model: 'first.lora_A.default.weight'",
+    }
+    for path, text in wrong.items():
+        model = make()
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ConfigError, match=r"^callbacks.peft_adapter.base_checkpoint=.*") as caught:
+            fit(model, base_checkpoint=str(path))
+        assert text in str(caught.value)
+        assert_same(model.state_dict(), before)
+
+
+def test_an_empty_or_merged_adapter_is_not_saved() -> None:
+    model = Normed()
+    adapt(model, **LORA)
+    checkpoint = {"state_dict": model.state_dict()}
+    parts = [layer for layer in model.modules() if hasattr(layer, "merge")]
+    parts[0].merge()
+    with pytest.raises(CheckpointError, match=r"merged into the base \('first'\)"):
+        adapter_state.strip(model, checkpoint, Fingerprint())
+    parts[0].unmerge()
+    model.first.lora_A.default.weight.data = torch.empty(0)
+    with pytest.raises(CheckpointError, match=r"is empty, .*first.lora_A.default.weight"):
+        adapter_state.strip(model, checkpoint, Fingerprint())
+    with pytest.raises(CheckpointError, match="empty"):
+        adapter_state.strip(Normed().requires_grad_(False), checkpoint, Fingerprint())
+    assert KEY not in checkpoint
+
+
+def test_the_base_is_read_once_a_run_and_again_only_where_it_changed() -> None:
+    model = Normed()
+    adapt(model, **LORA)
+    fingerprint = Fingerprint()
+    first = fingerprint.record(model)
+    count = fingerprint.num_hashed
+    assert count == len(first["tensors"]) == 18
+    assert fingerprint.record(model) == first
+    fingerprint.check(model, first)
+    assert fingerprint.num_hashed == count
+    with torch.no_grad():
+        model.first.base_layer.weight.add_(1)
+    assert fingerprint.record(model)["sha256"] != first["sha256"]
+    assert fingerprint.num_hashed == count + 1
+
+
+def test_a_fingerprint_is_of_values_and_not_of_where_or_how_they_lie() -> None:
+    model = Normed().requires_grad_(False)
+    record = Fingerprint().record(model)
+    turned = copy.deepcopy(model)
+    turned.first.weight = nn.Parameter(model.first.weight.t().contiguous().t(), requires_grad=False)
+    assert not turned.first.weight.is_contiguous()
+    assert Fingerprint().record(turned) == record
+    adapted = copy.deepcopy(model)
+    adapt(adapted, **LORA)
+    assert Fingerprint().record(adapted) == record
+    for dtype in (torch.float64, torch.bfloat16, torch.complex64):
+        layer = nn.Linear(2, 2, dtype=dtype).requires_grad_(False)
+        assert str(dtype).removeprefix("torch.") in Fingerprint().record(layer)["tensors"]["weight"]
+    swapped = copy.deepcopy(model)
+    swapped.first.bias, swapped.norm.weight = swapped.norm.weight, swapped.first.bias
+    with pytest.raises(CheckpointError, match=r"'first.bias', 'norm.weight' of"):
+        Fingerprint().check(swapped, record)
+
+
+def test_a_run_in_another_number_format_is_compared_in_the_one_that_was_saved() -> None:
+    """A `-true` precision converts the model after the restore: what is saved then is loaded before it."""
+    model = Normed().requires_grad_(False)
+    record = Fingerprint().record(copy.deepcopy(model).bfloat16())
+    Fingerprint().check(model, record)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.first.weight[0, 0] += 1
+    with pytest.raises(CheckpointError, match=r"'first.weight' of"):
+        Fingerprint().check(other, record)
+
+
+def test_a_true_precision_resumes(tmp_path: Path) -> None:
+    for steps, resume in ((4, None), (6, tmp_path / "end.ckpt")):
+        model = make(kind=Low)
+        callbacks = [PeftAdapter(**LORA), Seeds()]
+        trainer = make_trainer(callbacks=callbacks, max_steps=steps, precision="bf16-true")
+        trainer.fit(model, make_loader(), ckpt_path=resume)
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+
+
+class Low(Deep):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0].bfloat16(), batch[1]), batch_idx)
+
+
+def test_hooks_of_the_module_itself_are_called_too(tmp_path: Path) -> None:
+    class Own(Normed):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = 7
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.seen = checkpoint["mine"]
+
+    fit(make(kind=Own), tmp_path)
+    again = make(kind=Own)
+    fit(again, steps=6, resume=tmp_path / "end.ckpt")
+    assert again.seen == 7
+    twin = copy.deepcopy(again)
+    assert twin.on_save_checkpoint.__self__.module is twin
+    (tmp_path / "next").mkdir()
+    fit(again, tmp_path / "next", steps=7)
+    assert again.on_save_checkpoint.__self__.num_saved == 1, "one keeper, however many runs"
+    assert set(read(tmp_path / "next" / "end.ckpt")["state_dict"]) == set(
+        read(tmp_path / "end.ckpt")["state_dict"]
+    )
+
+
+def test_under_fabric_the_same_functions(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[Durable()])
+    first, second = make(), make()
+    for model in (first, second):
+        adapt(model, **LORA)
+    with torch.no_grad():
+        first.first.lora_B.default.weight += 1
+    checkpoint: dict[str, Any] = {"state_dict": first.state_dict()}
+    adapter_state.strip(first, checkpoint, Fingerprint())
+    fabric.save(tmp_path / "a.ckpt", checkpoint)
+    adapter_state.load(second, fabric.load(tmp_path / "a.ckpt"))
+    assert_same(second.state_dict(), first.state_dict())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        second.load_state_dict(checkpoint["state_dict"])
+
+
+def test_the_report_says_how_often_it_saved(tmp_path: Path) -> None:
+    trainer = fit(make(), tmp_path, saver={})
+    technique = next(c for c in trainer.callbacks if isinstance(c, PeftAdapter))
+    assert "; saved 3 times, without the base" in technique.outcome().did
+
+
+def test_names_from_a_file_are_shown_short_and_harmless() -> None:
+    assert frozen_base.named(["\x1b]0;x\x07", "a" * 500]) == rf"'\x1b]0;x\x07', '{'a' * 120}'"

@@ -1,0 +1,319 @@
+"""`export`: what it writes is loaded by plain PEFT and transformers, in a process without this package."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from safetensors.torch import load_file, load_model
+
+from lightning_eff import adapter_export, adapter_state, replacing, run, stored
+from lightning_eff.callbacks.peft_adapter import adapt
+from lightning_eff.models.gpt import GPT
+from lightning_eff.models.hf_causal_lm import HFCausalLM
+from tests.callbacks.test_adapter_checkpoint import edited
+from tests.callbacks.test_peft_adapter import METHODS, Exact
+
+Command = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning_eff.errors.NoEffectWarning",
+    "ignore::lightning_eff.errors.SlowPathWarning",
+    "ignore:Experiment logs directory",
+)
+TRAIN = ["trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.limit_val_batches=1"]
+TRAIN += ["trainer.num_sanity_val_steps=0", "data.micro_batch_size=2", "data.context_length=16"]
+TRAIN += ["callbacks.gradient_accumulation.global_batch_size=2", "optimizer.lr=0.1", "precision=fp32"]
+TRAIN += ["scheduler=none", "logger=none"]
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in an empty folder with a few texts in it."""
+    monkeypatch.chdir(tmp_path)
+    Path("notes").mkdir()
+    for index in range(20):
+        Path("notes", f"{index}.txt").write_text("the cat sat on the mat\n" * 9)
+
+
+def train_llama(command: Command, tiny_llama: Path, *words: str) -> Path:
+    """Train the small Llama for two steps and return the run's folder."""
+    paths = ["data.paths=[notes]", f"model.name={tiny_llama}"]
+    code, _, err = command("train", "full_finetune", *paths, *TRAIN, *words)
+    assert code == 0, err
+    return max(Path("outputs/full_finetune").iterdir())
+
+
+LORA = ["+callbacks=peft_adapter", "+callbacks.peft_adapter.options={r: 4}", "checkpoint_io=durable"]
+PLAIN = """
+import json, sys, torch
+{imports}
+ids = torch.arange(2, 26).reshape(2, 12)
+with torch.inference_mode():
+    logits = model.eval()(ids).logits
+torch.save(logits, sys.argv[2])
+found = [name for name in sys.modules if name.partition(".")[0] in ("lightning_eff", "lightning")]
+assert not found, found
+"""
+PEFT = """
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base = AutoModelForCausalLM.from_pretrained(sys.argv[3])
+model = PeftModel.from_pretrained(base, sys.argv[1])
+"""
+MERGED = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert AutoTokenizer.from_pretrained(sys.argv[1])("the cat").input_ids
+"""
+
+
+def elsewhere(imports: str, folder: Path, base: Path, tmp_path: Path) -> torch.Tensor:
+    """Return the logits that libraries alone make of a folder, in a process of their own."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", PLAIN.format(imports=imports), str(folder), "logits.pt", str(base)],
+        cwd=tmp_path, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return torch.load(tmp_path / "logits.pt", weights_only=True)
+
+
+def logits_of(run_dir: Path) -> torch.Tensor:
+    """Return what the run's model says, with its adapter where training had it."""
+    values = yaml.safe_load((run_dir / run.RESOLVED).read_text())
+    model = run.model_again(values)
+    (path,) = (run_dir / "checkpoints").glob("step-2.ckpt")
+    adapter_state.load(model, stored.checkpoint(path))
+    with torch.inference_mode():
+        return model.eval()(torch.arange(2, 26).reshape(2, 12))
+
+
+def test_plain_peft_and_transformers_load_it(
+    texts: None, tiny_llama: Path, command: Command, tmp_path: Path
+) -> None:
+    """T5: another scaling, a layer left out or a merge in half precision would be off by 1e-3."""
+    folder = train_llama(command, tiny_llama, *LORA)
+    code, out, err = command("export", "full_finetune", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["kind"] == "adapter"
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= found["files"].keys()
+    keys = load_file(folder / "export" / "adapter" / "adapter_model.safetensors").keys()
+    assert all(key.startswith("base_model.model.model.layers.") for key in keys)
+    assert len(keys) == 28
+    code, out, err = command("export", str(folder), "--merge")
+    assert code == 0, err
+    assert "model of " in out
+    expected = logits_of(folder)
+    base = HFCausalLM(name=str(tiny_llama))
+    base.configure_model()
+    with torch.inference_mode():
+        plain = base.eval()(torch.arange(2, 26).reshape(2, 12))
+    assert (plain - expected).abs().max() > 1e-2, "the adapter differs from the base"
+    adapter = elsewhere(PEFT, folder.resolve() / "export" / "adapter", tiny_llama, tmp_path)
+    torch.testing.assert_close(adapter, expected, rtol=0.0, atol=1e-5)
+    merged = elsewhere(MERGED, folder.resolve() / "export" / "model", tiny_llama, tmp_path)
+    torch.testing.assert_close(merged, expected, rtol=0.0, atol=1e-5)
+    assert (folder / "export" / "model").stat().st_mode & 0o777 == 0o777 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def test_best_a_path_and_the_base_of_an_earlier_run(
+    texts: None, tiny_llama: Path, command: Command, tmp_path: Path
+) -> None:
+    """The full checkpoint of a run is the base of the next one, and of its export."""
+    first = train_llama(command, tiny_llama, "checkpoint_io=durable")
+    code, out, err = command("export", str(first), "--json")
+    assert code == 0, err
+    assert json.loads(out)["kind"] == "model"
+    path = first / "checkpoints" / "step-2.ckpt"
+    second = train_llama(command, tiny_llama, *LORA, f"+callbacks.peft_adapter.base_checkpoint='{path}'",
+                         "monitors.model_checkpoint.monitor=train_loss")  # fmt: skip
+    chosen = [["--checkpoint", "best"], ["--checkpoint", str(second / "checkpoints" / "step-2.ckpt")]]
+    for index, which in enumerate(chosen):
+        code, _, err = command("export", str(second), *which, "--out", f"outputs/{index}", "--merge")
+        assert code == 0, err
+    merged = elsewhere(MERGED, tmp_path / "outputs" / "0", tiny_llama, tmp_path)
+    torch.testing.assert_close(merged, logits_of(second), rtol=0.0, atol=1e-5)
+    code, _, err = command("export", str(first), "--checkpoint", "best", "--out", "outputs/2")
+    assert (code, "--checkpoint='best': expected a run that monitored something" in err) == (2, True)
+    path.unlink()
+    code, _, err = command("export", str(second), "--out", "outputs/3")
+    assert code == 2
+    assert "callbacks.peft_adapter.base_checkpoint=" in err
+
+
+def test_any_module_and_tied_weights(tiny: list[str], command: Command) -> None:
+    """The GPT ties its head to its embedding: written once, and loaded under both names."""
+    words = ["+callbacks=peft_adapter", "+callbacks.peft_adapter.target_modules=[qkv]"]
+    code, _, err = command("train", "lm", *tiny, *words)
+    assert code == 0, err
+    for flags, name in (([], "adapter"), (["--merge"], "model")):
+        code, _, err = command("export", "lm", *flags)
+        assert code == 0, err
+        assert (max(Path("outputs/lm").iterdir()) / "export" / name).is_dir()
+    folder = max(Path("outputs/lm").iterdir())
+    values = yaml.safe_load((folder / run.RESOLVED).read_text())
+    model = run._make("model", values["model"])
+    assert isinstance(model, GPT)
+    model.configure_model()
+    load_model(model, str(folder / "export" / "model" / "model.safetensors"))
+    adapted = run.model_again(values)
+    (path,) = (folder / "checkpoints").glob("step-2.ckpt")
+    adapter_state.load(adapted, stored.checkpoint(path))
+    ids = torch.randint(0, 256, (2, 8))
+    torch.testing.assert_close(model.eval()(ids), adapted.eval()(ids), rtol=0.0, atol=1e-5)
+    bare = run._make("model", values["model"])
+    bare.configure_model()
+    bare.load_state_dict(_base_of(adapted), strict=False)
+    pefts = PeftModel.from_pretrained(bare, str(folder / "export" / "adapter"))
+    torch.testing.assert_close(pefts.eval()(ids), adapted(ids), rtol=0.0, atol=1e-5)
+
+
+def _base_of(model: Any) -> dict[str, torch.Tensor]:
+    return {
+        name.replace(".base_layer.", "."): v for name, v in model.state_dict().items() if "lora" not in name
+    }
+
+
+@pytest.mark.parametrize("named", [*METHODS, "head", "pissa", "pattern"])
+def test_every_method_is_written_as_peft_reads_it_and_merged(named: str, tmp_path: Path) -> None:
+    """Values that are not initial ones, through PEFT's file and through the merge, in float64."""
+    method, options = METHODS.get(named, ("lora", {"r": 4}))
+    own: dict[str, Any] = {"target_modules": ["linear", "first"] if method != "oft" else ["linear"]}
+    if named in ("hra", "fourierft", "vera", "randlora", "delora", "gralora"):
+        own["target_modules"] = ["linear"]
+    own |= {"modules_to_save": ["second"]} if named == "head" else {}
+    options = options | ({"init_lora_weights": "pissa"} if named == "pissa" else {})
+    options = options | ({"rank_pattern": {"first": 2}} if named == "pattern" else {})
+    torch.manual_seed(1)
+    dtype = torch.float32 if named == "pissa" else torch.float64  # PiSSA has no double precision
+    model = Exact(dropout=0.0).to(dtype)
+    bare = Exact(dropout=0.0).to(dtype)
+    bare.load_state_dict(model.state_dict())
+    torch.manual_seed(3)
+    adapt(model, method=method, options=options, **own)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.eval()
+    x = torch.randn(5, 8, dtype=dtype)
+    expected, before = model(x), bare.eval()(x)
+    assert (expected - before).abs().max() > 1e-3
+    merged = copy.deepcopy(model)
+    assert adapter_export.merge(merged)
+    assert merged.state_dict().keys() == bare.state_dict().keys()
+    torch.testing.assert_close(merged(x), expected, rtol=0.0, atol=1e-5)
+    adapter_export.save_adapter(model, tmp_path / "adapter")
+    again = PeftModel.from_pretrained(bare, str(tmp_path / "adapter"))
+    torch.testing.assert_close(again.eval()(x), expected, rtol=0.0, atol=1e-5)
+
+
+WRONG: list[tuple[list[str], int, str]] = [
+    ([], 2, "which run?"),
+    (["a", "b"], 2, "unknown argument 'b'"),
+    (["--mrege"], 2, "unknown argument '--mrege'"),
+    (["full_finetun"], 2, "RUN='full_finetun': expected a run's folder .* did you mean 'full_finetune'?"),
+    (["RUN", "--checkpoint", "beste"], 2, "--checkpoint='beste': expected last, best, or an existing"),
+    (["RUN", "--out", "/tmp/elsewhere"], 2, "--out='/tmp/elsewhere': expected a folder under output_root"),
+    (["RUN", "--out", "outputs"], 2, "--out='outputs': expected a folder that is not there yet"),
+    (["RUN", "--checkpoint", "notes/0.txt"], 1, "it is no checkpoint"),
+    (["RUN", "--checkpoint", "wrong.ckpt"], 1, "is not exported: .* missing: 'model.model.layers.0"),
+    (["RUN", "--checkpoint", "base.ckpt"], 1, "is not exported: it holds an adapter for another base"),
+]
+
+
+def test_what_it_cannot_do_is_told_in_five_lines(texts: None, tiny_llama: Path, command: Command) -> None:
+    folder = train_llama(command, tiny_llama, *LORA)
+    path = folder / "checkpoints" / "step-2.ckpt"
+    edited(path, Path("wrong.ckpt"), lambda c: c["state_dict"].pop(next(iter(c["state_dict"]))))
+    edited(path, Path("base.ckpt"), lambda c: c["peft_adapter"]["base"].update(sha256="0" * 64))
+    before = sorted(Path().rglob("*"))
+    for words, code, text in WRONG:
+        given = [str(folder) if word == "RUN" else word for word in words]
+        found, _, err = command("export", *given)
+        assert found == code, (words, err)
+        assert re.search(text, err), (words, err)
+        told = err.strip().splitlines()
+        assert len([line for line in told if line]) <= 8
+        assert "Traceback" not in err
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_a_config_is_held_to_the_rules_of_train(
+    texts: None, tiny_llama: Path, command: Command, tmp_path: Path
+) -> None:
+    folder = train_llama(command, tiny_llama, *LORA)
+    path = folder / run.RESOLVED
+    good = path.read_text()
+    touched = tmp_path / "touched"
+    values: dict[str, Any] = yaml.safe_load(good)
+    hostile = [
+        values | {"model": {"_target_": "os.system", "command": f"touch {touched}"}},
+        values | {"callbacks": {"peft_adapter": {"_target_": "pathlib.Path.touch", "self": str(touched)}}},
+        values | {"output_root": "outputs", "run_dir": "/tmp"},
+        values | {"mine": 1},
+        {"model": 1},
+        [1, 2],
+    ]
+    for each in hostile:
+        path.write_text(yaml.safe_dump(each))
+        code, _, err = command("export", str(folder))
+        assert code == 2, err
+        assert "Traceback" not in err
+    path.write_text(f"!!python/object/apply:os.system ['touch {touched}']")
+    assert command("export", str(folder))[0] == 2
+    assert not touched.exists()
+    path.write_text(good)
+    assert command("export", str(folder))[0] == 0
+
+
+def test_a_disk_that_refuses_leaves_nothing(
+    texts: None, tiny_llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = train_llama(command, tiny_llama, *LORA)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter_export, "save_adapter", full)
+        code, _, err = command("export", str(folder))
+    assert (code, "was not written: No space left on device" in err) == (1, True)
+    assert list((folder / "export").iterdir()) == []
+    assert command("export", str(folder))[0] == 0
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    def begin() -> None:
+        with replacing.appearing(tmp_path / "a" / "b") as folder:
+            (folder / "one").write_text("1")
+            assert not (tmp_path / "a" / "b").exists()
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        begin()
+    assert list((tmp_path / "a").iterdir()) == []
+    with replacing.appearing(tmp_path / "a" / "b") as folder:
+        (folder / "one").write_text("1")
+    assert (tmp_path / "a" / "b" / "one").read_text() == "1"
+    with pytest.raises(FileExistsError), replacing.appearing(tmp_path / "a" / "b"):
+        pass
+    assert (tmp_path / "a" / "b" / "one").read_text() == "1"
