@@ -34,11 +34,12 @@ class Stage(IntEnum):
 
     QUANTIZE = 1
     ADAPT = 2
-    FLOAT8 = 3
-    TILE = 4
-    CHECKPOINT = 5
-    COMPILE = 6
-    SHARD = 7
+    LOWER = 3
+    FLOAT8 = 4
+    TILE = 5
+    CHECKPOINT = 6
+    COMPILE = 7
+    SHARD = 8
 
 
 @runtime_checkable
@@ -50,6 +51,40 @@ class StagedPlugin(Protocol):
     def apply(self, model: nn.Module) -> int:
         """Change the model."""
         ...
+
+
+@runtime_checkable
+class LowersFrozen(Protocol):
+    """A precision plugin that changes what is frozen, which is settled once adapters are in."""
+
+    def lower(self, model: nn.Module) -> int:
+        """Change the model, at `Stage.LOWER`."""
+        ...
+
+
+@runtime_checkable
+class Freezes(Protocol):
+    """A callback that will freeze a model but for parts of it, and can tell before it does which."""
+
+    def keeps_trainable(self, name: str) -> bool:
+        """Say whether the module of this name, or one around it, will be trained itself."""
+        ...
+
+
+def stays_frozen(model: nn.Module, name: str, layer: nn.Module) -> bool:
+    """Say whether a layer's own parameters will not be trained: by who freezes them, or as they are.
+
+    Args:
+        model: A LightningModule in a Trainer, or any module.
+        name: The layer's name in it.
+        layer: The layer.
+    """
+    trainer = getattr(model, "_trainer", None)
+    callbacks: list[object] = getattr(trainer, "callbacks", [])
+    freezing = [callback for callback in callbacks if isinstance(callback, Freezes)]
+    if freezing:
+        return not any(callback.keeps_trainable(name) for callback in freezing)
+    return not any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
 
 
 class _Surgery:
@@ -68,6 +103,8 @@ class _Surgery:
         plugin: object = trainer.precision_plugin
         if isinstance(plugin, StagedPlugin):
             self.changes.append((plugin.stage, plugin.apply))
+        if isinstance(plugin, LowersFrozen):
+            self.changes.append((Stage.LOWER, plugin.lower))
 
     def configure_model(self) -> None:
         self.original()

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff import adapters, plan, transform
+from lightning_eff import adapters, plan, quantized, transform
 from lightning_eff.adapter_methods import IN_PLACE, Targets, configure
 from lightning_eff.errors import ConfigError
 from lightning_eff.facts import KEEPS_PRODUCTS, NEW_PARAMETERS, TRANSFORM, Facts, Outcome, Rule, name_of
@@ -163,6 +163,10 @@ class PeftAdapter(pl.Callback):
             Rule(name=name, reason=reason, remedies=(remedy,)) for name, (reason, remedy) in reasons.items()
         )
 
+    def keeps_trainable(self, name: str) -> bool:
+        """Say whether a module, or one around it, is among `modules_to_save`: all others get frozen."""
+        return any(f".{saved}." in f".{name}." for saved in self.modules_to_save or ())
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         plan.enforce(self, trainer, pl_module)
@@ -177,7 +181,7 @@ class PeftAdapter(pl.Callback):
             raise error.under(name_of(self).replace("/", ".")) from error
         self._adapted = adapters.of(model)
         trained = [p for p in model.parameters() if p.requires_grad]
-        total = sum(p.numel() for p in model.parameters())
+        total = sum(quantized.numel(p) for p in model.parameters())
         num_bytes = sum(p.numel() * p.element_size() for p in trained)
         self._sizes = (sum(p.numel() for p in trained), total, num_bytes)
         present = getattr(model, "peft_config", {}).get(adapters.ADAPTER)
