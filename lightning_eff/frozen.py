@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.errors import ConfigError, nearest
+from lightning_eff.quantized import is_quantized
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 """Layers that refuse weights of another format than their input's on some devices; they have few."""
@@ -90,3 +91,17 @@ def shared(model: nn.Module) -> set[int]:
         for parameter in part.parameters(recurse=False):
             holders.setdefault(id(parameter), set()).add(id(part))
     return {holder for of_one in holders.values() if len(of_one) > 1 for holder in of_one}
+
+
+def refuse_trained(model: nn.Module) -> None:
+    """Refuse quantized layers with a parameter that is to be trained: the library casts it as it computes.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name, part in model.named_modules():
+        if is_quantized(part) and any(p.requires_grad for p in part.parameters(recurse=False)):
+            plain = name.replace(".base_layer", "")
+            allowed = f"{plain} among them, or not trained: a layer of few bits has to stay as it is"
+            remedies = ("callbacks.peft_adapter.options.bias=none", f"precision.skip=[{plain}]")
+            raise ConfigError(key="skip", value=None, allowed=allowed, remedies=remedies)

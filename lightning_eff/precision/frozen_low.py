@@ -237,12 +237,7 @@ class FrozenLow(Mixed):
         if not trained and (trainer is None or trainer.training):
             allowed = "a model of which something is trained"
             raise ConfigError(key="weights", value=self.weights, allowed=allowed, remedies=ADAPTERS)
-        for name, part in model.named_modules():
-            if quantized.is_quantized(part) and any(p.requires_grad for p in part.parameters(recurse=False)):
-                plain = name.replace(".base_layer", "")
-                allowed = f"layers that stay as they are: {plain}, which is quantized, is to be trained"
-                remedies = ("callbacks.peft_adapter.options.bias=none", f"precision.skip=[{plain}]")
-                raise ConfigError(key="weights", value=self.weights, allowed=allowed, remedies=remedies)
+        frozen.refuse_trained(model)
 
     def _settle(self, model: nn.Module) -> None:
         """Choose the format of products: a model that was loaded in 16 bits is computed with in them."""
