@@ -66,25 +66,35 @@ class LowersFrozen(Protocol):
 class Freezes(Protocol):
     """A callback that will freeze a model but for parts of it, and can tell before it does which."""
 
-    def keeps_trainable(self, name: str) -> bool:
-        """Say whether the module of this name, or one around it, will be trained itself."""
+    def keeps_trainable(self, model: nn.Module, names: Iterable[str]) -> set[str]:
+        """Return those of these modules that will be trained, themselves or with one around them."""
         ...
 
 
-def stays_frozen(model: nn.Module, name: str, layer: nn.Module) -> bool:
-    """Say whether a layer's own parameters will not be trained: by who freezes them, or as they are.
+def staying_frozen(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return those modules whose own parameters will not be trained: by who freezes them, or as they are.
 
     Args:
         model: A LightningModule in a Trainer, or any module.
-        name: The layer's name in it.
-        layer: The layer.
+        names: Names of modules in it.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1))
+        >>> staying_frozen(model, ["0", "1"])
+        {'0'}
     """
+    given = list(names)
     trainer = getattr(model, "_trainer", None)
     callbacks: list[object] = getattr(trainer, "callbacks", [])
     freezing = [callback for callback in callbacks if isinstance(callback, Freezes)]
-    if freezing:
-        return not any(callback.keeps_trainable(name) for callback in freezing)
-    return not any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
+    kept = [callback.keeps_trainable(model, given) for callback in freezing] or [trainable(model, given)]
+    return set(given).difference(*kept)
+
+
+def trainable(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return those modules that have a parameter of their own that is trained as they are now."""
+    own = {name: model.get_submodule(name).parameters(recurse=False) for name in names}
+    return {name for name, parameters in own.items() if any(p.requires_grad for p in parameters)}
 
 
 class _Surgery:

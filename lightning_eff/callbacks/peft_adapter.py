@@ -17,7 +17,7 @@ Source: https://huggingface.co/docs/peft; Hu et al. 2021, https://arxiv.org/abs/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -163,9 +163,12 @@ class PeftAdapter(pl.Callback):
             Rule(name=name, reason=reason, remedies=(remedy,)) for name, (reason, remedy) in reasons.items()
         )
 
-    def keeps_trainable(self, name: str) -> bool:
-        """Say whether a module, or one around it, is among `modules_to_save`: all others get frozen."""
-        return any(f".{saved}." in f".{name}." for saved in self.modules_to_save or ())
+    def keeps_trainable(self, model: nn.Module, names: Iterable[str]) -> set[str]:
+        """Return what is among `modules_to_save`, or in one: all others get frozen, once adapters are in."""
+        if adapters.of(model):
+            return transform.trainable(model, names)
+        saved = self.modules_to_save or ()
+        return {name for name in names if any(f".{word}." in f".{name}." for word in saved)}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

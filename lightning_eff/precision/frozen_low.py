@@ -25,6 +25,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,7 +35,7 @@ from typing_extensions import override
 
 from lightning_eff import frozen, quantized, transform
 from lightning_eff.errors import ConfigError, EnvironmentLacksError, SlowPathWarning
-from lightning_eff.facts import NEW_PARAMETERS, TRANSFORM, Facts, Outcome, Rule, Verdict
+from lightning_eff.facts import NEW_PARAMETERS, SHARDING, TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.measure.formats import choose, support
 from lightning_eff.measure.tables import human_bytes
 from lightning_eff.precision.mixed import COMPUTE_DTYPES, Mixed
@@ -45,13 +46,6 @@ CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COMPUTE = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 ADAPTERS = ("callbacks=[peft_adapter]", "callbacks=[PeftAdapter()] in a plain Trainer")
-SHARDING = (
-    "lightning/DeepSpeedStrategy",
-    "lightning/FSDPStrategy",
-    "lightning/ModelParallelStrategy",
-    "strategy/deepspeed_zero",
-    "strategy/fsdp2",
-)
 
 
 class FrozenLow(Mixed):
@@ -124,14 +118,8 @@ class FrozenLow(Mixed):
     @override
     def facts(self) -> Facts:
         """State who else would own the frozen weights."""
-        sharded = [
-            Rule(
-                name=name,
-                reason="it shards parameters of one format, and low ones have statistics beside them",
-                remedies=("strategy=ddp", "precision=mixed"),
-            )
-            for name in SHARDING
-        ]
+        reason = "it shards parameters of one format, and low ones have statistics beside them"
+        sharded = [replace(rule, reason=reason, remedies=("strategy=ddp",)) for rule in SHARDING]
         thaws = Rule(
             name="lightning/BaseFinetuning",
             reason="it thaws weights that have too few bits to be trained",
@@ -151,14 +139,7 @@ class FrozenLow(Mixed):
         """Quantize the linear layers that will be frozen; a model that has its low layers stays as it is.
 
         Args:
-            model: With its weights loaded, before it gets adapters. In a loop of one's own, what is not to
-                be trained is frozen already.
-
-        Returns:
-            How many layers were quantized.
-
-        Raises:
-            ConfigError: As the constructor; nothing will be frozen.
+            model: With its weights loaded, before it gets adapters; in a loop of one's own, frozen already.
         """
         with _under_precision():
             return self._quantize(model)
@@ -168,7 +149,8 @@ class FrozenLow(Mixed):
         layers = frozen.linear_layers(model, self.skip or ())
         if self.weights in CAST:
             return 0
-        meant = {n: layer for n, layer in layers.items() if transform.stays_frozen(model, n, layer)}
+        staying = transform.staying_frozen(model, layers)
+        meant = {name: layer for name, layer in layers.items() if name in staying}
         present = {n: part for n, part in model.named_modules() if quantized.is_quantized(part)}
         if not meant and not present:
             allowed = "bf16 or fp16, as no linear layer is frozen: weights of so few bits cannot learn"
@@ -204,12 +186,6 @@ class FrozenLow(Mixed):
 
         Args:
             model: With its adapters.
-
-        Returns:
-            How many parameters have other bits now.
-
-        Raises:
-            ConfigError: Nothing is frozen, nothing is trained, or a quantized layer is.
         """
         with _under_precision():
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -243,9 +219,13 @@ class FrozenLow(Mixed):
         """Choose the format of products: a model that was loaded in 16 bits is computed with in them."""
         device_type = self._settle_device(model)
         loaded = {parameter.dtype for parameter in model.parameters()}
-        for word, dtype in CAST.items():
-            if self.precision == "auto" and dtype in loaded:
+        for word in (word for word, dtype in CAST.items() if dtype in loaded):
+            if self.precision == "auto":
                 self.precision, self._reason = COMPUTE[word], "the model was loaded in it"
+            elif self.precision != COMPUTE[word]:
+                key = "weights" if self.weights in CAST else "compute"
+                allowed = f"{word}, which the model was loaded in: its norms refuse other inputs"
+                raise ConfigError(key=key, value=getattr(self, key), allowed=allowed)
         if self.precision == "auto":
             self.precision, self._reason = choose(device_type)
 
@@ -258,7 +238,7 @@ class FrozenLow(Mixed):
         """
         if self.weights in QUANTIZED and not any(map(quantized.is_quantized, module.modules())):
             allowed = "bf16 or fp16 without adapters: quantizing comes before a checkpoint is read"
-            raise ConfigError(key="weights", value=self.weights, allowed=allowed, remedies=ADAPTERS)
+            raise ConfigError(key="precision.weights", value=self.weights, allowed=allowed, remedies=ADAPTERS)
         self.lower(module)
         return super().convert_module(module)
 
