@@ -69,6 +69,7 @@ class FrozenLow(Mixed):
         SlowPathWarning: The device emulates the format that products are computed in.
 
     Example:
+        >>> import lightning.pytorch as pl
         >>> from lightning_eff.callbacks.peft_adapter import PeftAdapter
         >>> trainer = pl.Trainer(
         ...     plugins=[FrozenLow()], callbacks=[PeftAdapter()], logger=False, accelerator="cpu"
