@@ -44,6 +44,11 @@ IN_PLACE = ("adalora", "c3a", "gralora", "tinylora")
 """Methods that add to the result of the layer that they adapt, in place."""
 BY_NAME = ("ln_tuning", "trainable_tokens")
 """Methods for other layers than linear ones."""
+QUANTIZED = (
+    *("adalora", "beft", "fourierft", "gralora", "hira", "ia3", "lily", "lora", "oft", "pvera", "randlora"),
+    *("road", "vera"),
+)
+"""Methods that leave the base layer's weight to its layer, or know how to read one of a few bits."""
 IDENTITY: dict[str, dict[str, Any]] = {"fourierft": {"init_weights": True}}
 """Options without which a method would not begin at the model as it is, unless they are given."""
 FLAGS = {"dora": "use_dora", "rslora": "use_rslora", "qalora": "use_qalora"}

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from lightning_eff.adapter_methods import OWN, resolve, sentence, words
+from lightning_eff.adapter_methods import OWN, QUANTIZED, resolve, sentence, words
 from lightning_eff.errors import ConfigError
+from lightning_eff.quantized import is_quantized, mark_of
 
 ADAPTER = "default"
 """PEFT's own name for the first adapter of a model."""
@@ -95,7 +96,8 @@ def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, n
         raise TypeError(text)
     tuner = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(config.peft_type)]
     meant = resolve(model, config, tuner)
-    with without_noise(), as_any_module(model), _stand_ins(meant.values()) as absent:
+    _refuse_codes(meant, config)
+    with without_noise(), as_any_module(model), _marked(model), _stand_ins(meant.values()) as absent:
         try:
             made = tuner(model, config, adapter_name=ADAPTER)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -139,6 +141,15 @@ def _refuse_others(model: nn.Module, config: PeftConfig) -> None:
     raise ConfigError(key="method", value=value, allowed=f"a model without adapters; it has some, {has}")
 
 
+def _refuse_codes(meant: dict[str, nn.Module], config: PeftConfig) -> None:
+    """Refuse a method that computes with weights as they lie there, which are codes in a quantized layer."""
+    method = getattr(config.peft_type, "value", "").lower()
+    low = [name for name, layer in meant.items() if is_quantized(layer)]
+    if low and method not in QUANTIZED:
+        allowed = f"a method for quantized layers, such as {low[0]}: {', '.join(QUANTIZED)}"
+        raise ConfigError(key="method", value=method, allowed=allowed, remedies=["precision=frozen_bf16"])
+
+
 @contextmanager
 def without_noise() -> Generator[None]:
     """Leave out what PEFT 0.21 says about what it sets right itself, or does to transformers 5.23."""
@@ -158,6 +169,20 @@ def as_any_module(model: nn.Module) -> Generator[None]:
     finally:
         if own:
             hidden["config"] = own[0]
+
+
+@contextmanager
+def _marked(model: nn.Module) -> Generator[None]:
+    """Say of a model with quantized layers what PEFT asks it, to give them adapters of their own kind."""
+    marks = {mark for layer in model.modules() if (mark := mark_of(layer)) is not None}
+    new = [mark for mark in marks if not hasattr(model, mark)]
+    for mark in new:
+        setattr(model, mark, True)
+    try:
+        yield
+    finally:
+        for mark in new:
+            delattr(model, mark)
 
 
 @contextmanager

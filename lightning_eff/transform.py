@@ -35,11 +35,12 @@ class Stage(IntEnum):
     LOAD = 0
     QUANTIZE = 1
     ADAPT = 2
-    FLOAT8 = 3
-    TILE = 4
-    CHECKPOINT = 5
-    COMPILE = 6
-    SHARD = 7
+    LOWER = 3
+    FLOAT8 = 4
+    TILE = 5
+    CHECKPOINT = 6
+    COMPILE = 7
+    SHARD = 8
 
 
 @runtime_checkable
@@ -51,6 +52,50 @@ class StagedPlugin(Protocol):
     def apply(self, model: nn.Module) -> int:
         """Change the model."""
         ...
+
+
+@runtime_checkable
+class LowersFrozen(Protocol):
+    """A precision plugin that changes what is frozen, which is settled once adapters are in."""
+
+    def lower(self, model: nn.Module) -> int:
+        """Change the model, at `Stage.LOWER`."""
+        ...
+
+
+@runtime_checkable
+class Freezes(Protocol):
+    """A callback that will freeze a model but for parts of it, and can tell before it does which."""
+
+    def keeps_trainable(self, model: nn.Module, names: Iterable[str]) -> set[str]:
+        """Return those of these modules that will be trained, themselves or with one around them."""
+        ...
+
+
+def staying_frozen(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return those modules whose own parameters will not be trained: by who freezes them, or as they are.
+
+    Args:
+        model: A LightningModule in a Trainer, or any module.
+        names: Names of modules in it.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1))
+        >>> staying_frozen(model, ["0", "1"])
+        {'0'}
+    """
+    given = list(names)
+    trainer = getattr(model, "_trainer", None)
+    callbacks: list[object] = getattr(trainer, "callbacks", [])
+    freezing = [callback for callback in callbacks if isinstance(callback, Freezes)]
+    kept = [callback.keeps_trainable(model, given) for callback in freezing] or [trainable(model, given)]
+    return set(given).difference(*kept)
+
+
+def trainable(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return those modules that have a parameter of their own that is trained as they are now."""
+    own = {name: model.get_submodule(name).parameters(recurse=False) for name in names}
+    return {name for name, parameters in own.items() if any(p.requires_grad for p in parameters)}
 
 
 class _Surgery:
@@ -69,6 +114,8 @@ class _Surgery:
         plugin: object = trainer.precision_plugin
         if isinstance(plugin, StagedPlugin):
             self.changes.append((plugin.stage, plugin.apply))
+        if isinstance(plugin, LowersFrozen):
+            self.changes.append((Stage.LOWER, plugin.lower))
 
     def configure_model(self) -> None:
         self.original()

@@ -30,6 +30,7 @@ from lightning_eff.errors import ConflictError, NoEffectWarning
 from lightning_eff.facts import Technique, Verdict, asked, name_of
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
+from lightning_eff.precision.frozen_low import FrozenLow
 from lightning_eff.precision.mixed import Mixed
 from tests.conftest import Deep, make_loader, make_trainer
 
@@ -50,11 +51,16 @@ class Case:
     rtol: float = 0.0
     prepare: Callable[[Deep], Any] | None = None
     """What the plain loop does to its model first; only adapters have one, and only they may add keys."""
+    beside: Callable[[], list[Any]] = list
+    """Callbacks that it cannot be without."""
 
     def trainer(self, folder: Any, **keywords: Any) -> tuple[Any, Any]:
         technique = self.make()
+        objects = {"callbacks": self.beside()}
+        objects[self.slot] = [technique, *objects.get(self.slot, [])]
         return technique, make_trainer(
-            **{self.slot: [technique], "default_root_dir": folder, "max_steps": NUM_STEPS}
+            **objects
+            | {"default_root_dir": folder, "max_steps": NUM_STEPS}
             | {"enable_progress_bar": isinstance(technique, Progress)}
             | keywords
         )
@@ -66,6 +72,16 @@ LINEARS = ["first", "blocks.0.linear", "blocks.1.linear", "blocks.2.linear", "se
 def adapt_by_hand(model: Deep) -> None:
     """Put LoRA into every linear layer as PEFT's documentation has it."""
     peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=LINEARS), model)
+
+
+def adapt_low_by_hand(model: Deep) -> None:
+    """Put LoRA into every linear layer, and the layers themselves into bfloat16."""
+    adapt_by_hand(model)
+    for name in LINEARS:
+        model.get_submodule(name).base_layer.to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()
 
 
 CASES = {
@@ -94,6 +110,13 @@ CASES = {
     "mixed bf16-mixed": Case(lambda: Mixed(precision="bf16-mixed"), "plugins", "bf16-mixed"),
     "mixed 16-mixed": Case(lambda: Mixed(precision="16-mixed"), "plugins", "16-mixed"),
     "mixed bf16-true": Case(lambda: Mixed(precision="bf16-true"), "plugins", "bf16-true"),
+    "frozen_low bf16": Case(
+        lambda: FrozenLow(weights="bf16"),
+        "plugins",
+        "bf16-mixed",
+        prepare=adapt_low_by_hand,
+        beside=lambda: [PeftAdapter(options={"r": 4})],
+    ),
 }
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning_eff.errors.SlowPathWarning"),
@@ -284,7 +307,10 @@ def test_a_checkpoint_names_it_also_where_it_is_alone(
 PAIRS = [
     (one, other)
     for one, other in itertools.combinations(CASES, 2)
-    if one.split()[0] != other.split()[0] and "32-true" not in one + other
+    if one.split()[0] != other.split()[0]
+    and "32-true" not in one + other
+    # One precision a run; and the adapters, without which it cannot be, are beside it already.
+    and not (other.startswith("frozen_low") and one.startswith(("mixed", "peft_adapter")))
 ]
 
 
@@ -305,6 +331,7 @@ def test_every_pair_trains_like_a_plain_loop_or_is_refused(
     objects = {
         slot: [case.make() for case in cases if case.slot == slot] for slot in ("callbacks", "plugins")
     }
+    objects["callbacks"] += [each for case in cases for each in case.beside()]
     num_steps = NUM_STEPS
     bar = {"enable_progress_bar": "progress" in (one, other)}
     trainer = make_trainer(default_root_dir=tmp_path, max_steps=num_steps, **objects, **bar)

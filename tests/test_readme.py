@@ -56,7 +56,7 @@ def test_the_python_blocks_run_in_a_plain_trainer_and_under_fabric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    in_trainer, cut, choice, adapted, in_fabric, own_loop, kernels = [
+    in_trainer, cut, choice, adapted, low, in_fabric, own_loop, kernels = [
         block for block in blocks("python") if not block.startswith(("# ", "def "))
     ]
     names: dict[str, Any] = {"__name__": "readme"}
@@ -76,6 +76,9 @@ def test_the_python_blocks_run_in_a_plain_trainer_and_under_fabric(
     assert capsys.readouterr().out == "['0']\n"
     make_trainer(callbacks=own["callbacks"], max_steps=2).fit(names["Net"](), loader)
     assert own["callbacks"][0].outcome().effective
+    exec(compile(low, "README.md", "exec"), own)
+    make_trainer(callbacks=own["callbacks"], plugins=own["plugins"], max_steps=2).fit(names["Net"](), loader)
+    assert "nf4 in 1 frozen layers" in own["plugins"][0].outcome().did
     exec(compile(in_fabric, "README.md", "exec"), {"__name__": "readme"})
     assert "[4, 4]" in capsys.readouterr().out
     names = {"__name__": "readme"}
@@ -111,7 +114,7 @@ def test_every_command_runs(tiny: list[str], tiny_llama: Path, command: Command)
             extra = (
                 own_data if uses_numbers else [word for word in tiny if word.partition("=")[0] not in given]
             )
-            if "full_finetune" in words:
+            if {"full_finetune", "qlora"} & {*words}:
                 extra = [*own_data, "trainer.max_steps=2", "trainer.limit_val_batches=1"]
             if "ckpt_path=last" in words:
                 extra.append("trainer.max_steps=60")

@@ -37,7 +37,7 @@ NAMES = [entry.name for entry in catalog.recipes()]
 
 
 def test_there_are_recipes() -> None:
-    assert {"lm", "baseline", "images", "low_memory", "fast", "full_finetune"} <= set(NAMES)
+    assert {"lm", "baseline", "images", "low_memory", "fast", "full_finetune", "qlora"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,13 +57,14 @@ def test_recipe_is_a_flat_list_of_options(name: str) -> None:
 def test_recipe_trains_two_steps(
     name: str, tiny: list[str], tiny_llama: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
-    small = {"images": SMALL_IMAGES, "full_finetune": [*SMALL_FINETUNE, f"model.name={tiny_llama}"]}
+    finetune = [*SMALL_FINETUNE, f"model.name={tiny_llama}"]
+    small = {"images": SMALL_IMAGES, "full_finetune": finetune, "qlora": finetune}
     code, out, err = command("train", name, *small.get(name, tiny), *MORE.get(name, []), "--json")
     assert code == 0, err
     report = json.loads(out)
     assert report["status"] == "finished"
     assert report["num_steps"] == 2
-    shown = {"images": "val_accuracy", "full_finetune": "val_loss"}.get(name)
+    shown = {"images": "val_accuracy", "full_finetune": "val_loss", "qlora": "val_loss"}.get(name)
     assert shown in report["metrics"] if shown else "unigram entropy" in err
     (run_dir,) = Path("outputs", name).iterdir()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-2.ckpt"]

@@ -19,7 +19,7 @@ Source: https://huggingface.co/docs/peft; Hu et al. 2021, https://arxiv.org/abs/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,16 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff import adapter_rules, adapter_state, adapters, plan, saved_with, stored, transform
+from lightning_eff import (
+    adapter_rules,
+    adapter_state,
+    adapters,
+    plan,
+    quantized,
+    saved_with,
+    stored,
+    transform,
+)
 from lightning_eff.adapter_methods import Targets, configure
 from lightning_eff.errors import ConfigError
 from lightning_eff.facts import NEW_PARAMETERS, TRANSFORM, Facts, Outcome, name_of
@@ -158,6 +167,13 @@ class PeftAdapter(pl.Callback):
         """State that the parameters are new ones, and what a schedule of ranks cannot meet."""
         return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=adapter_rules.rules(self.method))
 
+    def keeps_trainable(self, model: nn.Module, names: Iterable[str]) -> set[str]:
+        """Return what is among `modules_to_save`, or in one: all others get frozen, once adapters are in."""
+        if adapters.of(model):
+            return transform.trainable(model, names)
+        saved = self.modules_to_save or ()
+        return {name for name in names if any(f".{word}." in f".{name}." for word in saved)}
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         plan.enforce(self, trainer, pl_module)
@@ -186,7 +202,7 @@ class PeftAdapter(pl.Callback):
             raise error.under(name_of(self).replace("/", ".")) from error
         self._adapted = adapters.of(model)
         trained = [p for p in model.parameters() if p.requires_grad]
-        total = sum(p.numel() for p in model.parameters())
+        total = sum(quantized.numel(p) for p in model.parameters())
         num_bytes = sum(p.numel() * p.element_size() for p in trained)
         self._sizes = (sum(p.numel() for p in trained), total, num_bytes)
         present = getattr(model, "peft_config", {}).get(adapters.ADAPTER)
