@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_eff import adapters
 from lightning_eff.errors import CheckpointError
-from lightning_eff.frozen_base import Fingerprint, named, split
+from lightning_eff.frozen_base import Fingerprint, named, of_quantized, split
 
 KEY = "peft_adapter"
 """Under which a checkpoint keeps the method and the base's fingerprint."""
@@ -116,11 +116,13 @@ def check(
     trained = _trained(model)
     _check_settings(settings(model), kept.get("settings"))
     alone = kept.get("base") is not None
-    expected = rest if alone else base | rest
+    low = () if alone else of_quantized(model)  # which see themselves what they can take
+    expected = {n: value for n, value in (rest if alone else base | rest).items() if not n.startswith(low)}
     if not set(trained) & state.keys():
         raise CheckpointError(TEXT_WITHOUT if not alone else _differing(trained, state, ()))
     missing = [name for name in (expected if strict else trained) if name not in state]
-    unexpected = [name for name in state if name not in expected] if strict or alone else []
+    unexpected = [name for name in state if name not in expected and not name.startswith(low)]
+    unexpected = unexpected if strict or alone else []
     if missing or unexpected:
         raise CheckpointError(_differing(missing, unexpected, ()))
     shapes = [

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_eff import adapters
+from lightning_eff import adapters, quantized
 from lightning_eff.errors import CheckpointError
 
 NUM_THREADS = 8
@@ -34,7 +34,7 @@ NUM_NAMED = 3
 def split(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a module's state as what is frozen, and what is trained or may change.
 
-    Frozen are parameters without a gradient, and what a quantized one keeps below its own name. Buffers that
+    Frozen are parameters without a gradient, and all that a quantized layer keeps. Buffers that
     have a place in a checkpoint are not, for running statistics change whatever is frozen; nor is what an
     adapter does not train of its own, which may have been drawn.
 
@@ -49,12 +49,18 @@ def split(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if not parameter.requires_grad and not _of_adapter(name, around)
     }
+    layers = of_quantized(module)
     base: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in module.state_dict().items():
-        inside = name in frozen or any(name[:i] in frozen for i, c in enumerate(name) if c == ".")
+        inside = name in frozen or name.startswith(layers)
         (base if inside else rest)[name] = value
     return base, rest
+
+
+def of_quantized(module: nn.Module) -> tuple[str, ...]:
+    """Return what the names of tensors begin with that quantized layers keep."""
+    return tuple(f"{name}." for name, layer in module.named_modules() if quantized.is_quantized(layer))
 
 
 def _of_adapter(name: str, around: Iterable[str]) -> bool:

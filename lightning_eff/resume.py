@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError  # the error alone: nothing is unpickled here
@@ -12,9 +11,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_eff.errors import CheckpointError, ConfigError
-from lightning_eff.sealed import verify_path
-
-log = logging.getLogger(__name__)
+from lightning_eff.sealed import newest_whole, verify_path
 
 SHARDED = (".metadata", "checkpoint", "latest")
 """What marks a folder as a checkpoint: torch's distributed format, Lightning's and DeepSpeed's."""
@@ -50,26 +47,6 @@ def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
     if not path.exists() or (path.is_dir() and not any((path / name).exists() for name in SHARDED)):
         raise ConfigError(key="ckpt_path", value=ckpt_path, allowed="an existing checkpoint, or last")
     return path
-
-
-def newest_whole(folder: Path) -> Path | None:
-    """Return the newest checkpoint of the runs in a folder that is whole; name those that are not.
-
-    Args:
-        folder: Where the runs of one recipe lie.
-    """
-    # A link may lead nowhere, or to one that is found under its own name.
-    found = [path for path in folder.glob("**/checkpoints/*.ckpt") if path.exists()]
-    by_file = {path.resolve(): path for path in sorted(found, key=Path.is_symlink, reverse=True)}
-    for path in sorted(by_file.values(), key=lambda each: each.stat().st_mtime, reverse=True):
-        try:
-            if path.is_file():
-                verify_path(path)
-        except CheckpointError as error:
-            log.warning("skipped: %s", error)
-        else:
-            return path
-    return None
 
 
 def check_something_left(path: Path, trainer: pl.Trainer) -> None:

@@ -13,6 +13,7 @@ and names are not covered by any.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import struct
 import zipfile
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_eff.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 SEAL = b"lightning-eff sha256:"
 NUM_DIGEST_BYTES = 64
@@ -200,3 +203,23 @@ def bears_seal(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - NUM_COMMENT_BYTES))
         return file.read().startswith(SEAL)
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """Return the newest checkpoint of the runs in a folder that is whole; name those that are not.
+
+    Args:
+        folder: Where the runs of one recipe lie.
+    """
+    # A link may lead nowhere, or to one that is found under its own name.
+    found = [path for path in folder.glob("**/checkpoints/*.ckpt") if path.exists()]
+    by_file = {path.resolve(): path for path in sorted(found, key=Path.is_symlink, reverse=True)}
+    for path in sorted(by_file.values(), key=lambda each: each.stat().st_mtime, reverse=True):
+        try:
+            if path.is_file():
+                verify_path(path)
+        except CheckpointError as error:
+            log.warning("skipped: %s", error)
+        else:
+            return path
+    return None

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_eff.adapter_state import load_weights
 from lightning_eff.errors import CheckpointError, ConfigError
-from lightning_eff.sealed import verify_path
+from lightning_eff.sealed import newest_whole, verify_path
 
 UNREADABLE = (RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, AttributeError, TypeError)
 """What torch raises about a file whose content it cannot take."""
@@ -66,20 +66,24 @@ def load_base(model: nn.Module, path: Path, *, key: str) -> int:
 
     Args:
         model: As it was when they were saved.
-        path: The file.
+        path: The file; or a folder, for the newest whole checkpoint of the runs in it.
         key: The setting that names it.
 
     Raises:
         ConfigError: There is no such file, it is damaged, or of another model; nothing was assigned.
     """
+    file = newest_whole(path) if path.is_dir() else path
+    if file is None:
+        allowed = "a checkpoint, or a folder of runs with one; there is none in this"
+        raise ConfigError(key=key, value=str(path), allowed=allowed)
     try:
         if any(parameter.is_meta for parameter in model.parameters()):
             text = "this model has no memory yet, on the meta device"
             raise CheckpointError(text)
-        return load_weights(model, weights(path))
+        return load_weights(model, weights(file))
     except (FileNotFoundError, CheckpointError) as error:
         reason = str(error).partition(" is not loaded: ")[2] or str(error).removeprefix(
-            f"checkpoint {path}: "
+            f"checkpoint {file}: "
         )
         allowed = f"a checkpoint of this model without adapters: {reason}"
-        raise ConfigError(key=key, value=str(path), allowed=allowed) from error
+        raise ConfigError(key=key, value=str(file), allowed=allowed) from error

@@ -103,7 +103,8 @@ class PeftAdapter(pl.Callback):
         autocast_adapter_dtype: Keep adapters of half-precision layers in float32.
         unused: Patterns of names of trainable parameters that need not have a gradient in the first step.
         save_base: Save whole checkpoints; without, they hold what is trained and a fingerprint of the rest.
-        base_checkpoint: Checkpoint, or `.safetensors`, of the model without adapters, to begin from.
+        base_checkpoint: Checkpoint, or `.safetensors`, of the model without adapters, to begin from; of a
+            folder of runs the newest.
 
     Raises:
         CheckpointError: A checkpoint is of another adapter or base, or there is no adapter to save.

@@ -210,24 +210,41 @@ def _python_files(source: Path) -> list[Path]:
 
 
 def _build(folder: Path, files: Sequence[Path], vocab_size: int, validation_share: float) -> None:
-    """Write tokenizer, token files and facts into a folder beside the final one, then rename it."""
+    """Train a tokenizer on the files, and keep what it makes of them."""
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     log.info("training a tokenizer of %d tokens on %d files, kept in %s", vocab_size, len(files), folder)
+    tokenizer = _train_bpe(split(texts, validation_share)["train"], vocab_size)
+    if tokenizer.get_vocab_size() < vocab_size:
+        text = "so little text gives %d tokens; of vocab_size=%d the rest is never used"
+        log.warning(text, tokenizer.get_vocab_size(), vocab_size)
+    write_entry(folder, texts, tokenizer, validation_share)
+
+
+def split(texts: Sequence[str], validation_share: float) -> dict[str, list[str]]:
+    """Return the texts to train on and those to validate on, one in `round(1 / validation_share)`."""
     every = round(1 / validation_share)
-    splits = {"train": [t for i, t in enumerate(texts) if i % every], "val": texts[::every]}
+    return {"train": [t for i, t in enumerate(texts) if i % every], "val": list(texts[::every])}
+
+
+def write_entry(folder: Path, texts: Sequence[str], tokenizer: Tokenizer, validation_share: float) -> None:
+    """Write tokenizer, token files and facts into a folder beside the final one, then rename it.
+
+    Args:
+        folder: The cache entry.
+        texts: What it holds, in order.
+        tokenizer: Makes tokens of them.
+        validation_share: Of the texts.
+    """
+    splits = split(texts, validation_share)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".python_source-", dir=folder.parent))
     try:
-        tokenizer = _train_bpe(splits["train"], vocab_size)
-        if tokenizer.get_vocab_size() < vocab_size:
-            text = "so little text gives %d tokens; of vocab_size=%d the rest is never used"
-            log.warning(text, tokenizer.get_vocab_size(), vocab_size)
         tokenizer.save(str(scratch / "tokenizer.json"))
         counts = {
-            name: _write_tokens(tokenizer, split, scratch / f"{name}.bin") for name, split in splits.items()
+            name: _write_tokens(tokenizer, part, scratch / f"{name}.bin") for name, part in splits.items()
         }
         facts = {
-            "files": len(files),
+            "files": len(texts),
             "bytes": sum(len(text.encode()) for text in texts),
             "tokens": {name: int(count.sum()) for name, count in counts.items()},
             "unigram_entropy": _cross_entropy(counts["train"], counts["val"]),

@@ -72,7 +72,7 @@ class TextSample(pl.Callback):
         data: Any = getattr(trainer, "datamodule", None)
         tokens = torch.tensor([data.tokenizer.encode(self.prompt).ids], device=pl_module.device)
         generate: Any = pl_module.generate
-        with _evaluating(pl_module), trainer.precision_plugin.forward_context():
+        with evaluating(pl_module), trainer.precision_plugin.forward_context():
             generator = torch.Generator().manual_seed(self.seed)
             drawn = generate(tokens, num_tokens=self.num_tokens, generator=generator)
         self.text = data.tokenizer.decode(drawn[0].tolist())
@@ -88,7 +88,7 @@ class TextSample(pl.Callback):
 
 
 @contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Generator[None]:
+def evaluating(module: nn.Module) -> Generator[None]:
     """Switch every submodule to evaluation, and back to what each was."""
     modes = {child: child.training for child in module.modules()}
     module.eval()

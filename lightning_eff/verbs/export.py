@@ -80,8 +80,8 @@ def _usage_error(message: str) -> NoReturn:
 
 def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
     """Return a run's folder and the checkpoint that is meant."""
-    from lightning_eff.resume import newest_whole
     from lightning_eff.run import RESOLVED
+    from lightning_eff.sealed import newest_whole
 
     folder = Path(run)
     if not (folder / RESOLVED).is_file():

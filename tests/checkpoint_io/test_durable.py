@@ -18,7 +18,7 @@ from lightning_eff.checkpoint_io import durable
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.errors import CheckpointError, CheckpointWarning
 from lightning_eff.facts import Verdict
-from lightning_eff.resume import newest_whole
+from lightning_eff.sealed import newest_whole
 from tests.conftest import Net, make_loader, make_trainer
 
 pytestmark = [

@@ -1,0 +1,92 @@
+"""English that every machine has, in the tokens of Python's source: the topics of Python's own help.
+
+`pydoc_data` holds articles, 0.7 MB of prose with examples. They are split by article and encoded by the
+tokenizer that `PythonSource` has trained, so that a model of that text can be adapted to this one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_eff.data.python_source import PythonSource, write_entry
+
+
+class PythonProse(PythonSource):
+    """The topics of Python's help as (inputs, targets), integer tensors [micro_batch_size, context_length].
+
+    Args:
+        context_length: Tokens in a sequence.
+        vocab_size: Number of BPE tokens of the source's tokenizer, 257 to 65536.
+        micro_batch_size: Sequences per forward pass per rank.
+        num_workers: DataLoader worker processes; windows are cheap to read, 0 is fastest.
+        validation_share: Share of the topics, and of the source's files, kept for validation, up to 0.5.
+        cache_dir: Folder for the tokenizer and the token files.
+        source_dir: Folder of the source that the tokenizer is trained on, in place of the standard library's.
+
+    Raises:
+        ValueError: A number is outside its range.
+        FileNotFoundError: `source_dir` is no folder, or, raised in `prepare_data`, has no Python files.
+    """
+
+    def __init__(
+        self,
+        *,
+        context_length: int = 256,
+        vocab_size: int = 2048,
+        micro_batch_size: int = 16,
+        num_workers: int = 0,
+        validation_share: float = 0.05,
+        cache_dir: str = "outputs/cache",
+        source_dir: str | None = None,
+    ) -> None:
+        settings: dict[str, Any] = {
+            "context_length": context_length,
+            "vocab_size": vocab_size,
+            "micro_batch_size": micro_batch_size,
+            "num_workers": num_workers,
+            "validation_share": validation_share,
+            "cache_dir": cache_dir,
+            "source_dir": source_dir,
+        }
+        super().__init__(**settings)
+        self.source = PythonSource(**settings)
+        """The text that the tokenizer was trained on; set up with this one."""
+
+    @override
+    def prepare_data(self) -> None:
+        self.source.prepare_data()
+        self.source.setup("fit")
+        folder, _ = self._locate()
+        if not folder.is_dir():
+            texts = [text for _, text in sorted(_topics().items())]
+            write_entry(folder, texts, self.source.tokenizer, self.validation_share)
+
+    @override
+    def setup(self, stage: str) -> None:
+        self.source.setup(stage)
+        super().setup(stage)
+
+    @override
+    def _locate(self) -> tuple[Path, list[Path]]:
+        """Return the cache entry for these articles in the tokens of that source."""
+        source, files = self.source._locate()  # noqa: SLF001 - its own kind
+        digest = hashlib.sha256(source.name.encode())
+        for name, text in sorted(_topics().items()):
+            digest.update(f"{name} {len(text)} {text}".encode())
+        return Path(self.cache_dir) / f"python_prose-{digest.hexdigest()[:16]}", files
+
+    def texts(self) -> dict[str, DataLoader[Any]]:
+        """Return the validation windows of both texts, by what they are."""
+        return {"prose": self.val_dataloader(), "Python source": self.source.val_dataloader()}
+
+
+def _topics() -> Mapping[str, str]:
+    from pydoc_data.topics import topics
+
+    return topics

@@ -1,0 +1,80 @@
+"""The loss on several texts before the first step and after the last: what was learned, and what forgotten.
+
+Works with any module that has `loss(logits, targets)` and any data module whose `texts()` returns loaders of
+(inputs, targets) by name. The module's mode and the global random state are as they were.
+
+Costs: `max_batches` forward passes a text, twice.
+Conflicts: none.
+Source: none
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_eff.errors import ConfigError
+from lightning_eff.monitors.text_sample import evaluating
+
+
+class TextLosses(pl.Callback):
+    """Show the mean loss on each text, before and after.
+
+    Args:
+        max_batches: Of a text.
+
+    Raises:
+        ConfigError: `max_batches` is not positive, or at the start of `fit` the module or its data cannot
+            do it.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[TextLosses(max_batches=5)], logger=False, accelerator="cpu")
+    """
+
+    def __init__(self, *, max_batches: int = 20) -> None:
+        if max_batches < 1:
+            raise ConfigError(key="max_batches", value=max_batches, allowed="a whole number of at least 1")
+        self.max_batches = max_batches
+        self.before: dict[str, float] = {}
+        """Nats per token by text, before the first step."""
+        self.after: dict[str, float] = {}
+        """The same after the last."""
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        data: Any = getattr(trainer, "datamodule", None)
+        if not hasattr(pl_module, "loss") or not hasattr(data, "texts"):
+            raise ConfigError(
+                key="monitors.text_losses",
+                value=f"{type(pl_module).__name__} on {type(data).__name__}",
+                allowed="a module with loss(logits, targets) and a data module with texts()",
+                remedies=["~monitors.text_losses"],
+            )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.before, self.after = self._measure(trainer, pl_module), {}
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.after = self._measure(trainer, pl_module)
+        shown = [f"{name} {self.before[name]:.3f} -> {loss:.3f}" for name, loss in self.after.items()]
+        rank_zero_info("Nats per token, before -> after: %s", ", ".join(shown))
+
+    def _measure(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, float]:
+        data: Any = getattr(trainer, "datamodule", None)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), evaluating(module):  # loaders draw a seed
+            return {name: self._mean(trainer, module, loader) for name, loader in data.texts().items()}
+
+    def _mean(self, trainer: pl.Trainer, module: Any, loader: Any) -> float:
+        losses: list[float] = []
+        for batch in itertools.islice(loader, self.max_batches):
+            inputs, targets = trainer.strategy.batch_to_device(batch, module.device)
+            with trainer.precision_plugin.forward_context():
+                losses.append(float(module.loss(module(inputs), targets)))
+        return sum(losses) / len(losses)
