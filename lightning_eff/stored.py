@@ -72,10 +72,11 @@ def load_base(model: nn.Module, path: Path, *, key: str) -> int:
     Raises:
         ConfigError: There is no such file, it is damaged, or of another model; nothing was assigned.
     """
-    file = newest_whole(path) if path.is_dir() else path
+    file = path if path.suffix else newest_whole(path)
     if file is None:
         allowed = "a checkpoint, or a folder of runs with one; there is none in this"
-        raise ConfigError(key=key, value=str(path), allowed=allowed)
+        remedies = [f"lightning-eff train {path.name}"]  # runs lie in a folder of their recipe's name
+        raise ConfigError(key=key, value=str(path), allowed=allowed, remedies=remedies)
     try:
         if any(parameter.is_meta for parameter in model.parameters()):
             text = "this model has no memory yet, on the meta device"

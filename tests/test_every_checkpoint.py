@@ -27,6 +27,7 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.errors import CheckpointError
 from lightning_eff.precision.mixed import Mixed
 from tests import conftest
 from tests.conftest import Deep, make_trainer
@@ -211,15 +212,17 @@ def test_an_adapted_model_and_a_full_checkpoint_refuse_each_other_by_names(
     deep: Callable[..., Deep], tmp_path: Path
 ) -> None:
     path = tmp_path / "one.ckpt"
-    for saved, loaded, words in (
-        ([PeftAdapter()], [EmptyCache(every_n_steps=1)], r"Unexpected key.*first\.lora_A"),
-        ([EmptyCache(every_n_steps=1)], [PeftAdapter()], r"Missing key.*first\.base_layer"),
+    plain, adapter = [EmptyCache(every_n_steps=1)], [PeftAdapter()]
+    for saved, loaded, error, words in (
+        (adapter, plain, RuntimeError, r"Missing key.*first\.weight.*Unexpected key.*first\.lora_A"),
+        ([PeftAdapter(save_base=True)], plain, RuntimeError, r"Unexpected key.*first\.lora_A"),
+        (plain, adapter, CheckpointError, "it holds no adapter, only the model.*try: base_checkpoint=PATH"),
     ):
         trainer = make_trainer(callbacks=saved, max_epochs=1, max_steps=-1)
         trainer.fit(deep(), make_small_loader())
         trainer.save_checkpoint(path)
         model = deep()
-        with pytest.raises(RuntimeError, match=f"(?s){words}"):
+        with pytest.raises(error, match=f"(?s){words}"):
             make_trainer(callbacks=loaded, max_epochs=2, max_steps=-1).fit(
                 model, make_small_loader(), ckpt_path=path
             )

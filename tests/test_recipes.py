@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from lightning_eff import catalog, config
 
@@ -37,7 +39,7 @@ NAMES = [entry.name for entry in catalog.recipes()]
 
 
 def test_there_are_recipes() -> None:
-    assert {"lm", "baseline", "images", "low_memory", "fast", "full_finetune", "qlora"} <= set(NAMES)
+    assert {"lm", "baseline", "images", "low_memory", "fast", "full_finetune", "lora", "qlora"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,6 +61,8 @@ def test_recipe_trains_two_steps(
 ) -> None:
     finetune = [*SMALL_FINETUNE, f"model.name={tiny_llama}"]
     small = {"images": SMALL_IMAGES, "full_finetune": finetune, "qlora": finetune}
+    if name == "lora":  # which adapts what lm has trained
+        assert command("train", "lm", *tiny)[0] == 0
     code, out, err = command("train", name, *small.get(name, tiny), *MORE.get(name, []), "--json")
     assert code == 0, err
     report = json.loads(out)
@@ -104,6 +108,32 @@ def test_a_missing_package_is_the_environments_fault(
     code, _, err = command("train", "full_finetune", f"model.name={tmp_path}")
     assert code == 3
     assert "pip install 'lightning-eff[hf]'" in err
+
+
+@pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning")
+def test_lora_begins_at_the_newest_base_and_is_exported(
+    tiny: list[str], command: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, _, err = command("train", "lora", *tiny)
+    assert code == 2
+    assert "base_checkpoint=" in err
+    assert "lightning-eff train lm" in err
+    assert command("train", "lm", *tiny)[0] == 0
+    code, _, err = command("train", "lora", *tiny, "trainer.max_steps=4")
+    assert code == 0, err
+    assert "Nats per token, before -> after: prose" in err
+    (base,) = Path("outputs", "lm").glob("*/checkpoints/*.ckpt")
+    (adapter,) = Path("outputs", "lora").glob("*/checkpoints/*.ckpt")
+    before = torch.load(base, weights_only=True)["state_dict"]
+    after = torch.load(adapter, weights_only=True)["state_dict"]
+    assert not before.keys() & after.keys()
+    for words, file in (((), "adapter_model.safetensors"), (("--merge",), "model.safetensors")):
+        code, _, err = command("export", "lora", "--out", f"outputs/{file}", *words)
+        assert code == 0, err
+        assert (Path("outputs") / file / file).exists()
+    merged = load_file(Path("outputs", "model.safetensors", "model.safetensors"))
+    assert set(merged) <= set(before)
+    assert any(not torch.equal(value, before[name]) for name, value in merged.items())
 
 
 @pytest.mark.slow
