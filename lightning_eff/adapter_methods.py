@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightning_eff.errors import ConfigError, nearest
+from lightning_eff.kernels.linear import TritonLinear
 
 ALL_LINEAR = "all-linear"
 Targets = str | Sequence[str] | None
@@ -193,7 +194,16 @@ def resolve(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> dic
     if not found and not getattr(config, "target_parameters", None):
         allowed = "layers that are neither excluded nor trained themselves"
         raise ConfigError(key="target_modules", value=words(config), allowed=allowed)
+    _check_linear(found)
     return found
+
+
+def _check_linear(found: Mapping[str, nn.Module]) -> None:
+    """Refuse layers of ours that are no linear maps: an adapter is added behind what is inside them."""
+    for name, part in found.items():
+        if isinstance(part, TritonLinear) and part.activation is not None:
+            allowed = f"linear maps: {name} has {part.activation} inside; options.exclude_modules=[{name}]"
+            raise ConfigError(key="target_modules", value=name, allowed=allowed)
 
 
 def _check_names(key: str, names: Any, named: Mapping[str, nn.Module]) -> None:

@@ -664,3 +664,11 @@ def test_decay_and_momentum_are_for_what_is_trained_alone() -> None:
             assert torch.equal(parameter, before[name.replace(".base_layer", "")])
     state = trainer.optimizers[0].state
     assert {id(p) for p in state} == {id(p) for p in model.parameters() if p.requires_grad}
+
+
+def test_a_layer_with_its_activation_inside_is_refused() -> None:
+    """Found by a tester: the adapter was added behind SiLU, and merged in front of it."""
+    model = nn.Sequential(linear.TritonLinear(4, 4, activation="silu"), linear.TritonLinear(4, 2))
+    with pytest.raises(ConfigError, match="0 has silu inside; options"):
+        adapt(model)
+    assert list(adapt(model, options={"exclude_modules": ["0"]})) == ["1"]
