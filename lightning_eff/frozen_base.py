@@ -5,11 +5,11 @@ are the same for every model of an architecture. The fingerprint is a SHA-256 ov
 and SHA-256 of each frozen tensor, in the order of the names, the same on every device. Beside it stand the
 first characters of each tensor's own, so that a refusal can name the tensors that are other ones.
 
-Hashing reads every frozen byte once, in up to eight threads, the largest tensors by way of host memory, and is
-not repeated until PyTorch counts a change of a tensor. Changes by way of `.data` are not counted. A tensor in
-another number format is compared in the one that was recorded: a run may convert the model after its
-checkpoint was restored. Buffers are not part of it: those that have a place in a checkpoint are saved with the
-adapter, for training may change them.
+Hashing reads every frozen byte once, in up to eight threads, the largest tensors by way of host memory, and
+is not repeated until PyTorch counts a change of a tensor. Changes by way of `.data` are not counted. A tensor
+in another number format is compared in the one that was recorded: a run may convert the model after its
+checkpoint was restored. Buffers are not part of it: those that have a place in a checkpoint are saved with
+the adapter, for training may change them.
 """
 
 from __future__ import annotations
