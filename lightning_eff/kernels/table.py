@@ -82,8 +82,10 @@ class Tile:
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k_bytes
         return operands + int(finished * (written * shape.out_itemsize + read * read_itemsize))
 
-    def has_registers(self, shape: Shape) -> bool:
-        """Say whether all values of a tile fit the registers of its threads."""
+    def can_finish(self, shape: Shape) -> bool:
+        """Say whether what follows the product compiles: into registers, and in warps of their own."""
+        if self.specialize and shape.columns_share != 1.0:  # Triton 3.6 cannot split a tile there
+            return False
         values = self.block_m * self.block_n // (32 * self.num_warps)
         if shape.dtype.itemsize == 1 and values > FLOAT8_VALUES:  # which are there twice
             return False

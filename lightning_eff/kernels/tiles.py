@@ -140,7 +140,7 @@ def fitting(shape: Shape, device: Device) -> Iterator[Tile]:
             possible = possible and shape.batch == 1 and tile.adds <= shape.adds
             if not possible or tile.shared_bytes(shape) + MARGIN_BYTES > device.shared_bytes:
                 continue
-        if tile.has_registers(shape):
+        if tile.can_finish(shape):
             yield tile
 
 

@@ -65,7 +65,7 @@ def needed(tile: Tile, variant: Variant) -> int:
 def fits(tile: Tile, variant: Variant) -> bool:
     """As dispatch decides it: what does not fit is never launched."""
     fits = tile.kernel == "pointers" or needed(tile, variant) + MARGIN_BYTES <= DEVICES["h200"].shared_bytes
-    return fits and tile.has_registers(shape(variant))
+    return fits and tile.can_finish(shape(variant))
 
 
 def assert_good(tile: Tile, variant: Variant, code: Assembly, limit: int) -> None:
