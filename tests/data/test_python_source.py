@@ -131,7 +131,7 @@ def test_an_interrupted_build_leaves_nothing(
         patch.setattr(python_source, step, Mock(side_effect=error(step)))
         with pytest.raises(error, match=step):
             make()
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert list((tmp_path / "cache").glob("*")) == []
     assert len(make().val_dataloader()) > 0, "the next run builds it"
 
 
