@@ -23,6 +23,14 @@ from lightning_eff import cli
 # Two workers share two cores: more threads would wait for each other. Child processes inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+os.environ.pop("PL_GLOBAL_SEED", None)
+
+
+@pytest.fixture(autouse=True)
+def seeds_end_with_their_test() -> Iterator[None]:
+    """Let no later test be seeded by what this one left behind: Lightning seeds anew when DDP begins."""
+    yield
+    os.environ.pop("PL_GLOBAL_SEED", None)
 
 
 class Net(pl.LightningModule):

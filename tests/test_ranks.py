@@ -279,17 +279,11 @@ def test_layers_that_add_their_gradients_leave_ddp_its_own(ranks: list[dict[str,
 
 
 def test_adapters_on_two_ranks_are_those_of_one(ranks: list[dict[str, Any]]) -> None:
-    """Ranks are allotted alike, by gradients that are averaged already.
-
-    In two whole runs of the suite another one of as many directions was kept, never alone. Supposed, and not
-    shown, is a near tie of importances; then weights are not comparable, and the skip says that it happened.
-    """
+    """Ranks are allotted alike, by gradients that are averaged already."""
     expected = adapted(1)
-    ours, theirs = ranks[0]["adapted"]["ranks"], expected["ranks"]
     assert same(ranks[0]["adapted"], ranks[1]["adapted"])
-    assert sum(map(sum, ours.values())) == sum(map(sum, theirs.values())) < 4 * len(theirs)
-    if ours != theirs:
-        pytest.skip(f"two ranks kept {ours}, one {theirs}: weights are not comparable")
+    assert ranks[0]["adapted"]["ranks"] == expected["ranks"]
+    assert sum(map(sum, expected["ranks"].values())) < 4 * len(expected["ranks"]), "some were left out"
     for ours, theirs in zip(ranks[0]["adapted"]["weights"], expected["weights"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
