@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -63,8 +63,12 @@ class ExactStep(_AutomaticOptimization):
         self.around_backward: Callable[[], AbstractContextManager[None]] | None = None
         """Entered around each backward pass of a step of several."""
         self._parts: InParts | None = None
+        strategy: object = trainer.strategy
         self._window = Window(
-            self._trained, num_ranks=trainer.world_size, sum_over_ranks=partial(_sum_over_ranks, trainer)
+            self._trained,
+            num_ranks=trainer.world_size,
+            sum_over_ranks=partial(_sum_over_ranks, trainer),
+            scale_gradients=strategy.scale_gradients if isinstance(strategy, ScalesGradients) else None,
         )
         self._mark = self._window.mark()
         one_batch = _OneBatch(trainer, self._window.nothing)
@@ -225,6 +229,15 @@ class ExactStep(_AutomaticOptimization):
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         self._window.reference = float(state_dict.get("weight_reference", 0.0))
         self.num_skipped_steps = int(state_dict.get("num_skipped_steps", 0))
+
+
+@runtime_checkable
+class ScalesGradients(Protocol):
+    """A strategy under which gradients are elsewhere than in `.grad`."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients of the step at hand, before they are clipped."""
+        ...
 
 
 class _OneBatch(_AutomaticOptimization):

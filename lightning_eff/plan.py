@@ -104,8 +104,7 @@ def _provided(each: object) -> list[str]:
         stated = each.facts().provides if isinstance(each, StatesFacts) else ()
         names = [name_of(each), *stated]
     else:
-        names = []
-    names += _library_names(kind)
+        names = _library_names(kind)
     return [*names, SUITE] if isinstance(each, Technique) and not isinstance(each, type) else names
 
 

@@ -166,7 +166,8 @@ def refuse_others(optimizers: Sequence[Any], states: Any, *, kinds: Any = None) 
             raise _refusal(ours, f"{_shown(name)}, with which the checkpoint was saved")
         if not name:
             _refuse_other_options(optimizer, groups)
-        theirs, own = _sizes(groups), _sizes(optimizer.param_groups)
+        own_groups = getattr(optimizer, "whole_groups", optimizer.param_groups)  # not a rank's part of them
+        theirs, own = _sizes(groups), _sizes(own_groups)
         if theirs != own:
             hint = "(norms and biases may be a group of their own)"
             raise _refusal(ours, f"groups of {theirs} tensors, as in the checkpoint, and not {own} {hint}")

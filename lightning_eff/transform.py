@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from fnmatch import fnmatchcase
 from typing import Protocol, runtime_checkable
@@ -98,6 +99,15 @@ def trainable(model: nn.Module, names: Iterable[str]) -> set[str]:
     return {name for name, parameters in own.items() if any(p.requires_grad for p in parameters)}
 
 
+@runtime_checkable
+class MakesParts(Protocol):
+    """A strategy that may divide weights in the moment that they are made."""
+
+    def surgery_context(self) -> AbstractContextManager[None]:
+        """Return a context in which weights are made whole."""
+        ...
+
+
 class _Surgery:
     """Stands in for one module's `configure_model` while a Trainer is at work on it.
 
@@ -107,6 +117,7 @@ class _Surgery:
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.trainer = trainer
         self.module = module
         self.original = module.configure_model
         self.was_on_instance = "configure_model" in module.__dict__
@@ -119,7 +130,9 @@ class _Surgery:
 
     def configure_model(self) -> None:
         self.original()
-        apply(self.module, self.changes)
+        strategy: object = self.trainer.strategy
+        with strategy.surgery_context() if isinstance(strategy, MakesParts) else nullcontext():
+            apply(self.module, self.changes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Surgery:
         """Go with a copy of the module (of its weights' average, for example), and copy no callback."""

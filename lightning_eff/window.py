@@ -26,6 +26,8 @@ class Window:
         parameters: Returns what is trained.
         num_ranks: Processes whose gradients are averaged.
         sum_over_ranks: Sums a number over them; torch.distributed's default group unless given.
+        scale_gradients: Multiplies all gradients by a number, where they are not in `.grad`; weights are
+            then in parts too.
 
     Example:
         A step of two micro-batches, of 3 and of 1 token, in a loop of one's own:
@@ -46,10 +48,12 @@ class Window:
         *,
         num_ranks: int = 1,
         sum_over_ranks: Callable[[float], float] | None = None,
+        scale_gradients: Callable[[float], None] | None = None,
     ) -> None:
         self._parameters = parameters
         self._num_ranks = num_ranks
         self._sum = sum_over_ranks or _sum_over_default_group
+        self._scale_gradients = scale_gradients
         self.reference = 0.0
         self.begin(1)
 
@@ -113,11 +117,11 @@ class Window:
         """Return a loss whose gradient is 0, in place of that of a micro-batch that weighs nothing.
 
         Ranks expect a backward pass of each other. A mean over nothing is not a number, and its gradient
-        times 0 may be none either: then the parameters stand in for it. Where they are sharded (FSDP2)
+        times 0 may be none either: then the parameters stand in for it. Where they are sharded (FSDP2, ZeRO)
         gradients must come from the forward pass; torch's losses have 0 where every target is ignored.
         """
         trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        if bool(loss.isfinite()) or any(isinstance(parameter, DTensor) for parameter in trained):
+        if bool(loss.isfinite()) or self._scale_gradients is not None or any(isinstance(parameter, DTensor) for parameter in trained):
             return loss.nan_to_num() * 0.0
         return torch.stack([(parameter * 0.0).sum() for parameter in trained]).sum()
 
@@ -129,7 +133,11 @@ class Window:
             total = self._over_ranks(self._weight)
             factor = self._num_ranks * self.reference / total if total else 0.0
             self.reference = _power_of_two(total / self._num_ranks) if total else 0.0
-        if abs(factor - 1.0) > 1e-14:  # parts of a batch add up to 1 but for the last bit
+        if abs(factor - 1.0) <= 1e-14:  # parts of a batch add up to 1 but for the last bit
+            return
+        if self._scale_gradients is not None:
+            self._scale_gradients(factor)
+        else:
             for parameter in self._parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)

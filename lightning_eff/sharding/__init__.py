@@ -1,0 +1,1 @@
+"""What strategies that divide a model among ranks share: configuration, checkpoints, arithmetic."""

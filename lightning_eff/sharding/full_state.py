@@ -1,0 +1,158 @@
+"""The checkpoint of a divided model, as one device would have written it.
+
+Ranks that hold parts of every tensor save and load what one rank without any strategy would: each weight
+whole and in the format that it is trained in, the optimizer's state by the parameter's place in its groups.
+So a checkpoint goes from any strategy to any other, on any number of ranks, and the techniques that look
+into checkpoints (adapters, averages) need not know of strategies.
+
+All ranks call these functions together, for putting parts together is a collective; the first rank alone
+keeps what comes of it, on the host, one tensor after the other. A strategy says how, by `Parts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_eff.errors import CheckpointError
+
+Group = Sequence[Tensor]
+"""Parameters of an optimizer's group, as the optimizer was built with them."""
+
+
+class Parts(Protocol):
+    """How a strategy has divided tensors; every method is called by all ranks."""
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return a parameter or a buffer put together, in the format that it is trained in."""
+        ...
+
+    def put(self, tensor: Tensor, value: Tensor) -> None:
+        """Set a parameter or a buffer from its whole value."""
+        ...
+
+    def state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """Return an optimizer's state of a parameter, with tensors of its shape put together."""
+        ...
+
+    def put_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        """Set an optimizer's state of a parameter from whole tensors."""
+        ...
+
+
+@torch.no_grad()
+def weights(module: nn.Module, parts: Parts, *, keep: bool) -> dict[str, Any]:
+    """Return a module's state, each tensor put together; tied ones stay tied.
+
+    Args:
+        module: Divided or not; its `state_dict` says what belongs to a checkpoint.
+        parts: How.
+        keep: Whether this rank keeps the values; the others return names with nothing behind them.
+    """
+    known: dict[int, Tensor] = {}
+    state: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            state[name] = value
+            continue
+        if id(value) not in known:
+            known[id(value)] = _kept(parts.whole(value), keep=keep)
+        state[name] = known[id(value)]
+    return state
+
+
+@torch.no_grad()
+def load_weights(module: nn.Module, state: Mapping[str, Any], parts: Parts, *, strict: bool) -> None:
+    """Set a divided module's state from whole tensors.
+
+    Raises:
+        CheckpointError: A name or a shape does not fit; nothing has been assigned then.
+    """
+    own = {name: v for name, v in module.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
+    missing = sorted(own.keys() - state.keys())
+    unexpected = sorted(state.keys() - module.state_dict(keep_vars=True).keys())
+    if strict and (missing or unexpected):
+        text = f"the checkpoint does not fit: without {missing[:3]}, with {unexpected[:3]} that nobody has"
+        raise CheckpointError(text)
+    shared = [name for name in own if name in state]
+    for name in shared:
+        theirs, ours = tuple(state[name].shape), tuple(shape_of(own[name]))
+        if theirs != ours:
+            text = f"the checkpoint does not fit: {name} is {theirs} there and {ours} here"
+            raise CheckpointError(text)
+    for name in shared:
+        parts.put(own[name], state[name])
+
+
+def shape_of(tensor: Tensor) -> torch.Size:
+    """Return the shape of the whole tensor that a rank may have a part of."""
+    return getattr(tensor, "ds_shape", tensor.shape)
+
+
+@torch.no_grad()
+def optimizer_state(
+    groups: Sequence[Group], options: Sequence[Mapping[str, Any]], parts: Parts, *, keep: bool
+) -> dict[str, Any]:
+    """Return an optimizer's state in torch's own layout.
+
+    Args:
+        groups: Its parameters.
+        options: Each group's options as they are now.
+        parts: How the state is put together.
+        keep: Whether this rank keeps the values.
+    """
+    state: dict[int, dict[str, Any]] = {}
+    described: list[dict[str, Any]] = []
+    index = 0
+    for group, option in zip(groups, options, strict=True):
+        for offset, parameter in enumerate(group):
+            entries = parts.state_of(parameter) if parameter.requires_grad else {}
+            if entries:
+                state[index + offset] = {
+                    key: _kept(value, keep=keep) if isinstance(value, Tensor) else value
+                    for key, value in entries.items()
+                }
+        numbers = list(range(index, index + len(group)))
+        described.append({k: v for k, v in option.items() if k != "params"} | {"params": numbers})
+        index += len(group)
+    return {"state": state, "param_groups": described}
+
+
+@torch.no_grad()
+def load_optimizer_state(
+    groups: Sequence[Group],
+    options: Sequence[dict[str, Any]],
+    saved: Mapping[str, Any],
+    parts: Parts,
+) -> None:
+    """Set an optimizer's state and its groups' options from torch's own layout.
+
+    Args:
+        groups: Its parameters.
+        options: Each group's live options, which are changed.
+        saved: From a checkpoint.
+        parts: How the state is divided.
+
+    Raises:
+        CheckpointError: Groups or numbers of parameters are not those of this optimizer.
+    """
+    theirs = [len(group["params"]) for group in saved["param_groups"]]
+    ours = [len(group) for group in groups]
+    if theirs != ours:
+        text = f"the optimizer in the checkpoint has groups of {theirs} tensors, and this one of {ours}"
+        raise CheckpointError(text)
+    for group, option, described in zip(groups, options, saved["param_groups"], strict=True):
+        option.update({key: value for key, value in described.items() if key != "params"})
+        for parameter, number in zip(group, described["params"], strict=True):
+            entries = saved["state"].get(number)
+            if entries and parameter.requires_grad:
+                parts.put_state(parameter, entries)
+
+
+def _kept(tensor: Tensor, *, keep: bool) -> Tensor:
+    if not keep:
+        return torch.empty(0, dtype=tensor.dtype)
+    return tensor.detach().to("cpu")
