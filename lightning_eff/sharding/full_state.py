@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from lightning_eff.errors import CheckpointError
 
+COUNTS = ("step",)
+"""Keys of an optimizer's state that are numbers, also where a parameter is one."""
 Group = Sequence[Tensor]
 """Parameters of an optimizer's group, as the optimizer was built with them."""
 

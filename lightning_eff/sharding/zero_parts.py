@@ -19,9 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-COUNTS = ("step",)
-"""Keys of an optimizer's state that are numbers, also where a parameter is one."""
-
+from lightning_eff.sharding.full_state import COUNTS
 
 def parts_of(engine: Any) -> _Flat | _Pieces | _Frozen:
     """Return how an engine has divided its model.

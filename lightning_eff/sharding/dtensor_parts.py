@@ -1,0 +1,54 @@
+"""How DTensors are put together and set: what FSDP2 has made of parameters and of an optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_eff.sharding.full_state import COUNTS
+
+
+class DTensorParts:
+    """A model whose parameters are DTensors, and its optimizer.
+
+    Args:
+        optimizer: Built on these parameters; None where nothing is trained.
+    """
+
+    def __init__(self, optimizer: Optimizer | None = None) -> None:
+        self._optimizer = optimizer
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return a tensor put together."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def put(self, tensor: Tensor, value: Tensor) -> None:
+        """Set this rank's part of a tensor."""
+        tensor.data.copy_(_divided(value, tensor) if isinstance(tensor, DTensor) else value)
+
+    def state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the optimizer's state of a parameter, put together."""
+        state = self._optimizer.state.get(parameter, {}) if self._optimizer is not None else {}
+        return {key: self.whole(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+
+    def put_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        """Set the optimizer's state of a parameter, this rank's part of it."""
+        if self._optimizer is None:
+            return
+        ours = self._optimizer.state[parameter]
+        for key, value in state.items():
+            like = isinstance(value, Tensor) and key not in COUNTS and value.shape == parameter.shape
+            if like and isinstance(parameter, DTensor):
+                ours[key] = _divided(value, parameter)
+            else:
+                ours[key] = value.clone() if isinstance(value, Tensor) else value
+
+
+def _divided(value: Tensor, like: DTensor) -> DTensor:
+    """Return a whole value as parts laid out like another; each rank has the value, so none sends any."""
+    moved = value.to(like.device)
+    return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,315 @@
+"""FSDP2: each rank keeps a part of every weight, gradient and optimizer state, and puts a block together in turn.
+
+What ZeRO's stage 3 does, in PyTorch itself: `fully_shard` divides the parameters of each repeated block (the
+layers of a transformer), gathers them for the block's forward and backward pass, and reduces their gradients
+to parts again. Blocks are found, in any LightningModule; no `configure_model` is needed. It happens last,
+after adapters, tiles, checkpointing and compiling (transform.py).
+
+Within a window of micro-batches gradients stay whole on each rank and are reduced once, where Lightning's own
+strategy reduces each time; where memory matters more, `sync_every_micro_batch` does that. Checkpoints are
+those of one device (sharding/full_state.py), or folders of parts for models that no host could hold.
+
+Costs: communication half as much again as DDP's; a block's weights whole at a time; in a window a gradient of
+    the model's size, unless every micro-batch is synchronized.
+Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights that
+    are tied across blocks.
+Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277;
+    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_eff.errors import ConfigError, ConflictError
+from lightning_eff.facts import Facts, Outcome
+from lightning_eff.measure.tables import human_bytes, human_count
+from lightning_eff.sharding import full_state
+from lightning_eff.sharding.dtensor_parts import DTensorParts
+from lightning_eff.transform import Blocks, Stage, queue, select
+
+NAME = "strategy/fsdp2"
+DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CHECKPOINTS = ("full", "sharded")
+
+
+def shard(
+    model: nn.Module,
+    mesh: Any,
+    *,
+    blocks: Blocks = None,
+    policy: MixedPrecisionPolicy | None = None,
+    offload: bool = False,
+    reshard_after_forward: bool = True,
+) -> int:
+    """Divide a model's blocks and then what is left, in place; for loops without a Trainer.
+
+    Args:
+        model: Before its optimizer is built.
+        mesh: The ranks, one dimension of a DeviceMesh.
+        blocks: As `transform.select` takes them; None finds them.
+        policy: Formats of computing and reducing.
+        offload: Keep the parts on the host.
+        reshard_after_forward: Give a block's weights up after its forward pass, and gather them once more.
+
+    Returns:
+        How many parts of the model were divided; 0 for one that is divided already.
+    """
+    if isinstance(model, FSDPModule):
+        return 0
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": policy or MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy(),
+    }
+    found = [block for block in select(model, blocks).values() if any(True for _ in block.parameters())]
+    for block in found:
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, **options)
+    return len(found) + 1
+
+
+class FSDP2(ModelParallelStrategy):
+    """Divide a model among ranks with `fully_shard`; `Trainer(strategy=FSDP2(), devices=2)`.
+
+    Args:
+        blocks: What is gathered at a time: class names or patterns of module names; None finds the blocks.
+        param_dtype: Format that weights are gathered and computed in: bf16, fp16, fp32; None for their own.
+        reduce_dtype: Format that gradients are reduced in; None for that of the weights as computed.
+        cpu_offload: Keep parts, gradients and optimizer state on the host, and step there.
+        reshard_after_forward: Give a block's weights up after its forward pass; False keeps them until its
+            backward pass, for less communication.
+        sync_every_micro_batch: Reduce gradients in each backward pass of a window, not once at its end.
+        checkpoints: `full`, one file that any strategy loads, or `sharded`, a folder with a file for each rank.
+
+    Raises:
+        ConfigError: A value that cannot be used, or blocks that fit nothing.
+        ConflictError: There is one device, and nothing is offloaded.
+
+    Example:
+        >>> FSDP2(param_dtype="int4")
+        Traceback (most recent call last):
+        lightning_eff.errors.ConfigError: param_dtype='int4': expected bf16, fp16, fp32 or None
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: str | list[str] | None = None,
+        param_dtype: str | None = None,
+        reduce_dtype: str | None = None,
+        cpu_offload: bool = False,
+        reshard_after_forward: bool = True,
+        sync_every_micro_batch: bool = False,
+        checkpoints: str = "full",
+    ) -> None:
+        for key, value in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+            if value not in DTYPES:
+                raise ConfigError(key=key, value=value, allowed="bf16, fp16, fp32 or None")
+        if checkpoints not in CHECKPOINTS:
+            raise ConfigError(key="checkpoints", value=checkpoints, allowed="full or sharded")
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=checkpoints == "sharded")
+        self.blocks = blocks
+        self.param_dtype = param_dtype
+        self.reduce_dtype = reduce_dtype
+        self.cpu_offload = cpu_offload
+        self.reshard_after_forward = reshard_after_forward
+        self.sync_every_micro_batch = sync_every_micro_batch
+        self.checkpoints = checkpoints
+        self._num_sharded = 0
+        self._numel = 0
+        self._local_bytes = 0
+
+    @override
+    def setup_environment(self) -> None:
+        num_ranks = self.num_nodes * self.num_processes
+        if num_ranks == 1 and not self.cpu_offload:
+            text = f"{NAME}: there is one device, so there is nothing to divide"
+            raise ConflictError(f"{text}\n  try: trainer.devices=2\n  try: strategy=auto")
+        self._data_parallel_size = num_ranks
+        super().setup_environment()
+        module: Any = self.lightning_module
+        queue(module.trainer, module, Stage.SHARD, self._shard)
+
+    def _shard(self, model: nn.Module) -> int:
+        if isinstance(model, FSDPModule):
+            return 0
+        _refuse_meta_adapters(model)
+        self._numel = sum(parameter.numel() for parameter in model.parameters())
+        policy = MixedPrecisionPolicy(
+            param_dtype=DTYPES[self.param_dtype], reduce_dtype=DTYPES[self.reduce_dtype]
+        )
+        self._num_sharded = shard(
+            model,
+            self.device_mesh["data_parallel"],
+            blocks=self.blocks,
+            policy=policy,
+            offload=self.cpu_offload,
+            reshard_after_forward=self.reshard_after_forward,
+        )
+        local: list[Any] = [getattr(p, "_local_tensor", p) for p in model.parameters()]
+        self._local_bytes = sum(each.nbytes for each in local)
+        return self._num_sharded
+
+    @override
+    def model_to_device(self) -> None:
+        if not self.cpu_offload:
+            super().model_to_device()
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return self.checkpoints == "full"
+
+    @override
+    def training_step(self, *arguments: Any, **keywords: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._as_forward("training_step", *arguments, **keywords)
+
+    @override
+    def validation_step(self, *arguments: Any, **keywords: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._as_forward("validation_step", *arguments, **keywords)
+
+    @override
+    def test_step(self, *arguments: Any, **keywords: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._as_forward("test_step", *arguments, **keywords)
+
+    @override
+    def predict_step(self, *arguments: Any, **keywords: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._as_forward("predict_step", *arguments, **keywords)
+
+    def _as_forward(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        """Call a step as if it were `forward`, so that the weights of no block are there for all of it.
+
+        A step may call `self(x)`, or `self.layer(x)`, which alone would not gather them.
+        """
+        module: Any = self.lightning_module
+
+        def step(*inner: Any, **more: Any) -> Any:
+            del module.forward
+            with _hooks_of_blocks_alone(module):
+                return getattr(module, name)(*inner, **more)
+
+        module.forward = step
+        return module(*arguments, **keywords)
+
+    @override
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients stay whole on each rank, unless that is not wanted."""
+        return nullcontext() if self.sync_every_micro_batch else self._unsynchronized()
+
+    @contextmanager
+    def _unsynchronized(self) -> Generator[None]:
+        module: Any = self.lightning_module
+        module.set_requires_gradient_sync(requires_gradient_sync=False)
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(requires_gradient_sync=True)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.checkpoints == "sharded":
+            return super().lightning_module_state_dict()
+        module: Any = self.lightning_module
+        return full_state.weights(module, DTensorParts(), keep=self.is_global_zero)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.checkpoints == "sharded":
+            return super().optimizer_state(optimizer)
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        groups = [group["params"] for group in optimizer.param_groups]
+        parts = DTensorParts(optimizer)
+        return full_state.optimizer_state(groups, optimizer.param_groups, parts, keep=self.is_global_zero)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self.checkpoints == "sharded":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if self.checkpoints == "sharded":
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self.checkpoints == "full":
+            module: Any = self.lightning_module
+            full_state.load_weights(module, checkpoint["state_dict"], DTensorParts(), strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.checkpoints == "sharded":
+            return
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            groups = [group["params"] for group in optimizer.param_groups]
+            full_state.load_optimizer_state(groups, optimizer.param_groups, saved, DTensorParts(optimizer))
+
+    def facts(self) -> Facts:
+        """State nothing: what must not meet it says so itself."""
+        return Facts()
+
+    def outcome(self) -> Outcome:
+        """Say what was divided, and how much of it a rank keeps."""
+        if not self._num_sharded:
+            return Outcome(did="nothing divided", effective=False)
+        where = " on the host" if self.cpu_offload else ""
+        words = f"{human_count(self._numel)} parameters in {self._num_sharded} parts of the model, divided by"
+        return Outcome(
+            did=f"{words} {self.world_size}; {human_bytes(self._local_bytes)} of weights a rank{where}",
+            numbers={"parts": self._num_sharded, "parameters": self._numel, "local_bytes": self._local_bytes},
+        )
+
+
+@contextmanager
+def _hooks_of_blocks_alone(module: Any) -> Generator[None]:
+    """Leave out the module's own hooks of FSDP's, which have run around the step that it is in."""
+    state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
+    taken = [
+        (hooks, {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is state})
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)  # noqa: SLF001
+    ]
+    orders = [dict(hooks) for hooks, _ in taken]
+    for hooks, own in taken:
+        for key in own:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for (hooks, _), order in zip(taken, orders, strict=True):
+            hooks.clear()
+            hooks.update(order)
+
+
+def _refuse_meta_adapters(model: nn.Module) -> None:
+    """Refuse weights without values beside adapters, which would be drawn anew in place of their start."""
+    if getattr(model, "peft_config", None) and any(p.is_meta for p in model.parameters()):
+        text = "the model has no values yet, and giving it some would draw the adapters' anew"
+        raise ConflictError(f"{NAME}: {text}\n  try: build the model with values")
