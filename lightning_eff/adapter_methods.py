@@ -188,8 +188,8 @@ def resolve(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> dic
     if fields.target_modules == ALL_LINEAR:
         fields.target_modules = _all_linear(model, config)
     _check_names("target_modules", fields.target_modules, named)
-    for key in ("modules_to_save", "exclude_modules"):
-        _check_names(key, getattr(config, key, None), named)
+    _check_names("modules_to_save", getattr(config, "modules_to_save", None), named)
+    _check_names("options.exclude_modules", getattr(config, "exclude_modules", None), named)
     found = {name: part for name, part in named.items() if check_target_module_exists(config, name)}
     if not found and not getattr(config, "target_parameters", None):
         allowed = "layers that are neither excluded nor trained themselves"

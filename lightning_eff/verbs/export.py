@@ -89,7 +89,10 @@ def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
         if newest is None:
             recipes = [each.name for each in root.iterdir() if each.is_dir()] if root.is_dir() else []
             allowed = f"a run's folder (it has a {RESOLVED}), or a recipe with runs in {root}"
-            raise ConfigError(key="RUN", value=run, allowed=f"{allowed}; {nearest(run, recipes)}")
+            hint = (
+                f"{root / run} has no checkpoint that is whole" if run in recipes else nearest(run, recipes)
+            )
+            raise ConfigError(key="RUN", value=run, allowed=f"{allowed}; {hint}")
         folder = newest.parent.parent
     if which not in ("last", "best"):
         if not Path(which).is_file():

@@ -284,6 +284,7 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": None}, "PEFT's choice for a known Hugging Face model, and this model is none"),
     ({"target_modules": ["dropout"]}, "is not supported"),
     ({"modules_to_save": ["hed"]}, "modules_to_save='hed'"),
+    ({"options": {"exclude_modules": ["hed"]}}, r"peft_adapter\.options\.exclude_modules=.hed."),
     ({"target_modules": ["first"], "modules_to_save": ["first"]}, "neither excluded nor trained themselves"),
     ({"method": "ln_tuning"}, "names of layers: ln_tuning is not for linear ones"),
     ({"method": "prompt_tuning"}, "exactly one Hugging Face model as a part, and found 0"),

@@ -257,6 +257,14 @@ def test_what_it_cannot_do_is_told_in_five_lines(texts: None, tiny_llama: Path, 
     assert sorted(Path().rglob("*")) == before
 
 
+def test_a_recipe_whose_runs_left_no_checkpoint_is_told_so(texts: None, command: Command) -> None:
+    Path("outputs/lora/2026-01-01_00-00-00-000000").mkdir(parents=True)
+    code, _, err = command("export", "lora")
+    assert code == 2
+    assert f"{Path('outputs/lora')} has no checkpoint that is whole" in err
+    assert "did you mean" not in err
+
+
 def test_a_config_is_held_to_the_rules_of_train(
     texts: None, tiny_llama: Path, command: Command, tmp_path: Path
 ) -> None:
