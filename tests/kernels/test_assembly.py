@@ -90,6 +90,7 @@ def test_a_row_compiles_for_hopper_without_spills(tile: Tile) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_a_row_compiles_with_every_epilogue_layout_and_format(tile: Tile) -> None:
     fitting = [variant for variant in variants(tile) if fits(tile, variant)]
