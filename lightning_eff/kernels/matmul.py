@@ -302,8 +302,6 @@ def gemm(
         a, b, c if beta else None, alpha=alpha, beta=beta, bias=bias, scale_a=scale_a, scale_b=scale_b,
         out_dtype=out_dtype, activation=activation, at=gradient_at,
     )  # fmt: skip
-    if not alpha:
-        given.a, given.b = a[..., :0], b[..., :0, :]
     if out is None:
         return _compute(given, None, backend)
     operands.check_out(given, out)
@@ -357,8 +355,6 @@ def gemm_logsumexp(
     a, b = library.autocast(a, b)
     given = operands.check(a, b, None, alpha=float(alpha), bias=bias, out_dtype=out_dtype)
     operands.check_no_gradient(given, "gemm_logsumexp")
-    if not alpha:
-        given.a, given.b = a[..., :0], b[..., :0, :]
     flat, _ = operands.folded(given, None)
     # Nothing measures this, so `auto` is the library.
     ours = backend != "auto" and dispatch.uses_triton(flat, backend, interpreted=INTERPRETED)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-MATMUL, EPILOGUE, LAUNCH = "matmul.py", "epilogue.py", "launch.py"
+MATMUL, EPILOGUE, LAUNCH, OPERANDS = "matmul.py", "epilogue.py", "launch.py", "operands.py"
 
 # name: (file, what stands there, what is put there)
 FAULTS = {
@@ -97,11 +97,12 @@ FAULTS = {
         "rows = given.M",
     ),
     "beta = 0 reads C": (MATMUL, "c if beta else None,", "c,"),
-    "alpha = 0 reads A": (MATMUL, "    if not alpha:\n", "    if alpha is None:\n"),
+    "alpha = 0 reads A": (OPERANDS, "    if not alpha:", "    if alpha is None:"),
 }  # fmt: skip
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
     file, there, instead = FAULTS[name]
@@ -117,7 +118,7 @@ def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
         "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "TRITON_INTERPRET": "1"
     }  # fmt: skip
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     if done.returncode < 0:
         return  # it wrote where other things are, and that was the end of the process
