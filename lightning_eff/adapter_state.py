@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lightning_eff import adapters
 from lightning_eff.errors import CheckpointError
 from lightning_eff.frozen_base import Fingerprint, named, of_quantized, split
+from lightning_eff.sharding.parts import is_part, shape_of
 
 KEY = "peft_adapter"
 """Under which a checkpoint keeps the method and the base's fingerprint."""
@@ -77,7 +78,8 @@ def strip(
     """
     base, rest = split(model)
     trained = _trained(model)
-    empty = [name for name in trained if not rest[name].numel()]
+    whole: Mapping[str, Any] = checkpoint["state_dict"]
+    empty = [name for name in trained if name in rest and not whole[name].numel()]
     merged = [n for n, m in model.named_modules() if isinstance(m, BaseTunerLayer) and m.merged]
     if empty or not trained:
         text = f"the adapter is not saved: it is empty, or in parts elsewhere ({named(empty)})"
@@ -85,7 +87,6 @@ def strip(
     if merged:
         text = f"the adapter is not saved: it is merged into the base ({named(merged)})\n  try: unmerge it"
         raise CheckpointError(text)
-    whole: Mapping[str, Any] = checkpoint["state_dict"]
     if not save_base:
         checkpoint["state_dict"] = {name: value for name, value in whole.items() if name not in base}
     record = None if save_base else fingerprint.record(model)
@@ -126,9 +127,9 @@ def check(
     if missing or unexpected:
         raise CheckpointError(_differing(missing, unexpected, ()))
     shapes = [
-        f"{name} {tuple(state[name].shape)} for {tuple(value.shape)}"
+        f"{name} {tuple(state[name].shape)} for {tuple(shape_of(value))}"
         for name, value in expected.items()
-        if name in state and isinstance(value, Tensor) and state[name].shape != value.shape
+        if name in state and isinstance(value, Tensor) and state[name].shape != shape_of(value)
     ]
     if shapes:
         raise CheckpointError(_differing((), (), shapes))
@@ -215,9 +216,12 @@ class KeepsAdapter:
         module.register_load_state_dict_post_hook(self.after_load)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Have the module's own hook called, then take the base out; other ranks write nothing."""
+        """Have the module's own hook called, then take the base out.
+
+        Other ranks write nothing, and help only where each has a part of the base, to read it.
+        """
         self._saves(checkpoint)
-        if self.module.global_rank == 0:
+        if self.module.global_rank == 0 or any(is_part(each) for each in self.module.parameters()):
             strip(self.module, checkpoint, self.fingerprint, save_base=self.save_base)
             self.num_saved += 1
 

@@ -161,14 +161,13 @@ def without_noise() -> Generator[None]:
 
 @contextmanager
 def as_any_module(model: nn.Module) -> Generator[None]:
-    """Hide an attribute `config`, which PEFT reads as that of a Hugging Face model wherever there is one."""
-    hidden = {} if isinstance(model, PreTrainedModel) else model.__dict__
-    own = [hidden.pop("config")] if "config" in hidden else []
+    """Hide attributes that PEFT reads as those of a Hugging Face model: its config, and Lightning's mesh."""
+    own = {} if isinstance(model, PreTrainedModel) else model.__dict__
+    hidden = {name: own.pop(name) for name in ("config", "_device_mesh") if name in own}
     try:
         yield
     finally:
-        if own:
-            hidden["config"] = own[0]
+        own.update(hidden)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,9 +46,10 @@ class FirstGradients:
         """
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for optimizer in optimizers:
-            self._watch(getattr(optimizer, "optimizer", optimizer), names)
+            groups = getattr(optimizer, "whole_groups", None)  # of a strategy that steps on other tensors
+            self._watch(getattr(optimizer, "optimizer", optimizer), names, groups)
 
-    def _watch(self, optimizer: Optimizer, names: dict[int, str]) -> None:
+    def _watch(self, optimizer: Optimizer, names: dict[int, str], groups: Any) -> None:
         used: dict[int, torch.Tensor] = {}
 
         def keep_one_value(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -62,13 +64,16 @@ class FirstGradients:
             looked = True
             for handle in handles[1:]:
                 handle.remove()
-            parameters = [p for group in stepped.param_groups for p in group["params"] if p.requires_grad]
+            given = groups or stepped.param_groups
+            parameters = [p for group in given for p in group["params"] if p.requires_grad]
             named = [(names.get(id(p), "a parameter that is not the module's"), p) for p in parameters]
             self._judge([(name, used.get(id(p), p.grad)) for name, p in named])
 
         handles = [optimizer.register_step_post_hook(look)]
         if isinstance(optimizer, FreesGradients):
             handles.append(optimizer.register_gradient_hook(keep_one_value))
+        for parameter in [p for group in groups or () for p in group["params"] if p.requires_grad]:
+            handles.append(parameter.register_hook(partial(keep_one_value, parameter)))
         self._handles += handles
 
     def _judge(self, gradients: list[tuple[str, torch.Tensor | None]]) -> None:

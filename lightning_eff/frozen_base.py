@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_eff import adapters, quantized
 from lightning_eff.errors import CheckpointError
+from lightning_eff.sharding.parts import is_part, shape_of, together
 
 NUM_THREADS = 8
 NUM_SHOWN_CHARACTERS = 16
@@ -52,9 +53,10 @@ def split(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     layers = of_quantized(module)
     base: dict[str, Any] = {}
     rest: dict[str, Any] = {}
-    for name, value in module.state_dict().items():
+    for name, value in module.state_dict(keep_vars=True).items():
         inside = name in frozen or name.startswith(layers)
-        (base if inside else rest)[name] = value
+        kept = value if is_part(value) or not isinstance(value, Tensor) else value.detach()
+        (base if inside else rest)[name] = kept
     return base, rest
 
 
@@ -132,6 +134,8 @@ class Fingerprint:
     ) -> dict[str, str]:
         own = dict(module.named_parameters(remove_duplicate=False))
         names = [name for name, value in sorted(base.items()) if isinstance(value, Tensor)]
+        if any(is_part(value) for value in base.values()):  # then all ranks hash, one tensor after the other
+            return {name: self._digest(name, base[name], own, formats.get(name, "")) for name in names}
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             values = pool.map(lambda name: self._digest(name, base[name], own, formats.get(name, "")), names)
             return dict(zip(names, values, strict=True))
@@ -143,7 +147,7 @@ class Fingerprint:
         before = self._known.get(name)
         if before is not None and before[0] is parameter and before[1:3] == (version, dtype):
             return before[3]
-        digest = hashlib.sha256()
+        digest, value = hashlib.sha256(), together(value)
         _feed(digest, value.detach().to(dtype) if value.dtype != dtype else value.detach())
         self._known[name] = (parameter, version, dtype, digest.hexdigest())
         self.num_hashed += 1
@@ -181,7 +185,7 @@ def _as_dtype(word: str, value: Tensor) -> torch.dtype:
 
 def _format(value: Tensor, wanted: str = "") -> str:
     dtype = str(_as_dtype(wanted, value)).removeprefix("torch.")
-    return f"{dtype}[{','.join(str(n) for n in value.shape)}]"
+    return f"{dtype}[{','.join(str(n) for n in shape_of(value))}]"
 
 
 def _sum(

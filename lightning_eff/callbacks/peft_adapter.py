@@ -208,7 +208,8 @@ class PeftAdapter(pl.Callback):
         self._sizes = (sum(p.numel() for p in trained), total, num_bytes)
         present = getattr(model, "peft_config", {}).get(adapters.ADAPTER)
         self._keeper = None
-        sharded = self._trainer is not None and isinstance(self._trainer.strategy, SHARDED)
+        strategy: Any = self._trainer.strategy if self._trainer is not None else None
+        sharded = isinstance(strategy, SHARDED) and not getattr(strategy, "whole_checkpoints", False)
         if isinstance(model, pl.LightningModule) and not sharded:
             self._keeper = adapter_state.keep(model, save_base=self.save_base)
         self._schedule = None

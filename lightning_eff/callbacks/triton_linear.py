@@ -34,6 +34,7 @@ from lightning_eff.kernels.matmul import INTERPRETED
 from lightning_eff.kernels.table import Shape
 from lightning_eff.measure import explanations
 from lightning_eff.measure.formats import dtype_of, product_dtype
+from lightning_eff.sharding.parts import shape_of
 from lightning_eff.transform import Blocks, Stage
 
 
@@ -206,7 +207,8 @@ class TritonLinear(pl.Callback):
         """Let gradients be added, unless DDP waits for them or the strategy keeps them elsewhere."""
         model = trainer.strategy.model
         waits = isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
-        elsewhere = trainer.world_size > 1 and not isinstance(model, DistributedDataParallel)
+        several = trainer.world_size > 1 and not isinstance(model, DistributedDataParallel)
+        elsewhere = several or isinstance(trainer.strategy, loop.ScalesGradients)
         return nullcontext() if waits or elsewhere else self._accumulation.open()
 
     @override
@@ -241,6 +243,6 @@ class TritonLinear(pl.Callback):
     def _words(self) -> Iterator[tuple[str, str]]:
         for name, rows in self._rows.items():
             weight = self._swapped[name].weight
-            n, k = weight.shape
+            n, k = shape_of(weight)
             shape = Shape.packed(max(rows, 1), n, k, product_dtype(weight.dtype, self._dtype))
             yield name, dispatch.words(shape, self._device, self.backend)

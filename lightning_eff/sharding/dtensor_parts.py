@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_eff.sharding.full_state import COUNTS
+from lightning_eff.sharding.parts import together
 
 
 class DTensorParts:
@@ -24,7 +25,7 @@ class DTensorParts:
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return a tensor put together."""
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return together(tensor)
 
     def put(self, tensor: Tensor, value: Tensor) -> None:
         """Set this rank's part of a tensor."""

@@ -16,8 +16,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.errors import CheckpointError
+from lightning_eff.sharding.parts import shape_of
 
 COUNTS = ("step",)
 """Keys of an optimizer's state that are numbers, also where a parameter is one."""
@@ -52,7 +54,7 @@ def weights(module: nn.Module, parts: Parts, *, keep: bool) -> dict[str, Any]:
     Args:
         module: Divided or not; its `state_dict` says what belongs to a checkpoint.
         parts: How.
-        keep: Whether this rank keeps the values; the others return names with nothing behind them.
+        keep: Whether this rank keeps the values; the others return names and shapes (on `meta`).
     """
     known: dict[int, Tensor] = {}
     state: dict[str, Any] = {}
@@ -73,11 +75,17 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], parts: Parts, *, s
     Raises:
         CheckpointError: A name or a shape does not fit; nothing has been assigned then.
     """
-    own = {name: v for name, v in module.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
-    missing = sorted(own.keys() - state.keys())
-    unexpected = sorted(state.keys() - module.state_dict(keep_vars=True).keys())
-    if strict and (missing or unexpected):
-        text = f"the checkpoint does not fit: without {missing[:3]}, with {unexpected[:3]} that nobody has"
+    everything = module.state_dict(keep_vars=True)
+    own = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
+    keys = _IncompatibleKeys([n for n in own if n not in state], [n for n in state if n not in everything])
+    for hook in module._load_state_dict_post_hooks.values():  # noqa: SLF001 - as PyTorch would call them
+        hook(module, keys)
+    if strict and (keys.missing_keys or keys.unexpected_keys):
+        text = (
+            f"the checkpoint does not fit: {len(keys.missing_keys)} tensors are missing "
+            f"({keys.missing_keys[:3]}), {len(keys.unexpected_keys)} are not of this model "
+            f"({keys.unexpected_keys[:3]})"
+        )
         raise CheckpointError(text)
     shared = [name for name in own if name in state]
     for name in shared:
@@ -87,11 +95,6 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], parts: Parts, *, s
             raise CheckpointError(text)
     for name in shared:
         parts.put(own[name], state[name])
-
-
-def shape_of(tensor: Tensor) -> torch.Size:
-    """Return the shape of the whole tensor that a rank may have a part of."""
-    return getattr(tensor, "ds_shape", tensor.shape)
 
 
 @torch.no_grad()
@@ -156,5 +159,5 @@ def load_optimizer_state(
 
 def _kept(tensor: Tensor, *, keep: bool) -> Tensor:
     if not keep:
-        return torch.empty(0, dtype=tensor.dtype)
+        return torch.empty_like(tensor, device="meta")
     return tensor.detach().to("cpu")

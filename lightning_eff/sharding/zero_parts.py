@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_eff.sharding.full_state import COUNTS
+from lightning_eff.sharding.parts import gathered, shape_of, together
 
 def parts_of(engine: Any) -> _Flat | _Pieces | _Frozen:
     """Return how an engine has divided its model.
@@ -37,16 +38,13 @@ class _Frozen:
     """A model that is evaluated: divided by stage 3, or not."""
 
     def whole(self, tensor: Tensor) -> Tensor:
-        if not hasattr(tensor, "ds_id"):
-            return tensor
-        with _gathered(tensor):
-            return tensor.detach().clone()
+        return together(tensor)
 
     def put(self, tensor: Tensor, value: Tensor) -> None:
         if not hasattr(tensor, "ds_id"):
             tensor.data.copy_(value)
             return
-        with _gathered(tensor, modifier_rank=0):
+        with gathered(tensor, modifier_rank=0):
             if dist.get_rank() == 0:
                 tensor.data.copy_(value)
 
@@ -103,19 +101,19 @@ class _Divided(_Frozen):
         with self._flat(parameter) as flat:
             state = self._states.get(flat, {})
             return {
-                key: self._together(parameter, value) if _is_like(flat, key, value) else value
+                key: self._together(parameter, value) if _is_like(flat, key, value) else _own(value)
                 for key, value in state.items()
             }
 
     def put_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         if not self._knows(parameter):
             return
-        shape = getattr(parameter, "ds_shape", parameter.shape)
+        shape = shape_of(parameter)
         with self._flat(parameter) as flat:
             ours = self._states.setdefault(flat, {})
             for key, value in state.items():
                 if not (isinstance(value, Tensor) and value.shape == shape and key not in COUNTS):
-                    ours[key] = value.clone() if isinstance(value, Tensor) else value
+                    ours[key] = _own(value)
                     continue
                 if key not in ours:
                     ours[key] = torch.zeros_like(flat, dtype=value.dtype)
@@ -192,10 +190,8 @@ def _is_like(flat: Tensor, key: str, value: object) -> bool:
     return isinstance(value, Tensor) and value.shape == flat.shape and key not in COUNTS
 
 
-@contextmanager
-def _gathered(parameter: Tensor, modifier_rank: int | None = None) -> Generator[None]:
-    """Put a parameter of stage 3 together; what the given rank changes in it is every rank's."""
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters  # noqa: PLC0415
+def _own(value: Any) -> Any:
+    """Return a number of a group's as a parameter's own: as one tensor, each of them would count it up."""
+    return value.clone() if isinstance(value, Tensor) else value
 
-    with GatheredParameters([parameter], modifier_rank=modifier_rank):
-        yield
+

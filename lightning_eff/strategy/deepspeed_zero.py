@@ -104,6 +104,8 @@ class DeepSpeedZero(DeepSpeedStrategy):
         self.shard_while_building = shard_while_building
         self._groups: list[list[torch.Tensor]] = []
 
+    whole_checkpoints = True
+
     @property
     @override
     def root_device(self) -> torch.device:

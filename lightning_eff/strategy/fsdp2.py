@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.errors import ConfigError, ConflictError
-from lightning_eff.facts import Facts, Outcome
+from lightning_eff.facts import Facts, Outcome, Rule
 from lightning_eff.measure.tables import human_bytes, human_count
 from lightning_eff.sharding import full_state
 from lightning_eff.sharding.dtensor_parts import DTensorParts
@@ -168,6 +168,11 @@ class FSDP2(ModelParallelStrategy):
         self._local_bytes = sum(each.nbytes for each in local)
         return self._num_sharded
 
+    @property
+    def whole_checkpoints(self) -> bool:
+        """Say whether checkpoints hold every tensor whole."""
+        return self.checkpoints == "full"
+
     @override
     def model_to_device(self) -> None:
         if not self.cpu_offload:
@@ -176,7 +181,7 @@ class FSDP2(ModelParallelStrategy):
     @property
     @override
     def lightning_restore_optimizer(self) -> bool:
-        return self.checkpoints == "full"
+        return self.whole_checkpoints
 
     @override
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
@@ -229,14 +234,14 @@ class FSDP2(ModelParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.checkpoints == "sharded":
+        if not self.whole_checkpoints:
             return super().lightning_module_state_dict()
         module: Any = self.lightning_module
         return full_state.weights(module, DTensorParts(), keep=self.is_global_zero)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self.checkpoints == "sharded":
+        if not self.whole_checkpoints:
             return super().optimizer_state(optimizer)
         optimizer = getattr(optimizer, "optimizer", optimizer)
         groups = [group["params"] for group in optimizer.param_groups]
@@ -247,34 +252,35 @@ class FSDP2(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self.checkpoints == "sharded":
+        if not self.whole_checkpoints:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        if self.checkpoints == "sharded":
+        if not self.whole_checkpoints:
             return super().load_checkpoint(checkpoint_path, weights_only)
         return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self.checkpoints == "full":
+        if self.whole_checkpoints:
             module: Any = self.lightning_module
             full_state.load_weights(module, checkpoint["state_dict"], DTensorParts(), strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self.checkpoints == "sharded":
+        if not self.whole_checkpoints:
             return
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             groups = [group["params"] for group in optimizer.param_groups]
             full_state.load_optimizer_state(groups, optimizer.param_groups, saved, DTensorParts(optimizer))
 
     def facts(self) -> Facts:
-        """State nothing: what must not meet it says so itself."""
-        return Facts()
+        """State what cannot be divided."""
+        reason = "weights that are kept in few bits cannot be divided by rows"
+        return Facts(excludes=(Rule(name="precision/frozen_low", reason=reason, remedies=("strategy=auto",)),))
 
     def outcome(self) -> Outcome:
         """Say what was divided, and how much of it a rank keeps."""

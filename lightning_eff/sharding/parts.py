@@ -1,0 +1,42 @@
+"""Tensors of which a rank has a part: FSDP2's, and those of ZeRO's stage 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def is_part(tensor: object) -> bool:
+    """Say whether other ranks have the rest of a tensor.
+
+    Example:
+        >>> is_part(torch.ones(1))
+        False
+    """
+    return isinstance(tensor, DTensor) or hasattr(tensor, "ds_id")
+
+
+def shape_of(tensor: Tensor) -> torch.Size:
+    """Return the shape of the whole tensor that a rank may have a part of."""
+    return getattr(tensor, "ds_shape", tensor.shape)
+
+
+@torch.no_grad()
+def together(tensor: Tensor) -> Tensor:
+    """Return a tensor put together, itself where nothing is missing; a collective of all ranks."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    if not hasattr(tensor, "ds_id"):
+        return tensor
+    with gathered(tensor):
+        return tensor.detach().clone()
+
+
+def gathered(parameter: Tensor, modifier_rank: int | None = None) -> Any:
+    """Return a context in which a parameter of stage 3 is whole; what the given rank changes is every rank's."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters  # noqa: PLC0415
+
+    return GatheredParameters([parameter], modifier_rank=modifier_rank)
