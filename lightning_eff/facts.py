@@ -75,6 +75,8 @@ def kind_of(technique: object) -> type:
 def asked(technique: object) -> dict[str, Any]:
     """Return the constructor's arguments as the technique keeps them.
 
+    One that a base class has another attribute for, `x`, is kept as `given_x`.
+
     Example:
         >>> from lightning_eff.callbacks.empty_cache import EmptyCache
         >>> asked(EmptyCache(every_n_steps=5))["every_n_steps"]
@@ -83,7 +85,7 @@ def asked(technique: object) -> dict[str, Any]:
     return {
         name: _plain(value)
         for name in inspect.signature(type(technique)).parameters
-        if (value := getattr(technique, name, None)) is not technique
+        if (value := getattr(technique, f"given_{name}", getattr(technique, name, None))) is not technique
     }
 
 

@@ -72,8 +72,8 @@ class FirstGradients:
         handles = [optimizer.register_step_post_hook(look)]
         if isinstance(optimizer, FreesGradients):
             handles.append(optimizer.register_gradient_hook(keep_one_value))
-        for parameter in [p for group in groups or () for p in group["params"] if p.requires_grad]:
-            handles.append(parameter.register_hook(partial(keep_one_value, parameter)))
+        trained = [p for group in groups or () for p in group["params"] if p.requires_grad]
+        handles += [parameter.register_hook(partial(keep_one_value, parameter)) for parameter in trained]
         self._handles += handles
 
     def _judge(self, gradients: list[tuple[str, torch.Tensor | None]]) -> None:

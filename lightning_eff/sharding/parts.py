@@ -36,7 +36,7 @@ def together(tensor: Tensor) -> Tensor:
 
 
 def gathered(parameter: Tensor, modifier_rank: int | None = None) -> Any:
-    """Return a context in which a parameter of stage 3 is whole; what the given rank changes is every rank's."""
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters  # noqa: PLC0415
+    """Return a context in which a parameter of stage 3 is whole, and one rank may change it for all."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     return GatheredParameters([parameter], modifier_rank=modifier_rank)

@@ -54,7 +54,7 @@ def check(config: Mapping[str, Any], path: str = "") -> None:
     Example:
         >>> check({"gradient_clipping": 1.0})
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: config.gradient_clipping=1.0: expected no such key, since it is set...
+        lightning_eff.errors.ConfigError: config.gradient_clipping=1.0: expected no such key, since it is ...
     """
     for key, value in config.items():
         full = f"{path}{key}"

@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_eff.sharding.full_state import COUNTS
 from lightning_eff.sharding.parts import gathered, shape_of, together
 
+
 def parts_of(engine: Any) -> _Flat | _Pieces | _Frozen:
     """Return how an engine has divided its model.
 
@@ -171,9 +172,10 @@ class _Pieces(_Divided):
 
     def _together(self, parameter: Any, flat: Tensor) -> Tensor:
         _, offset, length = self._place(parameter)
-        pieces = torch.empty(length * dist.get_world_size(), dtype=flat.dtype, device=parameter.device)
-        dist.all_gather_into_tensor(pieces, flat.narrow(0, offset, length).to(parameter.device))
-        return pieces[: parameter.ds_numel].view(parameter.ds_shape).clone()
+        own = flat.narrow(0, offset, length).to(parameter.device)
+        pieces = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(pieces, own)
+        return torch.cat(pieces)[: parameter.ds_numel].view(parameter.ds_shape).clone()
 
     def _fill(self, parameter: Any, flat: Tensor, value: Tensor) -> None:
         _, offset, length = self._place(parameter)
@@ -193,5 +195,3 @@ def _is_like(flat: Tensor, key: str, value: object) -> bool:
 def _own(value: Any) -> Any:
     """Return a number of a group's as a parameter's own: as one tensor, each of them would count it up."""
     return value.clone() if isinstance(value, Tensor) else value
-
-

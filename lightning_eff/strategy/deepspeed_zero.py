@@ -10,11 +10,11 @@ gradient. DeepSpeed's own accumulation would divide by the window twice, so it i
 of one device (sharding/full_state.py): they go to any other strategy and back, through the run's
 checkpoint_io. An optimizer that looks at whole matrices is refused, since a rank has stretches of vectors.
 
-Costs: communication as in DDP (stages 1, 2), half as much again (stage 3), and moving what is offloaded. Under
-    stages 2 and 3 every micro-batch is reduced. float32 weights of the optimizer's own beside a 16-bit model.
-    A parameter without a gradient gets one of 0: weight decay and momentum then move it.
-Conflicts: one device without offload. LBFGS, Muon, Adafactor and whatever else is not elementwise. Clipping by
-    value. Compiled blocks. micro_batch_size=auto. Manual optimization, several optimizers, FrozenLow.
+Costs: communication as in DDP (stages 1, 2), half as much again (stage 3), and moving what is offloaded.
+    Under stages 2 and 3 every micro-batch is reduced. Float32 weights of the optimizer's own beside those of
+    a 16-bit model. A parameter without a gradient gets one of 0: weight decay and momentum then move it.
+Conflicts: one device without offload. LBFGS, Muon, Adafactor and whatever else is not elementwise. Clipping
+    by value. Compiled blocks. micro_batch_size=auto. Manual optimization, several optimizers, FrozenLow.
 Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; https://www.deepspeed.ai/docs/config-json/
 """
 
@@ -32,20 +32,24 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.errors import ConfigError, ConflictError, EnvironmentLacksError
+from lightning_eff.errors import ConflictError
 from lightning_eff.facts import Facts, Outcome, Rule
-from lightning_eff.measure.formats import choose
 from lightning_eff.measure.tables import human_count
-from lightning_eff.sharding import full_state, zero_config
+from lightning_eff.sharding import full_state, zero_checks, zero_config
 from lightning_eff.sharding.elementwise import is_elementwise
+from lightning_eff.sharding.parts import shape_of
 from lightning_eff.sharding.zero_parts import parts_of
 
-STAGES = (1, 2, 3)
-DEVICES = (None, "cpu", "nvme")
+_EXCLUDED = (
+    ("callbacks/torch_compile", "its hooks on weights are in the middle of what is compiled", "callbacks=[]"),
+    ("precision/frozen_low", "it would divide and cast weights that are kept in few bits", "strategy=auto"),
+    ("run/manual_optimization", "it steps by itself, once for each backward pass", "strategy=auto"),
+    ("lightning/StochasticWeightAveraging", "the weights are in parts elsewhere", "strategy=auto"),
+    ("lightning/WeightAveraging", "the weights are in parts elsewhere", "strategy=auto"),
+)
 
 
 class DeepSpeedZero(DeepSpeedStrategy):
@@ -53,7 +57,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
 
     Args:
         stage: 1 divides the optimizer's state, 2 the gradients too, 3 the weights too.
-        offload_optimizer: Keep the optimizer's state and step on `cpu`, or keep it on `nvme`; None on the device.
+        offload_optimizer: Keep the optimizer's state on `cpu`, and step there, or on `nvme`; or None.
         offload_parameters: Keep weights on `cpu` or `nvme` until they are needed; stage 3 only.
         nvme_path: Folder on a local disk, for `nvme`.
         config: More of DeepSpeed's configuration; keys that the Trainer sets are refused.
@@ -70,7 +74,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
         >>> deepspeed = pytest.importorskip("deepspeed")
         >>> DeepSpeedZero(stage=4)
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: stage=4: expected 1 (optimizer state), 2 (and gradients) or 3 (and ...
+        lightning_eff.errors.ConfigError: stage=4: expected 1 (optimizer state), 2 (and gradients) or ...
     """
 
     def __init__(
@@ -83,9 +87,9 @@ class DeepSpeedZero(DeepSpeedStrategy):
         config: Mapping[str, Any] | None = None,
         shard_while_building: bool = False,
     ) -> None:
-        _check(stage, offload_optimizer, offload_parameters, nvme_path)
+        zero_checks.check_values(stage, offload_optimizer, offload_parameters, nvme_path)
         zero_config.check(config or {})
-        _prepare_import()
+        zero_checks.import_deepspeed()
         given = dict(config or {})
         super().__init__(
             config=zero_config.whole(
@@ -102,6 +106,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
         self.offload_parameters = offload_parameters
         self.nvme_path = nvme_path
         self.shard_while_building = shard_while_building
+        self.given_config = config
         self._groups: list[list[torch.Tensor]] = []
 
     whole_checkpoints = True
@@ -130,19 +135,21 @@ class DeepSpeedZero(DeepSpeedStrategy):
         return super().precision_plugin
 
     @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        """Put DeepSpeed's own in the place of a plugin that says a precision; it would have no effect here."""
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        """Put DeepSpeed's own in the place of another plugin, which would have no effect here."""
+        plugin = precision_plugin
         if plugin is not None and not isinstance(plugin, DeepSpeedPrecision):
-            plugin = _precision_like(plugin, self.root_device.type)
+            plugin = zero_checks.precision_like(plugin, self.root_device.type)
         self._precision_plugin = plugin
 
     @override
     def setup_environment(self) -> None:
         device = self.root_device.type
         if self.world_size == 1 and not (self.offload_optimizer or self.offload_parameters):
-            text = "there is one device, so there is nothing to divide"
-            raise ConflictError(f"{NAME}: {text}\n  try: trainer.devices=2\n  try: strategy=auto")
-        _check_accelerator(device)
+            text = f"{zero_checks.NAME}: there is one device, so there is nothing to divide"
+            text += "\n  try: trainer.devices=2\n  try: strategy=auto\n  try: strategy.offload_optimizer=cpu"
+            raise ConflictError(text)
+        zero_checks.check_accelerator(device)
         DDPStrategy.setup_environment(self)
 
     @override
@@ -152,7 +159,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
             return
         reset_seed()
         self.set_world_ranks()
-        _leave_out_shared_memory()
+        zero_checks.leave_out_shared_memory()
         self._init_deepspeed_distributed()
 
     @contextmanager
@@ -168,7 +175,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
         if not (self.shard_while_building and self.zero_stage_3):
             yield
             return
-        from deepspeed.runtime.zero import partition_parameters  # noqa: PLC0415
+        from deepspeed.runtime.zero import partition_parameters
 
         partition_parameters.shutdown_init_context()
         try:
@@ -178,7 +185,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        _check_run(trainer)
+        zero_checks.check_run(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             zero: Any = self.optimizers[0]
@@ -195,13 +202,18 @@ class DeepSpeedZero(DeepSpeedStrategy):
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         optimizer, scheduler = super()._init_optimizers()
         if not is_elementwise(optimizer):
-            text = f"{type(optimizer).__name__} looks at more than one element at a time, or keeps other state"
-            raise ConflictError(f"{NAME}: {text} than one number for each\n  try: optimizer=adamw")
+            text = (
+                f"{zero_checks.NAME}: {type(optimizer).__name__} looks at more than one element at a time, "
+                "or keeps other state than a number for each\n  try: optimizer=adamw"
+            )
+            raise ConflictError(text)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         return optimizer, scheduler
 
     @override
-    def block_backward_sync(self) -> AbstractContextManager[None]:
+    def block_backward_sync(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+    ) -> AbstractContextManager[None]:
         """Return a context that does nothing: stage 1 reduces once a step, stages 2 and 3 in each pass."""
         return nullcontext()
 
@@ -240,7 +252,9 @@ class DeepSpeedZero(DeepSpeedStrategy):
         Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
 
     @override
@@ -256,9 +270,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
 
     def facts(self) -> Facts:
         """State what ZeRO cannot do, or would do in another way than asked for."""
-        rules = [
-            Rule(name=name, reason=reason, remedies=remedies) for name, reason, *remedies in _EXCLUDED
-        ]
+        rules = [Rule(name=name, reason=reason, remedies=(remedy,)) for name, reason, remedy in _EXCLUDED]
         return Facts(excludes=tuple(rules))
 
     def outcome(self) -> Outcome:
@@ -267,7 +279,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
         if zero is None:
             return Outcome(did="nothing trained", effective=False)
         divided = ("optimizer state", "gradients", "weights")[: self.stage]
-        numel = sum(p.numel() if not hasattr(p, "ds_numel") else p.ds_numel for g in self._groups for p in g)
+        numel = sum(shape_of(parameter).numel() for group in self._groups for parameter in group)
         moved = [f"{what} on {where}" for what, where in self._offloaded().items() if where]
         words = [f"{', '.join(divided)} of {human_count(numel)} parameters in {self.world_size}", *moved]
         return Outcome(
@@ -277,91 +289,3 @@ class DeepSpeedZero(DeepSpeedStrategy):
 
     def _offloaded(self) -> dict[str, str | None]:
         return {"optimizer state": self.offload_optimizer, "weights": self.offload_parameters}
-
-
-NAME = "strategy/deepspeed_zero"
-_EXCLUDED = (
-    ("callbacks/torch_compile", "its hooks on weights are in the middle of what is compiled", "callbacks=[]"),
-    ("precision/frozen_low", "it would divide and cast weights that are kept in few bits", "strategy=auto"),
-    ("run/manual_optimization", "it steps by itself, once for each backward pass", "strategy=auto"),
-    ("lightning/StochasticWeightAveraging", "the weights are in parts elsewhere", "strategy=auto"),
-    ("lightning/WeightAveraging", "the weights are in parts elsewhere", "strategy=auto"),
-)
-
-
-def _check(stage: int, optimizer: str | None, parameters: str | None, nvme_path: str | None) -> None:
-    if stage not in STAGES:
-        text = "1 (optimizer state), 2 (and gradients) or 3 (and weights)"
-        raise ConfigError(key="stage", value=stage, allowed=text)
-    for key, device in (("offload_optimizer", optimizer), ("offload_parameters", parameters)):
-        if device not in DEVICES:
-            raise ConfigError(key=key, value=device, allowed="cpu, nvme or None")
-    if parameters is not None and stage != STAGES[-1]:
-        text = f"None under stage {stage}, where each device keeps all weights"
-        raise ConfigError(key="offload_parameters", value=parameters, allowed=text, remedies=["stage=3"])
-    wants_disk = "nvme" in (optimizer, parameters)
-    if wants_disk and stage != STAGES[-1]:
-        text = "cpu or None: only stage 3 reads from a disk"
-        raise ConfigError(key="offload_optimizer", value=optimizer, allowed=text, remedies=["stage=3"])
-    if wants_disk is (nvme_path is None):
-        text = "a folder on a local disk for nvme, and None without"
-        raise ConfigError(key="nvme_path", value=nvme_path, allowed=text)
-
-
-def _prepare_import() -> None:
-    try:
-        import deepspeed  # noqa: F401, PLC0415  # pyright: ignore[reportUnusedImport]
-    except ImportError as error:
-        text = f"{NAME} needs deepspeed, which cannot be imported: {error}\n  try: pip install 'deepspeed>=0.19'"
-        raise EnvironmentLacksError(text) from error
-
-
-def _check_accelerator(device: str) -> None:
-    """Refuse a DeepSpeed that has settled on another kind of device than the Trainer."""
-    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
-
-    settled = get_accelerator().device_name()
-    if settled != device:
-        text = f"the Trainer runs on {device}, and DeepSpeed has settled on {settled} when it was imported"
-        raise EnvironmentLacksError(f"{NAME}: {text}\n  try: DS_ACCELERATOR={device} in the environment")
-
-
-def _leave_out_shared_memory() -> None:
-    """Keep DeepSpeed from building its own shared-memory transport, for which it would need a compiler.
-
-    It also waits for ever for the lock of a build that was killed. gloo does the same work.
-    """
-    import deepspeed.ops  # noqa: PLC0415
-
-    known: Any = vars(deepspeed.ops).setdefault("__compatible_ops__", {})
-    known["deepspeed_shm_comm"] = False
-
-
-def _precision_like(plugin: Precision, device_type: str) -> DeepSpeedPrecision:
-    """Return DeepSpeed's precision for another plugin's.
-
-    Raises:
-        ConfigError: DeepSpeed has none like it.
-    """
-    asked: Any = plugin.precision
-    settled = choose(device_type)[0] if asked == "auto" else asked
-    try:
-        return DeepSpeedPrecision(settled)
-    except ValueError as error:
-        text = "bf16-mixed, bf16-true, 16-mixed, 16-true or 32-true under DeepSpeed"
-        raise ConfigError(key="precision", value=asked, allowed=text) from error
-
-
-def _check_run(trainer: pl.Trainer) -> None:
-    """Refuse what Lightning warns of, or DeepSpeed passes over."""
-    module = trainer.lightning_module
-    algorithm = trainer.gradient_clip_algorithm
-    if algorithm is not None and str(algorithm.value) == "value" and trainer.gradient_clip_val:
-        text = "norm: under ZeRO no rank sees every value of a gradient"
-        raise ConfigError(key="trainer.gradient_clip_algorithm", value="value", allowed=text)
-    if is_overridden("configure_gradient_clipping", module):
-        text = f"{type(module).__name__}.configure_gradient_clipping would not be called"
-        raise ConflictError(f"{NAME}: {text}\n  try: trainer.gradient_clip_val=1.0")
-    if is_overridden("backward", module):
-        text = f"{type(module).__name__}.backward would not be called, since DeepSpeed runs the backward pass"
-        raise ConflictError(f"{NAME}: {text}\n  try: strategy=auto")

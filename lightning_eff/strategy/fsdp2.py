@@ -1,4 +1,4 @@
-"""FSDP2: each rank keeps a part of every weight, gradient and optimizer state, and puts a block together in turn.
+"""FSDP2: each rank keeps a part of every weight, gradient and state, and gathers one block at a time.
 
 What ZeRO's stage 3 does, in PyTorch itself: `fully_shard` divides the parameters of each repeated block (the
 layers of a transformer), gathers them for the block's forward and backward pass, and reduces their gradients
@@ -9,10 +9,10 @@ Within a window of micro-batches gradients stay whole on each rank and are reduc
 strategy reduces each time; where memory matters more, `sync_every_micro_batch` does that. Checkpoints are
 those of one device (sharding/full_state.py), or folders of parts for models that no host could hold.
 
-Costs: communication half as much again as DDP's; a block's weights whole at a time; in a window a gradient of
-    the model's size, unless every micro-batch is synchronized.
-Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights that
-    are tied across blocks.
+Costs: communication half as much again as DDP's; a block's weights whole at a time; in a window a gradient
+    of the model's size, unless every micro-batch is synchronized.
+Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights
+    that are tied across blocks. FrozenLow.
 Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277;
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -24,66 +24,23 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.errors import ConfigError, ConflictError
 from lightning_eff.facts import Facts, Outcome, Rule
 from lightning_eff.measure.tables import human_bytes, human_count
-from lightning_eff.sharding import full_state
+from lightning_eff.sharding import full_state, fully_sharded
 from lightning_eff.sharding.dtensor_parts import DTensorParts
-from lightning_eff.transform import Blocks, Stage, queue, select
+from lightning_eff.transform import Stage, queue
 
 NAME = "strategy/fsdp2"
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHECKPOINTS = ("full", "sharded")
-
-
-def shard(
-    model: nn.Module,
-    mesh: Any,
-    *,
-    blocks: Blocks = None,
-    policy: MixedPrecisionPolicy | None = None,
-    offload: bool = False,
-    reshard_after_forward: bool = True,
-) -> int:
-    """Divide a model's blocks and then what is left, in place; for loops without a Trainer.
-
-    Args:
-        model: Before its optimizer is built.
-        mesh: The ranks, one dimension of a DeviceMesh.
-        blocks: As `transform.select` takes them; None finds them.
-        policy: Formats of computing and reducing.
-        offload: Keep the parts on the host.
-        reshard_after_forward: Give a block's weights up after its forward pass, and gather them once more.
-
-    Returns:
-        How many parts of the model were divided; 0 for one that is divided already.
-    """
-    if isinstance(model, FSDPModule):
-        return 0
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": policy or MixedPrecisionPolicy(),
-        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy(),
-    }
-    found = [block for block in select(model, blocks).values() if any(True for _ in block.parameters())]
-    for block in found:
-        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
-    fully_shard(model, **options)
-    return len(found) + 1
 
 
 class FSDP2(ModelParallelStrategy):
@@ -97,7 +54,7 @@ class FSDP2(ModelParallelStrategy):
         reshard_after_forward: Give a block's weights up after its forward pass; False keeps them until its
             backward pass, for less communication.
         sync_every_micro_batch: Reduce gradients in each backward pass of a window, not once at its end.
-        checkpoints: `full`, one file that any strategy loads, or `sharded`, a folder with a file for each rank.
+        checkpoints: `full`, one file that any strategy loads, or `sharded`, a folder with a file a rank.
 
     Raises:
         ConfigError: A value that cannot be used, or blocks that fit nothing.
@@ -142,7 +99,8 @@ class FSDP2(ModelParallelStrategy):
         num_ranks = self.num_nodes * self.num_processes
         if num_ranks == 1 and not self.cpu_offload:
             text = f"{NAME}: there is one device, so there is nothing to divide"
-            raise ConflictError(f"{text}\n  try: trainer.devices=2\n  try: strategy=auto")
+            text += "\n  try: trainer.devices=2\n  try: strategy=auto\n  try: strategy.cpu_offload=true"
+            raise ConflictError(text)
         self._data_parallel_size = num_ranks
         super().setup_environment()
         module: Any = self.lightning_module
@@ -151,12 +109,12 @@ class FSDP2(ModelParallelStrategy):
     def _shard(self, model: nn.Module) -> int:
         if isinstance(model, FSDPModule):
             return 0
-        _refuse_meta_adapters(model)
+        fully_sharded.refuse_meta_adapters(model)
         self._numel = sum(parameter.numel() for parameter in model.parameters())
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES[self.param_dtype], reduce_dtype=DTYPES[self.reduce_dtype]
         )
-        self._num_sharded = shard(
+        self._num_sharded = fully_sharded.shard(
             model,
             self.device_mesh["data_parallel"],
             blocks=self.blocks,
@@ -212,14 +170,16 @@ class FSDP2(ModelParallelStrategy):
 
         def step(*inner: Any, **more: Any) -> Any:
             del module.forward
-            with _hooks_of_blocks_alone(module):
+            with fully_sharded.hooks_of_blocks_alone(module):
                 return getattr(module, name)(*inner, **more)
 
         module.forward = step
         return module(*arguments, **keywords)
 
     @override
-    def block_backward_sync(self) -> AbstractContextManager[None]:
+    def block_backward_sync(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+    ) -> AbstractContextManager[None]:
         """Return a context in which gradients stay whole on each rank, unless that is not wanted."""
         return nullcontext() if self.sync_every_micro_batch else self._unsynchronized()
 
@@ -258,7 +218,9 @@ class FSDP2(ModelParallelStrategy):
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         if not self.whole_checkpoints:
             return super().load_checkpoint(checkpoint_path, weights_only)
         return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
@@ -280,7 +242,9 @@ class FSDP2(ModelParallelStrategy):
     def facts(self) -> Facts:
         """State what cannot be divided."""
         reason = "weights that are kept in few bits cannot be divided by rows"
-        return Facts(excludes=(Rule(name="precision/frozen_low", reason=reason, remedies=("strategy=auto",)),))
+        return Facts(
+            excludes=(Rule(name="precision/frozen_low", reason=reason, remedies=("strategy=auto",)),)
+        )
 
     def outcome(self) -> Outcome:
         """Say what was divided, and how much of it a rank keeps."""
@@ -292,30 +256,3 @@ class FSDP2(ModelParallelStrategy):
             did=f"{words} {self.world_size}; {human_bytes(self._local_bytes)} of weights a rank{where}",
             numbers={"parts": self._num_sharded, "parameters": self._numel, "local_bytes": self._local_bytes},
         )
-
-
-@contextmanager
-def _hooks_of_blocks_alone(module: Any) -> Generator[None]:
-    """Leave out the module's own hooks of FSDP's, which have run around the step that it is in."""
-    state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
-    taken = [
-        (hooks, {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is state})
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)  # noqa: SLF001
-    ]
-    orders = [dict(hooks) for hooks, _ in taken]
-    for hooks, own in taken:
-        for key in own:
-            del hooks[key]
-    try:
-        yield
-    finally:
-        for (hooks, _), order in zip(taken, orders, strict=True):
-            hooks.clear()
-            hooks.update(order)
-
-
-def _refuse_meta_adapters(model: nn.Module) -> None:
-    """Refuse weights without values beside adapters, which would be drawn anew in place of their start."""
-    if getattr(model, "peft_config", None) and any(p.is_meta for p in model.parameters()):
-        text = "the model has no values yet, and giving it some would draw the adapters' anew"
-        raise ConflictError(f"{NAME}: {text}\n  try: build the model with values")

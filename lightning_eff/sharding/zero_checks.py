@@ -1,0 +1,105 @@
+"""What must be right before DeepSpeed starts: values, the machine, the run; told before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_eff.errors import ConfigError, ConflictError, EnvironmentLacksError
+from lightning_eff.measure.formats import choose
+
+NAME = "strategy/deepspeed_zero"
+STAGES = (1, 2, 3)
+DEVICES = (None, "cpu", "nvme")
+
+
+def check_values(stage: int, optimizer: str | None, parameters: str | None, nvme_path: str | None) -> None:
+    """Refuse stages and places that there are not, or that do not go together."""
+    if stage not in STAGES:
+        text = "1 (optimizer state), 2 (and gradients) or 3 (and weights)"
+        raise ConfigError(key="stage", value=stage, allowed=text)
+    for key, device in (("offload_optimizer", optimizer), ("offload_parameters", parameters)):
+        if device not in DEVICES:
+            raise ConfigError(key=key, value=device, allowed="cpu, nvme or None")
+    if parameters is not None and stage != STAGES[-1]:
+        text = f"None under stage {stage}, where each device keeps all weights"
+        raise ConfigError(key="offload_parameters", value=parameters, allowed=text, remedies=["stage=3"])
+    wants_disk = "nvme" in (optimizer, parameters)
+    if wants_disk and stage != STAGES[-1]:
+        text = "cpu or None: only stage 3 reads from a disk"
+        raise ConfigError(key="offload_optimizer", value=optimizer, allowed=text, remedies=["stage=3"])
+    if wants_disk is (nvme_path is None):
+        text = "a folder on a local disk for nvme, and None without"
+        raise ConfigError(key="nvme_path", value=nvme_path, allowed=text)
+
+
+def import_deepspeed() -> None:
+    """Import it, or say how to get it."""
+    try:
+        import deepspeed  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        text = (
+            f"{NAME} needs deepspeed, which cannot be imported: {error}\n  try: pip install 'deepspeed>=0.19'"
+        )
+        raise EnvironmentLacksError(text) from error
+
+
+def check_accelerator(device: str) -> None:
+    """Refuse a DeepSpeed that has settled on another kind of device than the Trainer."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator: Any = get_accelerator()
+    settled = accelerator.device_name()
+    if settled != device:
+        text = (
+            f"{NAME}: the Trainer runs on {device}, and DeepSpeed has settled on {settled} when it was "
+            f"imported\n  try: DS_ACCELERATOR={device} in the environment"
+        )
+        raise EnvironmentLacksError(text)
+
+
+def leave_out_shared_memory() -> None:
+    """Keep DeepSpeed from building its own shared-memory transport, for which it would need a compiler.
+
+    It also waits for ever for the lock of a build that was killed. gloo does the same work.
+    """
+    import deepspeed.ops
+
+    names: dict[str, Any] = deepspeed.ops.__dict__
+    known = names.setdefault("__compatible_ops__", {})
+    known["deepspeed_shm_comm"] = False
+
+
+def precision_like(plugin: Precision, device_type: str) -> DeepSpeedPrecision:
+    """Return DeepSpeed's precision for another plugin's.
+
+    Raises:
+        ConfigError: DeepSpeed has none like it.
+    """
+    asked: Any = plugin.precision
+    settled: Any = choose(device_type)[0] if asked == "auto" else asked
+    try:
+        return DeepSpeedPrecision(settled)
+    except ValueError as error:
+        text = "bf16-mixed, bf16-true, 16-mixed, 16-true or 32-true under DeepSpeed"
+        raise ConfigError(key="precision", value=asked, allowed=text) from error
+
+
+def check_run(trainer: pl.Trainer) -> None:
+    """Refuse what Lightning warns of, or DeepSpeed passes over."""
+    module = trainer.lightning_module
+    algorithm = trainer.gradient_clip_algorithm
+    if algorithm is not None and str(algorithm.value) == "value" and trainer.gradient_clip_val:
+        text = "norm: under ZeRO no rank sees every value of a gradient"
+        raise ConfigError(key="trainer.gradient_clip_algorithm", value="value", allowed=text)
+    if is_overridden("configure_gradient_clipping", module):
+        text = f"{NAME}: {type(module).__name__}.configure_gradient_clipping would not be called"
+        text += "\n  try: trainer.gradient_clip_val=1.0"
+        raise ConflictError(text)
+    if is_overridden("backward", module):
+        text = f"{NAME}: {type(module).__name__}.backward would not be called, since DeepSpeed's is"
+        text += "\n  try: strategy=auto"
+        raise ConflictError(text)

@@ -1,0 +1,322 @@
+"""ZeRO and FSDP2 on two ranks (gloo): the steps of one device, and checkpoints that go from any to any.
+
+One start of two processes for all cases; `main` runs in both of them, the tests read what they have saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.precision.mixed import Mixed
+from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
+from lightning_eff.strategy.fsdp2 import FSDP2
+from tests.conftest import make_trainer
+from tests.test_loop import plain, speaker, texts
+from tests.test_ranks import same
+
+STEPS = 20
+OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: "ddp",
+    "zero1": lambda: DeepSpeedZero(stage=1),
+    "zero2": lambda: DeepSpeedZero(stage=2),
+    "zero3": lambda: DeepSpeedZero(stage=3),
+    "zero3_offload": lambda: DeepSpeedZero(stage=3, **OFFLOADED),
+    "fsdp2": lambda: FSDP2(),
+    "fsdp2_offload": lambda: FSDP2(cpu_offload=True, sync_every_micro_batch=True),
+}
+SHARDED = [name for name in STRATEGIES if name != "ddp"]
+# weighted, clipping, batches a window, micro-batch size: every pair of them, some window cut at an epoch's end
+CASES = [
+    (False, None, 1, 3), (True, 0.05, 1, None), (True, None, 2, 3), (False, 0.05, 2, None), (True, 0.05, 3, 3),
+]  # fmt: skip
+PAIRS = [
+    *itertools.product(("ddp", "zero1", "zero2", "zero3", "fsdp2"), repeat=2),
+    *(("zero3_offload", "fsdp2_offload"), ("fsdp2_offload", "zero3_offload")),
+]
+TOGETHER: dict[str, Any] = {"devices": 2, "use_distributed_sampler": False, "enable_checkpointing": False}
+
+
+class Block(nn.Module):
+    """Adds what two linear layers say of a normed input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(self.norm(x))))
+
+
+class Stack(pl.LightningModule):
+    """Blocks between tied tensors; beside them something frozen, running statistics and a buffer.
+
+    Args:
+        tied: Whether the head is the embedding.
+        rate: Of AdamW's; 0 for plain SGD with momentum.
+    """
+
+    def __init__(self, *, tied: bool = True, rate: float = 1e-2) -> None:
+        super().__init__()
+        self.rate = rate
+        self.embedding, self.head = nn.Embedding(7, 6), nn.Linear(6, 7, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.frozen, self.statistics = nn.Linear(6, 6).requires_grad_(False), nn.BatchNorm1d(6)
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(3))
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x).mean(1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.statistics(self.frozen(hidden)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count += 1
+        x, y = batch
+        if batch_idx % 2:  # a step may go through forward, or not
+            return F.cross_entropy(self(x), y)
+        hidden = self.embedding(x).mean(1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.cross_entropy(self.head(self.statistics(self.frozen(hidden))), y)
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.dim() > 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}]
+        groups += [{"params": [p for p in self.parameters() if p.dim() <= 1], "weight_decay": 0.0}]
+        if not self.rate:
+            return torch.optim.SGD(groups, lr=0.3, momentum=0.9)
+        optimizer = torch.optim.AdamW(groups, lr=self.rate)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def tokens(num_samples: int = 64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randint(0, 7, (num_samples, 5), generator=generator)
+    return TensorDataset(x, torch.randint(0, 7, (num_samples,), generator=generator))
+
+
+def loader(trainer: pl.Trainer, dataset: Any, *, size: int = 8) -> DataLoader[Any]:
+    """Return what a rank sees: samples r, r + 2, ... of two ranks, and all of one."""
+    ranks = trainer.world_size
+    return DataLoader(dataset, batch_size=size, sampler=range(trainer.global_rank, len(dataset), ranks))
+
+
+def parity(name: str, case: tuple[Any, ...]) -> dict[str, Tensor]:
+    weighted, clip, window, size = case
+    model = speaker(weighted).float()
+    model.on_before_optimizer_step = lambda optimizer: None  # it reads gradients that are elsewhere
+    callbacks: list[Any] = [GradientAccumulation(global_batch_size=window * 16)] if window > 1 else []
+    callbacks += [MicroBatch(micro_batch_size=size)] if size else []
+    options = TOGETHER | {"strategy": STRATEGIES[name](), "gradient_clip_val": clip}
+    trainer = make_trainer(callbacks=callbacks, max_steps=STEPS, **options)
+    trainer.fit(model, loader(trainer, TensorDataset(*texts(60))))
+    return trainer.strategy.lightning_module_state_dict()
+
+
+def trained(
+    name: str, steps: int, *callbacks: Any, seed: int = 1, ckpt_path: str | None = None, **options: Any
+) -> pl.Trainer:
+    """Train a Stack for so many steps in all; `seed` is for all but the weights that are not loaded."""
+    torch.manual_seed(1)
+    model = Stack(tied=options.pop("tied", True), rate=options.pop("rate", 1e-2))
+    plugins = [Durable(), *options.pop("plugins", ())]
+    keywords = TOGETHER | {"strategy": STRATEGIES[name](), "plugins": plugins} | options
+    trainer = make_trainer(callbacks=list(callbacks), max_steps=steps, **keywords)
+    if seed != 1:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in [p for p in model.parameters() if p.requires_grad]:
+                parameter.uniform_(-1.0, 1.0)
+    trainer.fit(model, loader(trainer, tokens()), ckpt_path=ckpt_path, weights_only=True)
+    return trainer
+
+
+def saved(trainer: pl.Trainer, path: Path) -> str:
+    trainer.save_checkpoint(path, weights_only=False)
+    trainer.strategy.barrier()
+    return str(path)
+
+
+def adapted() -> list[Any]:
+    options = {"r": 2, "lora_alpha": 4}
+    return [
+        PeftAdapter(method="lora", target_modules=["up", "down"], options=options),
+        GradientCheckpointing(blocks="Block"), TritonLinear(min_features=1),
+        GradientAccumulation(global_batch_size=32),
+    ]  # fmt: skip
+
+
+def main(folder: str) -> None:
+    path = Path(folder)
+    results: dict[str, Any] = {
+        "parity": {(name, i): parity(name, case) for name in SHARDED for i, case in enumerate(CASES)}
+    }
+    results["did"] = {}
+    for name in STRATEGIES:
+        trainer = trained(name, 3)
+        saved(trainer, path / f"{name}.ckpt")
+        saved(trained(name, 8), path / f"{name}-8.ckpt")
+        low = trained(name, 6, plugins=[Mixed(precision="bf16-mixed")], rate=0.0)
+        saved(low, path / f"{name}-bf16.ckpt")
+        if name != "ddp":
+            results["did"][name] = trainer.strategy.outcome().did
+    for one, other in PAIRS:
+        saved(trained(other, 3, seed=2, ckpt_path=str(path / f"{one}.ckpt")), path / f"{one}-{other}.ckpt")
+    for one, other in [("ddp", "zero3"), ("zero1", "ddp"), ("zero2", "fsdp2"), ("fsdp2", "zero1")]:
+        saved(trained(other, 8, seed=2, ckpt_path=str(path / f"{one}.ckpt")), path / f"{one}-{other}-8.ckpt")
+    for name in STRATEGIES:
+        lora = str(path / f"{name}-lora.ckpt")
+        saved(trained(name, 4, *adapted(), rate=0.0, tied=False), path / f"{name}-lora.ckpt")
+        again = trained(name, 4, *adapted(), rate=0.0, tied=False, ckpt_path=lora)
+        saved(again, path / f"{name}-lora-again.ckpt")
+        results["evaluated"] = results.get("evaluated", {}) | {name: evaluated(again)}
+    torch.save(results, path / f"rank{trainer.global_rank}.pt")
+
+
+def evaluated(trainer: pl.Trainer) -> float:
+    """Return the loss of a validation after a fit, on the same model."""
+    model: Any = trainer.lightning_module
+    losses: list[float] = []
+    model.validation_step = lambda batch, batch_idx: losses.append(
+        float(F.cross_entropy(model(batch[0]), batch[1]))
+    )
+    trainer.validate(model, loader(trainer, tokens(), size=32), verbose=False)
+    return sum(losses)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where two ranks have left their checkpoints and results."""
+    folder = tmp_path_factory.mktemp("strategies")
+    script = folder / "strategies.py"
+    path = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n"
+    script.write_text(f"{path}from tests.test_strategies import main\nmain({str(folder)!r})\n")
+    command = [sys.executable, "-W", "ignore", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=290, check=False)
+    assert all((folder / f"rank{rank}.pt").exists() for rank in range(2)), done.stderr[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "rank0.pt", weights_only=False)
+
+
+def checkpoint(folder: Path, name: str) -> dict[str, Any]:
+    """Return what a checkpoint holds, but for where the loop was and what was on."""
+    content = torch.load(folder / f"{name}.ckpt", weights_only=True)
+    return {key: content[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")}
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+@pytest.mark.parametrize("name", SHARDED)
+def test_steps_are_those_of_one_device(results: dict[str, Any], name: str, index: int) -> None:
+    """SGD with momentum, T2: a window that is divided twice is 94 % off, a sum in another order 1e-6."""
+    weighted, clip, window, _ = CASES[index]
+    expected = plain(weighted, 4 * window, clip, STEPS, 15, ranks=2)
+    ours = results["parity"][name, index]
+    for key, value in expected.named_parameters():
+        torch.testing.assert_close(ours[key].double(), value.data, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_checkpoint_is_laid_out_as_that_of_ddp(folder: Path, name: str) -> None:
+    """Tied tensors are one, frozen ones and buffers are there, numbers are each parameter's own."""
+    ours, theirs = checkpoint(folder, name), checkpoint(folder, "ddp")
+    assert list(ours["state_dict"]) == list(theirs["state_dict"])
+    state = ours["state_dict"]
+    assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+    assert torch.equal(state["frozen.weight"], theirs["state_dict"]["frozen.weight"])
+    assert torch.equal(state["count"], torch.full((3,), 3.0))
+    (one,), (other,) = ours["optimizer_states"], theirs["optimizer_states"]
+    assert one["param_groups"] == other["param_groups"]
+    assert list(one["state"]) == list(other["state"])
+    steps = [entry["step"] for entry in one["state"].values()]
+    assert len({step.data_ptr() for step in steps}) == len(steps)
+    assert all(entry.keys() == other["state"][number].keys() for number, entry in one["state"].items())
+    assert ours["lr_schedulers"] == theirs["lr_schedulers"]
+    for key, value in theirs["state_dict"].items():
+        torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_a_checkpoint_goes_from_one_to_the_other_unchanged(folder: Path, one: str, other: str) -> None:
+    assert same(checkpoint(folder, f"{one}-{other}"), checkpoint(folder, one))
+
+
+@pytest.mark.parametrize("one", STRATEGIES)
+def test_a_checkpoint_of_two_ranks_is_loaded_on_one(folder: Path, one: str, tmp_path: Path) -> None:
+    path = str(folder / f"{one}.ckpt")
+    alone = trained("ddp", 3, seed=2, ckpt_path=path, strategy="auto", devices=1)
+    saved(alone, tmp_path / "alone.ckpt")
+    assert same(checkpoint(tmp_path, "alone"), checkpoint(folder, one))
+
+
+@pytest.mark.parametrize("pair", ["ddp-zero3", "zero1-ddp", "zero2-fsdp2", "fsdp2-zero1"])
+def test_training_goes_on_as_if_nothing_had_happened(folder: Path, pair: str) -> None:
+    """Three steps under one, five under the other, against eight under DDP."""
+    ours, theirs = checkpoint(folder, f"{pair}-8"), checkpoint(folder, "ddp-8")
+    assert ours["global_step"] == theirs["global_step"] == 8
+    for key, value in theirs["state_dict"].items():
+        torch.testing.assert_close(ours["state_dict"][key], value, rtol=1e-3, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_bfloat16_trains_and_keeps_float32(folder: Path, name: str) -> None:
+    """T3: within what eight bits of precision leave of six steps; far from where they began."""
+    ours, theirs = checkpoint(folder, f"{name}-bf16"), checkpoint(folder, "ddp-bf16")
+    torch.manual_seed(1)
+    start = Stack().state_dict()
+    for key in ("blocks.0.up.weight", "head.weight"):
+        value, expected = ours["state_dict"][key], theirs["state_dict"][key]
+        assert value.dtype == torch.float32
+        assert not torch.equal(value, value.bfloat16().float()), "the optimizer's own weights, not a copy"
+        moved = (expected - start[key]).norm()
+        assert (value - expected).norm() < 0.1 * moved
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_adapters_begin_train_and_come_back(folder: Path, results: dict[str, Any], name: str) -> None:
+    """LoRA, recomputed blocks, our linear layers and a window, on a base in parts."""
+    ours, theirs = checkpoint(folder, f"{name}-lora"), checkpoint(folder, "ddp-lora")
+    assert list(ours["state_dict"]) == list(theirs["state_dict"])
+    trained = [key for key in theirs["state_dict"] if "lora_" in key]
+    assert len(trained) == 12
+    assert not any("base_layer" in key for key in ours["state_dict"])
+    for key in trained:
+        torch.testing.assert_close(ours["state_dict"][key], theirs["state_dict"][key], rtol=1e-4, atol=1e-5)
+        assert bool(ours["state_dict"][key].any()), "trained, and not empty"
+    again = checkpoint(folder, f"{name}-lora-again")
+    assert same(again, ours)
+    whole = [torch.load(folder / f"{each}-lora.ckpt", weights_only=True) for each in (name, "ddp")]
+    assert whole[0]["peft_adapter"] == whole[1]["peft_adapter"], "the same fingerprint of the base"
+    assert results["evaluated"][name] == pytest.approx(results["evaluated"]["ddp"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_the_strategy_says_what_it_did(results: dict[str, Any], name: str) -> None:
+    assert "parameters" in results["did"][name]
+    assert "2" in results["did"][name]
