@@ -310,6 +310,22 @@ def test_another_method_or_rank_is_refused(other: dict[str, Any], text: str, sav
     assert OTHERS[1][0]["options"]["lora_alpha"] != 8
 
 
+def test_other_tokens_are_refused() -> None:
+    def embedding(tokens: list[int]) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 4))
+        options = {"token_indices": tokens}
+        adapt(model, method="trainable_tokens", target_modules=["0"], options=options)
+        return model
+
+    model = embedding([1, 2])
+    checkpoint = {"state_dict": model.state_dict()}
+    adapter_state.strip(model, checkpoint, Fingerprint())
+    adapter_state.load(embedding([1, 2]), checkpoint)
+    with pytest.raises(CheckpointError, match=r"options.token_indices .*1, 2.*here it is .*3, 4"):
+        adapter_state.load(embedding([3, 4]), checkpoint)
+
+
 def test_another_dropout_is_not_refused(saved: Path) -> None:
     fit(make(), steps=6, resume=saved, options={"r": 4, "lora_dropout": 0.3})
 
