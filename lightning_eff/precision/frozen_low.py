@@ -111,7 +111,7 @@ class FrozenLow(Mixed):
         self.compute = compute
         self.double_quant = double_quant
         self.blocksize = blocksize
-        self.skip = skip
+        self.skip = [skip] if isinstance(skip, str) else skip
         self._errors: dict[str, float] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
         self._trained = (0, 0)

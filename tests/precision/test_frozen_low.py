@@ -525,7 +525,7 @@ def test_head_embeddings_and_norms_of_a_hugging_face_model_stay(tiny_llama: Path
     skipping = FrozenLow(device="cpu", skip=["self_attn"])
     assert skipping.apply(hf(tiny_llama).requires_grad_(False)) == 2 * 3
     with pytest.raises(ConfigError, match=r"skip='mpl'.*did you mean 'mlp'"):
-        FrozenLow(device="cpu", skip=["mpl"]).apply(hf(tiny_llama))
+        FrozenLow(device="cpu", skip="mpl").apply(hf(tiny_llama))
     bf16 = hf(tiny_llama).requires_grad_(False)
     FrozenLow(weights="bf16", device="cpu", skip=["embed_tokens"]).apply(bf16)
     bf16.model.model.norm.requires_grad_(True)
