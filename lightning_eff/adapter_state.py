@@ -270,5 +270,11 @@ def load_weights(model: nn.Module, state: Mapping[str, Any]) -> int:
     if missing or unexpected or shapes:
         text = _differing(missing, unexpected, shapes).replace("this model with its adapter", "this model")
         raise CheckpointError(text)
+    first: dict[int, str] = {}
+    for name, value in weights.items():
+        other = first.setdefault(id(own[name]), name)
+        if other != name and not torch.equal(weights[other], value):
+            text = f"it holds two values for what is one tensor in this model: {named([other, name])}"
+            raise CheckpointError(text)
     model.load_state_dict({name: weights[name] for name in weights}, strict=False)
     return len(weights)
