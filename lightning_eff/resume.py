@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_eff.errors import CheckpointError, ConfigError
+from lightning_eff.saved_with import inside
 from lightning_eff.sealed import newest_whole, verify_path
 
 SHARDED = (".metadata", "checkpoint", "latest")
@@ -88,10 +89,8 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
 
 def _batches_left(saved: Mapping[str, Any]) -> bool:
     """Say whether a checkpoint was saved in the middle of an epoch."""
-    progress: Any = saved
-    for key in ("loops", "fit_loop", "epoch_loop.batch_progress"):
-        progress = progress.get(key) if isinstance(progress, Mapping) else None
-    return isinstance(progress, Mapping) and not progress.get("is_last_batch", True)
+    progress = inside(saved, "loops", "fit_loop", "epoch_loop.batch_progress")
+    return not progress.get("is_last_batch", True)
 
 
 def _number(saved: Mapping[str, Any], key: str) -> int:
