@@ -23,7 +23,7 @@ from safetensors.torch import save_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_eff import adapters
+from lightning_eff import adapters, quantized
 from lightning_eff.adapter_methods import exactly, sentence
 from lightning_eff.errors import ConfigError
 from lightning_eff.frozen_base import split
@@ -187,6 +187,10 @@ def merge(model: nn.Module) -> int:
     if any(isinstance(part, PeftModel) for part in model.modules()):
         allowed = f"an adapter that is in layers: {method} adds tokens, which no weight can stand for"
         raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=["without --merge"])
+    for name, layer in adapters.wrapped(model).items():
+        if any(quantized.blocks_cross_rows(parameter) for parameter in layer.parameters()):
+            allowed = f"layers that bitsandbytes reads right on a CPU; the blocks of {name} cross its rows"
+            raise ConfigError(key="--merge", value=True, allowed=allowed, remedies=["without --merge"])
     _untie(model)
     try:
         return _take_off(model, merge=True)
