@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 
-from lightning_eff import frozen, plan, quantized, transform
+from lightning_eff import adapter_export, frozen, plan, quantized, transform
 from lightning_eff.adapter_methods import BY_NAME, PROMPTS, QUANTIZED, methods
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
@@ -145,6 +145,14 @@ def test_rows_that_are_no_whole_blocks_are_read_as_they_were_written(
     torch.testing.assert_close(layer(x), F.linear(x, dequantize(layer.weight), layer.bias))
     (gradient,) = torch.autograd.grad(layer(x).sum(), x)
     torch.testing.assert_close(gradient, dequantize(layer.weight).sum(0).expand_as(x))
+
+
+def test_merging_by_the_library_is_refused_where_it_would_read_other_weights() -> None:
+    model = nn.Sequential(nn.Linear(80, 48)).requires_grad_(False)
+    FrozenLow(device="cpu").apply(model)
+    adapt(model)
+    with pytest.raises(ConfigError, match="the blocks of 0 cross its rows"):
+        adapter_export.merge(model)
 
 
 @pytest.mark.parametrize(
