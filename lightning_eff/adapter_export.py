@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 from peft import PeftConfig, PeftModel, get_peft_model
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.utils.other import ModulesToSaveWrapper
 from safetensors.torch import save_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_eff import adapters
-from lightning_eff.adapter_methods import sentence
+from lightning_eff import adapters, quantized
+from lightning_eff.adapter_methods import exactly, sentence
 from lightning_eff.errors import ConfigError
 from lightning_eff.frozen_base import split
 
@@ -50,12 +51,56 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
     Args:
         model: With adapters.
         folder: Gets `adapter_config.json` and `adapter_model.safetensors`.
+
+    Raises:
+        ConfigError: Tokens are trained of an embedding that shares its weight.
     """
     wrapped = next((part for part in model.modules() if isinstance(part, PeftModel)), None)
     if wrapped is None:
+        _refuse_tied_tokens(model)
         wrapped = _as_pefts(model)
     with adapters.without_noise():
         wrapped.save_pretrained(str(folder))
+
+
+def _refuse_tied_tokens(model: nn.Module) -> None:
+    """Refuse trained tokens of an embedding that is the head too: PEFT would change them in both."""
+    for name, layer in adapters.wrapped(model).items():
+        of_tokens = any(isinstance(part, TrainableTokensLayer) for part in layer.modules())
+        if of_tokens and _shared(model, layer):
+            plain = name.removeprefix(part_of(model)[0])
+            allowed = f"a model merged: {plain} shares its weight, and PEFT trains tokens of both or none"
+            raise ConfigError(key="--merge", value=False, allowed=allowed, remedies=["--merge"])
+
+
+def _shared(model: nn.Module, layer: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Return what an adapter is around and other layers of the model use too: holder, name and tensor."""
+    inside = list(layer.modules())
+    others = [part for part in model.modules() if part not in inside]
+    elsewhere = {id(p) for part in others for p in part.parameters(recurse=False)}
+    return [
+        (part, name, parameter)
+        for part in inside
+        for name, parameter in part.named_parameters(recurse=False)
+        if id(parameter) in elsewhere
+    ]
+
+
+def _untie(model: nn.Module) -> None:
+    """Let no merge change the weight of another layer, which shares it.
+
+    A Hugging Face model has the weight under two names then, and says so in its configuration. Other models
+    would tie them again when they load the file, and one of the two would be lost.
+    """
+    _, part = part_of(model)
+    for name, layer in adapters.wrapped(model).items():
+        for holder, key, parameter in _shared(model, layer):
+            if not isinstance(part, PreTrainedModel):
+                allowed = f"a model in which no other layer uses the weight of {name}, which merging changes"
+                raise ConfigError(key="--merge", value=True, allowed=allowed, remedies=["without --merge"])
+            own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            setattr(holder, key, own)
+            part.config.tie_word_embeddings = False
 
 
 def _as_pefts(model: nn.Module) -> PeftModel:
@@ -66,8 +111,10 @@ def _as_pefts(model: nn.Module) -> PeftModel:
     prefix, part = part_of(model)
     _, rest = split(model)
     layers = [name.removeprefix(prefix) for name in adapters.of(model)]
-    config = _relative(config, prefix, layers)
+    config = _relative(config, prefix)
     _take_off(model, merge=False)
+    if isinstance(getattr(config, "target_modules", None), str):
+        config.target_modules = exactly(layers, part)  # pyright: ignore[reportAttributeAccessIssue]
     begins = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if _draws(f.name)}
     for name in begins:
         setattr(config, name, True)  # the values come from ours; some ways to begin change the base
@@ -87,12 +134,10 @@ def _draws(field: str) -> bool:
     return field in ("init_lora_weights", "init_weights")
 
 
-def _relative(config: PeftConfig, prefix: str, layers: Iterable[str]) -> PeftConfig:
+def _relative(config: PeftConfig, prefix: str) -> PeftConfig:
     """Return a config that means the same layers, seen from inside a part."""
     config = dataclasses.replace(config)
     fields: Any = config
-    if isinstance(fields.target_modules, str):
-        fields.target_modules = list(layers)
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
         names = getattr(fields, key, None)
         if isinstance(names, (list, set, tuple)):
@@ -135,13 +180,18 @@ def merge(model: nn.Module) -> int:
         How many layers.
 
     Raises:
-        ConfigError: The method cannot be merged.
+        ConfigError: The method cannot be merged, or another layer uses the weight that merging changes.
     """
     config = adapters.config_of(model)
     method = str(getattr(getattr(config, "peft_type", ""), "value", "")).lower()
     if any(isinstance(part, PeftModel) for part in model.modules()):
         allowed = f"an adapter that is in layers: {method} adds tokens, which no weight can stand for"
         raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=["without --merge"])
+    for name, layer in adapters.wrapped(model).items():
+        if any(quantized.blocks_cross_rows(parameter) for parameter in layer.parameters()):
+            allowed = f"layers that bitsandbytes reads right on a CPU; the blocks of {name} cross its rows"
+            raise ConfigError(key="--merge", value=True, allowed=allowed, remedies=["without --merge"])
+    _untie(model)
     try:
         return _take_off(model, merge=True)
     except (NotImplementedError, AttributeError, TypeError, ValueError) as error:

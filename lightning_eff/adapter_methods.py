@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from beartype.door import is_bearable
@@ -23,6 +23,7 @@ from peft.utils.constants import (
 )
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import UninitializedParameter
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -118,7 +119,7 @@ def configure(
     hints = typing.get_type_hints(kind)
     for key, value in options.items():
         _check_option(kind, key, value, fields, hints)
-    own: dict[str, Any] = {"modules_to_save": list(modules_to_save)} if modules_to_save else {}
+    own: dict[str, Any] = {"modules_to_save": as_list(modules_to_save)} if modules_to_save else {}
     if method in PROMPTS and targets not in (None, ALL_LINEAR):
         allowed = f"null: {method} trains tokens, which are in no layer"
         raise ConfigError(key="target_modules", value=targets, allowed=allowed)
@@ -133,6 +134,16 @@ def configure(
         return kind(**own, **IDENTITY.get(method, {}) | dict(options))
     except (ValueError, TypeError) as error:
         raise ConfigError(key="options", value=dict(options), allowed=sentence(error)) from error
+
+
+def as_list(names: str | Sequence[str] | None) -> list[str]:
+    """Return names as a list: a single one is no sequence of letters.
+
+    Example:
+        >>> as_list("head"), as_list(["head", "norm"]), as_list(None)
+        (['head'], ['head', 'norm'], [])
+    """
+    return [names] if isinstance(names, str) else list(names or ())
 
 
 def _check_option(
@@ -195,7 +206,16 @@ def resolve(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> dic
         allowed = "layers that are neither excluded nor trained themselves"
         raise ConfigError(key="target_modules", value=words(config), allowed=allowed)
     _check_linear(found)
+    _check_built(found)
     return found
+
+
+def _check_built(found: Mapping[str, nn.Module]) -> None:
+    """Refuse layers that learn their size from the first batch: an adapter of size 0 would fail there."""
+    for name, part in found.items():
+        if any(isinstance(parameter, UninitializedParameter) for parameter in part.parameters()):
+            allowed = f"layers that have their size: {name} is lazy; let a batch through in configure_model"
+            raise ConfigError(key="target_modules", value=name, allowed=allowed)
 
 
 def _check_linear(found: Mapping[str, nn.Module]) -> None:
@@ -241,7 +261,22 @@ def _chosen_by_peft(model: nn.Module, by_architecture: Mapping[str, Any]) -> Any
     return {name for names in lists for name in names}
 
 
-def _all_linear(model: nn.Module, config: PeftConfig) -> set[str]:
+def exactly(names: Collection[str], model: nn.Module) -> str | set[str]:
+    """Return targets that mean these layers alone: PEFT takes a name for the end of others too.
+
+    Example:
+        >>> stem = nn.ModuleDict({"proj": nn.Conv1d(1, 1, 1)})
+        >>> model = nn.ModuleDict({"proj": nn.Linear(1, 1), "stem": stem})
+        >>> exactly(["proj"], model), exactly(["stem.proj"], model)
+        ('(?:proj)', {'stem.proj'})
+    """
+    others = [name for name, _ in model.named_modules() if name not in names]
+    if any(other.endswith(f".{name}") for other in others for name in names):
+        return f"(?:{'|'.join(map(re.escape, sorted(names)))})"
+    return set(names)
+
+
+def _all_linear(model: nn.Module, config: PeftConfig) -> str | set[str]:
     """Return every linear layer, but for the heads of Hugging Face models and those that are never called."""
     method = getattr(config.peft_type, "value", "").lower()
     if method in BY_NAME:
@@ -258,7 +293,7 @@ def _all_linear(model: nn.Module, config: PeftConfig) -> set[str]:
     if not names - {""}:
         allowed = f"names: {type(model).__name__} has no linear layer"
         raise ConfigError(key="target_modules", value=ALL_LINEAR, allowed=allowed)
-    return names - {""}
+    return exactly(names - {""}, model)
 
 
 def _heads(part: nn.Module, config: PeftConfig) -> list[nn.Module]:

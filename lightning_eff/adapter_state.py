@@ -37,6 +37,7 @@ FREE = {
     *("ephemeral_gpu_offload", "lora_dropout", "module_dropout", "rank_dropout", "runtime_config"),
 }
 """Fields of a method's config that may be others when training goes on; initial values may be too."""
+PLAIN = (str, int, float, bool)
 TEXT_WITHOUT = (
     "it holds no adapter, only the model\n"
     "  try: base_checkpoint=PATH of PeftAdapter in place of ckpt_path=PATH, to train an adapter on it"
@@ -51,7 +52,7 @@ def settings(model: nn.Module) -> dict[str, Any]:
     fields = {
         key: value
         for key, value in config.to_dict().items()
-        if key not in FREE and not key.startswith("init") and isinstance(value, (str, int, float, bool, dict))
+        if key not in FREE and not key.startswith("init") and isinstance(value, (*PLAIN, dict, list))
     }
     return {key: _plain(value) for key, value in fields.items()}
 
@@ -59,6 +60,8 @@ def settings(model: nn.Module) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return str(getattr(value, "value", value)) if isinstance(value, str) else value
 
 
@@ -271,5 +274,11 @@ def load_weights(model: nn.Module, state: Mapping[str, Any]) -> int:
     if missing or unexpected or shapes:
         text = _differing(missing, unexpected, shapes).replace("this model with its adapter", "this model")
         raise CheckpointError(text)
+    first: dict[int, str] = {}
+    for name, value in weights.items():
+        other = first.setdefault(id(own[name]), name)
+        if other != name and not torch.equal(weights[other], value):
+            text = f"it holds two values for what is one tensor in this model: {named([other, name])}"
+            raise CheckpointError(text)
     model.load_state_dict({name: weights[name] for name in weights}, strict=False)
     return len(weights)

@@ -106,7 +106,7 @@ def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, n
     _refuse_state_outside(made, config)
     adapted = of(model)
     _freeze_divisors(model, config)
-    _replace_everywhere(model, adapted.values())
+    _replace_everywhere(model)
     if upcast:
         cast_adapter_dtype(model, ADAPTER)
     if absent:
@@ -255,14 +255,18 @@ def _refuse_state_outside(tuner: nn.Module, config: PeftConfig) -> None:
         raise ConfigError(key="method", value=value, allowed=allowed)
 
 
-def _replace_everywhere(model: nn.Module, adapted: Iterable[nn.Module]) -> None:
+def _replace_everywhere(model: nn.Module) -> None:
     """Let a layer that a model has under two names have its adapter under both, and in every mode."""
-    new = {id(layer.base_layer): layer for layer in adapted if isinstance(layer.base_layer, nn.Module)}
+    around = wrapped(model).values()
+    insides = [
+        (layer, getattr(layer, "base_layer", getattr(layer, "original_module", None))) for layer in around
+    ]
+    new = {id(inside): layer for layer, inside in insides if isinstance(inside, nn.Module)}
     for parent in list(model.modules()):
         if isinstance(parent, nn.TransformerEncoderLayer) and of(parent):
             # PyTorch's fused inference path reads the base layers' weights and calls no layer.
             parent.activation_relu_or_gelu = 0
-        if isinstance(parent, BaseTunerLayer):
+        if isinstance(parent, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             continue
         for name, child in list(parent.__dict__["_modules"].items()):  # with the second names
             if id(child) in new:

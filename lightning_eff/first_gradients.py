@@ -32,9 +32,9 @@ class FirstGradients:
         unused: Patterns of parameter names that need not have a gradient.
     """
 
-    def __init__(self, *, remedy: str, unused: Sequence[str] = ()) -> None:
+    def __init__(self, *, remedy: str, unused: str | Sequence[str] = ()) -> None:
         self.remedy = remedy
-        self.unused = unused
+        self.unused = [unused] if isinstance(unused, str) else unused
         self._handles: list[RemovableHandle] = []
 
     def watch(self, module: nn.Module, optimizers: Iterable[Any]) -> None:

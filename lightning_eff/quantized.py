@@ -33,6 +33,12 @@ def is_quantized(layer: nn.Module) -> bool:
     return mark_of(layer) is not None
 
 
+def blocks_cross_rows(weight: Tensor) -> bool:
+    """Say whether a weight of 4 bits is on the CPU, with rows that are no whole number of blocks."""
+    state: Any = getattr(weight, "quant_state", None)
+    return state is not None and weight.device.type == "cpu" and bool(state.shape[-1] % state.blocksize)
+
+
 def numel(parameter: Tensor) -> int:
     """Return how many weights a parameter stands for: two of 4 bits share a byte.
 

@@ -1,17 +1,23 @@
 """Linear layers of bitsandbytes that go through a run: trained over, evaluated, saved, resumed, moved.
 
-They differ from the library's (0.50) in four places. A state dict loads into a layer that is quantized, in
+They differ from the library's (0.50) in five places. A state dict loads into a layer that is quantized, in
 whole and checked, and a floating-point weight in it is quantized as this layer was; the library saves its
 statistics and cannot read them back through `load_state_dict`. The bias is never cast in place by a forward
 pass. A forward pass in evaluation computes what one in training does: on CPUs with AVX512-BF16 the library
 repacks 4-bit weights then, after which no gradient goes through the layer, and 8-bit ones quantize their
 inputs too. And statistics follow the weight to its device.
 
+On a CPU the library reads 4-bit weights row by row, with a new block at the beginning of each row; it writes
+them in one go, on every device. Where blocks do not end with the rows, weights would come back with other
+blocks' scales, a third of their norm away: such layers are read here as they were written.
+
 Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314; 2022, https://arxiv.org/abs/2208.07339
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import bitsandbytes
@@ -20,7 +26,10 @@ from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_quant, quan
 from bitsandbytes.nn import modules
 from bitsandbytes.utils import unpack_tensor_to_dict
 from torch import Tensor, nn
+from torch.nn import functional
 from typing_extensions import override
+
+from lightning_eff.quantized import blocks_cross_rows
 
 FOUR_BITS = ("nf4", "fp4")
 
@@ -32,6 +41,14 @@ class Linear4bit(modules.Linear4bit):
     """A linear layer whose weight is 4 bits a number; `quantize` makes one."""
 
     weight: Any
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        if not blocks_cross_rows(self.weight):
+            return super().forward(x)
+        products = x.to(self.compute_dtype or x.dtype)
+        bias = None if self.bias is None else self.bias.to(products.dtype)  # pyright: ignore[reportUnnecessaryComparison]
+        return functional.linear(products, dequantize(self.weight).to(products.dtype), bias).to(x.dtype)
 
     @override
     def _load_from_state_dict(
@@ -209,6 +226,9 @@ def _become(layer: nn.Linear, blank: nn.Module) -> None:
 
 def dequantize(weight: Any) -> Tensor:
     """Return a quantized weight as float32."""
-    if getattr(weight, "quant_state", None) is not None:
-        return dequantize_4bit(weight.data, weight.quant_state).float()
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        whole = copy.copy(state)
+        whole.shape = torch.Size([math.prod(state.shape)])  # as one row, which has no blocks that cross
+        return dequantize_4bit(weight.data.view(-1, 1), whole).float().view(state.shape)
     return weight.data.float() * (weight.SCB / 127.0).unsqueeze(1)

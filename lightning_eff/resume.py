@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_eff.errors import CheckpointError, ConfigError
+from lightning_eff.saved_with import inside
 from lightning_eff.sealed import newest_whole, verify_path
 
 SHARDED = (".metadata", "checkpoint", "latest")
@@ -64,7 +65,10 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
         reason = str(error).splitlines()[0].partition(". ")[0]
         allowed = f"a checkpoint of tensors and plain values ({reason})"
         raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed) from error
-    step, limit = int(saved.get("global_step", 0)), trainer.max_steps
+    if not isinstance(saved, Mapping):
+        allowed = "a checkpoint of a Trainer; this file holds something else"
+        raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed)
+    step, limit = _number(saved, "global_step"), trainer.max_steps
     if 0 <= limit <= step:
         raise ConfigError(
             key="trainer.max_steps",
@@ -72,7 +76,7 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
             allowed=f"more than the {step} steps that {path} has behind it",
             remedies=[f"trainer.max_steps={2 * step}"],
         )
-    epochs, max_epochs = int(saved.get("epoch", 0)) + 1, trainer.max_epochs
+    epochs, max_epochs = _number(saved, "epoch") + 1, trainer.max_epochs
     batches_left = _batches_left(saved)
     if limit == -1 and max_epochs is not None and 0 <= max_epochs <= epochs and not batches_left:
         raise ConfigError(
@@ -85,5 +89,11 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
 
 def _batches_left(saved: Mapping[str, Any]) -> bool:
     """Say whether a checkpoint was saved in the middle of an epoch."""
-    progress = saved.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    progress = inside(saved, "loops", "fit_loop", "epoch_loop.batch_progress")
     return not progress.get("is_last_batch", True)
+
+
+def _number(saved: Mapping[str, Any], key: str) -> int:
+    """Return a count of a checkpoint, which may hold what it likes there."""
+    value = saved.get(key)
+    return value if isinstance(value, int) else 0

@@ -8,6 +8,12 @@ state is refused before any of it is used: Lightning would assign what fits by a
 The states of our callbacks lie there too. Among those of Lightning's callbacks each would be missed, with a
 warning, by a Trainer without it.
 
+A run that `max_steps` ends saves when Lightning 2.6 has counted its epoch as a whole one, wherever in it that
+was. Gone on from there, it would leave out the rest of that epoch and, with a loader that knows its place,
+the beginning of the next; at an epoch's end it would draw one batch of the next and leave out the others.
+So such a checkpoint is read as what it would hold had it been saved behind that batch, as
+`every_n_train_steps` saves it: there Lightning finds the place.
+
 Why not a callback that watches: each costs microseconds a step in empty hooks, and a single technique in a
 plain Trainer would be without it. Each callback of ours takes `save` and `load` as its hooks instead.
 What a checkpoint says is data: compared, shortened when it is shown, and used for nothing else.
@@ -51,8 +57,9 @@ def save(self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, 
 
 
 def load(self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-    """Let Lightning find this callback's state, and compare later: `on_load_checkpoint`."""
+    """Let Lightning find this callback's state and its place, and compare later: `on_load_checkpoint`."""
     del pl_module
+    stay_in_epoch(trainer, checkpoint)
     state = _mapping(_mapping(checkpoint.get(KEY)).get("states")).get(name_of(self))
     if isinstance(state, dict):
         checkpoint["callbacks"].setdefault(self.state_key, state)
@@ -211,3 +218,40 @@ def _plain(value: Any) -> Any:
 def _mapping(value: object) -> Mapping[str, Any]:
     """Return a mapping as it is, and in place of anything else none: a checkpoint may hold what it likes."""
     return value if isinstance(value, Mapping) else {}  # pyright: ignore[reportUnknownVariableType]
+
+
+def stay_in_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Read an epoch that `max_steps` ended as one that goes on; a second call changes nothing.
+
+    Args:
+        trainer: About to restore its loops.
+        checkpoint: Its loops are changed in place; one that holds something else there stays as it is.
+    """
+    loop = inside(checkpoint, "loops", "fit_loop")
+    epochs, batches, inner = (
+        inside(loop, key) for key in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict")
+    )
+    counted = _same(inside(epochs, "total"), ("ready", "started", "processed"))
+    behind = _same(inside(batches, "total"), ("ready", "processed", "completed"))
+    whole = batches.get("is_last_batch", True)
+    if not counted or not behind or (whole and trainer.max_steps == -1):
+        return
+    for part in ("total", "current"):
+        epoch, batch = inside(epochs, part), inside(batches, part)
+        epoch["processed"] = epoch["completed"] = epoch["started"] - 1
+        batch["completed"] = batch["processed"] - 1
+    if "_batches_that_stepped" in inner:
+        inner["_batches_that_stepped"] -= 1
+
+
+def _same(counts: Mapping[str, Any], keys: Sequence[str]) -> bool:
+    """Say whether there are such counts, and all are one number."""
+    values = [counts.get(key) for key in keys]
+    return isinstance(values[0], int) and values[0] > 0 and values.count(values[0]) == len(values)
+
+
+def inside(value: Any, *keys: str) -> dict[str, Any]:
+    """Return what lies under keys in a checkpoint; nothing, where that is no dictionary."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, dict) else {}  # pyright: ignore[reportUnknownVariableType]

@@ -214,12 +214,21 @@ def newest_whole(folder: Path) -> Path | None:
     # A link may lead nowhere, or to one that is found under its own name.
     found = [path for path in folder.glob("**/checkpoints/*.ckpt") if path.exists()]
     by_file = {path.resolve(): path for path in sorted(found, key=Path.is_symlink, reverse=True)}
-    for path in sorted(by_file.values(), key=lambda each: each.stat().st_mtime, reverse=True):
+    for path in sorted(by_file.values(), key=_written_at, reverse=True):
         try:
             if path.is_file():
                 verify_path(path)
         except CheckpointError as error:
             log.warning("skipped: %s", error)
+        except FileNotFoundError:
+            continue  # the run that it belongs to has removed it
         else:
             return path
     return None
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

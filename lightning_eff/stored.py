@@ -72,7 +72,8 @@ def load_base(model: nn.Module, path: Path, *, key: str) -> int:
     Raises:
         ConfigError: There is no such file, it is damaged, or of another model; nothing was assigned.
     """
-    file = path if path.suffix else newest_whole(path)
+    path = path.expanduser()
+    file = newest_whole(path) if path.is_dir() or not (path.suffix or path.exists()) else path
     if file is None:
         allowed = "a checkpoint, or a folder of runs with one; there is none in this"
         remedies = [f"lightning-eff train {path.name}"]  # runs lie in a folder of their recipe's name

@@ -144,6 +144,27 @@ class Hostile:
         return Path.touch, (Path("touched"),)
 
 
+OTHER_CONTENTS: list[object] = [
+    [1],
+    {"global_step": "x"},
+    {"global_step": float("nan"), "epoch": None},
+    {"loops": None},
+    {"loops": {"fit_loop": None}},
+]
+
+
+@pytest.mark.parametrize("content", OTHER_CONTENTS)
+def test_a_checkpoint_of_something_else_is_no_traceback(
+    content: object, tiny: list[str], command: Command
+) -> None:
+    torch.save(content, "other.ckpt")
+    code, _, err = command("train", "lm", *tiny, "ckpt_path=other.ckpt")
+    assert code != 0
+    assert "Traceback" not in err
+    if isinstance(content, list):
+        assert "ckpt_path='other.ckpt': expected a checkpoint of a Trainer" in err
+
+
 @pytest.mark.parametrize("content", ["code", "nothing", "text"])
 def test_a_checkpoint_that_is_none_is_refused_unread(content: str, tiny: list[str], command: Command) -> None:
     if content == "code":

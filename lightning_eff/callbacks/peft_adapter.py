@@ -41,7 +41,7 @@ from lightning_eff import (
     stored,
     transform,
 )
-from lightning_eff.adapter_methods import Targets, configure
+from lightning_eff.adapter_methods import Targets, as_list, configure
 from lightning_eff.errors import ConfigError
 from lightning_eff.facts import NEW_PARAMETERS, TRANSFORM, Facts, Outcome, name_of
 from lightning_eff.first_gradients import FirstGradients, GradientError, listed
@@ -172,7 +172,7 @@ class PeftAdapter(pl.Callback):
         """Return what is among `modules_to_save`, or in one: all others get frozen, once adapters are in."""
         if adapters.of(model):
             return transform.trainable(model, names)
-        saved = self.modules_to_save or ()
+        saved = as_list(self.modules_to_save)
         return {name for name in names if any(f".{word}." in f".{name}." for word in saved)}
 
     @override

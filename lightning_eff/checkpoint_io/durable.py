@@ -194,11 +194,12 @@ class Durable(CheckpointIO):
         def verified(file: IO[bytes]) -> Any:
             digest = verify(file)
             self._judge(target, digest)
-            return _tensors(file, "cpu" if map_location is None else map_location)
+            state = _tensors(file, "cpu" if map_location is None else map_location)
+            if digest is not None:
+                self._own.add(_real(target))
+            return state
 
-        state = read(target, verified)
-        self._own.add(_real(target))
-        return state
+        return read(target, verified)
 
     def _judge(self, target: Path, digest: str | None) -> None:
         if digest is not None:
@@ -275,7 +276,7 @@ def _local(path: str | Path) -> Path:
     if "://" in str(path):
         text = f"checkpoint {path}: Durable writes to local disks\n  try: checkpoint_io=torch"
         raise CheckpointError(text)
-    return Path(path)
+    return Path(path).expanduser()
 
 
 def _real(path: Path) -> Path:

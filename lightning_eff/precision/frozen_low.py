@@ -45,6 +45,8 @@ QUANTIZED = ("nf4", "fp4", "int8")
 CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COMPUTE = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+MOST_LOST = 0.5
+"""Share of a weight's norm: several times what a format loses of any weights that were trained."""
 ADAPTERS = ("callbacks=[peft_adapter]", "callbacks=[PeftAdapter()] in a plain Trainer")
 
 
@@ -62,7 +64,7 @@ class FrozenLow(Mixed):
 
     Raises:
         ConfigError: A value is none of these; nothing is frozen, or nothing is trained; a layer cannot be
-            low.
+            low, or would lose most of its weight.
         EnvironmentLacksError: bitsandbytes is not installed.
 
     Warns:
@@ -111,7 +113,7 @@ class FrozenLow(Mixed):
         self.compute = compute
         self.double_quant = double_quant
         self.blocksize = blocksize
-        self.skip = skip
+        self.skip = [skip] if isinstance(skip, str) else skip
         self._errors: dict[str, float] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
         self._trained = (0, 0)
@@ -180,6 +182,10 @@ class FrozenLow(Mixed):
             blocksize=self.blocksize,
             double_quant=self.double_quant,
         )
+        if not self._errors[name] < MOST_LOST:  # nor is what is no number
+            allowed = f"a format that can hold {name}: {self._errors[name]:.0%} of its norm would be lost"
+            remedies = (f"precision.skip=[{name}]",)
+            raise ConfigError(key="weights", value=self.weights, allowed=allowed, remedies=remedies)
         self._sizes[name] = (before, quantized.num_bytes(layer.parameters()))
 
     def lower(self, model: nn.Module) -> int:

@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_eff import adapter_state, frozen_base
+from lightning_eff import adapter_state, frozen_base, stored
 from lightning_eff.adapter_state import KEY
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.checkpoint_io.durable import Durable
@@ -310,6 +310,22 @@ def test_another_method_or_rank_is_refused(other: dict[str, Any], text: str, sav
     assert OTHERS[1][0]["options"]["lora_alpha"] != 8
 
 
+def test_other_tokens_are_refused() -> None:
+    def embedding(tokens: list[int]) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 4))
+        options = {"token_indices": tokens}
+        adapt(model, method="trainable_tokens", target_modules=["0"], options=options)
+        return model
+
+    model = embedding([1, 2])
+    checkpoint = {"state_dict": model.state_dict()}
+    adapter_state.strip(model, checkpoint, Fingerprint())
+    adapter_state.load(embedding([1, 2]), checkpoint)
+    with pytest.raises(CheckpointError, match=r"options.token_indices .*1, 2.*here it is .*3, 4"):
+        adapter_state.load(embedding([3, 4]), checkpoint)
+
+
 def test_another_dropout_is_not_refused(saved: Path) -> None:
     fit(make(), steps=6, resume=saved, options={"r": 4, "lora_dropout": 0.3})
 
@@ -374,6 +390,25 @@ def test_the_checkpoint_of_an_earlier_run_is_the_base(kind: str, tmp_path: Path)
     refused(make(), tmp_path / "end.ckpt", "for another base")
     if kind == "ckpt":
         refused(make(), path, r"no adapter, only the model\n  try: base_checkpoint=PATH")
+
+
+def test_a_base_is_found_whatever_its_name_looks_like(tmp_path: Path) -> None:
+    state = {"state_dict": make().state_dict()}
+    for path in (tmp_path / "v1.5" / "run" / "checkpoints" / "a.ckpt", tmp_path / "model"):
+        Durable().save_checkpoint(state, path)
+    for path in (tmp_path / "v1.5", tmp_path / "model"):
+        assert stored.load_base(make(seed=2), path, key="") == len(state["state_dict"])
+
+
+def test_two_values_for_one_tensor_are_refused() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model["head"].weight = model["embedding"].weight
+    before = model["head"].weight.clone()
+    with pytest.raises(CheckpointError, match="two values for what is one tensor"):
+        adapter_state.load_weights(model, state)
+    assert torch.equal(model["head"].weight, before)
+    assert adapter_state.load_weights(model, dict.fromkeys(state, before + 1)) == 2
 
 
 def test_a_base_that_does_not_fit_is_refused_before_anything_is_assigned(saved: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -199,10 +200,13 @@ def test_all_linear_is_every_linear_layer_that_is_called() -> None:
             self.head = nn.Linear(8, 2)
 
     assert list(adapt(Mixture())) == ["encoder.linear1", "encoder.linear2", "head"]
+    stem = nn.ModuleDict({"head": nn.Conv1d(8, 8, 1)})
+    named_alike = nn.ModuleDict({"stem": stem, "head": nn.Linear(8, 2)})
+    assert list(adapt(named_alike)) == ["head"]
     excluded = adapt(Mixture(), options={"exclude_modules": ["head"]})
     assert list(excluded) == ["encoder.linear1", "encoder.linear2"]
     kept = Mixture()
-    assert list(adapt(kept, modules_to_save=["head"])) == ["encoder.linear1", "encoder.linear2"]
+    assert list(adapt(kept, modules_to_save="head")) == ["encoder.linear1", "encoder.linear2"]
     trained = [name for name, parameter in kept.named_parameters() if parameter.requires_grad]
     assert trained[-2:] == ["head.modules_to_save.default.weight", "head.modules_to_save.default.bias"]
 
@@ -228,6 +232,10 @@ def test_a_layer_under_two_names_has_its_adapter_under_both() -> None:
             self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
             self.head = self.body[1]
 
+    saved = Twice()
+    adapt(saved, target_modules=["body.0"], modules_to_save=["body.1"])
+    assert saved.head is saved.body[1]
+    assert isinstance(saved.head, ModulesToSaveWrapper)
     model = Twice()
     adapt(model)
     assert model.head is model.body[1]
@@ -313,6 +321,8 @@ def test_a_parameter_without_a_gradient_stops_the_run() -> None:
 
     with pytest.raises(GradientError, match=r"6 parameters \(blocks.0.linear.lora_A.default.weight, "):
         make_trainer(callbacks=[PeftAdapter()], max_steps=2).fit(Skips(), make_loader())
+    with pytest.raises(GradientError, match="6 parameters"):  # one pattern is no sequence of letters
+        make_trainer(callbacks=[PeftAdapter(unused="second*")], max_steps=2).fit(Skips(), make_loader())
     allowed = PeftAdapter(unused=["blocks.*"])
     make_trainer(callbacks=[allowed, GradientCheck(unused=["blocks.*"])], max_steps=2).fit(
         Skips(), make_loader()
@@ -665,6 +675,11 @@ def test_decay_and_momentum_are_for_what_is_trained_alone() -> None:
             assert torch.equal(parameter, before[name.replace(".base_layer", "")])
     state = trainer.optimizers[0].state
     assert {id(p) for p in state} == {id(p) for p in model.parameters() if p.requires_grad}
+
+
+def test_a_lazy_layer_is_refused_and_not_given_an_adapter_of_size_zero() -> None:
+    with pytest.raises(ConfigError, match="layers that have their size: 0 is lazy"):
+        adapt(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
 
 
 def test_a_layer_with_its_activation_inside_is_refused() -> None:

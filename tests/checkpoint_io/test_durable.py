@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_eff import plan, replacing
+from lightning_eff import plan, replacing, sealed
 from lightning_eff.checkpoint_io import durable
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.errors import CheckpointError, CheckpointWarning
@@ -180,6 +180,10 @@ def test_only_what_was_written_here_is_removed(tmp_path: Path) -> None:
     io.remove_checkpoint(tmp_path / "a.ckpt")
     io.remove_checkpoint(tmp_path / "never.ckpt")
     assert names(tmp_path) == ["b.ckpt", "out.ckpt", "stock.ckpt"]
+    with pytest.warns(CheckpointWarning, match="has no SHA-256"):
+        io.load_checkpoint(tmp_path / "stock.ckpt")
+    with pytest.warns(CheckpointWarning, match="was not written by"):
+        io.remove_checkpoint(tmp_path / "stock.ckpt")
     assert other.load_checkpoint(tmp_path / "b.ckpt")
     other.remove_checkpoint(tmp_path / "b.ckpt")  # as a parent process does with its child's weights
     assert names(tmp_path) == ["out.ckpt", "stock.ckpt"]
@@ -361,6 +365,30 @@ def test_the_newest_whole_checkpoint_is_found_and_the_skipped_ones_are_named(
     assert "newest.ckpt is not loaded: it is cut off" in caplog.messages[0]
     (folder / "new.ckpt").unlink()
     assert newest_whole(tmp_path) is None
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        Durable().save_checkpoint({"x": 1}, tmp_path / "run" / "checkpoints" / f"{name}.ckpt")
+    whole = sealed.verify_path
+
+    def removed(path: Path) -> str | None:
+        (path.parent / "b.ckpt").unlink(missing_ok=True)
+        return whole(path)
+
+    monkeypatch.setattr(sealed, "verify_path", removed)
+    assert newest_whole(tmp_path) == tmp_path / "run" / "checkpoints" / "a.ckpt"
+
+
+def test_a_home_folder_is_meant_as_stock_lightning_means_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Durable().save_checkpoint({"x": 1}, "~/run/a.ckpt")
+    assert names(tmp_path / "run") == ["a.ckpt"]
+    assert Durable().load_checkpoint("~/run/a.ckpt") == {"x": 1}
 
 
 def test_a_recipe_goes_on_from_the_newest_whole_one_and_tidies_up(

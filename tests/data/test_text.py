@@ -184,6 +184,36 @@ def test_folders_patterns_and_files_mean_the_same(folder: Path) -> None:
     assert rows_of(prepare(*sorted(folder.glob("d*")), folder / "inner")) == expected
 
 
+def test_a_file_that_two_paths_mean_is_read_once(folder: Path) -> None:
+    """Read twice, a document would validate what it was trained on."""
+    (folder / "link.txt").symlink_to("d00.txt")
+    twice = prepare(folder, folder / "d01.txt", folder / "*.txt", packing=False)
+    assert len(rows_of(twice)) == 12
+    assert len(prepare("pydoc", "pydoc")._rows["train"]) == len(prepare("pydoc")._rows["train"])
+
+
+def test_a_mark_in_front_of_a_file_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "hello"}\r\n')
+    first, second = (rows_of(prepare(tmp_path / name)) for name in ("a.txt", "b.jsonl"))
+    assert first == second
+    assert first[0][:5] == list(b"hello")
+
+
+BROKEN = {
+    "half of a pair": '{"text": "a\\ud800b"}',
+    "half of a pair in a turn": '{"text": [{"role": "assistant", "content": "\\udc00"}]}',
+    "deep": '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_row_that_is_no_text_is_told_with_its_place(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "good"}\n' + BROKEN[kind])
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: .*(surrogate|nested too deeply)"):
+        prepare(tmp_path / "rows.jsonl")
+
+
 def test_the_prose_is_the_same_every_time_and_needs_no_file() -> None:
     first, second = Text(), Text()
     first.setup("fit")

@@ -17,9 +17,12 @@ import torch
 import yaml
 from peft import PeftModel
 from safetensors.torch import load_file, load_model
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_eff import adapter_export, adapter_state, replacing, run, stored
 from lightning_eff.callbacks.peft_adapter import adapt
+from lightning_eff.errors import ConfigError
 from lightning_eff.models.gpt import GPT
 from lightning_eff.models.hf_causal_lm import HFCausalLM
 from tests.callbacks.test_adapter_checkpoint import edited
@@ -224,6 +227,88 @@ def test_every_method_is_written_as_peft_reads_it_and_merged(named: str, tmp_pat
     adapter_export.save_adapter(model, tmp_path / "adapter")
     again = PeftModel.from_pretrained(bare, str(tmp_path / "adapter"))
     torch.testing.assert_close(again.eval()(x), expected, rtol=0.0, atol=1e-5)
+
+
+class Llama(nn.Module):
+    """A Hugging Face model with one matrix for its embedding and its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )
+        self.model = LlamaForCausalLM(config)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids).logits
+
+
+def trained(model: nn.Module, **keywords: Any) -> Any:
+    """Return a model with adapters that are no identity."""
+    adapt(model, **keywords)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+TOKENS = {"options": {"trainable_token_indices": [1, 2]}}
+SHARING: list[dict[str, Any]] = [
+    {"target_modules": ["lm_head", "q_proj"]},
+    {"target_modules": ["embed_tokens"]},
+    {"modules_to_save": ["embed_tokens"]},
+    {"method": "trainable_tokens", "target_modules": ["embed_tokens"], "options": {"token_indices": [1, 2]}},
+    TOKENS,
+]
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:.*tied")
+@pytest.mark.parametrize("keywords", SHARING)
+def test_merging_leaves_the_layer_alone_that_shares_the_weight(
+    keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    """A merge in place would change the embedding with the head: logits are then wrong by whole numbers."""
+    model, ids = trained(Llama(), **keywords), torch.arange(8)[None]
+    expected = model(ids)
+    adapter_export.merge(model)
+    adapter_export.save_whole(model, tmp_path)
+    torch.testing.assert_close(model(ids), expected, rtol=0.0, atol=1e-5)
+    again: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*tied")
+def test_what_a_shared_weight_cannot_stand_for_is_refused(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embedding.weight
+
+    model = trained(Tied())
+    before = model.embedding.weight.clone()
+    with pytest.raises(ConfigError, match="no other layer uses the weight of head"):
+        adapter_export.merge(model)
+    assert torch.equal(model.embedding.weight, before)
+    with pytest.raises(ConfigError, match=r"model.embed_tokens shares its weight(.|\n)*try: --merge"):
+        adapter_export.save_adapter(trained(Llama(), **TOKENS), tmp_path)
+
+
+def test_an_adapter_is_written_for_the_layers_that_have_one(tmp_path: Path) -> None:
+    """PEFT takes a name for the end of others: it would write a layer that was never trained."""
+    part = nn.ModuleDict({"linear": nn.Linear(4, 4), "block": nn.ModuleDict({"linear": nn.Linear(4, 4)})})
+    adapt(part, target_modules="linear", options={"r": 2})
+    adapter_export.save_adapter(part, tmp_path)
+    names = load_file(tmp_path / "adapter_model.safetensors")
+    assert sorted(names) == [f"base_model.model.linear.lora_{each}.weight" for each in "AB"]
 
 
 WRONG: list[tuple[list[str], int, str]] = [

@@ -80,7 +80,7 @@ def _files_of(path: str) -> list[Path]:
 
 
 def read_documents(paths: Sequence[str], field: str) -> list[Document]:
-    """Read all documents, in the order of the paths and of the files' names.
+    """Read all documents, in the order of the paths and of the files' names, each file once.
 
     Args:
         paths: As `find_files` takes them; `pydoc` stands for the topics of Python's help.
@@ -89,19 +89,27 @@ def read_documents(paths: Sequence[str], field: str) -> list[Document]:
     Raises:
         ValueError: A row lacks the field, holds something else in it, or there is no document at all.
     """
-    documents = [each for path in paths for each in _read(path, field)]
+    seen: set[str | Path] = set()
+    documents = [each for path in paths for each in _read(path, field, seen)]
     if not documents:
         text = f"paths={list(paths)} hold no document"
         raise ValueError(text)
     return documents
 
 
-def _read(path: str, field: str) -> Iterator[Document]:
+def _read(path: str, field: str, seen: set[str | Path]) -> Iterator[Document]:
+    """Yield what a path means and was not there yet: a document read twice may validate what it trained."""
     if path == PROSE:
+        if PROSE in seen:
+            return
+        seen.add(PROSE)
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
         yield from (Document(topics[name], f"{PROSE}:{name}") for name in sorted(topics))
         return
     for file in find_files([path]):
+        if file.resolve() in seen:
+            continue
+        seen.add(file.resolve())
         ending = file.suffix.lower()
         if ending in LINES:
             yield from _checked(_json_rows(file, field), field)
@@ -113,7 +121,7 @@ def _read(path: str, field: str) -> Iterator[Document]:
 
 def _text_of(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # without the mark that some editors put in front
     except UnicodeDecodeError as error:
         text = f"{file}: byte {error.start} is not UTF-8: convert the file, or leave it out"
         raise ValueError(text) from error
@@ -128,6 +136,9 @@ def _json_rows(file: Path, field: str) -> Iterator[tuple[Any, str]]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             text = f"{place}: no JSON: {error.msg} at column {error.colno}"
+            raise ValueError(text) from error
+        except RecursionError as error:
+            text = f"{place}: JSON that is nested too deeply"
             raise ValueError(text) from error
         if not isinstance(row, dict):
             text = f"{place}: expected an object {{...}}, not {type(row).__name__}"
@@ -167,6 +178,10 @@ def _missing(place: str, field: str, there: Iterable[str]) -> ValueError:
 def _checked(rows: Iterator[tuple[Any, str]], field: str) -> Iterator[Document]:
     for value, place in rows:
         turns = _turns_of(value)
+        strings = [value] if isinstance(value, str) else [v for turn in turns or () for v in turn.values()]
+        if any("\ud800" <= character <= "\udfff" for text in strings for character in text):
+            text = f"{place}: {field!r} holds half a surrogate pair, which is no text: leave the row out"
+            raise ValueError(text)
         if turns is None and not isinstance(value, str):
             text = (
                 f"{place}: {field!r} is neither a text nor a list of {{role, content}}: {str(value)[:60]!r}"
