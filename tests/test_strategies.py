@@ -9,6 +9,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.errors import ConflictError
 from lightning_eff.precision.mixed import Mixed
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
@@ -72,14 +75,16 @@ class Stack(pl.LightningModule):
     Args:
         tied: Whether the head is the embedding.
         rate: Of AdamW's; 0 for plain SGD with momentum.
+        statistics: Whether the last norm keeps running ones.
     """
 
-    def __init__(self, *, tied: bool = True, rate: float = 1e-2) -> None:
+    def __init__(self, *, tied: bool = True, rate: float = 1e-2, statistics: bool = True) -> None:
         super().__init__()
         self.rate = rate
         self.embedding, self.head = nn.Embedding(7, 6), nn.Linear(6, 7, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.frozen, self.statistics = nn.Linear(6, 6).requires_grad_(False), nn.BatchNorm1d(6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.statistics = nn.BatchNorm1d(6) if statistics else nn.LayerNorm(6)
         self.count: Tensor
         self.register_buffer("count", torch.zeros(3))
         if tied:
@@ -141,7 +146,7 @@ def trained(
 ) -> pl.Trainer:
     """Train a Stack for so many steps in all; `seed` is for all but the weights that are not loaded."""
     torch.manual_seed(1)
-    model = Stack(tied=options.pop("tied", True), rate=options.pop("rate", 1e-2))
+    model = Stack(**{key: options.pop(key) for key in ("tied", "rate", "statistics") if key in options})
     plugins = [Durable(), *options.pop("plugins", ())]
     keywords = TOGETHER | {"strategy": STRATEGIES[name](), "plugins": plugins} | options
     trainer = make_trainer(callbacks=list(callbacks), max_steps=steps, **keywords)
@@ -179,10 +184,11 @@ def main(folder: str) -> None:
         trainer = trained(name, 3)
         saved(trainer, path / f"{name}.ckpt")
         saved(trained(name, 8), path / f"{name}-8.ckpt")
-        low = trained(name, 6, plugins=[Mixed(precision="bf16-mixed")], rate=0.0)
-        saved(low, path / f"{name}-bf16.ckpt")
+        low: dict[str, Any] = {"plugins": [Mixed(precision="bf16-mixed")], "rate": 0.0}
+        saved(trained(name, 6, statistics=False, **low), path / f"{name}-bf16.ckpt")
         if name != "ddp":
             results["did"][name] = trainer.strategy.outcome().did
+    results["refused"] = refused()
     for one, other in PAIRS:
         saved(trained(other, 3, seed=2, ckpt_path=str(path / f"{one}.ckpt")), path / f"{one}-{other}.ckpt")
     for one, other in [("ddp", "zero3"), ("zero1", "ddp"), ("zero2", "fsdp2"), ("fsdp2", "zero1")]:
@@ -194,6 +200,26 @@ def main(folder: str) -> None:
         saved(again, path / f"{name}-lora-again.ckpt")
         results["evaluated"] = results.get("evaluated", {}) | {name: evaluated(again)}
     torch.save(results, path / f"rank{trainer.global_rank}.pt")
+
+
+def refused() -> list[str]:
+    """Return what is said of runs that ZeRO would change silently."""
+    low = [Mixed(precision="bf16-mixed")]
+    runs: list[dict[str, Any]] = [
+        {"plugins": low}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+    ]  # fmt: skip
+    said: list[str] = []
+    for options in runs:
+        try:
+            trained("zero2", 1, **options)
+        except (ValueError, ConflictError) as error:
+            said.append(str(error))
+    for kind in (torch.optim.Muon, torch.optim.LBFGS):
+        try:
+            trained("zero2", 1, OptimizerChoice(optimizer=partial(kind, lr=0.1)))
+        except (ValueError, ConflictError) as error:
+            said.append(str(error))
+    return said
 
 
 def evaluated(trainer: pl.Trainer) -> float:
@@ -289,7 +315,7 @@ def test_bfloat16_trains_and_keeps_float32(folder: Path, name: str) -> None:
     """T3: within what eight bits of precision leave of six steps; far from where they began."""
     ours, theirs = checkpoint(folder, f"{name}-bf16"), checkpoint(folder, "ddp-bf16")
     torch.manual_seed(1)
-    start = Stack().state_dict()
+    start = Stack(statistics=False).state_dict()
     for key in ("blocks.0.up.weight", "head.weight"):
         value, expected = ours["state_dict"][key], theirs["state_dict"][key]
         assert value.dtype == torch.float32
@@ -314,6 +340,15 @@ def test_adapters_begin_train_and_come_back(folder: Path, results: dict[str, Any
     whole = [torch.load(folder / f"{each}-lora.ckpt", weights_only=True) for each in (name, "ddp")]
     assert whole[0]["peft_adapter"] == whole[1]["peft_adapter"], "the same fingerprint of the base"
     assert results["evaluated"][name] == pytest.approx(results["evaluated"]["ddp"], rel=1e-4)
+
+
+def test_what_zero_would_change_is_refused(results: dict[str, Any]) -> None:
+    norms, clipping, muon, lbfgs = results["refused"]
+    assert "statistics in float32" in norms
+    assert "strategy.config.data_types.buffer_dtype=bf16" in norms
+    assert "trainer.gradient_clip_algorithm='value': expected norm" in clipping
+    for message in (muon, lbfgs):
+        assert "try: optimizer=adamw" in message
 
 
 @pytest.mark.parametrize("name", SHARDED)

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.errors import ConfigError, ConflictError, EnvironmentLacksError
 from lightning_eff.measure.formats import choose
@@ -99,7 +100,25 @@ def check_run(trainer: pl.Trainer) -> None:
         text = f"{NAME}: {type(module).__name__}.configure_gradient_clipping would not be called"
         text += "\n  try: trainer.gradient_clip_val=1.0"
         raise ConflictError(text)
+    _refuse_batch_norm(trainer)
     if is_overridden("backward", module):
         text = f"{NAME}: {type(module).__name__}.backward would not be called, since DeepSpeed's is"
         text += "\n  try: strategy=auto"
+        raise ConflictError(text)
+
+
+def _refuse_batch_norm(trainer: pl.Trainer) -> None:
+    """Refuse statistics in float32 beside weights in 16 bits, which PyTorch's batch norm does not compute."""
+    strategy: Any = trainer.strategy
+    settled = "buffer_dtype" in strategy.config.get("data_types", {})
+    low = strategy.precision_plugin.precision != "32-true"
+    modules = trainer.lightning_module.named_modules()
+    found = next((name for name, module in modules if isinstance(module, _BatchNorm)), "")
+    if low and found and not settled:
+        text = (
+            f"{NAME}: under {strategy.precision_plugin.precision} DeepSpeed casts the weights of {found} and "
+            "leaves its running statistics in float32, which batch norms cannot compute\n"
+            "  try: precision=fp32\n  try: strategy=fsdp2\n"
+            "  try: strategy.config.data_types.buffer_dtype=bf16"
+        )
         raise ConflictError(text)
