@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+from torch.optim import Optimizer
 
 from lightning_eff.errors import ConfigError, ConflictError, EnvironmentLacksError
 from lightning_eff.measure.formats import choose
@@ -72,6 +78,26 @@ def leave_out_shared_memory() -> None:
     names: dict[str, Any] = deepspeed.ops.__dict__
     known = names.setdefault("__compatible_ops__", {})
     known["deepspeed_shm_comm"] = False
+
+
+@contextmanager
+def no_group_empty(module: nn.Module, optimizer: Optimizer | None) -> Generator[None]:
+    """Give groups in which nothing is trained a number to train, for stages 1 and 2 cannot divide nothing.
+
+    Adapters leave such groups behind: of norms and biases, say. DeepSpeed names a group's parameters by the
+    module's names when it starts; afterwards the module is without the number again.
+    """
+    groups: list[dict[str, Any]] = optimizer.param_groups if optimizer is not None else []
+    empty = [group for group in groups if not any(p.requires_grad for p in group["params"])]
+    for index, group in enumerate(empty):
+        filler = nn.Parameter(torch.zeros(1))
+        group["params"] = [*group["params"], filler]
+        module.register_parameter(f"filler_{index}", filler)
+    try:
+        yield
+    finally:
+        for index in range(len(empty)):
+            delattr(module, f"filler_{index}")
 
 
 def precision_like(plugin: Precision, device_type: str) -> DeepSpeedPrecision:

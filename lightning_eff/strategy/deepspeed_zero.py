@@ -45,7 +45,6 @@ from lightning_eff.sharding.zero_parts import parts_of
 
 _EXCLUDED = (
     ("callbacks/torch_compile", "its hooks on weights are in the middle of what is compiled", "callbacks=[]"),
-    ("precision/frozen_low", "it would divide and cast weights that are kept in few bits", "strategy=auto"),
     ("run/manual_optimization", "it steps by itself, once for each backward pass", "strategy=auto"),
     ("lightning/StochasticWeightAveraging", "the weights are in parts elsewhere", "strategy=auto"),
     ("lightning/WeightAveraging", "the weights are in parts elsewhere", "strategy=auto"),
@@ -209,6 +208,13 @@ class DeepSpeedZero(DeepSpeedStrategy):
             raise ConflictError(text)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         return optimizer, scheduler
+
+    @override
+    def _setup_model_and_optimizer(
+        self, model: Any, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[Any, Optimizer]:
+        with zero_checks.no_group_empty(model, optimizer):
+            return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
     @override
     def block_backward_sync(  # pyright: ignore[reportIncompatibleMethodOverride]

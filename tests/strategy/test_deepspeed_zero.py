@@ -1,0 +1,140 @@
+"""What DeepSpeedZero refuses before anything starts, and one device with its state on the host.
+
+Two ranks are in tests/test_strategies.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, DoublePrecision
+
+from lightning_eff import plan
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.torch_compile import TorchCompile
+from lightning_eff.errors import ConfigError, ConflictError, EnvironmentLacksError
+from lightning_eff.facts import asked
+from lightning_eff.precision.frozen_low import FrozenLow
+from lightning_eff.precision.mixed import Mixed
+from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
+from tests.conftest import Net, make_trainer
+
+MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 0}, "stage=0: expected 1 (optimizer state), 2 (and gradients) or 3 (and weights)"),
+        ({"offload_optimizer": "disk"}, "offload_optimizer='disk': expected cpu, nvme or None"),
+        ({"offload_parameters": "cpu"}, "offload_parameters='cpu': expected None under stage 2"),
+        ({"offload_optimizer": "nvme", "nvme_path": "x"}, "offload_optimizer='nvme': expected cpu or None"),
+        ({"stage": 3, "offload_optimizer": "nvme"}, "nvme_path=None: expected a folder on a local disk"),
+        ({"nvme_path": "x"}, "nvme_path='x': expected a folder on a local disk for nvme, and None without"),
+        ({"config": {"gradient_clipping": 1.0}}, "set in one place: trainer.gradient_clip_val"),
+        ({"config": {"train_batch_size": 8}}, "set in one place: data.batch_size"),
+        ({"config": {"bf16": {"enabled": True}}}, "set in one place: trainer.precision or precision="),
+        ({"config": {"optimizer": {"type": "Adam"}}}, "set in one place: optimizer="),
+        ({"config": {"zero_optimization": {"stage": 1}}}, "set in one place: strategy.stage"),
+        (
+            {"config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}},
+            "config.zero_optimization.offload_optimizer.device='cpu': expected no such key",
+        ),
+        ({"config": {"zero_optimisation": {}}}, "did you mean 'zero_optimization'"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        DeepSpeedZero(**options)
+    assert message in str(raised.value)
+
+
+def test_what_is_given_goes_to_deepspeed_and_stays_as_it_is() -> None:
+    given: dict[str, Any] = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": False}
+    before = repr(given)
+    strategy: Any = DeepSpeedZero(stage=3, offload_parameters="cpu", config=given)
+    zero = strategy.config["zero_optimization"]
+    assert (zero["stage"], zero["reduce_bucket_size"], zero["offload_param"]["device"]) == (3, 1000, "cpu")
+    assert repr(given) == before
+    assert asked(strategy)["config"] == before
+
+
+def test_a_precision_plugin_becomes_deepspeeds_own() -> None:
+    strategy = DeepSpeedZero()
+    trainer = pl.Trainer(
+        strategy=strategy, devices=2, accelerator="cpu", logger=False, plugins=[Mixed(precision="bf16-mixed")]
+    )
+    assert isinstance(trainer.precision_plugin, DeepSpeedPrecision)
+    assert trainer.precision == "bf16-mixed"
+    with pytest.raises(ConfigError, match="precision='64-true': expected bf16-mixed"):
+        strategy.precision_plugin = DoublePrecision()
+
+
+def test_one_device_is_refused_with_what_would_do() -> None:
+    trainer = make_trainer(strategy=DeepSpeedZero(), devices=1)
+    with pytest.raises(ConflictError) as raised:
+        trainer.fit(Net())
+    for remedy in ("trainer.devices=2", "strategy=auto", "strategy.offload_optimizer=cpu"):
+        assert f"try: {remedy}" in str(raised.value)
+
+
+def test_without_deepspeed_one_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(EnvironmentLacksError, match="pip install 'deepspeed>=0.19'"):
+        DeepSpeedZero()
+
+
+@pytest.mark.parametrize("other", [TorchCompile(), FrozenLow(), MicroBatch(micro_batch_size="auto")])
+def test_what_it_must_not_meet(other: Any) -> None:
+    findings = plan.check([DeepSpeedZero(), other], MACHINE)
+    assert [finding.rule.verdict.value for finding in findings] == ["refused"]
+    assert findings[0].rule.remedies
+
+
+def test_accumulation_is_not_deepspeeds_own() -> None:
+    assert not DeepSpeedZero().handles_gradient_accumulation
+    assert plan.check([DeepSpeedZero(), MicroBatch(micro_batch_size=2)], {}) == []
+
+
+ALONE = """
+import torch
+from tests.conftest import Net, make_loader, make_trainer
+from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
+
+def weights(**options):
+    torch.manual_seed(1)
+    model = Net(dropout=0.0)
+    options |= {"use_distributed_sampler": False, "enable_checkpointing": False}
+    trainer = make_trainer(max_steps=5, **options)
+    trainer.fit(model, make_loader())
+    return trainer.strategy.lightning_module_state_dict()
+
+everything = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+alone = weights(strategy=DeepSpeedZero(stage=3, **everything), devices=1)
+theirs = weights()
+print(max(float((alone[key] - theirs[key]).abs().max()) for key in theirs), alone.keys() == theirs.keys())
+"""
+
+
+def test_one_device_may_keep_its_state_on_the_host(tmp_path: Path) -> None:
+    """In a process of its own: a process group would stay."""
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    root = Path(__file__).parent.parent.parent
+    command = [sys.executable, "-W", "ignore", str(script)]
+    environment = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, env=os.environ | environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    difference, same_keys = done.stdout.splitlines()[-1].split()
+    assert same_keys == "True"
+    assert float(difference) < 1e-6
+    assert torch.isfinite(torch.tensor(float(difference)))

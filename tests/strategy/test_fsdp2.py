@@ -1,0 +1,52 @@
+"""What FSDP2 refuses before anything starts; two ranks are in tests/test_strategies.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_eff import plan
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.torch_compile import TorchCompile
+from lightning_eff.errors import ConfigError, ConflictError
+from lightning_eff.precision.frozen_low import FrozenLow
+from lightning_eff.strategy.fsdp2 import FSDP2
+from tests.conftest import Net, make_trainer
+
+MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"param_dtype": "int8"}, "param_dtype='int8': expected bf16, fp16, fp32 or None"),
+        ({"reduce_dtype": "fp8"}, "reduce_dtype='fp8': expected bf16, fp16, fp32 or None"),
+        ({"checkpoints": "both"}, "checkpoints='both': expected full or sharded"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        FSDP2(**options)
+    assert message in str(raised.value)
+
+
+def test_one_device_is_refused_with_what_would_do() -> None:
+    trainer = make_trainer(strategy=FSDP2(), devices=1)
+    with pytest.raises(ConflictError) as raised:
+        trainer.fit(Net())
+    for remedy in ("trainer.devices=2", "strategy=auto", "strategy.cpu_offload=true"):
+        assert f"try: {remedy}" in str(raised.value)
+
+
+@pytest.mark.parametrize("other", [FrozenLow(), MicroBatch(micro_batch_size="auto")])
+def test_what_it_must_not_meet(other: Any) -> None:
+    findings = plan.check([FSDP2(), other], MACHINE)
+    assert [finding.rule.verdict.value for finding in findings] == ["refused"]
+    assert findings[0].rule.remedies
+
+
+def test_compiled_blocks_and_fixed_micro_batches_are_fine() -> None:
+    assert plan.check([FSDP2(), MicroBatch(micro_batch_size=2)], {}) == []
+    refused = [f for f in plan.check([FSDP2(), TorchCompile()], MACHINE) if f.rule.verdict.value == "refused"]
+    assert refused == []
