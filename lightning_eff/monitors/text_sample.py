@@ -17,7 +17,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
@@ -67,8 +66,8 @@ class TextSample(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._show(trainer, pl_module)
 
-    @rank_zero_only
     def _show(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Draw on every rank, for each may have a part of the weights, and show what the first one has."""
         data: Any = getattr(trainer, "datamodule", None)
         tokens = torch.tensor([data.tokenizer.encode(self.prompt).ids], device=pl_module.device)
         generate: Any = pl_module.generate
