@@ -150,13 +150,20 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         >>> is_out_of_memory(RuntimeError("shape '[2, 3]' is invalid for input of size 5"))
         False
     """
-    if error is None:
-        return False
+    seen: set[int] = set()  # an error may be its own cause's cause
+    while error is not None and id(error) not in seen:
+        if _says_out_of_memory(error):
+            return True
+        seen.add(id(error))
+        error = error.__cause__
+    return False
+
+
+def _says_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or any(k.__name__ == "OutOfMemoryError" for k in type(error).__mro__):
         return True
     text = str(error).lower()
-    says_so = isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
-    return says_so or is_out_of_memory(error.__cause__)
+    return isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
 
 
 def root_cause_line(error: BaseException) -> str:

@@ -87,7 +87,12 @@ _OTHER_RATE = Rule(
     reason="it tries rates with callbacks off, and sets one of the module's that this optimizer ignores",
     remedies=("remove it and sweep: -m optimizer.lr=1e-4,1e-3",),
 )
-_SCHEDULE_FREE = Facts(excludes=(_SECOND_SCHEDULE, *_SECOND_AVERAGE, _OLD_STATISTICS))
+_NO_SWITCH = Rule(
+    name="strategy/deepspeed_zero",
+    reason="DeepSpeed copies the weights it trains, so those to evaluate at would not be seen",
+    remedies=("strategy=fsdp2", "optimizer=adamw"),
+)
+_SCHEDULE_FREE = Facts(excludes=(_SECOND_SCHEDULE, *_SECOND_AVERAGE, _OLD_STATISTICS, _NO_SWITCH))
 
 RULES = {
     "lightning/BatchSizeFinder": Facts(excludes=(_SEARCH,)),

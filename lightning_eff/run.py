@@ -67,6 +67,8 @@ class Run:
             warnings.filterwarnings("ignore", "The dirpath has changed from")
             # Lightning 2.6.6 asks torch 2.13 about an empty batch in a way that torch deprecates.
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+            # DeepSpeed 0.19.8 calls it by the name that torch 2.13 deprecates.
+            warnings.filterwarnings("ignore", r"`torch.distributed.all_gather_into_tensor` is deprecated")
             self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path, weights_only=True)
         if self.trainer.fit_loop.total_batch_idx < 0:
             text = "the run trained on nothing: its data has no batches"
@@ -254,7 +256,7 @@ def _make(path: str, node: Mapping[str, Any] | None) -> Any:
         if isinstance(error, ModuleNotFoundError):
             text = f"{path}: {error}"
             raise EnvironmentLacksError(text) from error
-        raise error from wrapper
+        raise error from error.__cause__  # and not from the wrapper, whose cause it is
 
 
 def _callbacks(trainer: pl.Trainer) -> Iterable[pl.Callback]:

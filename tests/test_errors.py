@@ -136,3 +136,11 @@ def test_out_of_memory_is_known_behind_what_it_caused() -> None:
     error = ValueError("the step failed")
     error.__cause__ = torch.OutOfMemoryError("no room")
     assert exit_code(error) == 4
+
+
+def test_errors_that_are_causes_of_each_other_have_an_end() -> None:
+    one, other = RuntimeError("one"), RuntimeError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert not errors.is_out_of_memory(one)
+    other.__cause__ = MemoryError()
+    assert errors.is_out_of_memory(one)

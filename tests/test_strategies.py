@@ -43,13 +43,14 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "zero2": lambda: DeepSpeedZero(stage=2),
     "zero3": lambda: DeepSpeedZero(stage=3),
     "zero3_offload": lambda: DeepSpeedZero(stage=3, **OFFLOADED),
-    "fsdp2": lambda: FSDP2(),
+    "fsdp2": FSDP2,
     "fsdp2_offload": lambda: FSDP2(cpu_offload=True, sync_every_micro_batch=True),
 }
 SHARDED = [name for name in STRATEGIES if name != "ddp"]
-# weighted, clipping, batches a window, micro-batch size: every pair of them, some window cut at an epoch's end
+# weighted, clipping, batches a window, micro-batch size: every pair of them, windows cut at an epoch's end
 CASES = [
-    (False, None, 1, 3), (True, 0.05, 1, None), (True, None, 2, 3), (False, 0.05, 2, None), (True, 0.05, 3, 3),
+    (False, None, 1, 3), (True, 0.05, 1, None), (True, None, 2, 3), (False, 0.05, 2, None),
+    (True, 0.05, 3, 3),
 ]  # fmt: skip
 PAIRS = [
     *itertools.product(("ddp", "zero1", "zero2", "zero3", "fsdp2"), repeat=2),
@@ -303,7 +304,7 @@ def test_a_checkpoint_of_two_ranks_is_loaded_on_one(folder: Path, one: str, tmp_
 
 @pytest.mark.parametrize("pair", GOING_ON, ids="-".join)
 def test_training_goes_on_as_under_ddp(folder: Path, pair: tuple[str, str]) -> None:
-    """Three steps under one and five under the other, against DDP for both: state that was lost would show."""
+    """Three steps under one and five under the other, against DDP for both: lost state would show."""
     ours, theirs = checkpoint(folder, f"{'-'.join(pair)}-8"), checkpoint(folder, "ddp-ddp-8")
     assert ours["global_step"] == theirs["global_step"] == 8
     for key, value in theirs["state_dict"].items():

@@ -28,11 +28,12 @@ from typing_extensions import override
 from lightning_eff import loaders, plan, saved_with
 from lightning_eff.configure_optimizers import SchedulerFactory, attach
 from lightning_eff.errors import ConfigError
-from lightning_eff.facade import FreesGradients, OptimizerFactory, PerParameter
+from lightning_eff.facade import FreesGradients, OptimizerFactory
 from lightning_eff.factories import classes, kind_behind, layout, settings
 from lightning_eff.facts import PACKAGE, SCHEDULE, Facts, Outcome, Technique
 from lightning_eff.measure.memory import state_bytes
 from lightning_eff.measure.tables import human_bytes
+from lightning_eff.sharding.parts import shape_of
 
 READERS = (
     "on_train_batch_end",
@@ -168,8 +169,7 @@ class OptimizerChoice(pl.Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         built = self._built
-        kind = built.kind_behind if isinstance(built, PerParameter) else type(built)
-        return {} if built is None else {"optimizer": layout(kind)}
+        return {} if built is None else {"optimizer": layout(_kind(built))}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -242,9 +242,9 @@ class OptimizerChoice(pl.Callback):
         """Say which optimizer runs, over how many tensors, and what its state takes."""
         if self._built is None:
             return Outcome(did="not built yet", effective=False)
-        groups = self._built.param_groups
+        groups = getattr(self._built, "whole_groups", self._built.param_groups)  # not a rank's part of them
         counts = [len(group["params"]) for group in groups]
-        num_parameters = sum(p.numel() for group in groups for p in group["params"])
+        num_parameters = sum(shape_of(p).numel() for group in groups for p in group["params"])
         held = state_bytes(self._built)
         where = ", ".join(f"{human_bytes(size)} on {place}" for place, size in held.items()) or "none"
         share = sum(held.values()) / num_parameters
@@ -275,8 +275,13 @@ class OptimizerChoice(pl.Callback):
 def _title(optimizer: Optimizer) -> str:
     options = optimizer.defaults
     words = [word for word in ("fused", "foreach") if options.get(word)]
-    name = type(optimizer).__name__
+    name = _kind(optimizer).__name__
     return f"{name} ({words[0]})" if words else name
+
+
+def _kind(optimizer: Optimizer) -> type:
+    """Return the class that does the work, behind one that divides it."""
+    return getattr(optimizer, "kind_behind", None) or type(optimizer)
 
 
 def _rates(optimizer: Optimizer | None) -> list[float]:

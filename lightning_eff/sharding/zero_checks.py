@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +14,6 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
-
 from torch.optim import Optimizer
 
 from lightning_eff.errors import ConfigError, ConflictError, EnvironmentLacksError
@@ -44,14 +45,25 @@ def check_values(stage: int, optimizer: str | None, parameters: str | None, nvme
 
 
 def import_deepspeed() -> None:
-    """Import it, or say how to get it."""
+    """Import it, or say how to get it.
+
+    It logs to the standard output, which belongs to whoever reads `--json`, and warns of a machine without a
+    GPU unless that was asked for.
+    """
+    alone = not torch.cuda.is_available() and "DS_ACCELERATOR" not in os.environ
+    asked = {"DS_ACCELERATOR": "cpu"} if alone else {}
     try:
-        import deepspeed  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        os.environ.update(asked)
+        with redirect_stdout(sys.stderr):
+            import deepspeed  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError as error:
         text = (
             f"{NAME} needs deepspeed, which cannot be imported: {error}\n  try: pip install 'deepspeed>=0.19'"
         )
         raise EnvironmentLacksError(text) from error
+    finally:
+        for name in asked:
+            del os.environ[name]
 
 
 def check_accelerator(device: str) -> None:

@@ -190,6 +190,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
             zero: Any = self.optimizers[0]
             zero.whole_groups = [{"params": group} for group in self._groups]
             zero.kind_behind = type(zero.optimizer)
+            zero.defaults = zero.optimizer.defaults
 
     @override
     def _format_batch_size_and_grad_accum_config(self) -> None:

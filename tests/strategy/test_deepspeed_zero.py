@@ -87,7 +87,7 @@ def test_one_device_is_refused_with_what_would_do() -> None:
 
 def test_without_deepspeed_one_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(EnvironmentLacksError, match="pip install 'deepspeed>=0.19'"):
+    with pytest.raises(EnvironmentLacksError, match=r"pip install 'deepspeed>=0.19'"):
         DeepSpeedZero()
 
 
