@@ -23,10 +23,11 @@ from safetensors.torch import save_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_eff import adapters, quantized
-from lightning_eff.adapter_methods import exactly, sentence
+from lightning_eff import adapters, quantized, tied
+from lightning_eff.adapter_methods import exactly
+from lightning_eff.adapter_options import sentence
 from lightning_eff.errors import ConfigError
-from lightning_eff.frozen_base import split
+from lightning_eff.frozen_base import plain_name, split
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -67,40 +68,10 @@ def _refuse_tied_tokens(model: nn.Module) -> None:
     """Refuse trained tokens of an embedding that is the head too: PEFT would change them in both."""
     for name, layer in adapters.wrapped(model).items():
         of_tokens = any(isinstance(part, TrainableTokensLayer) for part in layer.modules())
-        if of_tokens and _shared(model, layer):
+        if of_tokens and tied.shared(model, layer):
             plain = name.removeprefix(part_of(model)[0])
             allowed = f"a model merged: {plain} shares its weight, and PEFT trains tokens of both or none"
             raise ConfigError(key="--merge", value=False, allowed=allowed, remedies=["--merge"])
-
-
-def _shared(model: nn.Module, layer: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return what an adapter is around and other layers of the model use too: holder, name and tensor."""
-    inside = list(layer.modules())
-    others = [part for part in model.modules() if part not in inside]
-    elsewhere = {id(p) for part in others for p in part.parameters(recurse=False)}
-    return [
-        (part, name, parameter)
-        for part in inside
-        for name, parameter in part.named_parameters(recurse=False)
-        if id(parameter) in elsewhere
-    ]
-
-
-def _untie(model: nn.Module) -> None:
-    """Let no merge change the weight of another layer, which shares it.
-
-    A Hugging Face model has the weight under two names then, and says so in its configuration. Other models
-    would tie them again when they load the file, and one of the two would be lost.
-    """
-    _, part = part_of(model)
-    for name, layer in adapters.wrapped(model).items():
-        for holder, key, parameter in _shared(model, layer):
-            if not isinstance(part, PreTrainedModel):
-                allowed = f"a model in which no other layer uses the weight of {name}, which merging changes"
-                raise ConfigError(key="--merge", value=True, allowed=allowed, remedies=["without --merge"])
-            own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            setattr(holder, key, own)
-            part.config.tie_word_embeddings = False
 
 
 def _as_pefts(model: nn.Module) -> PeftModel:
@@ -151,15 +122,17 @@ def _relative(config: PeftConfig, prefix: str) -> PeftConfig:
 
 
 @torch.no_grad()
-def _take_off(model: nn.Module, *, merge: bool) -> int:
+def _take_off(model: nn.Module, *, merge: bool) -> None:
     """Put a model's own layers back in place of adapted ones, merged with their adapters or as they were."""
+    if merge:
+        for layer in adapters.wrapped(model).values():
+            tied.untie(model, layer)
     new = {layer: _own_layer(layer, merge=merge) for layer in adapters.wrapped(model).values()}
     for parent in list(model.modules()):
         for name, child in list(parent.__dict__["_modules"].items()):  # with the second names
             if child in new and parent not in new:
                 setattr(parent, name, new[child])
     model.__dict__.pop("peft_config", None)
-    return len(new)
 
 
 def _own_layer(layer: Any, *, merge: bool) -> nn.Module:
@@ -173,49 +146,74 @@ def _own_layer(layer: Any, *, merge: bool) -> nn.Module:
     return layer.get_base_layer()
 
 
-def merge(model: nn.Module) -> int:
+def merge(model: nn.Module) -> list[str]:
     """Merge adapters into the layers that they are around, which are the model's own again.
 
+    An adapted layer that shares its weight with another one gets a weight of its own.
+
     Returns:
-        How many layers.
+        The names of weights that were one before, and are several now.
 
     Raises:
-        ConfigError: The method cannot be merged, or another layer uses the weight that merging changes.
+        ConfigError: The method cannot be merged, or the base is quantized.
     """
     config = adapters.config_of(model)
     method = str(getattr(getattr(config, "peft_type", ""), "value", "")).lower()
+    if any(quantized.is_quantized(part) for part in model.modules()):
+        allowed = "an adapter of a base in full precision: in few bits its own digits would be lost"
+        remedies = [
+            "without --merge, and then PEFT on the base as it was before:",
+            "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), DIR).merge_and_unload()",
+        ]
+        raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=remedies)
     if any(isinstance(part, PeftModel) for part in model.modules()):
         allowed = f"an adapter that is in layers: {method} adds tokens, which no weight can stand for"
         raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=["without --merge"])
-    for name, layer in adapters.wrapped(model).items():
-        if any(quantized.blocks_cross_rows(parameter) for parameter in layer.parameters()):
-            allowed = f"layers that bitsandbytes reads right on a CPU; the blocks of {name} cross its rows"
-            raise ConfigError(key="--merge", value=True, allowed=allowed, remedies=["without --merge"])
-    _untie(model)
+    before = {plain_name(name): value for name, value in tied.names_of(model).items()}
     try:
-        return _take_off(model, merge=True)
+        _take_off(model, merge=True)
     except (NotImplementedError, AttributeError, TypeError, ValueError) as error:
         allowed = f"a method that PEFT can merge; {sentence(error)}"
         remedies = ["without --merge"]
         raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=remedies) from error
+    return tied.no_longer(before, tied.names_of(model))
 
 
 def save_whole(model: nn.Module, folder: Path) -> None:
     """Write a model without adapters: a Hugging Face folder where it is made of one, else one file.
 
     Args:
-        model: Its tied weights are written once.
+        model: Weights that are one are written once; its configuration is changed where it says otherwise.
         folder: Gets `model.safetensors`, and for a Hugging Face model its configuration and tokenizer.
     """
     _, part = part_of(model)
     if not isinstance(part, PreTrainedModel):
         save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
         return
+    _say_untied(part)
     part.save_pretrained(str(folder))
     for name in TOKENIZER_FILES:
         source = _beside(str(part.name_or_path or ""), name)
         if source is not None and not (folder / name).exists():
             shutil.copyfile(source, folder / name)
+
+
+def _say_untied(part: PreTrainedModel) -> None:
+    """Have a model's configuration say so if weights are several that it says are one.
+
+    There is one word for all that a model ties, so the others become several too.
+    """
+    own: Any = part
+    pairs = own.get_expanded_tied_weights_keys(all_submodels=True)
+    if all(part.get_parameter(one) is part.get_parameter(other) for one, other in pairs.items()):
+        return
+    for name in pairs:
+        tied.untie(part, part.get_submodule(name.rpartition(".")[0]))
+    for each in [each for each in part.modules() if isinstance(each, PreTrainedModel)]:
+        inner: Any = each
+        for config in (inner.config, inner.config.get_text_config()):
+            config.tie_word_embeddings = False
+        inner.all_tied_weights_keys = {}
 
 
 def _beside(name_or_path: str, file: str) -> Path | None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from beartype.door import is_bearable
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.tuners_utils import BaseTuner, check_target_module_exists
@@ -27,6 +25,8 @@ from torch.nn.parameter import UninitializedParameter
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lightning_eff import tied
+from lightning_eff.adapter_options import check_options, sentence, words
 from lightning_eff.errors import ConfigError, nearest
 from lightning_eff.kernels.linear import TritonLinear
 
@@ -55,8 +55,6 @@ IDENTITY: dict[str, dict[str, Any]] = {"fourierft": {"init_weights": True}}
 """Options without which a method would not begin at the model as it is, unless they are given."""
 FLAGS = {"dora": "use_dora", "rslora": "use_rslora", "qalora": "use_qalora"}
 """Names of variants that are options of LoRA's."""
-OWN = {"target_modules", "modules_to_save", "peft_type", "inference_mode", "base_model_name_or_path"}
-"""Config fields that are parameters here, or not a user's to set."""
 
 
 def methods() -> list[str]:
@@ -88,7 +86,8 @@ def config_class(method: str) -> type[PeftConfig]:
         raise ConfigError(key="method", value=method, allowed=allowed, remedies=["method=oft"])
     flag = FLAGS.get(method, "")
     remedies = [f"method=lora and options={{{flag}: true}}"] if flag else []
-    allowed = f"one of PEFT's methods; {nearest(method, methods())}"
+    hint = f"{method} is an option of lora" if flag else nearest(method, methods())
+    allowed = f"one of PEFT's methods; {hint}"
     raise ConfigError(key="method", value=method, allowed=allowed, remedies=remedies)
 
 
@@ -115,10 +114,7 @@ def configure(
         lightning_eff.errors.ConfigError: options.lora_alfa=4: expected a field of LoraConfig; did you ...
     """
     kind = config_class(method)
-    fields = {field.name for field in dataclasses.fields(kind) if field.init}
-    hints = typing.get_type_hints(kind)
-    for key, value in options.items():
-        _check_option(kind, key, value, fields, hints)
+    fields = check_options(kind, options)
     own: dict[str, Any] = {"modules_to_save": as_list(modules_to_save)} if modules_to_save else {}
     if method in PROMPTS and targets not in (None, ALL_LINEAR):
         allowed = f"null: {method} trains tokens, which are in no layer"
@@ -146,37 +142,6 @@ def as_list(names: str | Sequence[str] | None) -> list[str]:
     return [names] if isinstance(names, str) else list(names or ())
 
 
-def _check_option(
-    kind: type[PeftConfig], key: str, value: Any, fields: set[str], hints: Mapping[str, Any]
-) -> None:
-    if key in OWN:
-        allowed = f"no option of that name: {key} is a parameter beside them, or set by PEFT"
-        raise ConfigError(key=f"options.{key}", value=value, allowed=allowed)
-    if key not in fields:
-        allowed = f"a field of {kind.__name__}; {nearest(key, fields - OWN)}"
-        raise ConfigError(key=f"options.{key}", value=value, allowed=allowed)
-    wrong_flag = isinstance(value, bool) and hints[key] in (int, float)
-    if wrong_flag or (not is_bearable(value, hints[key]) and not _is_whole(value, hints[key])):
-        words = getattr(hints[key], "__name__", "") if isinstance(hints[key], type) else str(hints[key])
-        raise ConfigError(key=f"options.{key}", value=value, allowed=words.replace("typing.", ""))
-
-
-def _is_whole(value: Any, hint: Any) -> bool:
-    """Accept 8 for 8.0."""
-    return isinstance(value, int) and is_bearable(float(value), hint)
-
-
-def sentence(error: Exception) -> str:
-    """Return PEFT's own words as an end of ours."""
-    return f"what {type(error).__name__} asks for: {' '.join(str(error).split())}"
-
-
-def words(config: PeftConfig) -> Any:
-    """Return the targets of a config as they can be shown."""
-    targets = getattr(config, "target_modules", None)
-    return sorted(targets) if isinstance(targets, (set, list)) else targets
-
-
 def resolve(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> dict[str, nn.Module]:
     """Write down in `config` which layers are meant, and return them by name.
 
@@ -201,7 +166,9 @@ def resolve(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> dic
     _check_names("target_modules", fields.target_modules, named)
     _check_names("modules_to_save", getattr(config, "modules_to_save", None), named)
     _check_names("options.exclude_modules", getattr(config, "exclude_modules", None), named)
+    _refuse_tied(model, config, named)
     found = {name: part for name, part in named.items() if check_target_module_exists(config, name)}
+    _check_numbers(config, found, named)
     if not found and not getattr(config, "target_parameters", None):
         allowed = "layers that are neither excluded nor trained themselves"
         raise ConfigError(key="target_modules", value=words(config), allowed=allowed)
@@ -216,6 +183,45 @@ def _check_built(found: Mapping[str, nn.Module]) -> None:
         if any(isinstance(parameter, UninitializedParameter) for parameter in part.parameters()):
             allowed = f"layers that have their size: {name} is lazy; let a batch through in configure_model"
             raise ConfigError(key="target_modules", value=name, allowed=allowed)
+
+
+def _refuse_tied(model: nn.Module, config: PeftConfig, named: Mapping[str, nn.Module]) -> None:
+    """Refuse to train a copy of a module that shares a weight: the other would stay as it is, silently."""
+    if getattr(config, "ensure_weight_tying", False) and isinstance(model, PreTrainedModel):
+        return  # PEFT ties the copies itself
+    words = getattr(config, "modules_to_save", None) or ()
+    for name, part in named.items():
+        key, other = next(iter(tied.shared(model, part).items()), ("", ""))
+        if other and any(f".{name}".endswith(f".{word}") for word in words):
+            allowed = f"modules with weights of their own: {name}.{key} is {other} too, and a copy is trained"
+            remedies = [f"{name} in target_modules: its adapter leaves the shared weight as it is"]
+            remedies += ["model.tie_word_embeddings=false, or two weights in a model of your own"]
+            raise ConfigError(key="modules_to_save", value=name, allowed=allowed, remedies=remedies)
+
+
+def _check_numbers(config: PeftConfig, found: Iterable[str], named: Iterable[str]) -> None:
+    """Refuse numbers of layers that PEFT does not find: it passes over them."""
+    fields: Any = config
+    given = getattr(config, "layers_to_transform", None)
+    if given is None:
+        return
+    wanted = {given} if isinstance(given, int) else set(given)
+    if wanted <= _numbers(found):
+        return
+    anywhere = dataclasses.replace(fields, layers_to_transform=None, layers_pattern=None)
+    meant = [name for name in named if check_target_module_exists(anywhere, name)]
+    known = [
+        number
+        for number in sorted(_numbers(meant))
+        for one in [dataclasses.replace(fields, layers_to_transform=[number])]
+        if any(check_target_module_exists(one, name) for name in meant)
+    ]
+    allowed = f"numbers of the layers that are meant, as PEFT reads model.layers.0.q_proj; it reads {known}"
+    raise ConfigError(key="options.layers_to_transform", value=given, allowed=allowed)
+
+
+def _numbers(names: Iterable[str]) -> set[int]:
+    return {int(part) for name in names for part in name.split(".") if part.isdigit()}
 
 
 def _check_linear(found: Mapping[str, nn.Module]) -> None:
@@ -233,7 +239,7 @@ def _check_names(key: str, names: Any, named: Mapping[str, nn.Module]) -> None:
             matches = any(re.fullmatch(names, name) for name in named)
         except re.error as error:
             raise ConfigError(key=key, value=names, allowed=f"a regular expression ({error})") from error
-        near = nearest(names, named)
+        near = nearest(names, [*named, ALL_LINEAR])
         if not matches:
             allowed = f"a regular expression that fits the whole name of a module; {near}"
             raise ConfigError(key=key, value=names, allowed=allowed)

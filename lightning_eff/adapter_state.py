@@ -188,7 +188,8 @@ def _check_settings(ours: Mapping[str, Any], theirs: Any) -> None:
     if first:
         there, here = (f"{str(each[first])[:60]!a}" for each in (known, ours))
         name = "method" if first == "peft_type" else f"options.{first}"
-        text = f"it holds an adapter with {name} {there}, and here it is {here}"
+        remedy = f"callbacks.peft_adapter.{name}={str(known[first])[:60].lower()}"
+        text = f"it holds an adapter with {name} {there}, and here it is {here}\n  try: {remedy!a}"
         raise CheckpointError(text)
 
 
@@ -274,11 +275,21 @@ def load_weights(model: nn.Module, state: Mapping[str, Any]) -> int:
     if missing or unexpected or shapes:
         text = _differing(missing, unexpected, shapes).replace("this model with its adapter", "this model")
         raise CheckpointError(text)
-    first: dict[int, str] = {}
-    for name, value in weights.items():
-        other = first.setdefault(id(own[name]), name)
-        if other != name and not torch.equal(weights[other], value):
-            text = f"it holds two values for what is one tensor in this model: {named([other, name])}"
-            raise CheckpointError(text)
+    _refuse_parted(own, weights)
     model.load_state_dict({name: weights[name] for name in weights}, strict=False)
     return len(weights)
+
+
+def _refuse_parted(own: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Refuse several values for what is one parameter under several names here: the last would be taken."""
+    groups: dict[int, list[str]] = {}
+    for name in weights:
+        groups.setdefault(id(own[name]), []).append(name)
+    for first, *others in groups.values():
+        parted = [name for name in others if not torch.equal(weights[name], weights[first])]
+        if parted:
+            text = (
+                f"it holds several values of what is one weight in this model: {named([first, *parted])}\n"
+                "  try: a model that does not tie them: tie_word_embeddings=false"
+            )
+            raise CheckpointError(text)

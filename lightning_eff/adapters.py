@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from lightning_eff.adapter_methods import OWN, QUANTIZED, resolve, sentence, words
+from lightning_eff.adapter_methods import QUANTIZED, resolve
+from lightning_eff.adapter_options import OWN, blamed, sentence
 from lightning_eff.errors import ConfigError
 from lightning_eff.quantized import is_quantized, mark_of
 
@@ -100,9 +101,8 @@ def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, n
     with without_noise(), as_any_module(model), _marked(model), _stand_ins(meant.values()) as absent:
         try:
             made = tuner(model, config, adapter_name=ADAPTER)
-        except (ValueError, TypeError, RuntimeError) as error:
-            value = words(config)
-            raise ConfigError(key="target_modules", value=value, allowed=sentence(error)) from error
+        except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+            raise blamed(error, config) from error
     _refuse_state_outside(made, config)
     adapted = of(model)
     _freeze_divisors(model, config)
@@ -283,7 +283,8 @@ def _prompt(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module]:
         raise ConfigError(key="method", value=method, allowed=f"{allowed}, and found {len(outermost)}")
     if config.task_type is None:
         allowed = "a task, CAUSAL_LM say: PEFT forms the inputs by it"
-        raise ConfigError(key="options.task_type", value=None, allowed=allowed)
+        remedy = "callbacks.peft_adapter.options={task_type: CAUSAL_LM, num_virtual_tokens: 8}"
+        raise ConfigError(key="options.task_type", value=None, allowed=allowed, remedies=[remedy])
     for parameter in model.parameters():
         parameter.requires_grad = False
     part: Any = model.get_submodule(outermost[0])

@@ -121,6 +121,22 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"there are: {', '.join(options)}" if options else "there are none"
 
 
+def check_flags(**flags: object) -> None:
+    """Refuse what is neither True nor False: "no" would mean yes.
+
+    Raises:
+        ConfigError: One of them is something else.
+
+    Example:
+        >>> check_flags(save_base="no")
+        Traceback (most recent call last):
+        lightning_eff.errors.ConfigError: save_base='no': expected true or false
+    """
+    for key, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigError(key=key, value=value, allowed="true or false")
+
+
 def exit_code(error: BaseException) -> int:
     """Return the process's exit code for what ended it.
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_eff.errors import EXIT_FAILED
+from lightning_eff.errors import EXIT_FAILED, ConfigError, nearest
 from lightning_eff.facade import FreesGradients
 
 MAX_NAMES = 5
@@ -36,6 +36,18 @@ class FirstGradients:
         self.remedy = remedy
         self.unused = [unused] if isinstance(unused, str) else unused
         self._handles: list[RemovableHandle] = []
+
+    def check_patterns(self, module: nn.Module) -> None:
+        """Refuse a pattern that fits no parameter: it would excuse nothing.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        names = [name for name, _ in module.named_parameters()]
+        for pattern in self.unused:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                allowed = f"a pattern of names of parameters; {nearest(pattern, names)}"
+                raise ConfigError(key="unused", value=pattern, allowed=allowed)
 
     def watch(self, module: nn.Module, optimizers: Iterable[Any]) -> None:
         """Look at the gradients of the next step.

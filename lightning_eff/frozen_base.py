@@ -82,9 +82,17 @@ def plain_name(name: str) -> str:
 
 
 class Fingerprint:
-    """Takes the fingerprint of a module's frozen tensors, and remembers those that did not change since."""
+    """Takes the fingerprint of a module's frozen tensors, and remembers those that did not change since.
 
-    def __init__(self) -> None:
+    Args:
+        exact: Without, what quantized layers keep may differ in value, as long as all else that is frozen is
+            the same: another device rounds otherwise as it quantizes.
+    """
+
+    def __init__(self, *, exact: bool = True) -> None:
+        self.exact = exact
+        self.others: list[str] = []
+        """Tensors that differed and were let pass."""
         self._known: dict[str, tuple[Tensor, int, torch.dtype, str]] = {}
         self.num_hashed = 0
         """Tensors that were read so far."""
@@ -122,10 +130,14 @@ class Fingerprint:
         if _sum(base, digests, formats) == record["sha256"]:
             return
         others = sorted(name for name in {*ours, *tensors} if ours.get(name) != tensors.get(name))
+        if not self.exact and _rounded(others, module, ours, tensors):
+            self.others = others
+            return
+        count = len({*ours, *tensors})
         text = (
-            f"it holds an adapter for another base: {named(others)} of {len(ours)} frozen tensors differ "
+            f"it holds an adapter for another base: {named(others)} of {count} frozen tensors differ "
             f"(its fingerprint is {str(record['sha256'])[:12]!a})\n"
-            "  try: the model it was trained on: base_checkpoint=PATH of PeftAdapter, the same model and seed"
+            "  try: callbacks.peft_adapter.base_checkpoint=PATH of its base, or its model.name and seed"
         )
         raise CheckpointError(text)
 
@@ -152,6 +164,16 @@ class Fingerprint:
         self._known[name] = (parameter, version, dtype, digest.hexdigest())
         self.num_hashed += 1
         return digest.hexdigest()
+
+
+def _rounded(
+    others: list[str], module: nn.Module, ours: Mapping[str, str], theirs: Mapping[str, str]
+) -> bool:
+    """Say whether two bases differ in values of quantized layers alone, and have other frozen tensors too."""
+    low = tuple(plain_name(name) for name in of_quantized(module))
+    form = {name: (ours.get(name, "").split(" ")[0], theirs.get(name, "").split(" ")[0]) for name in others}
+    alike = all(name.startswith(low) and here == there for name, (here, there) in form.items())
+    return bool(others) and alike and any(not name.startswith(low) for name in ours)
 
 
 def named(names: Iterable[str]) -> str:

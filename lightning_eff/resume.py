@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: it must be whole, and leave something to do."""
+"""Which checkpoints a run goes on from, or begins at: whole ones, that leave something to do."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import yaml
 
+from lightning_eff import adapter_state
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.errors import CheckpointError, ConfigError
 from lightning_eff.saved_with import inside
 from lightning_eff.sealed import newest_whole, verify_path
 
+RESOLVED = "resolved.yaml"
+"""What a run was built from, in its folder: `export` builds its model from it again."""
 SHARDED = (".metadata", "checkpoint", "latest")
 """What marks a folder as a checkpoint: torch's distributed format, Lightning's and DeepSpeed's."""
 
@@ -50,11 +55,50 @@ def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
     return path
 
 
+def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str, Any]:
+    """Return a config that names the file that an adapter begins from, where it named a folder of runs.
+
+    The newest there is another one after the next run. A run that goes on takes the file of the run before.
+
+    Args:
+        values: A checked config.
+        ckpt_path: Checkpoint that the run goes on from.
+
+    Example:
+        >>> with_base({"callbacks": {}}, None)
+        {'callbacks': {}}
+    """
+    given = _base_in(values)
+    if given is None or Path(given).suffix:
+        return values
+    before = _base_of_run(ckpt_path.parent.parent) if ckpt_path is not None else None
+    found = before if before is not None and Path(before).suffix else newest_whole(Path(given))
+    if found is None:
+        return values  # which is told when it is to be loaded
+    adapter = {**values["callbacks"]["peft_adapter"], "base_checkpoint": str(found)}
+    return {**values, "callbacks": {**values["callbacks"], "peft_adapter": adapter}}
+
+
+def _base_in(values: Any) -> str | None:
+    """Return what a config names as an adapter's base; it may be any file's content."""
+    for key in ("callbacks", "peft_adapter", "base_checkpoint"):
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values if isinstance(values, str) else None
+
+
+def _base_of_run(run_dir: Path) -> str | None:
+    try:
+        return _base_in(yaml.safe_load((run_dir / RESOLVED).read_text(encoding="utf-8")))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError):
+        return None
+
+
 def check_something_left(path: Path, trainer: pl.Trainer) -> None:
     """Refuse to go on from a damaged checkpoint, or from where the run would end: `fit` would return at once.
 
     Raises:
-        ConfigError: So it is.
+        CheckpointError: It is an adapter's, and the run has none.
+        ConfigError: It is one of these.
     """
     if not path.is_file():
         return
@@ -68,6 +112,7 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
     if not isinstance(saved, Mapping):
         allowed = "a checkpoint of a Trainer; this file holds something else"
         raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed)
+    _refuse_adapter(saved, path, trainer)
     step, limit = _number(saved, "global_step"), trainer.max_steps
     if 0 <= limit <= step:
         raise ConfigError(
@@ -85,6 +130,22 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
             allowed=f"more than the {epochs} epochs that {path} has behind it",
             remedies=[f"trainer.max_epochs={2 * epochs}"],
         )
+
+
+def _refuse_adapter(saved: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> None:
+    """Refuse an adapter for a model without: PyTorch would name each key that it does not have."""
+    if adapter_state.KEY not in saved or any(isinstance(c, PeftAdapter) for c in callbacks_of(trainer)):
+        return
+    text = (
+        f"checkpoint {path} is not loaded: it holds an adapter, and this run has none\n"
+        "  try: +callbacks=peft_adapter, with the options of that run"
+    )
+    raise CheckpointError(text)
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Return a Trainer's callbacks, which Lightning does not declare."""
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _batches_left(saved: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +20,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_eff import plan
+from lightning_eff import plan, transform
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.errors import ConfigError, EnvironmentLacksError, UsageError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.replacing import remove_orphans
-from lightning_eff.resume import check_something_left, find_checkpoint
+from lightning_eff.resume import RESOLVED, callbacks_of, check_something_left, find_checkpoint, with_base
 
 log = logging.getLogger(__name__)
 
-RESOLVED = "resolved.yaml"
-"""What a run was built from, in its folder: `export` builds its model from it again."""
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, FileNotFoundError, MisconfigurationException)
 """What a constructor raises about its arguments; anything else is the run's failure."""
 
@@ -74,7 +72,7 @@ class Run:
             text = "the run trained on nothing: its data has no batches"
             raise UsageError(text)
         self._ensure_checkpoint()
-        reports = [m.report for m in _callbacks(self.trainer) if isinstance(m, EfficiencyReport)]
+        reports = [m.report for m in callbacks_of(self.trainer) if isinstance(m, EfficiencyReport)]
         return reports[0] if reports else {}
 
     def _tidy(self) -> None:
@@ -86,7 +84,7 @@ class Run:
     def _ensure_checkpoint(self) -> None:
         """Every run ends with a checkpoint of its last step, whatever schedule its monitors save by."""
         step = self.trainer.global_step
-        savers = [c for c in _callbacks(self.trainer) if isinstance(c, Checkpoint)]
+        savers = [c for c in callbacks_of(self.trainer) if isinstance(c, Checkpoint)]
         if step and step not in [getattr(saver, "_last_global_step_saved", None) for saver in savers]:
             self.trainer.save_checkpoint(
                 self.run_dir / "checkpoints" / f"step-{step}.ckpt", weights_only=False
@@ -108,6 +106,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
         UsageError: A class that is not ours refuses its arguments.
     """
     ckpt_path = find_checkpoint(values["ckpt_path"], Path(values["output_root"]) / recipe)
+    values = with_base(values, ckpt_path)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(values)
     plan.raise_refused(plan.check(plan.objects_of(trainer), plan.run_facts(trainer)))
@@ -121,7 +120,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     ):
         text = "%s.configure_optimizers is replaced by the recipe's optimizer and scheduler"
         log.info(text, type(model).__name__)
-    for choice in [c for c in _callbacks(trainer) if isinstance(c, OptimizerChoice)]:
+    for choice in [c for c in callbacks_of(trainer) if isinstance(c, OptimizerChoice)]:
         choice.replace(model, keep_own=False)
     if ckpt_path is not None:
         check_something_left(ckpt_path, trainer)
@@ -146,6 +145,8 @@ def model_without_memory(values: Mapping[str, Any]) -> pl.LightningModule:
 def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
     """Instantiate a run's model on the CPU, with its base and fresh adapters, to load a checkpoint into.
 
+    The base is in few bits where it was in the run.
+
     Args:
         values: As the run was built from, checked.
 
@@ -161,8 +162,10 @@ def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
     model: pl.LightningModule = _make("model", values["model"])
     with trainer.precision_plugin.module_init_context():
         model.configure_model()
-    for technique in [each for each in _callbacks(trainer) if isinstance(each, PeftAdapter)]:
-        technique.put_into(model)
+    adapters = [each for each in callbacks_of(trainer) if isinstance(each, PeftAdapter)]
+    changes = [change for technique in adapters for change in technique.changes()]
+    model.trainer = trainer  # whose callbacks say what will be frozen, and so may be quantized
+    transform.apply(model, [*transform.changes_of(trainer.precision_plugin), *changes])
     return model
 
 
@@ -257,7 +260,3 @@ def _make(path: str, node: Mapping[str, Any] | None) -> Any:
             text = f"{path}: {error}"
             raise EnvironmentLacksError(text) from error
         raise error from error.__cause__  # and not from the wrapper, whose cause it is
-
-
-def _callbacks(trainer: pl.Trainer) -> Iterable[pl.Callback]:
-    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]

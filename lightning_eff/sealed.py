@@ -213,6 +213,7 @@ def newest_whole(folder: Path) -> Path | None:
     """
     # A link may lead nowhere, or to one that is found under its own name.
     found = [path for path in folder.glob("**/checkpoints/*.ckpt") if path.exists()]
+    skipped = False
     by_file = {path.resolve(): path for path in sorted(found, key=Path.is_symlink, reverse=True)}
     for path in sorted(by_file.values(), key=_written_at, reverse=True):
         try:
@@ -220,9 +221,12 @@ def newest_whole(folder: Path) -> Path | None:
                 verify_path(path)
         except CheckpointError as error:
             log.warning("skipped: %s", error)
+            skipped = True
         except FileNotFoundError:
             continue  # the run that it belongs to has removed it
         else:
+            if skipped:
+                log.warning("taken instead: %s", path)
             return path
     return None
 

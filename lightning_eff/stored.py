@@ -6,6 +6,7 @@ for is not read. A `.safetensors` file holds tensors alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError  # the error alone: nothing is unpickled here
@@ -19,6 +20,8 @@ from torch import nn
 from lightning_eff.adapter_state import load_weights
 from lightning_eff.errors import CheckpointError, ConfigError
 from lightning_eff.sealed import newest_whole, verify_path
+
+log = logging.getLogger(__name__)
 
 UNREADABLE = (RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, AttributeError, TypeError)
 """What torch raises about a file whose content it cannot take."""
@@ -82,7 +85,9 @@ def load_base(model: nn.Module, path: Path, *, key: str) -> int:
         if any(parameter.is_meta for parameter in model.parameters()):
             text = "this model has no memory yet, on the meta device"
             raise CheckpointError(text)
-        return load_weights(model, weights(file))
+        count = load_weights(model, weights(file))
+        log.info("base: %s", file)
+        return count
     except (FileNotFoundError, CheckpointError) as error:
         reason = str(error).partition(" is not loaded: ")[2] or str(error).removeprefix(
             f"checkpoint {file}: "

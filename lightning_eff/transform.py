@@ -108,6 +108,21 @@ class MakesParts(Protocol):
         ...
 
 
+def changes_of(plugin: object) -> list[tuple[Stage, Change]]:
+    """Return what a precision plugin does to a model before a checkpoint is read; most do nothing.
+
+    Example:
+        >>> changes_of(pl.plugins.MixedPrecision("bf16-mixed", "cpu"))
+        []
+    """
+    changes: list[tuple[Stage, Change]] = []
+    if isinstance(plugin, StagedPlugin):
+        changes.append((plugin.stage, plugin.apply))
+    if isinstance(plugin, LowersFrozen):
+        changes.append((Stage.LOWER, plugin.lower))
+    return changes
+
+
 class _Surgery:
     """Stands in for one module's `configure_model` while a Trainer is at work on it.
 
@@ -121,12 +136,7 @@ class _Surgery:
         self.module = module
         self.original = module.configure_model
         self.was_on_instance = "configure_model" in module.__dict__
-        self.changes: list[tuple[Stage, Change]] = []
-        plugin: object = trainer.precision_plugin
-        if isinstance(plugin, StagedPlugin):
-            self.changes.append((plugin.stage, plugin.apply))
-        if isinstance(plugin, LowersFrozen):
-            self.changes.append((Stage.LOWER, plugin.lower))
+        self.changes = changes_of(trainer.precision_plugin)
 
     def configure_model(self) -> None:
         self.original()

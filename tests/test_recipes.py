@@ -153,6 +153,35 @@ def test_lora_begins_at_the_newest_base_and_is_exported(
     assert any(not torch.equal(value, before[name]) for name, value in merged.items())
 
 
+@pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_lora_stays_with_the_base_that_it_found(
+    tiny: list[str], command: Callable[..., tuple[int, str, str]]
+) -> None:
+    """The folder of `lm`'s runs has a newer one by the time that the adapter is resumed and exported."""
+    assert command("train", "lm", *tiny)[0] == 0
+    (base,) = Path("outputs", "lm").glob("*/checkpoints/*.ckpt")
+    code, _, err = command("train", "lora", *tiny)
+    assert code == 0, err
+    assert f"base: {base}" in err
+    assert command("train", "lm", *tiny, "seed=5")[0] == 0
+    code, _, err = command("train", "lora", *tiny, "ckpt_path=last", "trainer.max_steps=4")
+    assert code == 0, err
+    assert f"base: {base}" in err
+    for run_dir in sorted(Path("outputs", "lora").iterdir()):
+        code, _, err = command("export", str(run_dir))
+        assert code == 0, err
+    adapter = max(Path("outputs", "lora").glob("*/checkpoints/*.ckpt"))
+    code, _, err = command("train", "lm", *tiny, f"ckpt_path='{adapter}'", "trainer.max_steps=9")
+    assert code == 1
+    assert f"{adapter} is not loaded: it holds an adapter, and this run has none\n  try: +callbacks=" in err
+    newest = max(Path("outputs", "lm").glob("*/checkpoints/*.ckpt"))
+    words = ["ckpt_path=last", "trainer.max_steps=6", f"callbacks.peft_adapter.base_checkpoint='{newest}'"]
+    code, _, err = command("train", "lora", *tiny, *words)
+    assert code == 1
+    assert "try: callbacks.peft_adapter.base_checkpoint=PATH" in err
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning")
 def test_images_are_learnt(

@@ -5,7 +5,8 @@ model as it was: every method here but those of virtual tokens starts as the ide
 gradients, optimizer state and what it takes to share the result, shrinks to a percent or so of the model.
 `all-linear` is every linear layer, the head included unless a Hugging Face model says which it is. Methods of
 virtual tokens (`prompt_tuning` and its like) need one Hugging Face model as a part of the module, which is
-wrapped. AdaLoRA's ranks are allotted once an optimizer step, over the run's steps if none are given.
+wrapped, and its task: `options={"task_type": "CAUSAL_LM", "num_virtual_tokens": 8}`. AdaLoRA's ranks are
+allotted once an optimizer step, over the run's steps if none are given.
 Checkpoints hold what is trained and a fingerprint of the base, which refuses another one.
 
 Costs: the adapters' own products in both passes; activations stay what they were. A layer's keys get
@@ -42,7 +43,7 @@ from lightning_eff import (
     transform,
 )
 from lightning_eff.adapter_methods import Targets, as_list, configure
-from lightning_eff.errors import ConfigError
+from lightning_eff.errors import ConfigError, check_flags
 from lightning_eff.facts import NEW_PARAMETERS, TRANSFORM, Facts, Outcome, name_of
 from lightning_eff.first_gradients import FirstGradients, GradientError, listed
 from lightning_eff.measure.tables import human_bytes
@@ -143,6 +144,7 @@ class PeftAdapter(pl.Callback):
         self.unused = unused
         self.save_base = save_base
         self.base_checkpoint = base_checkpoint
+        check_flags(autocast_adapter_dtype=autocast_adapter_dtype, save_base=save_base)
         self._config(UNKNOWN_STEPS)  # says now what is wrong with it
         remedy = "leave those layers out, or name them: callbacks.peft_adapter.unused=[PATTERN]"
         self._first = FirstGradients(remedy=remedy, unused=unused or ())
@@ -155,8 +157,9 @@ class PeftAdapter(pl.Callback):
         self._handles: list[RemovableHandle] = []
 
     def _config(self, total_step: int) -> Any:
-        options = dict(self.options or {})
-        if self.method == "adalora":
+        options: Any = self.options or {}
+        if self.method == "adalora" and isinstance(options, Mapping):
+            options = dict(options)
             options.setdefault("total_step", total_step)
         config = configure(self.method, options, self.target_modules, self.modules_to_save)
         if isinstance(config, AdaLoraConfig) and config.init_r <= config.target_r:
@@ -179,15 +182,13 @@ class PeftAdapter(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         plan.enforce(self, trainer, pl_module)
         self._trainer = trainer
-        if self.base_checkpoint is not None:
-            transform.queue(trainer, pl_module, Stage.LOAD, self._load_base)
-        transform.queue(trainer, pl_module, Stage.ADAPT, self._apply)
+        for when, change in self.changes():
+            transform.queue(trainer, pl_module, when, change)
 
-    def put_into(self, model: pl.LightningModule) -> None:
-        """Do at once, without a Trainer, what belongs between `configure_model` and a restore."""
-        if self.base_checkpoint is not None:
-            self._load_base(model)
-        self._apply(model)
+    def changes(self) -> list[tuple[Stage, transform.Change]]:
+        """Return what belongs between `configure_model` and a restore, and when."""
+        base = [(Stage.LOAD, self._load_base)] if self.base_checkpoint is not None else []
+        return [*base, (Stage.ADAPT, self._apply)]
 
     def _load_base(self, model: nn.Module) -> int:
         """Give the model its base, unless it has adapters, and so a base, already."""
@@ -199,6 +200,7 @@ class PeftAdapter(pl.Callback):
         try:
             config = self._config(self._total_steps())
             new = adapters.inject(model, config, upcast=self.autocast_adapter_dtype)
+            self._first.check_patterns(model)
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         self._adapted = adapters.of(model)

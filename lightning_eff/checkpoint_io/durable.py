@@ -43,7 +43,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from typing_extensions import override
 
 from lightning_eff import saved_with
-from lightning_eff.errors import CheckpointError, CheckpointWarning
+from lightning_eff.errors import CheckpointError, CheckpointWarning, check_flags
 from lightning_eff.facts import SHARDING, Facts, Outcome, Rule, Verdict
 from lightning_eff.in_order import InOrder
 from lightning_eff.measure.tables import human_bytes
@@ -95,6 +95,7 @@ class Durable(CheckpointIO):
     Raises:
         CheckpointError: A checkpoint cannot be written (the one before is as it was), or is damaged, or holds
             more than tensors and plain values.
+        ConfigError: A flag is neither True nor False.
 
     Warns:
         CheckpointWarning: A checkpoint without digest is loaded, or a file that is none of ours was to be
@@ -113,6 +114,7 @@ class Durable(CheckpointIO):
     """
 
     def __init__(self, *, asynchronous: bool = False, require_digest: bool = False) -> None:
+        check_flags(asynchronous=asynchronous, require_digest=require_digest)
         self.asynchronous = asynchronous
         self.require_digest = require_digest
         self._done = Done()

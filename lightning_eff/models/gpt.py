@@ -2,8 +2,8 @@
 
 Decoder-only Transformer with RMS normalisation before each half of a block (Zhang & Sennrich 2019), rotary
 positions (Su et al. 2021), `scaled_dot_product_attention`, a GELU MLP and an output projection that shares
-its weight with the token embedding. Shapes in comments: B sequences, T tokens each, C = `d_model` channels,
-H = `num_heads`, D = C / H.
+its weight with the token embedding, unless told not to. Shapes in comments: B sequences, T tokens each,
+C = `d_model` channels, H = `num_heads`, D = C / H.
 """
 
 from __future__ import annotations
@@ -92,6 +92,8 @@ class GPT(pl.LightningModule):
         num_layers: Number of blocks.
         num_heads: Attention heads per block.
         dropout: Share of activations dropped in training, 0 to 1.
+        tie_word_embeddings: Let the output projection share its weight with the embedding; False for two
+            weights, which an adapter of one of them makes of it when it is merged.
 
     Raises:
         ValueError: A size is not positive, or `d_model` is not a multiple of `2 * num_heads`.
@@ -114,6 +116,7 @@ class GPT(pl.LightningModule):
         num_layers: int = 4,
         num_heads: int = 4,
         dropout: float = 0.0,
+        tie_word_embeddings: bool = True,
     ) -> None:
         super().__init__()
         _check_sizes(vocab_size, context_length, d_model, num_layers, num_heads)
@@ -129,7 +132,8 @@ class GPT(pl.LightningModule):
         )
         self.norm = nn.RMSNorm(d_model)
         self.head = nn.Linear(d_model, vocab_size, bias=False)
-        self.head.weight = self.embedding.weight
+        if tie_word_embeddings:
+            self.head.weight = self.embedding.weight
         self._init_weights()
 
     def _init_weights(self) -> None:

@@ -42,16 +42,17 @@ def main(arguments: Sequence[str]) -> int:
     out = Path(given.out) if given.out else run_dir / "export" / kind
     _check_out(out, root)
     sys.path.insert(0, str(Path.cwd()))
-    _write(values, path, out, merge=given.merge, adapted=adapted)
+    notes = _write(values, path, out, merge=given.merge, adapted=adapted)
     files = {each.name: each.stat().st_size for each in sorted(out.iterdir())}
     if given.json:
-        found = {"run": str(run_dir), "checkpoint": str(path), "kind": kind, "out": str(out), "files": files}
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        found = {"run": str(run_dir), "checkpoint": str(path), "kind": kind, "out": str(out)}
+        sys.stdout.write(json.dumps({**found, "files": files, "notes": notes}, indent=1) + "\n")
     else:
         from lightning_eff.measure.tables import human_bytes
 
         listed = ", ".join(f"{name} ({human_bytes(size)})" for name, size in files.items())
         sys.stdout.write(f"{kind} of {path}\n written to {out}: {listed}\n")
+        sys.stdout.writelines(f" {note}\n" for note in notes)
     return EXIT_OK
 
 
@@ -87,7 +88,7 @@ def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
     if not (folder / RESOLVED).is_file():
         newest = newest_whole(root / run) if not folder.is_absolute() and ".." not in folder.parts else None
         if newest is None:
-            recipes = [each.name for each in root.iterdir() if each.is_dir()] if root.is_dir() else []
+            recipes = _recipes(root) | ({run} & _folders(root))
             allowed = f"a run's folder (it has a {RESOLVED}), or a recipe with runs in {root}"
             hint = (
                 f"{root / run} has no checkpoint that is whole" if run in recipes else nearest(run, recipes)
@@ -105,6 +106,17 @@ def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
         allowed = f"a run with a checkpoint that is whole; there is none in {folder / 'checkpoints'}"
         raise ConfigError(key="RUN", value=run, allowed=allowed)
     return folder, last if which == "last" else _best(last)
+
+
+def _recipes(root: Path) -> set[str]:
+    """Return the folders that have runs in them; there may be others, of a cache say."""
+    from lightning_eff.run import RESOLVED
+
+    return {path.parents[1].name for path in root.glob(f"*/*/{RESOLVED}")}
+
+
+def _folders(root: Path) -> set[str]:
+    return {each.name for each in root.iterdir() if each.is_dir()} if root.is_dir() else set()
 
 
 def _best(last: Path) -> Path:
@@ -158,29 +170,58 @@ def _check_out(out: Path, root: Path) -> None:
         raise ConfigError(key="--out", value=str(out), allowed=allowed, remedies=[f"--out {out}-2"])
 
 
-def _write(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, adapted: bool) -> None:
-    """Build the run's model, load its checkpoint and let the files appear."""
-    from lightning_eff import adapter_export, adapter_state, run, stored
+def _write(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, adapted: bool) -> list[str]:
+    """Build the run's model, load its checkpoint and let the files appear; return what to say about them."""
+    from lightning_eff import adapter_export, run
     from lightning_eff.replacing import appearing
 
-    checkpoint = stored.checkpoint(path)
     model = run.model_again(values)
+    notes = _load(model, path, adapted=adapted)
+    try:
+        with appearing(out) as folder:
+            if adapted and not merge:
+                adapter_export.save_adapter(model, folder)
+                return notes
+            if adapted:
+                notes += _merge(model)
+            adapter_export.save_whole(model, folder)
+    except OSError as error:
+        text = f"{out} was not written: {error.strerror or error}; nothing is left of it"
+        raise CheckpointError(text) from error
+    return notes
+
+
+def _load(model: Any, path: Path, *, adapted: bool) -> list[str]:
+    from lightning_eff import adapter_state, stored
+    from lightning_eff.frozen_base import Fingerprint
+
+    checkpoint = stored.checkpoint(path)
+    fingerprint = Fingerprint(exact=False)
     try:
         if adapted:
-            adapter_state.load(model, checkpoint)
+            adapter_state.load(model, checkpoint, fingerprint)
         else:
             adapter_state.load_weights(model, checkpoint.get("state_dict") or {})
     except CheckpointError as error:
         text = f"checkpoint {path} is not exported: {error}"
         raise CheckpointError(text) from error
-    try:
-        with appearing(out) as folder:
-            if adapted and not merge:
-                adapter_export.save_adapter(model, folder)
-            else:
-                if adapted:
-                    adapter_export.merge(model)
-                adapter_export.save_whole(model, folder)
-    except OSError as error:
-        text = f"{out} was not written: {error.strerror or error}; nothing is left of it"
-        raise CheckpointError(text) from error
+    if not fingerprint.others:
+        return []
+    rounded = "quantized here, the base is not the run's to the bit, as on another device"
+    return [f"{rounded}; what is frozen beside its {len(fingerprint.others)} tensors is the same"]
+
+
+def _merge(model: Any) -> list[str]:
+    """Merge the adapter in; return what became of the base's weights by that."""
+    from lightning_eff import adapter_export
+    from lightning_eff.transform import LowersFrozen
+
+    notes: list[str] = []
+    if isinstance(model.trainer.precision_plugin, LowersFrozen):
+        model.float()  # in 16 bits the adapter's own digits would be lost
+        notes.append("all in float32: the base's weights as the run had them, in 16 bits, and the adapter's")
+    untied = adapter_export.merge(model)
+    if untied:
+        how = "a Hugging Face config says so, GPT has tie_word_embeddings=false"
+        notes.append(f"untied: {' and '.join(untied)} were one weight, and are several when merged; {how}")
+    return notes

@@ -32,6 +32,7 @@ from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.errors import ConfigError, ConflictError
 from lightning_eff.first_gradients import GradientError
 from lightning_eff.kernels import linear
+from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.gradient_check import GradientCheck
 from lightning_eff.optimizer.in_backward import InBackward
 from tests.conftest import Deep, Net, make_loader, make_trainer
@@ -275,6 +276,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"method": "oft", "options": {"oft_block_size": 4, "r": 3}}, "asks for"),
     ({"method": "adalora", "options": {"init_r": 4, "target_r": 4}}, "options.init_r=4: expected more than"),
     ({"method": "prompt_tuning", "target_modules": ["head"]}, "tokens, which are in no layer"),
+    ({"options": {"rank": 4}}, r"options.rank=4: .* did you mean 'r'"),
+    ({"options": {"zzz": 4}}, r"there are: r, .*lora_alpha, lora_dropout"),
+    ({"options": {"lora_alpha": 0}}, r"options.lora_alpha=0: expected another number than 0"),
+    ({"options": "r=8"}, r"options='r=8': expected fields of LoraConfig by name\n  try: options="),
+    ({"options": "r=8", "method": "adalora"}, r"options='r=8': expected fields of AdaLoraConfig"),
+    ({"save_base": "no"}, "save_base='no': expected true or false"),
+    ({"method": "dora"}, "methods; dora is an option of lora"),
     ({"method": "boft"}, "PEFT builds a CUDA extension for it"),
 ]
 
@@ -291,6 +299,15 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": "("}, r"a regular expression \("),
     ({"target_modules": None}, "PEFT's choice for a known Hugging Face model, and this model is none"),
     ({"target_modules": ["dropout"]}, "is not supported"),
+    ({"options": {"r": 0}}, r"peft_adapter.options.r=0: expected what ValueError asks for"),
+    ({"options": {"lora_dropout": 2}}, r"peft_adapter.options.lora_dropout=2: expected .* between 0 and 1"),
+    ({"method": "vera", "options": {"r": 0}}, "peft_adapter.options.r=0: "),
+    (
+        {"target_modules": ["first"], "options": {"layers_to_transform": [0]}},
+        r"m=\[0\]: .* it reads \[\]",
+    ),
+    ({"target_modules": "all_linear"}, "did you mean 'all-linear'"),
+    ({"unused": ["xx*"]}, "peft_adapter.unused='xx.*': expected a pattern of names"),
     ({"modules_to_save": ["hed"]}, "modules_to_save='hed'"),
     ({"options": {"exclude_modules": ["hed"]}}, r"peft_adapter\.options\.exclude_modules=.hed."),
     ({"target_modules": ["first"], "modules_to_save": ["first"]}, "neither excluded nor trained themselves"),
@@ -306,6 +323,17 @@ def test_what_a_model_does_not_have_is_refused_by_name(wrong: dict[str, Any], te
         make_trainer(callbacks=[PeftAdapter(**wrong)], max_steps=1).fit(model, make_loader())
     assert model.losses == []
     assert "configure_model" not in model.__dict__
+
+
+def test_a_copy_of_a_tied_module_is_refused() -> None:
+    """PEFT would train the copy and leave the embedding, which was the same weight, as it is."""
+    tied = GPT(vocab_size=11, context_length=8, d_model=16, num_layers=1, num_heads=2)
+    text = r"modules_to_save='head': .* head.weight is embedding.weight too.*\n  try: head in target_modules"
+    with pytest.raises(ConfigError, match=text):
+        adapt(tied, target_modules=["qkv"], modules_to_save=["head"])
+    apart = GPT(vocab_size=11, context_length=8, d_model=16, num_layers=1, num_heads=2,
+                tie_word_embeddings=False)  # fmt: skip
+    assert list(adapt(apart, target_modules=["qkv"], modules_to_save=["head"])) == ["blocks.0.attention.qkv"]
 
 
 def test_every_method_of_pefts_is_either_taken_or_refused() -> None:
@@ -626,6 +654,20 @@ def test_a_hugging_face_model_as_a_part(make: Any, num_all: int, by_architecture
     assert len(found) == (by_architecture if method == "lora" else {14: 6, 8: 4}[num_all])
     assert all(name.startswith("net.") for name in found)
     assert len(set(choice.losses)) == 3
+
+
+def test_numbers_of_layers_are_those_that_there_are() -> None:
+    found = adapt(Causal(), target_modules=["q_proj"], options={"layers_to_transform": [1]})
+    assert list(found) == ["net.model.layers.1.self_attn.q_proj"]
+    with pytest.raises(ConfigError, match=r"layers_to_transform=\[0, 9\]: .* it reads \[0, 1\]"):
+        adapt(Causal(), target_modules=["q_proj"], options={"layers_to_transform": [0, 9]})
+
+
+def test_virtual_tokens_ask_for_a_task() -> None:
+    with pytest.raises(
+        ConfigError, match=r"options.task_type=None: .*\n  try: .*options=\{task_type: CAUSAL_LM"
+    ):
+        adapt(Causal(), method="prompt_tuning", options={"num_virtual_tokens": 3})
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning_eff import plan, replacing, sealed
 from lightning_eff.checkpoint_io import durable
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.errors import CheckpointError, CheckpointWarning
+from lightning_eff.errors import CheckpointError, CheckpointWarning, ConfigError
 from lightning_eff.facts import Verdict
 from lightning_eff.sealed import newest_whole
 from tests.conftest import Net, make_loader, make_trainer
@@ -343,6 +343,12 @@ def test_what_it_cannot_do_is_told(tmp_path: Path) -> None:
     assert "neither verified nor removed here" in str(findings[0])
 
 
+@pytest.mark.parametrize("key", ["asynchronous", "require_digest"])
+def test_a_flag_is_true_or_false(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}='no': expected true or false"):
+        Durable(**{key: "no"})  # pyright: ignore[reportArgumentType]
+
+
 def test_the_newest_whole_checkpoint_is_found_and_the_skipped_ones_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -361,7 +367,7 @@ def test_the_newest_whole_checkpoint_is_found_and_the_skipped_ones_are_named(
         (folder / name).write_bytes((folder / name).read_bytes()[:-100])
         os.utime(folder / name, (age, age))
     assert newest_whole(tmp_path) == folder / "new.ckpt"
-    assert [message.split(":")[0] for message in caplog.messages] == ["skipped", "skipped"]
+    assert [message.split(":")[0] for message in caplog.messages] == ["skipped", "skipped", "taken instead"]
     assert "newest.ckpt is not loaded: it is cut off" in caplog.messages[0]
     (folder / "new.ckpt").unlink()
     assert newest_whole(tmp_path) is None

@@ -367,7 +367,7 @@ def text_file(name: str, content: str | bytes) -> Write:
     [
         (
             text_file("a.jsonl", '{"text": "x"}\n{"txt": "y", "id": 1}'),
-            r"a.jsonl:2: there is no 'text'; .*: id, txt",
+            r"data.field='text': .*a.jsonl:2; .*: id, txt\n  try: data.field=id\n  try: data.field=txt",
         ),
         (
             text_file("a.jsonl", '{"text": "x"}\n\n{"text": '),
@@ -386,7 +386,7 @@ def text_file(name: str, content: str | bytes) -> Write:
         (text_file("a.parquet", b"PAR1 and so on"), r"a.parquet: no Parquet file that can be read"),
         (
             lambda f: write_rows(f / "b.parquet", ["x"], "body"),
-            r"b.parquet: there is no 'text'; there are: body, id",
+            r"data.field='text': .*b.parquet; there are: body, id\n  try: data.field=body",
         ),
         (lambda f: write_rows(f / "b.parquet", ["x", None]), r"b.parquet:2: 'text' is neither a text nor"),
     ],

@@ -90,6 +90,8 @@ def test_embedding_and_head_are_one_parameter() -> None:
     state = model.state_dict()
     assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
     assert [name for name in state if name.endswith((".cos", ".sin"))] == []
+    state = make_gpt(tie_word_embeddings=False).state_dict()
+    assert not torch.equal(state["head.weight"], state["embedding.weight"])
 
 
 def test_weights_begin_as_gpt2s_do() -> None:
@@ -164,7 +166,7 @@ def test_a_fit_and_its_checkpoint_load_without_pickle(tmp_path: Path) -> None:
     trainer.fit(model, DataLoader(TensorDataset(draw_tokens(8, 12), draw_tokens(8, 12)), batch_size=4))
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     loaded = GPT.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
-    assert dict(loaded.hparams) == SIZES | {"dropout": 0.1}
+    assert dict(loaded.hparams) == SIZES | {"dropout": 0.1, "tie_word_embeddings": True}
     assert loaded.head.weight is loaded.embedding.weight
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name

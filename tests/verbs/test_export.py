@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_eff import adapter_export, adapter_state, replacing, run, stored
 from lightning_eff.callbacks.peft_adapter import adapt
-from lightning_eff.errors import ConfigError
+from lightning_eff.errors import CheckpointError, ConfigError
 from lightning_eff.models.gpt import GPT
 from lightning_eff.models.hf_causal_lm import HFCausalLM
 from tests.callbacks.test_adapter_checkpoint import edited
@@ -189,6 +190,48 @@ def test_any_module_and_tied_weights(tiny: list[str], command: Command) -> None:
     torch.testing.assert_close(pefts.eval()(ids), adapted(ids), rtol=0.0, atol=1e-5)
 
 
+def test_a_merged_head_is_tied_no_more_and_the_embedding_stays(tiny: list[str], command: Command) -> None:
+    """T5: what the adapter adds to the head would be added to the embedding, which is the same tensor."""
+    code, _, err = command("train", "lm", *tiny, "+callbacks=peft_adapter", "optimizer.lr=0.1")
+    assert code == 0, err
+    code, out, err = command("export", "lm", "--merge")
+    assert code == 0, err
+    assert "untied: embedding.weight and head.weight were one weight" in out
+    folder = max(Path("outputs/lm").iterdir())
+    values = yaml.safe_load((folder / run.RESOLVED).read_text())
+    adapted = run.model_again(values)
+    (path,) = (folder / "checkpoints").glob("step-2.ckpt")
+    adapter_state.load(adapted, stored.checkpoint(path))
+    written = folder / "export" / "model" / "model.safetensors"
+    apart = run._make("model", values["model"] | {"tie_word_embeddings": False})
+    load_model(apart, str(written))
+    ids = torch.randint(0, 256, (2, 8))
+    torch.testing.assert_close(apart.eval()(ids), adapted.eval()(ids), rtol=0.0, atol=1e-5)
+    assert torch.equal(apart.embedding.weight, adapted.embedding.weight)
+    with pytest.raises(CheckpointError, match=r"several values of what is one weight .*'head.weight'"):
+        adapter_state.load_weights(run._make("model", values["model"]), stored.weights(written))
+
+
+@pytest.mark.parametrize("targets", ["[lm_head,q_proj]", "[embed_tokens]"])
+def test_a_merged_llama_whose_head_was_tied_says_so_in_its_config(
+    texts: None, tiny_llama: Path, command: Command, tmp_path: Path, targets: str
+) -> None:
+    tied = tmp_path / "tied"
+    shutil.copytree(tiny_llama, tied)
+    config = LlamaConfig.from_pretrained(tiny_llama, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tied)
+    folder = train_llama(command, tied, *LORA, f"+callbacks.peft_adapter.target_modules={targets}")
+    code, out, err = command("export", str(folder), "--merge")
+    assert code == 0, err
+    assert "untied: " in out
+    expected = logits_of(folder)
+    merged = elsewhere(MERGED, folder.resolve() / "export" / "model", tied, tmp_path)
+    torch.testing.assert_close(merged, expected, rtol=0.0, atol=1e-5)
+    written = json.loads((folder / "export" / "model" / "config.json").read_text())
+    assert written["tie_word_embeddings"] is False
+
+
 def _base_of(model: Any) -> dict[str, torch.Tensor]:
     return {
         name.replace(".base_layer.", "."): v for name, v in model.state_dict().items() if "lora" not in name
@@ -221,7 +264,7 @@ def test_every_method_is_written_as_peft_reads_it_and_merged(named: str, tmp_pat
     expected, before = model(x), bare.eval()(x)
     assert (expected - before).abs().max() > 1e-3
     merged = copy.deepcopy(model)
-    assert adapter_export.merge(merged)
+    assert adapter_export.merge(merged) == []
     assert merged.state_dict().keys() == bare.state_dict().keys()
     torch.testing.assert_close(merged(x), expected, rtol=0.0, atol=1e-5)
     adapter_export.save_adapter(model, tmp_path / "adapter")
@@ -264,7 +307,6 @@ TOKENS = {"options": {"trainable_token_indices": [1, 2]}}
 SHARING: list[dict[str, Any]] = [
     {"target_modules": ["lm_head", "q_proj"]},
     {"target_modules": ["embed_tokens"]},
-    {"modules_to_save": ["embed_tokens"]},
     {"method": "trainable_tokens", "target_modules": ["embed_tokens"], "options": {"token_indices": [1, 2]}},
     TOKENS,
 ]
@@ -287,17 +329,6 @@ def test_merging_leaves_the_layer_alone_that_shares_the_weight(
 
 @pytest.mark.filterwarnings("ignore:.*tied")
 def test_what_a_shared_weight_cannot_stand_for_is_refused(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-            self.head.weight = self.embedding.weight
-
-    model = trained(Tied())
-    before = model.embedding.weight.clone()
-    with pytest.raises(ConfigError, match="no other layer uses the weight of head"):
-        adapter_export.merge(model)
-    assert torch.equal(model.embedding.weight, before)
     with pytest.raises(ConfigError, match=r"model.embed_tokens shares its weight(.|\n)*try: --merge"):
         adapter_export.save_adapter(trained(Llama(), **TOKENS), tmp_path)
 
@@ -309,6 +340,72 @@ def test_an_adapter_is_written_for_the_layers_that_have_one(tmp_path: Path) -> N
     adapter_export.save_adapter(part, tmp_path)
     names = load_file(tmp_path / "adapter_model.safetensors")
     assert sorted(names) == [f"base_model.model.linear.lora_{each}.weight" for each in "AB"]
+
+
+QUANTIZED = ["precision=frozen_low", "precision.compute=fp32"]
+
+
+@pytest.mark.parametrize("weights", ["nf4", "int8", "bf16"])
+def test_the_adapter_of_a_base_in_few_bits_is_exported(
+    texts: None, tiny_llama: Path, command: Command, tmp_path: Path, weights: str
+) -> None:
+    """What PEFT reads are the adapter's own values, to the bit; a merge is exact or refused."""
+    words = [f"precision.weights={weights}", *(["precision.compute=auto"] if weights == "bf16" else [])]
+    folder = train_llama(command, tiny_llama, *LORA, *QUANTIZED, *words)
+    code, out, err = command("export", str(folder))
+    assert code == 0, err
+    assert "to the bit" not in out
+    written = load_file(folder / "export" / "adapter" / "adapter_model.safetensors")
+    saved = stored.checkpoint(folder / "checkpoints" / "step-2.ckpt")["state_dict"]
+    for key, value in written.items():
+        name = key.removeprefix("base_model.").replace(".weight", ".default.weight")
+        assert torch.equal(value, saved[name]), key
+    assert len(written) == 28
+    code, out, err = command("export", str(folder), "--merge")
+    if weights != "bf16":
+        assert code == 2
+        assert "expected an adapter of a base in full precision" in err
+        assert "merge_and_unload()" in err
+        return
+    assert code == 0, err
+    assert "all in float32" in out
+    merged = elsewhere(MERGED, folder.resolve() / "export" / "model", tiny_llama, tmp_path)
+    values = yaml.safe_load((folder / run.RESOLVED).read_text())
+    model = run.model_again(values)
+    adapter_state.load(model, {"state_dict": saved, **_record(folder)})
+    with torch.inference_mode():
+        exact = model.float().eval()(torch.arange(2, 26).reshape(2, 12))
+    torch.testing.assert_close(merged, exact, rtol=0.0, atol=1e-5)
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    saved = stored.checkpoint(folder / "checkpoints" / "step-2.ckpt")
+    return {adapter_state.KEY: saved[adapter_state.KEY]}
+
+
+def test_a_base_that_was_quantized_on_another_device_is_said_and_another_base_refused(
+    texts: None, tiny_llama: Path, command: Command
+) -> None:
+    folder = train_llama(command, tiny_llama, *LORA, *QUANTIZED)
+    path = folder / "checkpoints" / "step-2.ckpt"
+
+    def other(name: str) -> Callable[[Any], Any]:
+        def change(checkpoint: Any) -> None:
+            base = checkpoint[adapter_state.KEY]["base"]
+            form = base["tensors"][name].partition(" ")[0]
+            base["tensors"] |= {name: f"{form} 0123456789abcdef"}
+            base["sha256"] = "0" * 64
+
+        return change
+
+    edited(path, Path("rounded.ckpt"), other("model.model.layers.0.mlp.up_proj.weight"))
+    edited(path, Path("other.ckpt"), other("model.model.embed_tokens.weight"))
+    code, out, err = command("export", str(folder), "--checkpoint", "rounded.ckpt")
+    assert code == 0, err
+    assert "not the run's to the bit, as on another device" in out
+    code, _, err = command("export", str(folder), "--checkpoint", "other.ckpt", "--out", "outputs/other")
+    assert code == 1
+    assert "it holds an adapter for another base: 'model.model.embed_tokens.weight'" in err
 
 
 WRONG: list[tuple[list[str], int, str]] = [
@@ -344,6 +441,9 @@ def test_what_it_cannot_do_is_told_in_five_lines(texts: None, tiny_llama: Path, 
 
 def test_a_recipe_whose_runs_left_no_checkpoint_is_told_so(texts: None, command: Command) -> None:
     Path("outputs/lora/2026-01-01_00-00-00-000000").mkdir(parents=True)
+    Path("outputs/lora/2026-01-01_00-00-00-000000", run.RESOLVED).touch()
+    Path("outputs/cache").mkdir()
+    assert "; there are: lora\n" in command("export", "nope")[2]
     code, _, err = command("export", "lora")
     assert code == 2
     assert f"{Path('outputs/lora')} has no checkpoint that is whole" in err

@@ -87,7 +87,8 @@ def read_documents(paths: Sequence[str], field: str) -> list[Document]:
         field: Key of a JSON row, column of a Parquet file.
 
     Raises:
-        ValueError: A row lacks the field, holds something else in it, or there is no document at all.
+        MissingFieldError: A row lacks the field.
+        ValueError: A row holds something else in it, or there is no document at all.
     """
     seen: set[str | Path] = set()
     documents = [each for path in paths for each in _read(path, field, seen)]
@@ -170,9 +171,16 @@ def _table_rows(file: Path, field: str) -> Iterator[tuple[Any, str]]:
         raise ValueError(text) from error
 
 
-def _missing(place: str, field: str, there: Iterable[str]) -> ValueError:
-    keys = ", ".join(sorted(there)[:12])
-    return ValueError(f"{place}: there is no {field!r}; there are: {keys}. Name one: field=NAME")
+class MissingFieldError(ValueError):
+    """The field that is asked for is none of a file's; a setting is wrong, and the process ends so."""
+
+    exit_code = 2
+
+
+def _missing(place: str, field: str, there: Iterable[str]) -> MissingFieldError:
+    keys = sorted(there)[:12]
+    text = f"data.field={field!r}: expected a field of {place}; there are: {', '.join(keys)}"
+    return MissingFieldError("\n".join([text, *(f"  try: data.field={key}" for key in keys[:3])]))
 
 
 def _checked(rows: Iterator[tuple[Any, str]], field: str) -> Iterator[Document]:
