@@ -147,11 +147,11 @@ def test_rows_that_are_no_whole_blocks_are_read_as_they_were_written(
     torch.testing.assert_close(gradient, dequantize(layer.weight).sum(0).expand_as(x))
 
 
-def test_merging_by_the_library_is_refused_where_it_would_read_other_weights() -> None:
+def test_merging_a_base_in_few_bits_is_refused() -> None:
     model = nn.Sequential(nn.Linear(80, 48)).requires_grad_(False)
     FrozenLow(device="cpu").apply(model)
     adapt(model)
-    with pytest.raises(ConfigError, match="the blocks of 0 cross its rows"):
+    with pytest.raises(ConfigError, match="an adapter of a base in full precision"):
         adapter_export.merge(model)
 
 
