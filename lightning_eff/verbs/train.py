@@ -187,10 +187,13 @@ class _Jobs:
         from hydra.core.hydra_config import HydraConfig
 
         hydra = HydraConfig.get()
+        elsewhere = os.getpid() != self._home
+        if elsewhere:
+            _speak_with_one_voice(Launch.of())
         folder = Path(hydra.runtime.output_dir)
         with _Kept(self.failures, folder):
             self.reports.append(self._run(list(hydra.overrides.task), folder))
-        if self.failures and os.getpid() != self._home:
+        if self.failures and elsewhere:
             raise self.failures[0]  # a launcher took this job elsewhere, and brings what is raised back
 
     def _run(self, overrides: list[str], folder: Path) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_eff.errors import ConfigError, UsageError
+from lightning_eff.place import Place
 from lightning_eff.processes import launch
 from lightning_eff.processes.launch import Launch, check_tasks, common_folder, num_devices, num_ranks
+from lightning_eff.verbs import train
 from tests.test_cli import Command
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
@@ -116,6 +119,38 @@ def test_a_sweep_in_several_processes_is_refused_with_the_command_that_works(
     assert code == 2
     assert "each of them would run the whole sweep" in err
     assert "try: lightning-eff train lm -m ..." in err
+
+
+def test_a_launcher_that_is_not_installed_is_told_with_its_extra(command: Command) -> None:
+    code, _, err = command("train", "lm", "-m", "hydra/launcher=submitit_slurm", "seed=1,2")
+    assert code == 3
+    assert "try: pip install 'lightning-eff[slurm]'" in err
+
+
+def test_reports_of_runs_elsewhere_are_not_promised(command: Command) -> None:
+    code, _, err = command("train", "lm", "-m", "hydra/launcher=submitit_slurm", "seed=1,2", "--json")
+    assert code == 2
+    assert "their reports are efficiency.json in their folders" in err
+
+
+def test_a_job_that_was_taken_elsewhere_raises_what_went_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    monkeypatch.setattr(train, "_speak_with_one_voice", lambda _: None)
+    task = ["trainer.max_steps=0", f"output_root={tmp_path}"]
+    section = {"runtime": {"output_dir": str(tmp_path / "0")}, "overrides": {"task": task}}
+    (tmp_path / "0").mkdir()
+    monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create(section))
+    here = train._Jobs("baseline", Place())
+    here(OmegaConf.create())
+    assert len(here.failures) == 1, "a sweep here goes on with the next job"
+    there = pickle.loads(pickle.dumps(train._Jobs("baseline", Place())))
+    there._home = -1
+    with pytest.raises(ConfigError, match=r"trainer\.max_steps=0"):
+        there(OmegaConf.create())
 
 
 def test_slurm_names_the_folder_and_a_folder_that_a_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,12 @@ A start costs ten to twenty seconds, so few of them are always on; the others ar
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -151,6 +153,7 @@ def test_a_rank_that_fails_ends_the_others(
     check_fault(launcher, strategy, fault)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["SIGTERM:1:step"])
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -164,3 +167,63 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     assert saved.name in ("step-4.ckpt", "step-5.ckpt"), "the step that it came in, or the one after it"
     assert sum("The run was stopped" in line for line in lines) == 1, lines
     assert lines[-1] == "stopped; ckpt_path=last goes on from the newest checkpoint"
+
+
+def check_run(launcher: str, words: Sequence[str]) -> None:
+    """Train a recipe on two ranks: one folder, one report, one JSON document."""
+    done = subprocess.run(
+        [*LAUNCHERS[launcher], "lightning_eff", "train", *words, "--json"],
+        capture_output=True, text=True, check=False, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["measured"]["world_size"] == 2
+    assert done.stderr.count("Efficiency report.") == done.stderr.count("step 2/2") == 1
+    (run_dir,) = Path("outputs", words[0]).iterdir()
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-2.ckpt"]
+
+
+def test_ranks_of_torchrun_share_one_folder_and_one_screen(tiny: list[str]) -> None:
+    check_run("torchrun", ["zero2", *tiny])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "recipe"),
+    [
+        *(("lightning", recipe) for recipe in ("baseline", "zero2", "zero3_offload", "fsdp2")),
+        *(("torchrun", recipe) for recipe in ("baseline", "zero3_offload", "fsdp2")),
+    ],
+)
+def test_ranks_share_one_folder_and_one_screen(launcher: str, recipe: str, tiny: list[str]) -> None:
+    check_run(launcher, [recipe, *tiny, "trainer.devices=2"])
+
+
+@pytest.mark.slow
+def test_each_run_of_a_sweep_starts_its_own_ranks(tiny: list[str]) -> None:
+    words = [*LAUNCHERS["lightning"], "lightning_eff", "train", "baseline", *tiny, "-m", "seed=1,2"]
+    words += ["trainer.devices=2", "strategy=ddp", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert [row["measured"]["world_size"] for row in json.loads(done.stdout)["rows"]] == [2, 2]
+    assert len(list(Path("outputs/baseline").glob("sweep_*/*/checkpoints/step-2.ckpt"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "strategy", "fault", "code"),
+    [
+        ("lightning", "deepspeed_zero", "SIGTERM:0:step", 143),
+        ("lightning", "fsdp2", "SIGINT:1:step", 130),
+        ("torchrun", "fsdp2", "SIGTERM:1:step", 1),  # torchrun has a code of its own
+    ],
+)
+def test_a_signal_saves_a_checkpoint_under_every_strategy(
+    launcher: str, strategy: str, fault: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    process = start(launcher, strategy, fault, "trainer.max_steps=100000")
+    lines, took_s = end_of(process)
+    assert process.returncode == code, lines
+    assert took_s < 15.0, "10 s on an idle machine"
+    (saved,) = Path("outputs/baseline").glob("*/checkpoints/*.ckpt")
+    assert saved.name in ("step-4.ckpt", "step-5.ckpt")
