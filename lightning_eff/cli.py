@@ -145,12 +145,14 @@ class _Boundary:
         if self.exit_code != EXIT_OK:
             if self._debug:
                 sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
-            sys.stderr.write("\n".join(_lines(error)[:MAX_ERROR_LINES]) + "\n")
+            sys.stderr.write("".join(f"{line}\n" for line in _lines(error)[:MAX_ERROR_LINES]))
         return True
 
 
 def _lines(error: BaseException) -> list[str]:
-    """Return what went wrong, where, and where to read more."""
+    """Return what went wrong, where, and where to read more; nothing where another rank says it."""
+    if error.__dict__.get("told"):
+        return []
     lines = root_cause_line(error).splitlines()[: MAX_ERROR_LINES - 1]
     if isinstance(error, (SystemExit, KeyboardInterrupt)):
         return ["stopped; ckpt_path=last goes on from the newest checkpoint"]

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_eff import signatures
 from lightning_eff.catalog import CONF, MANY, RECIPES, parameter_keys, recipes
-from lightning_eff.errors import ConfigError, UsageError, nearest
+from lightning_eff.errors import ConfigError, EnvironmentLacksError, UsageError, nearest
 from lightning_eff.folders import check_folders, check_inside
 from lightning_eff.overrides import loosened, parse_overrides
 from lightning_eff.place import Place, listed_groups, listed_options, recipe_chain
@@ -98,6 +98,7 @@ def compose_recipe(recipe: str, overrides: Sequence[str], place: Place | None = 
 
     Raises:
         UsageError: Hydra cannot compose it: an unknown recipe, option or key, or a malformed override.
+        EnvironmentLacksError: Its launcher for SLURM is asked for and not installed.
         ConfigError: It composes, and a key, class, type or path in it is not usable.
     """
     place = place or Place()
@@ -139,6 +140,10 @@ def _compose(recipe: str, overrides: Sequence[str], folder: Path) -> DictConfig:
         with _no_hydra_yet(), initialize_config_dir(str(folder), version_base=VERSION_BASE):
             return compose(recipe, overrides=list(overrides), return_hydra_config=True)
     except MissingConfigException as error:
+        if str(error.missing_cfg_file).startswith("hydra/launcher/submitit"):
+            text = f"{error.missing_cfg_file}: hydra's launcher for SLURM is missing"
+            text += "\n  try: pip install 'lightning-eff[slurm]'"
+            raise EnvironmentLacksError(text) from error
         raise UsageError(_missing(recipe, error)) from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UsageError(_compose_error(error)) from error

@@ -81,6 +81,19 @@ class EnvironmentLacksError(Exception):
     exit_code = EXIT_ENVIRONMENT
 
 
+class RankError(Exception):
+    """What ended one rank, and the others with it; its text names the rank and the cause in one line.
+
+    Args:
+        text: The line.
+        exit_code: Of the rank that ended first.
+    """
+
+    def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
 class CheckpointError(Exception):
     """A checkpoint that cannot be written, or must not be read; its text names file, cause and remedy."""
 

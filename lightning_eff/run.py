@@ -56,8 +56,8 @@ class Run:
 
     def fit(self) -> dict[str, Any]:
         """Train; return the efficiency report, empty without that monitor."""
-        self._tidy()
         if self.trainer.is_global_zero:
+            self._tidy()
             self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / RESOLVED).write_text(yaml.safe_dump(dict(self.values), sort_keys=False))
         with warnings.catch_warnings():

@@ -60,6 +60,9 @@ USED_IN = {
     "_len_torch_dispatch_stack": "kernels/operator.py",
     "_functorch.maybe_current_level": "kernels/operator.py",
     "_pytree": "measure/memory.py",
+    "_signal_connector": "processes/stop.py",
+    "_sigterm_notifier_fn": "processes/stop.py",
+    "_broadcast_sigterm_tensor": "processes/stop.py",
     "_python_dispatch": "measure/memory.py",
 }
 
@@ -72,6 +75,12 @@ def test_private_name_is_used_where_the_list_says(name: str, file: str) -> None:
 def test_precision_calls_hooks_and_clips_in_after_closure() -> None:
     assert list(inspect.signature(Precision._after_closure).parameters) == ["self", "model", "optimizer"]
     assert "on_before_optimizer_step" in inspect.getsource(Precision._after_closure)
+
+
+def test_lightning_asks_for_signals_before_each_batch_and_by_these_names() -> None:
+    connector = pl.Trainer(logger=False, accelerator="cpu")._signal_connector
+    assert "[self._sigterm_notifier_fn]" in inspect.getsource(type(connector).register_signal_handlers)
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
 
 
 def test_model_checkpoint_remembers_the_step_it_saved() -> None:

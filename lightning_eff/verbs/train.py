@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +18,21 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_eff import config
-from lightning_eff.errors import EXIT_OK, ConfigError, UsageError, exit_code, root_cause_line
+from lightning_eff.errors import (
+    EXIT_OK,
+    ConfigError,
+    ConflictWarning,
+    NoEffectWarning,
+    SlowPathWarning,
+    UsageError,
+    exit_code,
+    root_cause_line,
+)
 from lightning_eff.overrides import loosened, parse_overrides, recipe_and_overrides, sweep
 from lightning_eff.place import Place, listed_groups
+from lightning_eff.processes.command import train_apart
+from lightning_eff.processes.launch import Launch, check_tasks, common_folder, num_ranks
+from lightning_eff.processes.watch import end_with_parent
 
 USAGE = """lightning-eff train RECIPE [overrides] [options]
 
@@ -43,7 +56,11 @@ options:
 def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
     given = _parse(arguments)
-    _speak_with_one_voice()
+    launch = Launch.of()
+    end_with_parent(torchrun=launch.by == "torchrun")
+    _speak_with_one_voice(launch)
+    if given.multirun:
+        _refuse_sweep_of_ranks(launch, given)
     place = Place.of(given.config_dir)
     sys.path.insert(0, str(Path.cwd()))
     jobs = _Jobs(given.recipe, place)
@@ -62,13 +79,33 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_OK if given.cfg or given.info else jobs.finish(as_json=given.json)
 
 
-def _speak_with_one_voice() -> None:
-    """Print every message once: Lightning brings a handler of its own, in front of the root's."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("lightning_eff").setLevel(logging.INFO)
+def _speak_with_one_voice(launch: Launch) -> None:
+    """Print every message once: by the first rank, and not by Lightning's handler in front of the root's."""
+    form = f"rank {launch.rank}: %(message)s" if launch.rank else "%(message)s"
+    logging.basicConfig(level=logging.ERROR if launch.rank else logging.WARNING, format=form)
+    logging.getLogger("lightning_eff").setLevel(logging.WARNING if launch.rank else logging.INFO)
     import lightning
 
     logging.getLogger(lightning.__name__).handlers.clear()
+    if launch.rank:
+        for name in ("lightning", "lightning.fabric", "lightning.pytorch", "torch"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        for said_by_the_first in (NoEffectWarning, ConflictWarning, SlowPathWarning):
+            warnings.simplefilter("ignore", said_by_the_first)
+
+
+def _refuse_sweep_of_ranks(launch: Launch, given: argparse.Namespace) -> None:
+    """Refuse a sweep that several processes would run, each by itself."""
+    if (launch.num_tasks or 1) > 1:
+        text = f"-m in {launch.num_tasks} processes of {launch.by}: each of them would run the whole sweep"
+        text += f"\n  try: lightning-eff train {given.recipe} -m ...  # each run starts its own ranks"
+        raise UsageError(text)
+    away = [line for line in given.overrides if line.startswith("hydra/launcher=submitit")]
+    if given.json and away:
+        text = (
+            f"--json: the runs of {away[0]} end elsewhere; their reports are efficiency.json in their folders"
+        )
+        raise UsageError(text)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -122,6 +159,7 @@ class _Jobs:
         self.reports: list[dict[str, Any]] = []
         self.failures: list[BaseException] = []
         self._prepared: Any = None
+        self._home = os.getpid()
 
     def prepare(self, overrides: Sequence[str]) -> list[str]:
         """Compose, check and instantiate the only run before Hydra makes its folder.
@@ -132,29 +170,50 @@ class _Jobs:
         from lightning_eff import run
 
         composed = config.compose_recipe(self.recipe, overrides, self.place)
-        self._prepared = run.build(composed.values, recipe=self.recipe, run_dir=composed.run_dir)
-        _make_root(composed.run_dir)
-        return [*composed.overrides, *composed.hydra, f'hydra.run.dir="{composed.run_dir}"']
+        launch = Launch.of()
+        check_tasks(composed.values["trainer"], launch)
+        by_time = any(line.startswith("hydra.run.dir=") for line in composed.hydra)
+        run_dir = common_folder(launch, composed.run_dir, chosen_here=by_time)
+        here = [f'hydra.run.dir="{run_dir}"']
+        if run_dir != composed.run_dir:
+            composed = config.compose_recipe(self.recipe, [*overrides, *here], self.place)
+        self._prepared = run.build(composed.values, recipe=self.recipe, run_dir=run_dir)
+        _make_root(run_dir)
+        here += ["hydra.output_subdir=null"] if launch.rank else []
+        return [*composed.overrides, *composed.hydra, *here]
 
     def __call__(self, _: DictConfig) -> None:
         """Run one job in the folder that Hydra made for it."""
         from hydra.core.hydra_config import HydraConfig
 
         hydra = HydraConfig.get()
-        with _Kept(self.failures, Path(hydra.runtime.output_dir)):
-            run = self._prepared or self._build(list(hydra.overrides.task), hydra.runtime.output_dir)
-            self.reports.append(run.fit())
+        elsewhere = os.getpid() != self._home
+        if elsewhere:
+            _speak_with_one_voice(Launch.of())
+        folder = Path(hydra.runtime.output_dir)
+        with _Kept(self.failures, folder):
+            self.reports.append(self._run(list(hydra.overrides.task), folder))
+        if self.failures and elsewhere:
+            raise self.failures[0]  # a launcher took this job elsewhere, and brings what is raised back
 
-    def _build(self, overrides: list[str], run_dir: str) -> Any:
+    def _run(self, overrides: list[str], folder: Path) -> dict[str, Any]:
         from lightning_eff import run
+        from lightning_eff.processes.together import Together
 
-        here = f'hydra.run.dir="{run_dir}"'
-        composed = config.compose_recipe(self.recipe, [*overrides, here], self.place)
-        return run.build(composed.values, recipe=self.recipe, run_dir=composed.run_dir)
+        launch, prepared = Launch.of(), self._prepared
+        if prepared is None:
+            here = f'hydra.run.dir="{folder}"'
+            composed = config.compose_recipe(self.recipe, [*overrides, here], self.place)
+            check_tasks(composed.values["trainer"], launch)
+            if launch.num_tasks is None and num_ranks(composed.values["trainer"]) > 1:
+                return train_apart(self.recipe, [*overrides, here], self.place.folders, folder)
+            prepared = run.build(composed.values, recipe=self.recipe, run_dir=composed.run_dir)
+        with Together(prepared.trainer, prepared.run_dir, launch):
+            return prepared.fit()
 
     def finish(self, *, as_json: bool) -> int:
         """Print what was asked for; raise the only failure, or name each of several."""
-        if as_json:
+        if as_json and not Launch.of().rank:
             shown = self.reports[0] if len(self.reports) == 1 else {"rows": self.reports}
             sys.stdout.write(json.dumps(shown, indent=1) + "\n")
         if not self.failures:
@@ -183,7 +242,7 @@ class _Kept:
         if error is None:
             return False
         self._failures.append(error)
-        if exit_code(error) != EXIT_OK:
+        if exit_code(error) != EXIT_OK and not error.__dict__.get("told"):
             path = self._folder / "error.log"
             path.write_text("".join(traceback.format_exception(kind, error, trace)))
             error.__dict__["error_log"] = str(path)

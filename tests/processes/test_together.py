@@ -1,0 +1,229 @@
+"""Two real ranks on gloo: they share a folder and a screen, stop together, and fail together.
+
+A start costs ten to twenty seconds, so few of them are always on; the others are marked slow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+LAUNCHERS = {
+    "lightning": [sys.executable, "-m"],
+    "torchrun": [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "-m"],
+}
+LIMIT_S = 30.0
+FAULTY = """
+import os, signal, time
+from pathlib import Path
+import lightning.pytorch as pl, torch
+from torch.utils.data import DataLoader, TensorDataset
+
+def fault(here):
+    kind, rank, place = os.environ["FAULT"].split(":")
+    if place == here and os.environ.get("LOCAL_RANK", "0") == rank:
+        Path("fault").write_text(str(time.time()))
+        if kind == "raise":
+            raise RuntimeError("a fault of the test")
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), getattr(signal, kind))
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            fault("step")
+        return self.layers(batch[0]).square().mean()
+
+class Data(pl.LightningDataModule):
+    def __init__(self):
+        super().__init__()
+        fault("build")
+    def setup(self, stage):
+        fault("data")
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(4096, 8)), batch_size=4)
+"""
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start ranks from an environment in which nothing was started yet."""
+    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def left_over(mark: str) -> list[str]:
+    """Return the processes that have a text in their environment."""
+    found: list[str] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return [words for words in found if words]  # what has ended and waits to be fetched has none
+
+
+def start(launcher: str, strategy: str, fault: str, *more: str) -> subprocess.Popen[str]:
+    Path("faulty.py").write_text(FAULTY)
+    words = [*LAUNCHERS[launcher], "lightning_eff", "train", "baseline", "trainer.accelerator=cpu"]
+    words += [
+        "trainer.devices=2",
+        f"strategy={strategy}",
+        "model._target_=faulty.Net",
+        "~monitors.text_sample",
+    ]
+    words += ["data._target_=faulty.Data", "trainer.val_check_interval=null", *more]
+    environment = os.environ | {"FAULT": fault, "MARK": str(Path.cwd())}
+    return subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def end_of(process: subprocess.Popen[str]) -> tuple[list[str], float]:
+    """Wait for its end; return the lines that it wrote and how long after the fault it ended."""
+    with process:
+        _, err = process.communicate(timeout=200)
+    took_s = time.time() - float(Path("fault").read_text())
+    assert process.returncode, err
+    assert left_over(str(Path.cwd())) == []
+    return [line for line in err.splitlines() if line.strip(" =")], took_s
+
+
+def check_fault(launcher: str, strategy: str, fault: str) -> None:
+    lines, took_s = end_of(start(launcher, strategy, fault, "trainer.max_steps=400"))
+    assert took_s < LIMIT_S, lines
+    kind, rank, place = fault.split(":")
+    if launcher == "torchrun":  # it speaks last: "rank      : 1 (local_rank: 1)", then the cause
+        (said,) = [index for index, line in enumerate(lines) if "Root Cause" in line]
+        last = " ".join(" ".join(lines[said:]).split())
+        assert f"rank : {rank}" in last
+    else:
+        last = lines[-1]
+        assert f"rank {rank}" in last
+    gone = "is gone" if (launcher, rank) == ("lightning", "0") else "SIGKILL"
+    told = "ended with code 1; its message stands above"
+    begun = (launcher, place) != ("lightning", "build")  # a rank says itself why it could not begin
+    assert (gone if kind == "kill" else "RuntimeError: a fault of the test" if begun else told) in last
+    assert begun or "RuntimeError: a fault of the test" in "\n".join(lines)
+    assert len(list(Path("outputs/baseline").iterdir())) == 1 or not begun
+
+
+def test_a_rank_that_raises_ends_the_other_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_fault("lightning", "ddp", "raise:1:step")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "strategy", "fault"),
+    [
+        ("lightning", "deepspeed_zero", "raise:1:step"),
+        ("lightning", "fsdp2", "raise:0:step"),
+        ("lightning", "ddp", "kill:1:step"),
+        ("lightning", "fsdp2", "kill:0:step"),
+        ("lightning", "deepspeed_zero", "raise:0:data"),
+        ("lightning", "ddp", "raise:1:data"),
+        ("lightning", "fsdp2", "raise:1:build"),
+        ("torchrun", "fsdp2", "raise:1:step"),
+        ("torchrun", "deepspeed_zero", "raise:0:step"),
+        ("torchrun", "fsdp2", "kill:1:step"),
+        ("torchrun", "deepspeed_zero", "kill:0:step"),
+        ("torchrun", "ddp", "raise:1:data"),
+        ("torchrun", "ddp", "raise:0:build"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others(
+    launcher: str, strategy: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_fault(launcher, strategy, fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["SIGTERM:1:step"])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    process = start("lightning", "ddp", fault, "trainer.max_steps=100000")
+    lines, took_s = end_of(process)
+    assert process.returncode == 143, lines
+    assert took_s < 15.0, "10 s on an idle machine"
+    (saved,) = Path("outputs/baseline").glob("*/checkpoints/*.ckpt")
+    assert saved.name in ("step-4.ckpt", "step-5.ckpt"), "the step that it came in, or the one after it"
+    assert sum("The run was stopped" in line for line in lines) == 1, lines
+    assert lines[-1] == "stopped; ckpt_path=last goes on from the newest checkpoint"
+
+
+def check_run(launcher: str, words: Sequence[str]) -> None:
+    """Train a recipe on two ranks: one folder, one report, one JSON document."""
+    done = subprocess.run(
+        [*LAUNCHERS[launcher], "lightning_eff", "train", *words, "--json"],
+        capture_output=True, text=True, check=False, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["measured"]["world_size"] == 2
+    assert done.stderr.count("Efficiency report.") == done.stderr.count("step 2/2") == 1
+    (run_dir,) = Path("outputs", words[0]).iterdir()
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-2.ckpt"]
+
+
+def test_ranks_of_torchrun_share_one_folder_and_one_screen(tiny: list[str]) -> None:
+    check_run("torchrun", ["zero2", *tiny])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "recipe"),
+    [
+        *(("lightning", recipe) for recipe in ("baseline", "zero2", "zero3_offload", "fsdp2")),
+        *(("torchrun", recipe) for recipe in ("baseline", "zero3_offload", "fsdp2")),
+    ],
+)
+def test_ranks_share_one_folder_and_one_screen(launcher: str, recipe: str, tiny: list[str]) -> None:
+    check_run(launcher, [recipe, *tiny, "trainer.devices=2"])
+
+
+@pytest.mark.slow
+def test_each_run_of_a_sweep_starts_its_own_ranks(tiny: list[str]) -> None:
+    words = [*LAUNCHERS["lightning"], "lightning_eff", "train", "baseline", *tiny, "-m", "seed=1,2"]
+    words += ["trainer.devices=2", "strategy=ddp", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert [row["measured"]["world_size"] for row in json.loads(done.stdout)["rows"]] == [2, 2]
+    assert len(list(Path("outputs/baseline").glob("sweep_*/*/checkpoints/step-2.ckpt"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "strategy", "fault", "code"),
+    [
+        ("lightning", "deepspeed_zero", "SIGTERM:0:step", 143),
+        ("lightning", "fsdp2", "SIGINT:1:step", 130),
+        ("torchrun", "fsdp2", "SIGTERM:1:step", 1),  # torchrun has a code of its own
+    ],
+)
+def test_a_signal_saves_a_checkpoint_under_every_strategy(
+    launcher: str, strategy: str, fault: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    process = start(launcher, strategy, fault, "trainer.max_steps=100000")
+    lines, took_s = end_of(process)
+    assert process.returncode == code, lines
+    assert took_s < 15.0, "10 s on an idle machine"
+    (saved,) = Path("outputs/baseline").glob("*/checkpoints/*.ckpt")
+    assert saved.name in ("step-4.ckpt", "step-5.ckpt")
