@@ -85,7 +85,7 @@ def test_recipe_trains_two_steps_on_two_ranks(name: str, tiny: list[str]) -> Non
     words = [sys.executable, "-m", "lightning_eff", "train", name, *tiny, "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
-    report, _ = json.JSONDecoder().raw_decode(done.stdout)
+    report = json.loads(done.stdout)
     assert (report["status"], report["num_steps"]) == ("finished", 2)
     assert report["measured"]["world_size"] == 2
     strategy = "strategy/fsdp2" if name == "fsdp2" else "strategy/deepspeed_zero"
