@@ -29,6 +29,7 @@ from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.errors import ConflictError
 from lightning_eff.precision.mixed import Mixed
+from lightning_eff.sharding.parts import together
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.conftest import make_trainer
@@ -190,6 +191,7 @@ def main(folder: str) -> None:
         if name != "ddp":
             results["did"][name] = trainer.strategy.outcome().did
     results["refused"] = refused()
+    results["sharded"] = in_parts(path / "parts.ckpt")
     for one, other in PAIRS:
         saved(trained(other, 3, seed=2, ckpt_path=str(path / f"{one}.ckpt")), path / f"{one}-{other}.ckpt")
     for one, other in [("ddp", "ddp"), *GOING_ON]:
@@ -201,6 +203,22 @@ def main(folder: str) -> None:
         saved(again, path / f"{name}-lora-again.ckpt")
         results["evaluated"] = results.get("evaluated", {}) | {name: evaluated(again)}
     torch.save(results, path / f"rank{trainer.global_rank}.pt")
+
+
+def in_parts(path: Path) -> dict[str, Any]:
+    """Save a folder with a file for each rank, and load it into another model."""
+    first = trained("fsdp2", 3, strategy=FSDP2(checkpoints="sharded"))
+    saved(first, path)
+    again = trained("fsdp2", 3, seed=2, strategy=FSDP2(checkpoints="sharded"), ckpt_path=str(path))
+
+    def everything(trainer: pl.Trainer) -> list[Any]:
+        states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
+        tensors = [*trainer.lightning_module.parameters(), *states]
+        return [together(tensor).detach().clone() for tensor in tensors]
+
+    one, other = everything(first), everything(again)
+    files = sorted(file.name for file in path.iterdir())
+    return {"same": same(one, other), "num_tensors": len(one), "files": files}
 
 
 def refused() -> list[str]:
@@ -300,6 +318,12 @@ def test_a_checkpoint_of_two_ranks_is_loaded_on_one(folder: Path, one: str, tmp_
     alone = trained("ddp", 3, seed=2, ckpt_path=path, strategy="auto", devices=1)
     saved(alone, tmp_path / "alone.ckpt")
     assert same(checkpoint(tmp_path, "alone"), checkpoint(folder, one))
+
+
+def test_a_folder_of_parts_is_loaded_by_fsdp2(results: dict[str, Any]) -> None:
+    assert results["sharded"]["same"]
+    assert results["sharded"]["num_tensors"] > 80
+    assert results["sharded"]["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
 
 
 @pytest.mark.parametrize("pair", GOING_ON, ids="-".join)

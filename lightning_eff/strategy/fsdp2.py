@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.errors import ConfigError, ConflictError
-from lightning_eff.facts import Outcome
+from lightning_eff.facts import Facts, Outcome, Rule, Verdict
 from lightning_eff.measure.tables import human_bytes, human_count
 from lightning_eff.sharding import full_state, fully_sharded
 from lightning_eff.sharding.dtensor_parts import DTensorParts
@@ -238,6 +238,16 @@ class FSDP2(ModelParallelStrategy):
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             groups = [group["params"] for group in optimizer.param_groups]
             full_state.load_optimizer_state(groups, optimizer.param_groups, saved, DTensorParts(optimizer))
+
+    def facts(self) -> Facts:
+        """State whose checkpoints folders of parts are not."""
+        past = Rule(
+            name="checkpoint_io/durable",
+            reason="folders of parts are written by the strategy, and neither verified nor removed by it",
+            remedies=("strategy.checkpoints=full",),
+            verdict=Verdict.WARNED,
+        )
+        return Facts(excludes=() if self.whole_checkpoints else (past,))
 
     def outcome(self) -> Outcome:
         """Say what was divided, and how much of it a rank keeps."""

@@ -9,6 +9,7 @@ import pytest
 from lightning_eff import plan
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.torch_compile import TorchCompile
+from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.errors import ConfigError, ConflictError
 from lightning_eff.precision.frozen_low import FrozenLow
 from lightning_eff.strategy.fsdp2 import FSDP2
@@ -44,6 +45,13 @@ def test_what_it_must_not_meet(other: Any) -> None:
     findings = plan.check([FSDP2(), other], MACHINE)
     assert [finding.rule.verdict.value for finding in findings] == ["refused"]
     assert findings[0].rule.remedies
+
+
+def test_folders_of_parts_are_none_of_durables() -> None:
+    assert plan.check([FSDP2(), Durable()], MACHINE) == []
+    (finding,) = plan.check([FSDP2(checkpoints="sharded"), Durable()], MACHINE)
+    assert finding.rule.verdict.value == "warned"
+    assert finding.rule.remedies == ("strategy.checkpoints=full",)
 
 
 def test_compiled_blocks_and_fixed_micro_batches_are_fine() -> None:
