@@ -19,11 +19,14 @@ def rules(method: str) -> tuple[Rule, ...]:
         remedies=("remove it",),
     )
     reason = "the strategy writes checkpoints itself, and they hold the frozen base too"
-    whole = [Rule(name=rule.name, reason=reason, verdict=Verdict.WARNED) for rule in SHARDING]
+    names = [rule.name for rule in SHARDING if rule.name.startswith("lightning/")]  # ours leave it out
+    whole = [Rule(name=name, reason=reason, verdict=Verdict.WARNED) for name in names]
     lora = "callbacks.peft_adapter.method=lora"
     reasons = {
         "run/scaler": ("ranks are allotted by gradients, and a scaler multiplies them", "precision=mixed"),
         "optimizer/in_backward": ("ranks are allotted by gradients, which it frees", "optimizer=adamw"),
+        "strategy/deepspeed_zero": ("ranks are allotted by gradients, which it keeps elsewhere", lora),
+        "strategy/fsdp2": ("ranks are allotted by whole tensors, of which each rank has a part", lora),
         "run/manual_optimization": ("ranks are allotted once a step, which is the module's own", lora),
     }
     reasons = reasons if method == "adalora" else {}

@@ -35,6 +35,8 @@ from lightning_eff.kernels import linear
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.gradient_check import GradientCheck
 from lightning_eff.optimizer.in_backward import InBackward
+from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
+from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.conftest import Deep, Net, make_loader, make_trainer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -527,6 +529,10 @@ def test_adalora_needs_an_end_gradients_and_no_scaler() -> None:
         fit(max_steps=-1)
     scaled = plan.check([PeftAdapter(method="adalora")], {"run/scaler": "a gradient scaler"})
     assert "a scaler multiplies them" in str(scaled[0])
+    for strategy in (FSDP2(), DeepSpeedZero()):
+        (divided,) = plan.check([PeftAdapter(method="adalora"), strategy], {})
+        assert divided.rule.remedies == ("callbacks.peft_adapter.method=lora",)
+        assert plan.check([PeftAdapter(), strategy], {}) == []
     with pytest.raises(ConflictError, match="which it frees"):
         fit(InBackward)
 
