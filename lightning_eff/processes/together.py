@@ -43,7 +43,7 @@ class Together:
         self._launch = launch
         self._several = trainer.world_size > 1
         self._stop = StopTogether(self._fail_alone)
-        self._children = Children(lambda: getattr(trainer.strategy.launcher, "procs", ()), folder)
+        self._children = Children(lambda: getattr(trainer.strategy.launcher, "procs", []), folder)
         self._noted: Path | None = None
         self._parent = os.environ.get(PARENT)
 
