@@ -8,7 +8,7 @@ Lightning waits for ranks that never come, or trains the same run several times,
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -139,6 +139,22 @@ def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
             allowed=what,
             remedies=[f"trainer.num_nodes={num_nodes}", restart],
         )
+
+
+def check_sweep(launch: Launch, recipe: str, overrides: Iterable[str], *, as_json: bool) -> None:
+    """Refuse a sweep that several processes would run, each by itself, and reports that end elsewhere.
+
+    Raises:
+        UsageError: So it is; its text has the command that works.
+    """
+    if (launch.num_tasks or 1) > 1:
+        text = f"-m in {launch.num_tasks} processes of {launch.by}: each of them would run the whole sweep"
+        text += f"\n  try: lightning-eff train {recipe} -m ...  # each run starts its own ranks"
+        raise UsageError(text)
+    away = [line for line in overrides if line.startswith("hydra/launcher=submitit")]
+    if as_json and away:
+        text = f"--json: runs of {away[0]} end elsewhere; their reports are efficiency.json in their folders"
+        raise UsageError(text)
 
 
 def _refuse_unspread(tasks: int, asked: int) -> None:

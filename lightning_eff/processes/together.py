@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_eff.errors import RankError, exit_code, root_cause_line
+from lightning_eff.errors import EXIT_OK, RankError, exit_code, root_cause_line
 from lightning_eff.processes.launch import Launch
 from lightning_eff.processes.stop import StopTogether
 from lightning_eff.processes.watch import (
@@ -43,7 +43,7 @@ class Together:
         self._launch = launch
         self._several = trainer.world_size > 1
         self._stop = StopTogether(self._fail_alone)
-        self._children = Children(lambda: getattr(trainer.strategy.launcher, "procs", ()), folder)
+        self._children = Children(lambda: getattr(trainer.strategy.launcher, "procs", []), folder)
         self._noted: Path | None = None
         self._parent = os.environ.get(PARENT)
 
@@ -80,7 +80,7 @@ class Together:
     def _fail_alone(self, error: BaseException) -> None:
         """Leave the cause where the others find it; then callbacks have their turn, for a while."""
         self._noted = write_note(self._folder, self._launch.rank, error)
-        self._tell_torchrun(error)
+        tell_torchrun(self._launch, error)
         line = one_line(self._launch.rank, root_cause_line(error).removeprefix("error: "), self._noted)
 
         def give_up() -> None:
@@ -106,11 +106,37 @@ class Together:
             cause = root_cause_line(error).removeprefix("error: ")
             raise RankError(one_line(self._launch.rank, cause, self._noted), exit_code(error)) from error
 
-    def _tell_torchrun(self, error: BaseException) -> None:
-        """Write what torchrun shows as the cause, which is else a hint to wrap the program."""
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if path is None or self._launch.by != "torchrun":
-            return
-        words = f"rank {self._launch.rank}: {root_cause_line(error).removeprefix('error: ')}"
-        extra: dict[str, Any] = {"py_callstack": words, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": words, "extraInfo": extra}}))
+
+class Named:
+    """Around everything that a process does for a run: torchrun is told what ended it, and says so itself.
+
+    Args:
+        launch: Of this process.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failed = error is not None and exit_code(error) not in (EXIT_OK, *STOPPED)
+        if error is not None and failed and tell_torchrun(self._launch, error) and self._launch.rank:
+            error.__dict__["told"] = True
+
+
+def tell_torchrun(launch: Launch, error: BaseException) -> bool:
+    """Write what torchrun shows as the cause, which is else a hint to wrap the program; return whether."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None or launch.by != "torchrun":
+        return False
+    if Path(path).exists() and Path(path).stat().st_size:
+        return True
+    line = root_cause_line(error).removeprefix("error: ")
+    words = line if isinstance(error, RankError) else f"rank {launch.rank}: {line}"
+    extra: dict[str, Any] = {"py_callstack": words, "timestamp": str(int(time.time()))}
+    Path(path).write_text(json.dumps({"message": {"message": words, "extraInfo": extra}}))
+    return True

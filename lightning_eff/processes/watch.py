@@ -34,7 +34,7 @@ LEAVE_S = 60.0
 
 STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
 
-Processes = Callable[[], Sequence["subprocess.Popen[bytes]"]]
+Processes = Callable[[], list["subprocess.Popen[bytes]"]]
 
 
 def end_with_parent(*, torchrun: bool) -> None:
@@ -132,16 +132,24 @@ class Children:
     """The other ranks of this machine, where this process is the one that started them.
 
     Args:
-        processes: Returns them, in the order of their ranks from 1.
+        processes: Returns Lightning's list of them, in the order of their ranks from 1.
         folder: The run's folder, where their tracebacks are.
     """
 
     def __init__(self, processes: Processes, folder: Path) -> None:
-        self._processes = processes
+        self._listed = processes
+        self._taken: list[subprocess.Popen[bytes]] = []
         self._folder = folder
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="watch-ranks", daemon=True)
         self._began_s = time.time()
+
+    def _processes(self) -> Sequence[subprocess.Popen[bytes]]:
+        """Take them off Lightning's list, whose observer would else kill this process before it can speak."""
+        listed = self._listed()
+        while listed:
+            self._taken.append(listed.pop(0))
+        return self._taken
 
     def watch(self) -> None:
         """Begin to end this process when one of them fails."""

@@ -31,7 +31,7 @@ from lightning_eff.errors import (
 from lightning_eff.overrides import loosened, parse_overrides, recipe_and_overrides, sweep
 from lightning_eff.place import Place, listed_groups
 from lightning_eff.processes.command import train_apart
-from lightning_eff.processes.launch import Launch, check_tasks, common_folder, num_ranks
+from lightning_eff.processes.launch import Launch, check_sweep, check_tasks, common_folder, num_ranks
 from lightning_eff.processes.watch import end_with_parent
 
 USAGE = """lightning-eff train RECIPE [overrides] [options]
@@ -59,8 +59,15 @@ def main(arguments: Sequence[str]) -> int:
     launch = Launch.of()
     end_with_parent(torchrun=launch.by == "torchrun")
     _speak_with_one_voice(launch)
+    from lightning_eff.processes.together import Named
+
+    with Named(launch):
+        return _train(given, launch, arguments)
+
+
+def _train(given: argparse.Namespace, launch: Launch, arguments: Sequence[str]) -> int:
     if given.multirun:
-        _refuse_sweep_of_ranks(launch, given)
+        check_sweep(launch, given.recipe, given.overrides, as_json=given.json)
     place = Place.of(given.config_dir)
     sys.path.insert(0, str(Path.cwd()))
     jobs = _Jobs(given.recipe, place)
@@ -88,24 +95,10 @@ def _speak_with_one_voice(launch: Launch) -> None:
 
     logging.getLogger(lightning.__name__).handlers.clear()
     if launch.rank:
-        for name in ("lightning", "lightning.fabric", "lightning.pytorch", "torch"):
+        for name in ("lightning", "lightning.fabric", "lightning.pytorch", "lightning_eff.config", "torch"):
             logging.getLogger(name).setLevel(logging.ERROR)
         for said_by_the_first in (NoEffectWarning, ConflictWarning, SlowPathWarning):
             warnings.simplefilter("ignore", said_by_the_first)
-
-
-def _refuse_sweep_of_ranks(launch: Launch, given: argparse.Namespace) -> None:
-    """Refuse a sweep that several processes would run, each by itself."""
-    if (launch.num_tasks or 1) > 1:
-        text = f"-m in {launch.num_tasks} processes of {launch.by}: each of them would run the whole sweep"
-        text += f"\n  try: lightning-eff train {given.recipe} -m ...  # each run starts its own ranks"
-        raise UsageError(text)
-    away = [line for line in given.overrides if line.startswith("hydra/launcher=submitit")]
-    if given.json and away:
-        text = (
-            f"--json: the runs of {away[0]} end elsewhere; their reports are efficiency.json in their folders"
-        )
-        raise UsageError(text)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
