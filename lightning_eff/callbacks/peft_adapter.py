@@ -183,9 +183,14 @@ class PeftAdapter(pl.Callback):
             transform.queue(trainer, pl_module, Stage.LOAD, self._load_base)
         transform.queue(trainer, pl_module, Stage.ADAPT, self._apply)
 
-    def put_into(self, model: pl.LightningModule) -> None:
-        """Do at once, without a Trainer, what belongs between `configure_model` and a restore."""
-        if self.base_checkpoint is not None:
+    def put_into(self, model: pl.LightningModule, *, base: bool = True) -> None:
+        """Do at once, without a Trainer, what belongs between `configure_model` and a restore.
+
+        Args:
+            model: What gets the adapters.
+            base: Give it the base's values too; one without memory needs none.
+        """
+        if base and self.base_checkpoint is not None:
             self._load_base(model)
         self._apply(model)
 
