@@ -123,7 +123,7 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
     """
     strategy: Any = trainer.strategy
     device = strategy.root_device.type
-    ddp: Mapping[str, Any] = getattr(strategy, "_ddp_kwargs", {})
+    ddp = ddp_options(strategy)
     facts = {
         "run/accumulation": (trainer.accumulate_grad_batches > 1, "accumulate_grad_batches"),
         "run/clipping": (bool(trainer.gradient_clip_val), "gradient_clip_val"),
@@ -150,6 +150,11 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
         facts |= _module_facts(module)
     known = {name: words for name, (holds, words) in facts.items() if holds}
     return {f"run/{device}": f"device {device}", **known, **machine_facts(device)}
+
+
+def ddp_options(strategy: object) -> Mapping[str, Any]:
+    """Return what a strategy will give to DistributedDataParallel; empty for one that does not use it."""
+    return getattr(strategy, "_ddp_kwargs", {})
 
 
 def _module_facts(module: pl.LightningModule) -> dict[str, tuple[bool, str]]:

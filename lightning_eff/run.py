@@ -127,8 +127,14 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     return Run(trainer, model, data, run_dir, ckpt_path, values)
 
 
-def model_without_memory(values: Mapping[str, Any]) -> pl.LightningModule:
+def model_without_memory(
+    values: Mapping[str, Any], adapted_by: pl.Trainer | None = None
+) -> pl.LightningModule:
     """Instantiate the model alone, on the meta device: to look at its layers, not to run it.
+
+    Args:
+        values: From `config.compose_recipe`.
+        adapted_by: Whose adapters are put in, without the values of their base.
 
     What it prints goes to the standard error; its warnings are left out, for it does not train.
 
@@ -137,8 +143,12 @@ def model_without_memory(values: Mapping[str, Any]) -> pl.LightningModule:
     """
     with torch.device("meta"), redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: pl.LightningModule = _make("model", values["model"])
+        drawn = {"pretrained": False} if values["model"].get("pretrained") is True else {}
+        model: pl.LightningModule = _make("model", {**values["model"], **drawn})  # nothing to read them into
         model.configure_model()
+        for technique in callbacks_of(adapted_by) if adapted_by is not None else ():
+            if isinstance(technique, PeftAdapter):
+                transform.apply(model, technique.changes(base=False))
     return model
 
 

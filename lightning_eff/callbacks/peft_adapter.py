@@ -185,10 +185,14 @@ class PeftAdapter(pl.Callback):
         for when, change in self.changes():
             transform.queue(trainer, pl_module, when, change)
 
-    def changes(self) -> list[tuple[Stage, transform.Change]]:
-        """Return what belongs between `configure_model` and a restore, and when."""
-        base = [(Stage.LOAD, self._load_base)] if self.base_checkpoint is not None else []
-        return [*base, (Stage.ADAPT, self._apply)]
+    def changes(self, *, base: bool = True) -> list[tuple[Stage, transform.Change]]:
+        """Return what belongs between `configure_model` and a restore, and when.
+
+        Args:
+            base: With the base's values; a model without memory needs none.
+        """
+        loads = [(Stage.LOAD, self._load_base)] if base and self.base_checkpoint is not None else []
+        return [*loads, (Stage.ADAPT, self._apply)]
 
     def _load_base(self, model: nn.Module) -> int:
         """Give the model its base, unless it has adapters, and so a base, already."""

@@ -88,7 +88,7 @@ class HFCausalLM(pl.LightningModule):
         self._attention = choose_attention(attn_implementation, class_of(name, self._config))
         if pretrained:
             check_weights(name, self._config)
-        self._seed = int(torch.randint(2**31, ()))
+        self._seed = int(torch.randint(2**31, (), device="cpu"))  # also where the model has no memory
         self.model: Any = None
         """The model of transformers, from `configure_model` on."""
         self.keeps_documents_apart: bool | None = None

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_eff.errors import ConfigError, nearest
+from lightning_eff.measure.zero_scheme import Zero
 
 PRECISION = "trainer.precision or precision="
 BATCH = "data.batch_size"
@@ -106,3 +107,50 @@ def whole(
 
 _OVERLAPS = 2
 """The one stage that can reduce gradients while the backward pass runs, and leave accumulating to us."""
+
+
+def scheme(config: Mapping[str, Any], precision: str) -> Zero:
+    """Return the arithmetic of a configuration, with DeepSpeed's defaults where it says nothing.
+
+    Args:
+        config: From `whole`.
+        precision: Lightning's name of it.
+    """
+    from deepspeed.runtime.config import DtypeEnum
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    given: Mapping[str, Any] = config["zero_optimization"]
+    zero: Any = DeepSpeedZeroConfig(**given)
+    own = 4 if precision.startswith("32") else 2
+    reduced, kept = (
+        config.get("communication_data_type"),
+        config.get("data_types", {}).get("grad_accum_dtype"),
+    )
+    has_buckets = zero.contiguous_gradients or zero.offload_optimizer is not None
+    return Zero(
+        stage=int(zero.stage),
+        itemsize=own,
+        reduce_itemsize=DtypeEnum(reduced).value.itemsize if reduced else own,
+        accumulate_itemsize=DtypeEnum(kept).value.itemsize if kept else own,
+        optimizer_on=_place(zero.offload_optimizer),
+        weights_on=_place(zero.offload_param),
+        bucket=zero.reduce_bucket_size if has_buckets else 0,
+        num_buckets=2 if zero.overlap_comm and zero.stage <= _OVERLAPS else 1,
+        all_reduce=zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter,
+        persistent=int(zero.param_persistence_threshold),
+        reuse=int(zero.max_reuse_distance),
+        prefetch=int(zero.prefetch_bucket_size),
+        step_elements=int(zero.sub_group_size),
+        not_counted=tuple(key for key in _NOT_COUNTED if given.get(key)),
+    )
+
+
+def _place(offload: Any) -> str:
+    return "" if offload is None or offload.device == "none" else str(offload.device)
+
+
+_NOT_COUNTED = (
+    *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "mics_shard_size"),
+    *("zenflow", "super_offload", "round_robin_gradients", "stage3_model_persistence_threshold"),
+)
+"""Options that change what is kept or sent in ways that `zero_scheme.Zero` does not know."""

@@ -38,6 +38,7 @@ from typing_extensions import override
 from lightning_eff.errors import ConflictError
 from lightning_eff.facts import Facts, Outcome, Rule
 from lightning_eff.measure.tables import human_count
+from lightning_eff.measure.zero_scheme import Zero
 from lightning_eff.sharding import full_state, zero_checks, zero_config
 from lightning_eff.sharding.elementwise import is_elementwise
 from lightning_eff.sharding.parts import shape_of
@@ -279,6 +280,11 @@ class DeepSpeedZero(DeepSpeedStrategy):
         """State what ZeRO cannot do, or would do in another way than asked for."""
         rules = [Rule(name=name, reason=reason, remedies=(remedy,)) for name, reason, remedy in _EXCLUDED]
         return Facts(excludes=tuple(rules))
+
+    def scheme(self) -> Zero:
+        """Return the arithmetic of what is divided, for any number of devices."""
+        config: Any = self.config
+        return zero_config.scheme(config, str(self.precision_plugin.precision))
 
     def outcome(self) -> Outcome:
         """Say what was divided, and how much of it a rank keeps."""

@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from lightning_eff.errors import ConfigError, ConflictError
 from lightning_eff.facts import Facts, Outcome, Rule, Verdict
+from lightning_eff.measure.schemes import FullySharded
 from lightning_eff.measure.tables import human_bytes, human_count
 from lightning_eff.sharding import full_state, fully_sharded
 from lightning_eff.sharding.dtensor_parts import DTensorParts
@@ -248,6 +249,17 @@ class FSDP2(ModelParallelStrategy):
             verdict=Verdict.WARNED,
         )
         return Facts(excludes=() if self.whole_checkpoints else (past,))
+
+    def scheme(self) -> FullySharded:
+        """Return the arithmetic of what is divided, for any number of devices."""
+        computed, reduced = DTYPES[self.param_dtype], DTYPES[self.reduce_dtype]
+        return FullySharded(
+            compute_itemsize=computed.itemsize if computed is not None else None,
+            reduce_itemsize=reduced.itemsize if reduced is not None else None,
+            on_host=self.cpu_offload,
+            reshard=self.reshard_after_forward,
+            reduce_each=self.sync_every_micro_batch,
+        )
 
     def outcome(self) -> Outcome:
         """Say what was divided, and how much of it a rank keeps."""

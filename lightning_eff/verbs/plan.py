@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,9 @@ USAGE = """lightning-eff plan RECIPE [overrides] [options]
   lightning-eff plan lm '+callbacks=triton_linear'          and who would compute which linear layers here
   lightning-eff plan lm '+callbacks=triton_linear' device=h200
                                                             or there: h100, h200, a100, rtx4090, b200, cpu
+  lightning-eff plan zero3_offload                          and what each of 1 to 1,024 devices would keep
+  lightning-eff plan lm strategy=ddp trainer.devices=8 trainer.accelerator=cpu
+                                                            the same of copies, on a machine without 8 GPUs
 
 Exit code 5 when a combination is refused, 3 when this machine lacks something; each with a remedy.
 
@@ -75,17 +79,22 @@ def main(arguments: Sequence[str]) -> int:
     place = Place.of(given.config_dir)
     sys.path.insert(0, str(Path.cwd()))
     values = config.compose_recipe(recipe, overrides, place).values
+    from lightning_eff.forecast import division_of
     from lightning_eff.run import build_trainer
 
-    trainer = build_trainer(values)
+    with redirect_stdout(sys.stderr):  # DeepSpeed speaks on the standard output, where JSON may be wanted
+        trainer = build_trainer(values)
     rows, findings = _judge(trainer, lambda group, name: _set_by(recipe, overrides, place, group, name))
-    layers = _layers(values, trainer, device)
+    layers, division = _layers(values, trainer, device), division_of(values, trainer)
     if given.json:
         found = {"recipe": recipe, "rows": [asdict(row) for row in rows]}
         found |= {"layers": [asdict(row) for row in layers.rows], "layers_about": layers.about}
+        found |= {"division": division.rows(), "division_about": division.about}
+        found |= {"division_assumed": division.assumptions}
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
-        sys.stdout.write(_text(rows) + "\n" + (f"\n{layers}\n" if layers.about else ""))
+        told = [str(each) for each in (layers, division) if each.about]
+        sys.stdout.write("\n\n".join([_text(rows), *told]) + "\n")
     from lightning_eff.plan import raise_refused
 
     raise_refused(findings)

@@ -258,3 +258,117 @@ def test_an_unknown_device_is_a_usage_error(command: Command, words: list[str], 
     code, out, err = command("plan", "lm", TILED, *words)
     assert (code, out) == (2, "")
     assert message in err
+
+
+def division(command: Command, *words: str) -> tuple[dict[int, dict[str, int]], str, list[str]]:
+    code, out, err = command("plan", *words, "trainer.accelerator=cpu", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    rows = {row.pop("devices"): row for row in found["division"]}
+    return rows, found["division_about"], found["division_assumed"]
+
+
+TRAINED = 2_164_416
+"""Weights of the recipes' GPT."""
+
+
+def test_one_device_divides_nothing(command: Command) -> None:
+    assert division(command, "lm") == ({}, "", [])
+    assert "divided" not in command("plan", "lm", "trainer.accelerator=cpu")[1]
+
+
+def test_copies_are_as_large_on_any_number_of_devices(command: Command) -> None:
+    found, about, assumed = division(command, "baseline", "strategy=ddp", "trainer.devices=3")
+    assert list(found) == [1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    assert {row["gradients_bytes"] for row in found.values()} == {4 * TRAINED}
+    assert {row["optimizer_bytes"] for row in found.values()} == {8 * TRAINED}
+    assert found[4]["sent_bytes"] == 2 * 3 * TRAINED
+    assert "2.2M weights, all trained, 32-true; 1 micro-batch a step on each device; 8 bytes" in about
+    assert assumed[0] == (
+        "DDP reduces once a step; gradients lie in its buckets (strategy.gradient_as_bucket_view)"
+    )
+
+
+def test_fsdp2_is_planned_without_a_process(command: Command) -> None:
+    found, about, _ = division(command, "fsdp2")
+    assert about.startswith("memory divided by strategy/fsdp2, by arithmetic: 2.2M weights")
+    assert found[2]["optimizer_bytes"] == 4 * TRAINED
+    assert found[1]["sent_bytes"] == 0
+    assert found[1024]["device_bytes"] > found[1]["weights_bytes"] / 1024
+    offloaded = division(command, "fsdp2", "strategy.cpu_offload=true", "strategy.param_dtype=bf16")[0]
+    assert offloaded[2]["host_bytes"] == (4 + 4 + 8) * TRAINED / 2
+    assert offloaded[2]["gathered_bytes"] * 2 == found[2]["gathered_bytes"]
+
+
+def test_a_window_is_read_off_the_recipe(command: Command) -> None:
+    about = division(command, "fsdp2", "callbacks.gradient_accumulation.global_batch_size=64")[1]
+    assert "4 micro-batches a step on each device" in about
+    with_parts = division(command, "fsdp2", "trainer.accumulate_grad_batches=1", "+callbacks=micro_batch",
+                          "callbacks.micro_batch.micro_batch_size=2")  # fmt: skip
+    assert "4 micro-batches" in with_parts[1]
+
+
+def test_adapters_alone_are_trained(command: Command) -> None:
+    found, about, _ = division(command, "lora", "strategy=ddp", "trainer.devices=2")
+    assert "of them trained" in about
+    assert found[2]["gradients_bytes"] < found[2]["weights_bytes"] / 10
+    assert found[2]["optimizer_bytes"] == 2 * found[2]["gradients_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("model._target_=my_nets.Reads",), "the model cannot be built without memory: "),
+        (("optimizer._target_=my_nets.NeverSteps",), "the optimizer cannot be tried: RuntimeError: not now"),
+    ],
+)
+def test_what_cannot_be_divided_is_told(
+    command: Command, tmp_path: Path, words: tuple[str, ...], reason: str
+) -> None:
+    (tmp_path / "my_nets.py").write_text(NETS + NEVER)
+    found, about, assumed = division(command, "baseline", "strategy=ddp", "trainer.devices=2", *words)
+    assert (found, assumed) == ({}, [])
+    assert about.startswith(f"memory divided: {reason}")
+
+
+def test_a_model_of_the_hub_is_not_read(command: Command, tiny_llama: Path) -> None:
+    """Two tables of 272 x 32; two layers of 3 x 32 x 32 (two of four are halves), 3 x 32 x 64, norms."""
+    weights = next(tiny_llama.glob("*.safetensors"))
+    kept = weights.rename(tiny_llama / "elsewhere")
+    try:
+        words = ["full_finetune", f"model.name={tiny_llama}", "strategy=fsdp2", "trainer.devices=2"]
+        words.append("callbacks.gradient_accumulation.global_batch_size=8")
+        found, about, _ = division(command, *words)
+    finally:
+        kept.rename(weights)
+    assert "divided by strategy/fsdp2" in about
+    layer = 3 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+    assert found[1]["weights_bytes"] - found[1]["gradients_bytes"] < 200, "rotary frequencies"
+    assert found[1]["gradients_bytes"] == 4 * (2 * 272 * 32 + 2 * layer + 32)
+    assert found[1]["gathered_bytes"] == found[1]["gradients_bytes"]
+    assert found[1]["buffers_bytes"] == 4 * (2 * 272 * 32 + layer + 32)
+
+
+NEVER = """
+class NeverSteps(torch.optim.SGD):
+    def __init__(self, params, lr=0.1, **options):
+        super().__init__(params, lr=lr)
+    def step(self, closure=None):
+        raise RuntimeError("not now")
+"""
+
+
+def test_zero_is_planned_without_a_process(command: Command) -> None:
+    pytest.importorskip("deepspeed")
+    found, about, assumed = division(command, "zero3_offload")
+    assert "strategy/deepspeed_zero" in about
+    assert found[2]["host_bytes"] == pytest.approx((4 + 4 + 8 + 4 + 4) * TRAINED / 2, rel=0.001)
+    assert found[2]["sent_bytes"] == pytest.approx(4 * TRAINED, rel=0.001)
+    assert any("stage3_param_persistence_threshold" in each for each in assumed)
+    assert found[2]["buffers_bytes"] == pytest.approx(4 * 500_000_000, rel=0.01)
+    bucket = "strategy.config={zero_optimization: {reduce_bucket_size: 1000000}}"
+    small = division(command, "zero3_offload", bucket)[0]
+    assert small[2]["buffers_bytes"] == 4_000_000
+    _, out, _ = command("plan", "zero2", "trainer.accelerator=cpu")
+    assert "\n devices  weights  gradients  optimizer  buffers  a device  sent a step\n" in out
+    assert "\nassumed: gradients are all-reduced, as DeepSpeed does by default" in out
