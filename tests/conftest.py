@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,13 +25,18 @@ from lightning_eff import cli
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 os.environ.pop("PL_GLOBAL_SEED", None)
+LOGGERS = ("lightning", "lightning.fabric", "lightning.pytorch", "lightning_eff.config", "torch")
 
 
 @pytest.fixture(autouse=True)
-def seeds_end_with_their_test() -> Iterator[None]:
-    """Let no later test be seeded by what this one left behind: Lightning seeds anew when DDP begins."""
+def nothing_is_left_behind() -> Iterator[None]:
+    """Let no later test be seeded by this one (Lightning seeds anew for DDP), or be silent as its rank."""
+    levels = {name: logging.getLogger(name).level for name in LOGGERS}
     yield
     os.environ.pop("PL_GLOBAL_SEED", None)
+    rank_zero_only.rank = 0
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 class Net(pl.LightningModule):

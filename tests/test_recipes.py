@@ -80,7 +80,9 @@ def test_recipe_trains_two_steps(
     }
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.parametrize(
+    "name", [name if name == "zero2" else pytest.param(name, marks=pytest.mark.slow) for name in ON_TWO_RANKS]
+)
 def test_recipe_trains_two_steps_on_two_ranks(name: str, tiny: list[str]) -> None:
     words = [sys.executable, "-m", "lightning_eff", "train", name, *tiny, "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=200)

@@ -451,6 +451,7 @@ def test_an_empty_or_merged_adapter_is_not_saved() -> None:
         adapter_state.strip(model, checkpoint, Fingerprint())
     parts[0].unmerge()
     model.first.lora_A.default.weight.data = torch.empty(0)
+    checkpoint = {"state_dict": model.state_dict()}
     with pytest.raises(CheckpointError, match=r"is empty, .*first.lora_A.default.weight"):
         adapter_state.strip(model, checkpoint, Fingerprint())
     with pytest.raises(CheckpointError, match="empty"):
