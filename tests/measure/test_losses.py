@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def test_a_long_run_keeps_means_of_stretches() -> None:
     assert NUM_POINTS / 2 < len(curve) <= NUM_POINTS
     assert curve[:2] == [(4, 2.5), (8, 6.5)]
     assert curve[-1][0] == num_steps
-    assert all(one[0] < other[0] for one, other in zip(curve, curve[1:], strict=False))
+    assert all(one[0] < other[0] for one, other in pairwise(curve))
 
 
 @pytest.mark.parametrize("outputs", [None, {}, {"loss": None}, torch.zeros(2), {"loss": 3.0}])
