@@ -23,7 +23,7 @@ from lightning_eff.errors import EXIT_FAILED, EXIT_OK
 
 Command = Callable[..., tuple[int, str, str]]
 QUICK = ("--steps", "6", "--rounds", "1")
-SMALLER = ("gradient_checkpointing", "micro_batch")
+SMALLER = ("micro_batch", "gradient_accumulation")
 
 
 @pytest.fixture
@@ -54,16 +54,15 @@ def test_rows_train_alike_and_are_compared_to_the_baseline(
     rows = {row["technique"]: row for row in found["rows"]}
     assert list(rows)[:2] == ["baseline", "the recipe as it is"]
     base = rows["baseline"]
-    for name in (*SMALLER, "gradient_accumulation"):
+    for name in (*SMALLER, "gradient_checkpointing"):
         assert rows[name]["status"] == MEASURED
         assert rows[name]["loss_difference"] == pytest.approx(0.0, abs=1e-5)
         assert rows[name]["peak_ratio"] == rows[name]["peak_bytes"] / base["peak_bytes"]
     assert all(rows[name]["peak_ratio"] < 1.0 for name in SMALLER)
     assert rows["together"]["peak_bytes"] <= min(rows[name]["peak_bytes"] for name in SMALLER)
     assert rows["strategy=fsdp2"]["status"] == "not run"
-    assert "there is one device" in rows["strategy=fsdp2"]["reason"]
     assert "micro_batch_size=1" in " ".join(rows["micro_batch"]["overrides"])
-    assert len(in_process) == 6
+    assert len(in_process) == 7
     assert all("seed" not in " ".join(words) for words in in_process)
     assert not list(tmp_path.glob("outputs/compare/*/runs"))
     assert found["command"].startswith("lightning-eff compare lm")
@@ -142,14 +141,14 @@ def test_a_comparison_in_which_nothing_works_exits_1(
 @pytest.mark.slow
 def test_real_processes_and_an_interruption(tiny: list[str], tmp_path: Path) -> None:
     words = [sys.executable, "-m", "lightning_eff", "compare", "baseline", *tiny, *QUICK, "--only"]
-    started = subprocess.Popen([*words, "empty_cache"], stderr=subprocess.PIPE, text=True)
-    assert started.stderr is not None
-    for line in started.stderr:
-        if "round 1, baseline" in line:
-            break
-    time.sleep(1.0)
-    os.kill(started.pid, signal.SIGINT)
-    assert started.wait(30) == 130
+    with subprocess.Popen([*words, "empty_cache"], stderr=subprocess.PIPE, text=True) as started:
+        assert started.stderr is not None
+        while "round 1, baseline" not in started.stderr.readline():
+            pass
+        time.sleep(1.0)
+        os.kill(started.pid, signal.SIGINT)
+        started.stderr.read()
+    assert started.returncode == 130
     assert [path.name for path in tmp_path.glob("outputs/compare/*/rounds/*")] == ["1-baseline.json"]
     done = subprocess.run(
         [*words, "empty_cache,torch_compile", "--limit-s", "40", "--json"],
