@@ -79,7 +79,13 @@ def text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def page(report: Mapping[str, Any], batch_times_s: Sequence[float]) -> str:
-    """Return the report as one HTML file."""
+def page(report: Mapping[str, Any], batch_times_s: Sequence[float], config: str = "") -> str:
+    """Return the report as one HTML file.
+
+    Args:
+        report: What the JSON ledger holds.
+        batch_times_s: Of every timed batch.
+        config: What the run was built from, as YAML.
+    """
     shown = dict(report) | {"verdict": verdict(report)}
-    return html.page(shown, figures=figures(report), batch_times_s=batch_times_s)
+    return html.page(shown, figures=figures(report), batch_times_s=batch_times_s, config=config)

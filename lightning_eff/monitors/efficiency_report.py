@@ -38,6 +38,8 @@ from lightning_eff.measure.meter import Meter
 
 LEDGER_FILE = "efficiency.json"
 PAGE_FILE = "report.html"
+CONFIG_FILE = "resolved.yaml"
+"""What a recipe's run was built from; a plain Trainer has none."""
 
 
 class EfficiencyReport(pl.Callback):
@@ -163,7 +165,10 @@ class EfficiencyReport(pl.Callback):
         folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / LEDGER_FILE).write_text(json.dumps(self.report, indent=1, allow_nan=False))
-        (folder / PAGE_FILE).write_text(report.page(self.report, meter.throughput.batch_times_s))
+        resolved = folder / CONFIG_FILE
+        config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
+        page = report.page(self.report, meter.throughput.batch_times_s, config)
+        (folder / PAGE_FILE).write_text(page, encoding="utf-8")
         rank_zero_info("\n%s\n report: %s", report.text(self.report), folder / PAGE_FILE)
 
     def outcome_of(self, name: str) -> dict[str, Any]:

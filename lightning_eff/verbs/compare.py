@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_eff import config
-from lightning_eff.comparison import apart, rows, trials
+from lightning_eff.comparison import apart, page, rows, trials
 from lightning_eff.comparison.rounds import Comparison
 from lightning_eff.comparison.trials import Trial
 from lightning_eff.errors import (
@@ -52,7 +52,7 @@ options:
   --json                  print the rows as JSON on the standard output
   --debug                 whole tracebacks"""
 
-RESULT_FILE = "compare.json"
+RESULT_FILE, PAGE_FILE = "compare.json", "compare.html"
 OWN_GROUPS = ("callbacks", "precision", "strategy")
 """Groups that a row sets itself; the user's settings of them hold for the recipe as it is."""
 
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write((folder / RESULT_FILE).read_text(encoding="utf-8") + "\n")
     else:
         words = f"{given.steps} steps a trial, {given.rounds} rounds, {time.monotonic() - started:.0f} s"
-        sys.stdout.write(f"{rows.text(found)}\n {words}; {folder / RESULT_FILE}\n")
+        sys.stdout.write(f"{rows.text(found)}\n {words}; {folder / PAGE_FILE}\n")
     return EXIT_OK if any(each.status == rows.MEASURED for each in found) else EXIT_FAILED
 
 
@@ -237,6 +237,7 @@ def _write(given: argparse.Namespace, folder: Path, comparison: Comparison) -> N
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULT_FILE).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    (folder / PAGE_FILE).write_text(page.page(found, comparison.rows()), encoding="utf-8")
 
 
 def _tell(line: str) -> None:

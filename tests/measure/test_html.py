@@ -93,7 +93,7 @@ def test_raw_json_is_what_was_given() -> None:
 
 def test_chart_spans_the_box_and_the_slowest_is_at_the_top() -> None:
     text = make_page(times=[0.1, 0.4, 0.2])
-    assert points(text) == [(0.0, 76.2), (500.0, 5.0), (1000.0, 52.5)]
+    assert points(text) == [(0.0, 74.0), (500.0, 2.0), (1000.0, 50.0)]
     assert "3 batches in order, from 0 to 0.4000 s" in text
 
 
@@ -102,8 +102,8 @@ def test_long_runs_are_thinned_and_no_slow_batch_is_lost() -> None:
     times[7_654] = 0.5
     drawn = points(make_page(times=times))
     assert 500 <= len(drawn) < 1000
-    assert [index for index, (_, y) in enumerate(drawn) if y == 5.0] == [7_654 // 20]
-    assert drawn[0] == (0.0, 81.0)
+    assert [index for index, (_, y) in enumerate(drawn) if y == 2.0] == [7_654 // 20]
+    assert drawn[0] == (0.0, 78.8)
     assert drawn[-1] == (1000.0, 81.0)
 
 
@@ -118,3 +118,10 @@ def test_too_few_batches_have_no_chart_and_no_command_no_section(times: list[flo
 def test_a_row_that_lacks_a_cell_is_an_error() -> None:
     with pytest.raises(jinja2.UndefinedError, match="did"):
         make_page(ledger=[{"technique": "x", "asked": {}, "status": "applied"}])
+
+
+def test_losses_are_drawn_and_told_and_what_is_no_number_is_left_out() -> None:
+    curve = [[1, 4.0], [2, "nan"], [3, 2.0], [4, 3.0]]
+    text = make_page(times=[], losses=curve)
+    assert points(text) == [(0.0, 2.0), (500.0, 98.0), (1000.0, 50.0)]
+    assert "loss from 4 at step 1 to 3 at step 4; lowest 2, highest 4; 1 points are no numbers" in text

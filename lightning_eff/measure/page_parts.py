@@ -1,0 +1,62 @@
+"""What our HTML pages share: one style for light, dark and print, and charts as inline SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2330; --soft: #5b6472; --line: #d9dee6; --paper: #fff; --mark: #2457c5;
+  --pale: #dbe5fa; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ef; --soft: #9aa4b2; --line: #333c4a; --paper: #12161d; --mark: #7fa8ff; --pale: #24324f; }
+}
+* { box-sizing: border-box; }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+p { margin: .3rem 0; } .soft { color: var(--soft); font-size: .9rem; }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem; margin: 1rem 0; }
+dl div { border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .75rem; }
+dt { color: var(--soft); font-size: .85rem; } dd { margin: 0; font-weight: 600; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; vertical-align: top; padding: .35rem .75rem .35rem 0; border-bottom: 1px solid var(--line); }
+th { font-size: .85rem; color: var(--soft); } .number { text-align: right; white-space: nowrap; }
+.bar { min-width: 6rem; } .bar span { display: block; height: .6rem; margin-top: .45rem; background: var(--mark); }
+pre { overflow-x: auto; font-size: .85rem; background: var(--pale); padding: .75rem; border-radius: .5rem; }
+figure { margin: 0; } svg { display: block; width: 100%; height: 8rem; border-left: 1px solid var(--line);
+  border-bottom: 1px solid var(--line); }
+polyline { fill: none; stroke: var(--mark); } figcaption { color: var(--soft); font-size: .9rem; }
+@media print { :root { --ink: #000; --paper: #fff; --soft: #444; } details { display: none; } }
+"""
+MAX_POINTS = 500
+"""Points of a chart; more could not be told apart."""
+
+
+def line(values: Sequence[float], *, lowest: float | None = None) -> str:
+    """Return the points of a line in a box of 1000 x 100, with the highest of each stretch.
+
+    Args:
+        values: In order, finite.
+        lowest: Value at the bottom; None for the smallest one.
+
+    Returns:
+        For a polyline's `points`; empty where there is nothing to draw.
+
+    Example:
+        >>> line([0.0, 1.0, 2.0], lowest=0.0)
+        '0.0,98.0 500.0,50.0 1000.0,2.0'
+        >>> line([1.0]), line([2.0, 2.0])
+        ('', '0.0,50.0 1000.0,50.0')
+    """
+    if len(values) < 2:
+        return ""
+    stride = max(1, len(values) // MAX_POINTS)
+    shown = [max(values[i : i + stride]) for i in range(0, len(values), stride)]
+    bottom = min(shown) if lowest is None else lowest
+    height = max(shown) - bottom
+    scale = 96.0 / height if height else 0.0
+    base = 98.0 if height else 50.0
+    return " ".join(
+        f"{1000 * i / (len(shown) - 1):.1f},{base - scale * (value - bottom):.1f}"
+        for i, value in enumerate(shown)
+    )
