@@ -25,13 +25,13 @@ _TEMPLATE = """<!doctype html>
 <p>{{ verdict }}</p>
 {% for bars in charts %}<h2>{{ bars.title }}</h2>
 <div class="wide"><table>
-<tr><th scope="col">technique</th><th scope="col">x baseline</th><th scope="col" aria-hidden="true"></th></tr>
+<tr><th scope="col">technique</th><th scope="col" class="number">x baseline</th><th scope="col" aria-hidden="true"></th></tr>
 {% for name, ratio, width in bars.rows %}<tr><td>{{ name }}</td><td class="number">{{ "%.2f"|format(ratio) }}</td>
 <td class="bar" aria-hidden="true"><span style="width:{{ width }}%"></span></td></tr>
 {% endfor %}</table></div>
 {% endfor %}
 <h2>All figures</h2>
-<div class="wide"><table>
+<div class="wide"><table class="figures">
 <tr>{% for name in header %}<th scope="col">{{ name }}</th>{% endfor %}</tr>
 {% for row in table %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>

@@ -18,10 +18,10 @@ p { margin: .3rem 0; } .soft { color: var(--soft); font-size: .9rem; }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem; margin: 1rem 0; }
 dl div { border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .75rem; }
 dt { color: var(--soft); font-size: .85rem; } dd { margin: 0; font-weight: 600; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
+.wide { overflow-x: auto; } .figures td:not(:last-child), .figures th { white-space: nowrap; } table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .75rem .35rem 0; border-bottom: 1px solid var(--line); }
 th { font-size: .85rem; color: var(--soft); } .number { text-align: right; white-space: nowrap; }
-.bar { min-width: 6rem; } .bar span { display: block; height: .6rem; margin-top: .45rem; background: var(--mark); }
+th.number { text-align: right; } .bar { min-width: 6rem; width: 55%; } .bar span { display: block; height: .6rem; margin-top: .45rem; background: var(--mark); }
 pre { overflow-x: auto; font-size: .85rem; background: var(--pale); padding: .75rem; border-radius: .5rem; }
 figure { margin: 0; } svg { display: block; width: 100%; height: 8rem; border-left: 1px solid var(--line);
   border-bottom: 1px solid var(--line); }
