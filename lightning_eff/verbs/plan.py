@@ -22,14 +22,16 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_eff.measure.linear_layers import LinearLayers
+    from lightning_eff.measure.room import Expectation
 
 USAGE = """lightning-eff plan RECIPE [overrides] [options]
 
-  lightning-eff plan lm                                     what will be on, why, and who set it
+  lightning-eff plan lm                                     what will be on, why, who set it; what a step takes
+  lightning-eff plan lm device=rtx4090                      of which device: h100, h200, a100, rtx4090, b200, cpu
   lightning-eff plan lm '+callbacks=gradient_checkpointing' with overrides, as train takes them
   lightning-eff plan lm '+callbacks=triton_linear'          and who would compute which linear layers here
   lightning-eff plan lm '+callbacks=triton_linear' device=h200
-                                                            or there: h100, h200, a100, rtx4090, b200, cpu
+                                                            or there
   lightning-eff plan zero3_offload                          and what each of 1 to 1,024 devices would keep
   lightning-eff plan lm strategy=ddp trainer.devices=8 trainer.accelerator=cpu
                                                             the same of copies, on a machine without 8 GPUs
@@ -86,15 +88,16 @@ def main(arguments: Sequence[str]) -> int:
         trainer = build_trainer(values)
     rows, findings = _judge(trainer, lambda group, name: _set_by(recipe, overrides, place, group, name))
     layers, division = _layers(values, trainer, device), division_of(values, trainer)
+    expected = _expected(values, trainer, device)
     if given.json:
         found = {"recipe": recipe, "rows": [asdict(row) for row in rows]}
         found |= {"layers": [asdict(row) for row in layers.rows], "layers_about": layers.about}
         found |= {"division": division.rows(), "division_about": division.about}
-        found |= {"division_assumed": division.assumptions}
+        found |= {"division_assumed": division.assumptions, "peak": expected.as_dict()}
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
         told = [str(each) for each in (layers, division) if each.about]
-        sys.stdout.write("\n\n".join([_text(rows), *told]) + "\n")
+        sys.stdout.write("\n\n".join([_text(rows), str(expected), *told]) + "\n")
     from lightning_eff.plan import raise_refused
 
     raise_refused(findings)
@@ -120,6 +123,15 @@ def _named_device(words: Sequence[str]) -> tuple[str, list[str]]:
     return known("device=", names[0]), rest
 
 
+def _expected(values: dict[str, Any], trainer: pl.Trainer, device: str) -> Expectation:
+    """Predict the peak of a step on a device."""
+    from lightning_eff.dry_run import dry_run, on_device
+    from lightning_eff.measure.room import Expectation, Room
+
+    room = Room.of(device, trainer.strategy.root_device)
+    return Expectation(dry_run(on_device(values, room)), room)
+
+
 def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearLayers:
     """Look at the layers that a technique takes, in a model without memory; one that fails stops nothing."""
     from lightning_eff.facts import name_of
@@ -129,8 +141,7 @@ def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearL
 
     takers = [each for each in objects_of(trainer) if isinstance(each, linear_layers.TakesLayers)]
     if not takers:
-        about = f"device={device} changes nothing: no technique here takes layers (+callbacks=triton_linear)"
-        return linear_layers.LinearLayers(about if device else "")
+        return linear_layers.LinearLayers()
     try:
         model = model_without_memory(values)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
