@@ -58,17 +58,18 @@ class Example:
         Args:
             values: From `config.compose_recipe`.
         """
-        data = make("data", values["data"])
+        data: pl.LightningDataModule = make("data", values["data"])
         try:
             data.setup("fit")
-            loader = data.train_dataloader()
+            loader: Any = data.train_dataloader()
             batch = next(iter(loader))
         except Exception as error:  # a user's data module may raise anything
-            if not isinstance(data, HasExample):
+            made_up = data.example_batch() if isinstance(data, HasExample) else None
+            if made_up is None:
                 raise
             about = f"a batch made up, since the data is not prepared ({root_cause_line(error)})"
             size = (values["data"] or {}).get("micro_batch_size")
-            return cls(data, data.example_batch(), None, size, about.splitlines()[0])
+            return cls(data, made_up, None, size, about.splitlines()[0])
         return cls(data, batch, _len(loader), getattr(loader, "batch_size", None))
 
 
@@ -102,14 +103,12 @@ def on_device(values: Mapping[str, Any], room: Room) -> Mapping[str, Any]:
 
 
 def _predict(values: Mapping[str, Any], fed: Example) -> Prediction:
-    alone = {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
-    here = dict(values) | {"monitors": {}, "logger": None, "strategy": None}
-    here["trainer"] = values["trainer"] | alone | {"enable_checkpointing": False}
+    here = _alone(values)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(here)
 
     def model() -> pl.LightningModule:
-        built: pl.LightningModule = make("model", values["model"])
+        built: pl.LightningModule = make("model", here["model"])
         for choice in [each for each in callbacks_of(trainer) if isinstance(each, OptimizerChoice)]:
             choice.replace(built, keep_own=False)
         return built
@@ -124,6 +123,19 @@ def _predict(values: Mapping[str, Any], fed: Example) -> Prediction:
     )
     found.assumed.extend([fed.about] if fed.about else [])
     return found
+
+
+def _alone(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe for one CPU, that watches nothing and reads no weights."""
+    one = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "enable_checkpointing": False}
+    here = dict(values) | {"monitors": {}, "logger": None, "strategy": None}
+    here["trainer"] = values["trainer"] | one
+    if values["model"].get("pretrained") is True:
+        here["model"] = values["model"] | {"pretrained": False}
+    callbacks = dict(values.get("callbacks") or {})
+    if (callbacks.get("peft_adapter") or {}).get("base_checkpoint"):
+        callbacks["peft_adapter"] = callbacks["peft_adapter"] | {"base_checkpoint": None}
+    return here | {"callbacks": callbacks}
 
 
 def _len(loader: Any) -> int | None:

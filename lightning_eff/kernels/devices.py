@@ -94,8 +94,8 @@ DEVICES: Mapping[str, Device] = {
         memory_bytes=int(178.3 * KIB**3),
     ),
 }  # fmt: skip
-"""By the names that a command line knows. Bandwidths of L2 are estimates; vendors do not state them. The memory of
-an A100 and an H100 is that of the models with 80 GB."""
+"""By the names that a command line knows. Bandwidths of L2 are estimates; vendors do not state them. A100 and
+H100 are those with 80 GB."""
 
 
 def named(name: str) -> Device:

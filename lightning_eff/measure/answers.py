@@ -2,11 +2,13 @@
 
 What follows from whole numbers that are known (those of a batch, constants) is computed. Else all is well:
 `all` and `isfinite` are true, `any` and `isnan` are not, a loss scaler finds no infinity, another truth is
-yes and another number 1. What was assumed is kept, with who asked for it.
+yes, another whole number 1 and another number 0.01, which is neither nothing nor too much of a share.
+What was assumed is kept, with who asked for it.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,13 @@ aten: Any = torch.ops.aten
 
 SMALL = 1 << 18
 """Elements up to which what is known is followed."""
+SMALL_CONSTANT = 1024
+"""The same of a tensor that has values, a list of numbers say."""
 CONSTANTS = ("full", "zeros", "ones", "scalar_tensor", "arange", "lift_fresh", "zeros_like", "ones_like")
 """Operations whose result is known whatever their tensors hold."""
 NO = ("any", "isnan", "isinf", "ne", "logical_or", "bitwise_or", "equal")
 """Operations whose answer is no in a training that goes well."""
-QUIET = tuple(str(Path(sys.modules[name].__file__ or "").parent) for name in ("torch",))
+OTHER = 0.01
 
 
 class Answers(TorchDispatchMode):
@@ -52,7 +56,8 @@ class Answers(TorchDispatchMode):
     def learn(self, tensor: Tensor, real: Tensor) -> None:
         """Remember the values of a tensor, if they are whole numbers and not too many."""
         if not real.is_floating_point() and not real.is_complex() and real.numel() <= SMALL:
-            self._known[tensor] = real.detach().cpu()
+            with _disable_current_modes():
+                self._known[tensor] = real.detach().cpu()
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,21 +78,27 @@ class Answers(TorchDispatchMode):
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what an operation gives, if that follows from what is known."""
-        if any(isinstance(each, Tensor) and each not in self._known for each in args):
+        if any(isinstance(each, Tensor) and self._value(each) is None for each in args):
             return None
         name = _name(func)
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:  # noqa: SLF001
             return None
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not (tensors or name in CONSTANTS) or any(tensor not in self._known for tensor in tensors):
+        if not (tensors or name in CONSTANTS) or any(self._value(tensor) is None for tensor in tensors):
             return None
         if not tensors and not _is_small(args):
             return None
-        reals = [self._known[leaf] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        reals = [self._value(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         real_args, real_kwargs = tree_unflatten(reals, spec)
         with _disable_current_modes():
             return func(*real_args, **real_kwargs)
+
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor's values if they are known: those of a small constant that was made here are."""
+        if type(tensor) is Tensor and tensor.numel() <= SMALL_CONSTANT:
+            return tensor
+        return self._known.get(tensor)
 
     def _places(self, indices: Any) -> Any:
         """Return indices with known masks as the places where they are true, which have a known number."""
@@ -102,23 +113,26 @@ class Answers(TorchDispatchMode):
         return found
 
     def _remember(self, func: Any, args: Any, out: Any, known: Any) -> None:
-        name = _name(func)
+        """Note what is known of a result, or how a question about it would be answered."""
         if func._schema.is_mutable:  # noqa: SLF001
-            for tensor in tree_leaves(args):
-                if isinstance(tensor, Tensor):
-                    self._known.pop(tensor, None)
-            if name.startswith("_amp_foreach_non_finite_check"):
-                self._answer[args[1]] = 0.0
+            self._forget(func, args)
         if known is not None:
             for tensor, real in zip(tree_leaves(out), tree_leaves(known), strict=True):
                 if isinstance(tensor, Tensor) and real.numel() <= SMALL:
                     self._known[tensor] = real
         elif isinstance(out, Tensor) and out.dtype == torch.bool:
+            name = _name(func)
             asked = next((self._answer.get(each) for each in args if isinstance(each, Tensor)), None)
-            if name.endswith("_not") and asked is not None:
-                self._answer[out] = not asked
-            else:
-                self._answer[out] = name not in NO
+            turned = name.endswith("_not") and asked is not None
+            self._answer[out] = not asked if turned else name not in NO
+
+    def _forget(self, func: Any, args: Any) -> None:
+        """Forget what was known of tensors that are changed."""
+        for tensor in tree_leaves(args):
+            if isinstance(tensor, Tensor):
+                self._known.pop(tensor, None)
+        if _name(func).startswith("_amp_foreach_non_finite_check"):
+            self._answer[args[1]] = 0.0
 
     def _tell(self, tensor: Tensor) -> bool | int | float:
         real = self._known.get(tensor)
@@ -127,9 +141,8 @@ class Answers(TorchDispatchMode):
         if real is not None:
             with _disable_current_modes():
                 return real.item()
-        value = self._answer.get(tensor, 1)
+        value = self._answer.get(tensor, OTHER if tensor.is_floating_point() else 1)
         value = bool(value) if tensor.dtype == torch.bool else value
-        value = float(value) if tensor.is_floating_point() else value
         asker = _asker()
         if asker:
             self.assumed[f"{'a truth' if isinstance(value, bool) else 'a number'} is {value}: {asker}"] = None
@@ -141,9 +154,11 @@ def _name(func: Any) -> str:
 
 
 def _is_small(args: Any) -> bool:
-    size = args[0] if args else ()
-    numbers = size if isinstance(size, (list, tuple)) else [size]
-    return torch.Size(int(number) for number in numbers).numel() <= SMALL
+    """Say whether a constant of these arguments is worth keeping: a size, or the end of a range."""
+    first = args[0] if args else 0
+    if isinstance(first, (list, tuple)):
+        return math.prod(first) <= SMALL
+    return not math.isfinite(first) or first <= SMALL
 
 
 def _asker() -> str:
@@ -154,7 +169,7 @@ def _asker() -> str:
         parts = path.parts
         if "lightning" in parts or "torchmetrics" in parts or ("torch" in parts and "optim" in parts):
             return ""
-        if "torch" not in parts and path != Path(__file__) and "measure" not in parts:
+        if "torch" not in parts and path.parent != Path(__file__).parent:
             return f"{frame.f_code.co_name} ({path.name}:{frame.f_lineno})"
         frame = frame.f_back
     return ""

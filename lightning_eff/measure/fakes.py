@@ -1,26 +1,38 @@
 """Tensors without memory that a whole training can run on, on any machine: torch's fake tensors.
 
 A fake tensor has shape, format, device and storage size, and no values; `answers.py` has what a training that
-asks for values is told. torch's private names for fake tensors are used here and nowhere else. Two of its
-functions do not work with them, and are replaced inside: `Module.to` (it swaps parameters, which those that
-somebody refers to refuse) and `copy.deepcopy` of a tensor.
+asks for values is told. torch's private names for fake tensors are used here and nowhere else. Three of
+its functions do not work with them, and are replaced inside: `Module.to` (it swaps parameters, which those
+that somebody refers to refuse), `copy.deepcopy` of a tensor, and what makes tensors of a class of one's own.
+
+Compiled code reads memory that is not there, so nothing is compiled inside. What a compiled module would need
+is at most what it needs without. A compiled update of an optimizer has its temporaries in registers: it is
+run uncompiled and not looked at.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import functools
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+from torch.utils._python_dispatch import (
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+    _get_current_dispatch_mode,  # pyright: ignore[reportPrivateUsage]
+    _pop_mode_temporarily,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_eff.measure.answers import Answers
+from lightning_eff.measure.memory import LiveBytes
+
+COMPILED = "compiled modules are counted uncompiled, which is the most that they need"
 
 
 class Fakes(AbstractContextManager["Fakes"]):
@@ -50,6 +62,9 @@ class Fakes(AbstractContextManager["Fakes"]):
     def __enter__(self) -> Fakes:
         self._open.enter_context(_replaced(nn.Module, "_apply", _apply))
         self._open.enter_context(_replaced(FakeTensor, "__deepcopy__", _copy))
+        self._open.enter_context(_replaced(torch, "compile", self._uncompiled))
+        self._open.enter_context(_replaced(Tensor, "_make_subclass", staticmethod(_make_subclass)))
+        self._open.enter_context(torch.compiler.set_stance("force_eager"))
         self._open.enter_context(self._mode)
         self._open.enter_context(self._answers)
         return self
@@ -58,8 +73,23 @@ class Fakes(AbstractContextManager["Fakes"]):
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
+    def _uncompiled(self, model: Any = None, **options: Any) -> Any:
+        """Stand for `torch.compile`."""
+        if model is None:
+            return functools.partial(self._uncompiled, **options)
+
+        @functools.wraps(model)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            watched = isinstance(_get_current_dispatch_mode(), LiveBytes)
+            if torch.is_grad_enabled():
+                self._answers.assumed[COMPILED] = None
+            with _pop_mode_temporarily() if watched and not torch.is_grad_enabled() else nullcontext():
+                return model(*args, **kwargs)
+
+        return run
+
     def of(self, value: Any) -> Any:
-        """Return fakes of the tensors in a value, new ones at every call; those that share memory still do."""
+        """Return fakes of the tensors in a value, new ones at every call, which share memory as they do."""
         memo: dict[Any, Any] = {}
         return tree_map(lambda leaf: self._fake(leaf, memo), value)
 
@@ -87,14 +117,14 @@ class Fakes(AbstractContextManager["Fakes"]):
 
 
 @contextmanager
-def real_tensors() -> Iterator[None]:
+def real_tensors() -> Generator[None]:
     """Make real tensors again inside: for a loader, say."""
     with _disable_current_modes():
         yield
 
 
 @contextmanager
-def _replaced(owner: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def _replaced(owner: Any, name: str, function: Any) -> Generator[None]:
     """Put a function in the place of a class's own for a while."""
     missing = object()
     before = owner.__dict__.get(name, missing)
@@ -118,6 +148,24 @@ def _like(tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
     with torch.no_grad():
         base = memo[key][:whole].view(tensor.dtype)
         return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).detach()
+
+
+@functools.cache
+def _of_fakes(kind: type) -> Any:
+    """Return a class like another whose tensors are fakes."""
+    return type(kind)(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__})
+
+
+_OF_TORCH = Tensor._make_subclass  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+
+def _make_subclass(cls: type, data: Tensor, *options: Any, **keywords: Any) -> Tensor:
+    """Do what `Tensor._make_subclass` does, which refuses fakes: quantized weights are made so."""
+    if not isinstance(data, FakeTensor):
+        return _OF_TORCH(cls, data, *options, **keywords)
+    fake: Any = data.detach()
+    fake.__class__ = _of_fakes(cls)
+    return fake.requires_grad_(bool(options and options[0]))
 
 
 def _copy(self: Tensor, memo: dict[Any, Any]) -> Tensor:
@@ -144,5 +192,5 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
                 if tensor is not None and new is not None and new is not tensor:
                     tensor.data = new
         for name, buffer in self.named_buffers(recurse=False):
-            self._buffers[name] = fn(buffer)
+            self._buffers[name] = fn(buffer)  # pyright: ignore[reportPrivateUsage]
     return self

@@ -68,7 +68,7 @@ class Peak:
             recorder: After the step.
             block_bytes: What each storage is rounded up to, as an allocator does.
         """
-        tops = dict.fromkeys(PHASES, (0, -1))
+        tops: dict[str, tuple[int, int]] = dict.fromkeys(PHASES, (0, -1))
         total = 0
         for index, (event, change) in enumerate(_changes(recorder.events, block_bytes)):
             total += change
@@ -101,7 +101,7 @@ def _alive(events: Sequence[Event], block_bytes: int) -> dict[int, int]:
 
 
 def _by_category(recorder: Recorder, alive: dict[int, int]) -> dict[str, int]:
-    found = dict.fromkeys(CATEGORIES, 0)
+    found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for index, num_bytes in alive.items():
         found[recorder.holdings[index].category] += num_bytes
     return found
@@ -136,7 +136,7 @@ def _holders(recorder: Recorder, alive: dict[int, int]) -> list[Holder]:
 def _timeline(recorder: Recorder, block_bytes: int) -> list[dict[str, Any]]:
     """Return the fullest moment of each of `POINTS` stretches."""
     stretch = max(1, -(-len(recorder.events) // POINTS))
-    now = dict.fromkeys(CATEGORIES, 0)
+    now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     points: list[dict[str, Any]] = []
     total, top = 0, -1
     for index, (event, change) in enumerate(_changes(recorder.events, block_bytes)):

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch import callbacks as upstream
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,7 +38,8 @@ WATCHERS = (
     upstream.ModelSummary, upstream.ProgressBar, upstream.Timer,
 )  # fmt: skip
 """Callbacks that watch a run, need values or write files, and take no memory of the step."""
-OUR_WATCHERS = "lightning_eff.monitors."
+OURS = ("lightning_eff.monitors.", "lightning_eff.callbacks.data_preload")
+"""The same of ours by module, and what starts processes to read the data."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ def predict(
         ValueError: The Trainer is not for one CPU.
 
     Example:
+        >>> import torch
         >>> class Net(pl.LightningModule):
         ...     def __init__(self):
         ...         super().__init__()
@@ -117,7 +118,7 @@ def predict(
             _fit(made, built, loader, data, recorder)
             return Prediction.of(recorder, fakes.assumed)
         except Exception as error:  # noqa: BLE001 - a user's step may raise anything where nothing has values
-            return _without(error, built, made.optimizers if built is not None else [], fakes.assumed)
+            return _without(error, built, fakes.assumed)
 
 
 def predict_step(
@@ -135,10 +136,11 @@ def predict_step(
         optimizer: Makes the optimizer of the trained parameters.
 
     Example:
+        >>> import torch
         >>> sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
         >>> layer = nn.Linear(256, 256, bias=False)
         >>> predict_step(layer, torch.ones(1, 256), lambda net, x: net(x).sum(), sgd).peak.phase
-        'step'
+        'backward'
     """
     with Fakes() as fakes, _quiet():
         recorder = Recorder()
@@ -156,7 +158,7 @@ def predict_step(
                 probe.end()
             return Prediction.of(recorder, fakes.assumed)
         except Exception as error:  # noqa: BLE001 - a user's step may raise anything where nothing has values
-            return _without(error, built, made, fakes.assumed)
+            return _without(error, built, fakes.assumed)
 
 
 class Served(DataLoader[Any]):
@@ -198,16 +200,22 @@ class _Watch(pl.Callback):
         self._probe = Probe(count_flops=False, count_bytes=True, live=recorder)
 
     @override
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self._probe.begin(_[0], pl_module, trainer.optimizers)
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._probe.begin(batch, pl_module, trainer.optimizers)
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._probe.end()
         trainer.should_stop = self._probe.done(trainer.global_step)
 
     @override
-    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         self._probe.close()
 
 
@@ -222,7 +230,7 @@ def _fit(
     trainer.callbacks = [
         each
         for each in trainer.callbacks
-        if not isinstance(each, WATCHERS) and not type(each).__module__.startswith(OUR_WATCHERS)
+        if not isinstance(each, WATCHERS) and not type(each).__module__.startswith(OURS)
     ]
     trainer.callbacks.append(_Watch(recorder))
     trainer.loggers = []
@@ -243,7 +251,7 @@ def _length(batch: Any) -> int:
     return max(1, batch_size(batch)[0])
 
 
-def _without(error: Exception, model: Any, optimizers: list[Optimizer], assumed: list[str]) -> Prediction:
+def _without(error: Exception, model: Any, assumed: list[str]) -> Prediction:
     """Return what is known where the step did not run."""
     reason = root_cause_line(error).removeprefix("error: ").splitlines()[0]
     if not isinstance(model, nn.Module):
@@ -258,10 +266,10 @@ def _without(error: Exception, model: Any, optimizers: list[Optimizer], assumed:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """Leave out what techniques and Lightning say of a run that is none."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)  # torch logs what a fake tensor raises
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

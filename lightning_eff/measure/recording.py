@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_eff.facade import FreesGradients, PerParameter
+from lightning_eff.facade import PerParameter
 from lightning_eff.measure.memory import LiveBytes, tensors_in
 from lightning_eff.measure.whereabouts import BACKWARD, FORWARD, Whereabouts
 
@@ -171,9 +171,9 @@ class Recorder(LiveBytes):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "namespace", "") == "prim":
             return func(*args, **(kwargs or {}))
+        self._operation = getattr(func, "__name__", str(func)).partition(".")[0]
         if self._where is not None:
             self._settle(self._where)
-        self._operation = getattr(func, "__name__", str(func)).partition(".")[0]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _settle(self, where: Whereabouts) -> None:
@@ -183,6 +183,8 @@ class Recorder(LiveBytes):
             self._mark_activations(recomputed=False)
         elif before == BACKWARD and where.phase != BACKWARD:
             self._mark_what_lasts()
+        if self._operation == "detach":  # what is recomputed is kept so, without a gradient
+            return
         if self._was_recomputing and not where.recomputes:
             self._mark_activations(recomputed=True)
         self._was_recomputing = where.recomputes

@@ -126,7 +126,9 @@ class Expectation:
     def _headline(self, peak: Peak) -> str:
         taken = peak.num_bytes + self.room.workspace_bytes
         left = self.room.free_bytes - taken
-        verdict = f"fits, {human_bytes(left)} left" if left >= 0 else f"does not fit: {human_bytes(-left)} short"
+        verdict = (
+            f"fits, {human_bytes(left)} left" if left >= 0 else f"does not fit: {human_bytes(-left)} short"
+        )
         where = f" in {peak.path}" if peak.path else ""
         return (
             f"predicted peak of a step: {human_bytes(taken)} of {human_bytes(self.room.memory_bytes)} on "

@@ -58,8 +58,8 @@ class Whereabouts:
 
     @property
     def recomputes(self) -> bool:
-        """Whether a module is called in the backward pass."""
-        return bool(self._stack) and self.phase == BACKWARD
+        """Whether a forward pass runs inside the backward pass, which itself has nothing to differentiate."""
+        return self.phase == BACKWARD and torch.is_grad_enabled()
 
     def look(self) -> str:
         """Settle where the operation at hand is; return the phase before it."""
@@ -77,7 +77,7 @@ class Whereabouts:
         """The module of the operation at hand, or the one whose gradient it is part of; empty for none."""
         if self._stack:
             return self._stack[-1]
-        node = _current_node() if self.phase == BACKWARD else None
+        node = _current_node() if self.phase == BACKWARD and not self.recomputes else None
         return "" if node is None else self._by_number.get(node._sequence_nr(), "")  # noqa: SLF001
 
 
@@ -90,4 +90,4 @@ def _current_node() -> Any:
 
 
 def _next_number() -> int:
-    return torch._C._autograd._get_sequence_nr()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    return torch.autograd._get_sequence_nr()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 USAGE = """lightning-eff plan RECIPE [overrides] [options]
 
-  lightning-eff plan lm                                     what will be on, why, who set it; what a step takes
-  lightning-eff plan lm device=rtx4090                      of which device: h100, h200, a100, rtx4090, b200, cpu
+  lightning-eff plan lm                                     what will be on, why, and the memory of a step
+  lightning-eff plan lm device=rtx4090                      on another device: h100, h200, a100, b200, cpu
   lightning-eff plan lm '+callbacks=gradient_checkpointing' with overrides, as train takes them
   lightning-eff plan lm '+callbacks=triton_linear'          and who would compute which linear layers here
   lightning-eff plan lm '+callbacks=triton_linear' device=h200
