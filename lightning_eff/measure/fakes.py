@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -72,6 +73,7 @@ class Fakes(AbstractContextManager["Fakes"]):
     @override
     def __exit__(self, *error: object) -> None:
         self._open.close()
+        _forget_in_caches()
 
     def _uncompiled(self, model: Any = None, **options: Any) -> Any:
         """Stand for `torch.compile`."""
@@ -148,6 +150,14 @@ def _like(tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
     with torch.no_grad():
         base = memo[key][:whole].view(tensor.dtype)
         return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).detach()
+
+
+def _forget_in_caches() -> None:
+    """Take fakes out of what bitsandbytes keeps for the next real tensor."""
+    for name, attribute in (("functional", "name2qmap"), ("backends.utils", "_code_4bit_cache")):
+        kept: dict[Any, Any] = getattr(sys.modules.get(f"bitsandbytes.{name}"), attribute, {})
+        for key in [key for key, value in kept.items() if isinstance(value, FakeTensor)]:
+            del kept[key]
 
 
 @functools.cache

@@ -169,8 +169,9 @@ class Recorder(LiveBytes):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "namespace", "") == "prim":
-            return func(*args, **(kwargs or {}))
+        if getattr(func, "namespace", "") == "prim":  # where a tensor is: asked more often than all else
+            place = getattr(args[0], "fake_device", None)
+            return func(*args, **(kwargs or {})) if place is None else place
         self._operation = getattr(func, "__name__", str(func)).partition(".")[0]
         if self._where is not None:
             self._settle(self._where)
