@@ -7,6 +7,7 @@ its data. Data that is not prepared yet is not prepared for this: a data module 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
@@ -22,6 +23,9 @@ from lightning_eff.measure.prediction import Prediction, predict
 from lightning_eff.measure.room import Room
 from lightning_eff.resume import callbacks_of
 from lightning_eff.run import build_trainer, make
+
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -73,6 +77,24 @@ class Example:
         return cls(data, batch, _len(loader), getattr(loader, "batch_size", None))
 
 
+def _why(error: Exception) -> str:
+    return root_cause_line(error).removeprefix("error: ").splitlines()[0]
+
+
+def example_of(values: Mapping[str, Any]) -> Example | None:
+    """Take a batch from a recipe's data; None where there is none to be had.
+
+    Args:
+        values: From `config.compose_recipe`.
+    """
+    try:
+        with real_tensors(), redirect_stdout(sys.stderr):
+            return Example.of(values)
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything, and stops nothing here
+        log.debug("no batch: %s", _why(error))
+        return None
+
+
 def dry_run(values: Mapping[str, Any], example: Example | None = None) -> Prediction:
     """Predict a composed run's peak; what prevents it is told in the result.
 
@@ -86,7 +108,7 @@ def dry_run(values: Mapping[str, Any], example: Example | None = None) -> Predic
         with redirect_stdout(sys.stderr):
             return _predict(values, fed)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything, and stops nothing here
-        return Prediction(reason=root_cause_line(error).removeprefix("error: ").splitlines()[0])
+        return Prediction(reason=_why(error))
 
 
 def on_device(values: Mapping[str, Any], room: Room) -> Mapping[str, Any]:

@@ -61,21 +61,24 @@ class Peak:
     timeline: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, recorder: Recorder, *, block_bytes: int = 1) -> Peak:
+    def of(cls, recorder: Recorder, *, block_bytes: int = 1, on_device: bool = False) -> Peak:
         """Replay a record.
 
         Args:
             recorder: After the step.
             block_bytes: What each storage is rounded up to, as an allocator does.
+            on_device: Leave out what would stay in the host's memory.
         """
+        left_out = recorder.on_host if on_device else set[int]()
+        events = [event for event in recorder.events if event.holding not in left_out]
         tops: dict[str, tuple[int, int]] = dict.fromkeys(PHASES, (0, -1))
         total = 0
-        for index, (event, change) in enumerate(_changes(recorder.events, block_bytes)):
+        for index, (event, change) in enumerate(_changes(events, block_bytes)):
             total += change
             tops[event.phase] = max(tops[event.phase], (total, -index))  # the first of equals
         phase, (top, at) = max(tops.items(), key=lambda each: each[1])
-        alive = _alive(recorder.events[: 1 - at], block_bytes)
-        made = recorder.holdings[recorder.events[-at].holding] if recorder.events else Holding("", "", phase)
+        alive = _alive(events[: 1 - at], block_bytes)
+        made = recorder.holdings[events[-at].holding] if events else Holding("", "", phase)
         return cls(
             num_bytes=top,
             phase=phase,
@@ -83,11 +86,11 @@ class Peak:
             path=made.path,
             by_category=_by_category(recorder, alive),
             by_phase={
-                name: _by_category(recorder, _alive(recorder.events[: 1 - index], block_bytes))
+                name: _by_category(recorder, _alive(events[: 1 - index], block_bytes))
                 for name, (_, index) in tops.items()
             },
             holders=_holders(recorder, alive),
-            timeline=_timeline(recorder, block_bytes),
+            timeline=_timeline(recorder, events, block_bytes),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -133,13 +136,13 @@ def _holders(recorder: Recorder, alive: dict[int, int]) -> list[Holder]:
     return [Holder(*key, num_bytes=num_bytes, count=counts[key]) for key, num_bytes in largest]
 
 
-def _timeline(recorder: Recorder, block_bytes: int) -> list[dict[str, Any]]:
+def _timeline(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> list[dict[str, Any]]:
     """Return the fullest moment of each of `POINTS` stretches."""
-    stretch = max(1, -(-len(recorder.events) // POINTS))
+    stretch = max(1, -(-len(events) // POINTS))
     now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     points: list[dict[str, Any]] = []
     total, top = 0, -1
-    for index, (event, change) in enumerate(_changes(recorder.events, block_bytes)):
+    for index, (event, change) in enumerate(_changes(events, block_bytes)):
         now[recorder.holdings[event.holding].category] += change
         total += change
         if index % stretch == 0:

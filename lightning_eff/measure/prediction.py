@@ -48,7 +48,7 @@ class Prediction:
 
     Args:
         peak: On a CPU, to the byte; None where it could not be predicted.
-        in_blocks: The same in blocks of CUDA's allocator.
+        in_blocks: The same in blocks of CUDA's allocator, without what stays on the host.
         assumed: What was answered without being known.
         reason: Why there is no peak.
         lasting_bytes: Where there is none, bytes by category that are known by arithmetic.
@@ -63,7 +63,7 @@ class Prediction:
     @classmethod
     def of(cls, recorder: Recorder, assumed: list[str]) -> Prediction:
         """Read a record."""
-        in_blocks = Peak.of(recorder, block_bytes=CUDA_BLOCK_BYTES)
+        in_blocks = Peak.of(recorder, block_bytes=CUDA_BLOCK_BYTES, on_device=True)
         return cls(peak=Peak.of(recorder), in_blocks=in_blocks, assumed=assumed)
 
 

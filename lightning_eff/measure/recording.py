@@ -84,6 +84,8 @@ class Recorder(LiveBytes):
         super().__init__()
         self.holdings: list[Holding] = []
         self.events: list[Event] = []
+        self.on_host: set[int] = set()
+        """Storages that stay in the host's memory wherever the model is."""
         self._alive_index: dict[int, int] = {}
         self._operation = ""
         self._module: nn.Module | None = None
@@ -136,7 +138,19 @@ class Recorder(LiveBytes):
         for optimizer in self._optimizers:
             self._mark(list(optimizer.state.values()), STATE)
             if isinstance(optimizer, PerParameter):
-                self._mark([optimizer.stand_in(parameter) for parameter in optimizer.parameters()], STATE)
+                self._mark_stand_ins(optimizer)
+
+    def _mark_stand_ins(self, optimizer: PerParameter) -> None:
+        """Mark what an optimizer changes in the place of parameters: it is in the host's memory."""
+        own = [(parameter, optimizer.stand_in(parameter)) for parameter in optimizer.parameters()]
+        stand_ins = [each for parameter, each in own if each is not parameter]
+        self._mark(stand_ins, STATE)
+        if stand_ins:
+            gradients = [each.grad for each in stand_ins]
+            for tensor in tensors_in([*stand_ins, *gradients, *optimizer.state.values()]):
+                index = self._alive_index.get(id(tensor.untyped_storage()))
+                if index is not None:
+                    self.on_host.add(index)
 
     def _mark_activations(self, *, recomputed: bool) -> None:
         """Take for activations what a forward pass has made and is alive at its end."""

@@ -40,6 +40,7 @@ Exit code 5 when a combination is refused, 3 when this machine lacks something; 
 
 options:
   --config-dir DIR        a folder of your own with groups and recipes
+  --advice                try techniques that save memory, and the largest micro-batch that fits (a minute)
   --json                  print the rows as JSON on the standard output
   --debug                 whole tracebacks"""
 
@@ -73,6 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="lightning-eff plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--advice", action="store_true")
     parser.add_argument("--debug", action="store_true")
     parser.error = _usage_error  # pyright: ignore[reportAttributeAccessIssue]
     given, words = parser.parse_known_args(arguments)
@@ -89,15 +91,25 @@ def main(arguments: Sequence[str]) -> int:
     rows, findings = _judge(trainer, lambda group, name: _set_by(recipe, overrides, place, group, name))
     layers, division = _layers(values, trainer, device), division_of(values, trainer)
     expected = _expected(values, trainer, device)
+    advice = None
+    if given.advice:
+        from lightning_eff.advice import advise
+
+        def again(words: Sequence[str]) -> dict[str, Any]:
+            return config.compose_recipe(recipe, [*overrides, *words], place).values
+
+        with redirect_stdout(sys.stderr):
+            advice = advise(again, expected.room)
     if given.json:
         found = {"recipe": recipe, "rows": [asdict(row) for row in rows]}
         found |= {"layers": [asdict(row) for row in layers.rows], "layers_about": layers.about}
         found |= {"division": division.rows(), "division_about": division.about}
         found |= {"division_assumed": division.assumptions, "peak": expected.as_dict()}
+        found |= {"advice": advice.as_dict()} if advice is not None else {}
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
         told = [str(each) for each in (layers, division) if each.about]
-        sys.stdout.write("\n\n".join([_text(rows), str(expected), *told]) + "\n")
+        sys.stdout.write("\n\n".join([_text(rows), str(expected), *([str(advice)] if advice else []), *told]) + "\n")
     from lightning_eff.plan import raise_refused
 
     raise_refused(findings)
