@@ -87,7 +87,9 @@ class Advice:
         lines = ["the batch fits: memory techniques would only slow this run, unless for a larger batch"]
         if not self.fits:
             lines = ["the batch does not fit; by bytes saved, the best beside those before it:"]
-            lines += [f" {' '.join(each.words)}: {human_bytes(each.peak_bytes or 0)} left" for each in self.chosen]
+            lines += [
+                f" {' '.join(each.words)}: {human_bytes(each.peak_bytes or 0)} left" for each in self.chosen
+            ]
         if self.micro_batch_size is not None:
             lines.append(f"largest micro-batch that fits: data.micro_batch_size={self.micro_batch_size}")
         rows = [[_saved(each), " ".join(each.words), each.why] for each in self.first]
@@ -114,7 +116,9 @@ def advise(compose: Compose, room: Room, *, budget_s: float = 120.0) -> Advice:
     found = Advice(fits=peak <= room.free_bytes)
     left, words = list(CANDIDATES), ()
     while left:
-        tried = [_saving(compose, room, fed, (words, each), peak) for each in left if time.monotonic() < until]
+        tried = [
+            _saving(compose, room, fed, (words, each), peak) for each in left if time.monotonic() < until
+        ]
         found.unfinished = len(tried) < len(left)
         tried.sort(key=lambda each: -(each.saved_bytes or 0))
         found.first = found.first or tried

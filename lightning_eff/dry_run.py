@@ -24,7 +24,6 @@ from lightning_eff.measure.room import Room
 from lightning_eff.resume import callbacks_of
 from lightning_eff.run import build_trainer, make
 
-
 log = logging.getLogger(__name__)
 
 

@@ -90,4 +90,4 @@ def _current_node() -> Any:
 
 
 def _next_number() -> int:
-    return torch.autograd._get_sequence_nr()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    return getattr(torch.autograd, "_get_sequence_nr")()  # noqa: B009 - its stubs do not have it

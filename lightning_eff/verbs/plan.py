@@ -21,6 +21,8 @@ from lightning_eff.place import Place, listed_options, recipe_chain
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_eff.advice import Advice, Compose
+    from lightning_eff.measure.division import Division
     from lightning_eff.measure.linear_layers import LinearLayers
     from lightning_eff.measure.room import Expectation
 
@@ -69,6 +71,52 @@ class Row:
     remedies: list[str] = field(default_factory=list[str])
 
 
+@dataclass(frozen=True)
+class _Looks:
+    """What else was found out about a recipe.
+
+    Args:
+        expected: The peak of a step.
+        layers: Who computes which linear layers.
+        division: What each of many devices would keep.
+        advice: What would save memory; None where nobody asked.
+    """
+
+    expected: Expectation
+    layers: LinearLayers
+    division: Division
+    advice: Advice | None
+
+    @classmethod
+    def at(cls, values: dict[str, Any], trainer: pl.Trainer, device: str, compose: Compose | None) -> _Looks:
+        """Look; with `compose`, which takes more words, for advice too."""
+        from lightning_eff.advice import advise
+        from lightning_eff.forecast import division_of
+
+        expected = _expected(values, trainer, device)
+        with redirect_stdout(sys.stderr):
+            advice = advise(compose, expected.room) if compose is not None else None
+        layers = _layers(values, trainer, device)
+        return cls(expected, layers, division_of(values, trainer), advice)
+
+    def texts(self) -> list[str]:
+        """Return what there is to say."""
+        advice = [str(self.advice)] if self.advice is not None else []
+        return [
+            str(self.expected),
+            *advice,
+            *(str(each) for each in (self.layers, self.division) if each.about),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as plain values, for JSON."""
+        found: dict[str, Any] = {"layers": [asdict(row) for row in self.layers.rows]}
+        found |= {"layers_about": self.layers.about, "division": self.division.rows()}
+        found |= {"division_about": self.division.about, "division_assumed": self.division.assumptions}
+        found |= {"peak": self.expected.as_dict()}
+        return found | ({"advice": self.advice.as_dict()} if self.advice is not None else {})
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
     parser = argparse.ArgumentParser(prog="lightning-eff plan", add_help=False, allow_abbrev=False)
@@ -83,33 +131,20 @@ def main(arguments: Sequence[str]) -> int:
     place = Place.of(given.config_dir)
     sys.path.insert(0, str(Path.cwd()))
     values = config.compose_recipe(recipe, overrides, place).values
-    from lightning_eff.forecast import division_of
     from lightning_eff.run import build_trainer
+
+    def again(words: Sequence[str]) -> dict[str, Any]:
+        return config.compose_recipe(recipe, [*overrides, *words], place).values
 
     with redirect_stdout(sys.stderr):  # DeepSpeed speaks on the standard output, where JSON may be wanted
         trainer = build_trainer(values)
     rows, findings = _judge(trainer, lambda group, name: _set_by(recipe, overrides, place, group, name))
-    layers, division = _layers(values, trainer, device), division_of(values, trainer)
-    expected = _expected(values, trainer, device)
-    advice = None
-    if given.advice:
-        from lightning_eff.advice import advise
-
-        def again(words: Sequence[str]) -> dict[str, Any]:
-            return config.compose_recipe(recipe, [*overrides, *words], place).values
-
-        with redirect_stdout(sys.stderr):
-            advice = advise(again, expected.room)
+    looks = _Looks.at(values, trainer, device, again if given.advice else None)
     if given.json:
-        found = {"recipe": recipe, "rows": [asdict(row) for row in rows]}
-        found |= {"layers": [asdict(row) for row in layers.rows], "layers_about": layers.about}
-        found |= {"division": division.rows(), "division_about": division.about}
-        found |= {"division_assumed": division.assumptions, "peak": expected.as_dict()}
-        found |= {"advice": advice.as_dict()} if advice is not None else {}
+        found = {"recipe": recipe, "rows": [asdict(row) for row in rows]} | looks.as_dict()
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
-        told = [str(each) for each in (layers, division) if each.about]
-        sys.stdout.write("\n\n".join([_text(rows), str(expected), *([str(advice)] if advice else []), *told]) + "\n")
+        sys.stdout.write("\n\n".join([_text(rows), *looks.texts()]) + "\n")
     from lightning_eff.plan import raise_refused
 
     raise_refused(findings)

@@ -1,4 +1,4 @@
-"""Answers about values that are not there: computed where they follow, plausible elsewhere, and written down."""
+"""Answers about values that are not there: computed where they follow, else plausible, and written down."""
 
 from __future__ import annotations
 
@@ -67,6 +67,8 @@ def test_a_loss_scaler_finds_nothing_infinite() -> None:
 
 
 def test_what_a_mask_picks_is_refused_where_it_is_not_known() -> None:
-    with Fakes(), pytest.raises(Exception, match="nonzero|index"):
+    with Fakes():
         x = torch.randn(3)
-        x[x > 0].sum()
+        mask = x > 0
+        with pytest.raises(Exception, match="nonzero"):
+            x[mask].sum()

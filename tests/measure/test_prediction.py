@@ -50,7 +50,9 @@ class Encoder(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         tokens, targets = batch
         weight = (targets > 3).sum()
-        loss = F.cross_entropy(self.head(self.layers(self.embedding(tokens))).flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(
+            self.head(self.layers(self.embedding(tokens))).flatten(0, 1), targets.flatten()
+        )
         self.log("loss", loss)
         return {"loss": loss, "weight": float(weight)}
 
@@ -67,8 +69,8 @@ class Llama(pl.LightningModule):
 
         self.net = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, max_position_embeddings=32,
+                vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
             )
         )  # fmt: skip
 
@@ -233,7 +235,7 @@ def test_a_trainer_for_something_else_is_refused() -> None:
 
 @pytest.mark.slow
 def test_three_billion_parameters_take_seconds_and_no_memory() -> None:
-    """Goal G2: at most 5 s of this process's time a step and 1 GiB, for 28 layers of 3072 on 2 x 4096 tokens."""
+    """Goal G2: at most 5 s of this process a step and 1 GiB, for 28 layers of 3072 on 2 x 4096 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -119,7 +119,9 @@ def test_the_replay_is_the_count(block_bytes: int) -> None:
     peak = Peak.of(recorder, block_bytes=block_bytes)
     assert sum(peak.by_category.values()) == peak.num_bytes == sum(peak.by_phase[peak.phase].values())
     assert sum(holder.num_bytes for holder in peak.holders) == peak.num_bytes
-    assert max(sum(v for v in point.values() if isinstance(v, int)) for point in peak.timeline) == peak.num_bytes
+    assert (
+        max(sum(v for v in point.values() if isinstance(v, int)) for point in peak.timeline) == peak.num_bytes
+    )
     if block_bytes == 1:
         assert peak.num_bytes == recorder.peak_bytes
     else:

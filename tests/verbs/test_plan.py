@@ -420,7 +420,13 @@ def test_peak_in_json_has_everything(command: Command) -> None:
 
 def test_a_peak_that_does_not_fit_is_told(command: Command) -> None:
     """A model and a batch that this machine could not hold."""
-    words = ["baseline", "model.d_model=8192", "model.num_layers=2", "data.micro_batch_size=64", "device=rtx4090"]
+    words = [
+        "baseline",
+        "model.d_model=8192",
+        "model.num_layers=2",
+        "data.micro_batch_size=64",
+        "device=rtx4090",
+    ]
     found = peak(command, *words)
     assert found["fits"] is False
     assert found["tensors"]["by_category"]["parameters"] > 2 * 12 * 8192**2 * 4
@@ -433,7 +439,12 @@ def test_a_peak_in_the_format_of_the_device(command: Command) -> None:
     words = ["lm", "data.micro_batch_size=4"]
     named = peak(command, *words, "device=a100")["tensors"]["by_category"]["activations"]
     assert named < peak(command, *words, "precision=fp32")["tensors"]["by_category"]["activations"]
-    assert named == peak(command, *words, "precision=bf16_mixed", "device=a100")["tensors"]["by_category"]["activations"]
+    assert (
+        named
+        == peak(command, *words, "precision=bf16_mixed", "device=a100")["tensors"]["by_category"][
+            "activations"
+        ]
+    )
 
 
 def test_no_peak_stops_nothing(command: Command, tmp_path: Path) -> None:
@@ -444,7 +455,10 @@ def test_no_peak_stops_nothing(command: Command, tmp_path: Path) -> None:
     code, out, _ = command("plan", "baseline", "model._target_=my_nets.Asks", "trainer.accelerator=cpu")
     assert code == 0
     assert "peak not predicted: " in out
-    assert "by arithmetic, without activations: at least 1.0 MiB (parameters 514.0 KiB, gradients 514.0 KiB)" in out
+    assert (
+        "by arithmetic, without activations: at least 1.0 MiB (parameters 514.0 KiB, gradients 514.0 KiB)"
+        in out
+    )
 
 
 @pytest.mark.parametrize("words", [["full_finetune"], ["qlora"]])
