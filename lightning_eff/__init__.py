@@ -23,6 +23,8 @@ TECHNIQUE_FOLDERS = (
     "monitors",
 )
 """Folders in which one module holds one public class: the module's name without underscores, in any case."""
+FUNCTIONS = {"compare": "lightning_eff.comparison.modules"}
+"""Public functions by their modules."""
 
 
 def _modules() -> dict[str, str]:
@@ -36,7 +38,7 @@ def _modules() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> Any:
-    module_name = _modules().get(name.lower())
+    module_name = FUNCTIONS.get(name) or _modules().get(name.lower())
     if module_name is None or name.startswith("_"):
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
@@ -45,4 +47,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     names = [module.rpartition(".")[2] for module in _modules().values()]
-    return ["__version__", *("".join(word.title() for word in name.split("_")) for name in names)]
+    return ["__version__", *FUNCTIONS, *("".join(word.title() for word in name.split("_")) for name in names)]

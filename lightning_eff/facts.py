@@ -173,6 +173,12 @@ SHARDING = tuple(
     )
 )
 """For optimizers that place state themselves."""
+PROJECTS = Rule(
+    name="callbacks/peft_adapter",
+    reason="an adapter's matrices have a low rank already, so there is nothing to project",
+    remedies=("optimizer=adamw", "callbacks=[]"),
+)
+"""For optimizers that project gradients onto fewer dimensions."""
 
 
 @dataclass(frozen=True, kw_only=True)

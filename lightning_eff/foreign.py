@@ -9,6 +9,7 @@ from __future__ import annotations
 from lightning_eff.facts import (
     FLATTENED,
     NEW_PARAMETERS,
+    PROJECTS,
     SCHEDULE,
     SUITE,
     TRANSFORM,
@@ -31,11 +32,6 @@ _COPIES = Rule(
     name=NEW_PARAMETERS,
     reason="it copies the model before its parameters are replaced, and averages the wrong ones",
     remedies=("remove it",),
-)
-_PROJECTS = Rule(
-    name="callbacks/peft_adapter",
-    reason="an adapter's matrices have a low rank already, so there is nothing to project",
-    remedies=("optimizer=adamw", "callbacks=[]"),
 )
 _COMPILER = Rule(
     name="machine/compiler",
@@ -111,7 +107,7 @@ RULES = {
     "schedulefree/SGDScheduleFree": _SCHEDULE_FREE,
     "schedulefree/RAdamScheduleFree": _SCHEDULE_FREE,
     "pytorch_optimizer/Lamb": Facts(excludes=FLATTENED),
-    "pytorch_optimizer/APOLLO": Facts(excludes=(_PROJECTS,)),
-    "pytorch_optimizer/GaLore": Facts(excludes=(_PROJECTS,)),
+    "pytorch_optimizer/APOLLO": Facts(excludes=(PROJECTS,)),
+    "pytorch_optimizer/GaLore": Facts(excludes=(PROJECTS,)),
     "optimizer/fused": Facts(excludes=(_LATE_UNSCALING,)),
 }

@@ -30,10 +30,16 @@ LOGGERS = ("lightning", "lightning.fabric", "lightning.pytorch", "lightning_eff.
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """Let no later test be seeded by this one (Lightning seeds anew for DDP), or be silent as its rank."""
+    """Let no later test be seeded by this one, be silent as its rank, or start ranks of its job.
+
+    Lightning leaves its seed, its rank and where ranks meet in the environment, which children inherit.
+    """
     levels = {name: logging.getLogger(name).level for name in LOGGERS}
+    environ = {name: value for name, value in os.environ.items() if name != "PL_GLOBAL_SEED"}
     yield
-    os.environ.pop("PL_GLOBAL_SEED", None)
+    for name in os.environ.keys() - environ.keys() - {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
     rank_zero_only.rank = 0
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)

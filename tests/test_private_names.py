@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 from pathlib import Path
 
@@ -11,13 +12,25 @@ import pytest
 import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+)
 from torch.utils import checkpoint
 
 from lightning_eff.measure.throughput import FETCH_ACTION
 
 ROOT = Path(__file__).parent.parent / "lightning_eff"
 USED_IN = {
+    "_hp_mapping": "sharding/zero_parts.py",
+    "_swappable_optimizer_subgroup": "sharding/zero_parts.py",
+    "__compatible_ops__": "sharding/zero_checks.py",
+    "_IncompatibleKeys": "sharding/full_state.py",
+    "_setup_model_and_optimizer": "strategy/deepspeed_zero.py",
+    "_init_deepspeed_distributed": "strategy/deepspeed_zero.py",
+    "_data_parallel_size": "strategy/fsdp2.py",
     "_after_closure": "precision/mixed.py",
     "_last_global_step_saved": "run.py",
     "_scaled_dot_product_flash_attention_for_cpu": "measure/flops.py",
@@ -283,3 +296,36 @@ def test_autograd_numbers_its_nodes() -> None:
     )
     y.backward()
     assert seen == [(True, number)]
+
+
+def test_deepspeed_keeps_its_parts_where_they_are_looked_for() -> None:
+    """Read from its files: importing it settles on an accelerator for the whole process."""
+    spec = importlib.util.find_spec("deepspeed")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent
+    used = {
+        "runtime/zero/stage_1_and_2.py": (
+            "self.bit16_groups =", "self.single_partition_of_fp32_groups =", "external_loss_scale",
+        ),
+        "runtime/zero/stage3.py": (
+            "self.fp32_partitioned_groups_flat",
+            "self.grad_position[param_id] = [int(i), int(current_offset)",
+            "def get_param_id", "def _swappable_optimizer_subgroup",
+            "def _optimizer_states_and_gradient_swap_in", "def _optimizer_states_and_gradient_swap_out",
+        ),
+        "utils/tensor_fragment.py": ("lp_fragment_address", "hp_fragment_address"),
+        "runtime/zero/partition_parameters.py": ("def shutdown_init_context", "def restore_init_context"),
+        "ops/__init__.py": ("__compatible_ops__",),
+        "comm/torch.py": ("deepspeed.ops.__compatible_ops__.get(builder.NAME, False)",),
+    }  # fmt: skip
+    for file, names in used.items():
+        source = (folder / file).read_text()
+        assert [name for name in names if name not in source] == [], file
+
+
+def test_lightnings_strategies_call_what_ours_replace() -> None:
+    for name in ("_setup_model_and_optimizer", "_init_optimizers", "_init_deepspeed_distributed"):
+        assert name in inspect.getsource(DeepSpeedStrategy)
+    assert "self._format_batch_size_and_grad_accum_config()" in inspect.getsource(DeepSpeedStrategy)
+    assert "self._data_parallel_size" in inspect.getsource(ModelParallelStrategy.setup_environment)

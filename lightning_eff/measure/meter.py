@@ -67,7 +67,7 @@ class Meter:
         else:
             self.throughput.finish_batch(num_samples, num_tokens, wait_s)
             return
-        self.throughput.restart()
+        self.throughput.skip_batch()
 
     def close(self) -> None:
         """Stop everything, also in the middle of a batch; a second call does nothing."""
@@ -95,6 +95,7 @@ class Meter:
         held = self.probe.peak_if_held_bytes if self.frees_gradients else None
         return figures | {
             "world_size": world_size,
+            "first_batch_s": self.throughput.first_batch_s or None,
             "flops_per_sample": flops_per_sample,
             "flops_per_s": flops_per_s,
             "mfu": flops_per_s / ceiling if flops_per_s and ceiling else None,

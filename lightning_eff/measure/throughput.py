@@ -24,7 +24,14 @@ class Throughput:
         self.num_samples = 0
         self.num_tokens = 0
         self.wait_s = 0.0
+        self.first_batch_s = 0.0
+        """The longest batch of those that are not timed: a compiler's work is in it."""
         self._mark_s = time.perf_counter()
+
+    def skip_batch(self) -> None:
+        """End a batch that is not typical."""
+        self.first_batch_s = max(self.first_batch_s, time.perf_counter() - self._mark_s)
+        self.restart()
 
     def restart(self) -> None:
         """Begin the next batch's time now."""

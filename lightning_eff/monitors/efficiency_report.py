@@ -30,7 +30,9 @@ from typing_extensions import override
 from lightning_eff.compiled import is_compiled
 from lightning_eff.errors import ConfigError
 from lightning_eff.facts import Technique, asked, name_of, techniques
+from lightning_eff.loop import ExactStep
 from lightning_eff.measure import environment, report
+from lightning_eff.measure.losses import Losses
 from lightning_eff.measure.memory import state_bytes
 from lightning_eff.measure.meter import Meter
 
@@ -69,6 +71,8 @@ class EfficiencyReport(pl.Callback):
         self._asked: list[tuple[Technique, dict[str, Any]]] = []
         self._meter: Meter | None = None
         self._first_step = 0
+        self._last_step = 0
+        self._losses = Losses()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -81,7 +85,11 @@ class EfficiencyReport(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._first_step = trainer.global_step
+        reports = [each for each in _callbacks(trainer) if isinstance(each, EfficiencyReport)]
+        if next(each for each in reports if each.dirpath == self.dirpath) is not self:
+            return  # that one writes the same files
+        self._first_step = self._last_step = trainer.global_step
+        self._losses = Losses()
         count = self.count_first_batches and not is_compiled(pl_module)
         self._meter = Meter(
             trainer.strategy.root_device,
@@ -102,8 +110,12 @@ class EfficiencyReport(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._meter is not None:
-            self._meter.end_batch(batch, num_steps=trainer.global_step - self._first_step)
+        if self._meter is None:
+            return
+        step = trainer.global_step
+        self._meter.end_batch(batch, num_steps=step - self._first_step)
+        self._losses.add(step if step > self._last_step else step + 1, outputs, _num_shares(trainer))
+        self._last_step = step
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -138,6 +150,7 @@ class EfficiencyReport(pl.Callback):
                 _entry(technique, arguments, ran=trainer.global_step > self._first_step)
                 for technique, arguments in self._asked
             ],
+            "losses": self._losses.curve(),
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "environment": environment.describe(meter.device),
             "command": _command(),
@@ -192,6 +205,14 @@ def _command() -> str:
     program = Path(sys.argv[0])
     ours = program.name == "lightning-eff" or program.parent.name == "lightning_eff"
     return shlex.join(["lightning-eff" if ours else sys.argv[0], *sys.argv[1:]])
+
+
+def _num_shares(trainer: pl.Trainer) -> int:
+    """Return what Lightning's own loop has divided a batch's loss by; ours leaves it as it was."""
+    stock = trainer.lightning_module.automatic_optimization and not isinstance(
+        trainer.fit_loop.epoch_loop.automatic_optimization, ExactStep
+    )
+    return trainer.accumulate_grad_batches if stock else 1
 
 
 def _compute_dtype(trainer: pl.Trainer) -> torch.dtype:

@@ -21,7 +21,7 @@ from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 from typing_extensions import override
 
 from lightning_eff.errors import ConfigError
-from lightning_eff.facts import FLATTENED, Facts, Outcome
+from lightning_eff.facts import FLATTENED, PROJECTS, Facts, Outcome
 from lightning_eff.optimizer.muon import split
 
 PROJECTOR = "projector"
@@ -81,7 +81,7 @@ class GaLore(pytorch_optimizer.GaLore):
     @staticmethod
     def facts() -> Facts:
         """State what breaks its mathematics."""
-        return Facts(excludes=FLATTENED)
+        return Facts(excludes=(*FLATTENED, PROJECTS))
 
     @override
     def __getstate__(self) -> dict[str, Any]:

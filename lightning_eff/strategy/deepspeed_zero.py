@@ -77,6 +77,9 @@ class DeepSpeedZero(DeepSpeedStrategy):
         lightning_eff.errors.ConfigError: stage=4: expected 1 (optimizer state), 2 (and gradients) or ...
     """
 
+    whole_checkpoints = True
+    """Every tensor is whole in a checkpoint, whatever the stage."""
+
     def __init__(
         self,
         *,
@@ -108,8 +111,6 @@ class DeepSpeedZero(DeepSpeedStrategy):
         self.shard_while_building = shard_while_building
         self.given_config = config
         self._groups: list[list[torch.Tensor]] = []
-
-    whole_checkpoints = True
 
     @property
     @override

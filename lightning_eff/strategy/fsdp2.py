@@ -163,19 +163,28 @@ class FSDP2(ModelParallelStrategy):
             return self._as_forward("predict_step", *arguments, **keywords)
 
     def _as_forward(self, name: str, *arguments: Any, **keywords: Any) -> Any:
-        """Call a step as if it were `forward`, so that the weights of no block are there for all of it.
+        """Call a step as if it were `forward`, so that weights outside of all blocks are gathered for it.
 
-        A step may call `self(x)`, or `self.layer(x)`, which alone would not gather them.
+        A step may call `self(x)`, or `self.layer(x)`, which alone would not gather them. A `forward` of the
+        instance's own, which another technique may have put there, comes back.
         """
         module: Any = self.lightning_module
+        own = {key: value for key, value in vars(module).items() if key == "forward"}
+
+        def put_back() -> None:
+            vars(module).pop("forward", None)
+            vars(module).update(own)
 
         def step(*inner: Any, **more: Any) -> Any:
-            del module.forward
+            put_back()
             with fully_sharded.hooks_of_blocks_alone(module):
                 return getattr(module, name)(*inner, **more)
 
         module.forward = step
-        return module(*arguments, **keywords)
+        try:
+            return module(*arguments, **keywords)
+        finally:
+            put_back()
 
     @override
     def block_backward_sync(  # pyright: ignore[reportIncompatibleMethodOverride]

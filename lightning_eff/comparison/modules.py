@@ -1,0 +1,137 @@
+"""`lightning_eff.compare`: the same table from Python, on any LightningModule."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_eff.comparison import apart
+from lightning_eff.comparison.rounds import Comparison
+from lightning_eff.comparison.rows import Result, Row
+from lightning_eff.comparison.trials import BASELINE, Trial
+from lightning_eff.errors import ConfigError
+
+REPORT_FILE = "report.json"
+QUIET: dict[str, Any] = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+    "enable_model_summary": False, "limit_val_batches": 0,
+}  # fmt: skip
+"""What every trial's Trainer has, unless the trial says otherwise."""
+
+
+def compare(
+    build: Callable[[], tuple[Any, Any]],
+    trials: Mapping[str, Mapping[str, Any]],
+    *,
+    max_steps: int = 12,
+    rounds: int = 2,
+    limit_s: float = 180.0,
+    seed: int = 1,
+    folder: str | Path | None = None,
+) -> list[Row]:
+    """Train a module for a few steps under each set of Trainer keywords; return a row of figures for each.
+
+    Every trial runs in a process of its own, once a round, so a script that calls this has to do so below
+    `if __name__ == "__main__":`, as with any spawned process.
+
+    Args:
+        build: Returns a LightningModule, and its DataLoader or LightningDataModule; a function of a module or
+            script, not a lambda, and it is called in each process anew.
+        trials: Keywords of `lightning.pytorch.Trainer` by the name of the row; `baseline` is what the others
+            are compared to, and is added without keywords where it is missing.
+        max_steps: Optimizer steps of a trial, at least 6: the first ones are not timed.
+        rounds: How often each trial runs.
+        limit_s: Seconds after which a trial is given up.
+        seed: Of each process before it builds.
+        folder: Where results lie; one that has some goes on. None for a temporary one.
+
+    Raises:
+        ConfigError: `max_steps` or `rounds` are too small.
+
+    Example:
+        >>> compare(list, {}, max_steps=2)  # in a script: compare(build, {"bf16": {"plugins": [Mixed()]}})
+        Traceback (most recent call last):
+        lightning_eff.errors.ConfigError: max_steps=2: expected at least 6
+    """
+    for key, value, least in (("max_steps", max_steps, 6), ("rounds", rounds, 1)):
+        if value < least:
+            raise ConfigError(key=key, value=value, allowed=f"at least {least}")
+    if folder is None:
+        import tempfile
+
+        with tempfile.TemporaryDirectory(prefix="compare-") as made:
+            return compare(
+                build, trials, max_steps=max_steps, rounds=rounds, limit_s=limit_s, seed=seed, folder=made
+            )
+    keywords = {BASELINE: {}, **{name: dict(given) for name, given in trials.items()}}
+
+    def run(trial: Trial, where: Path) -> Result:
+        given = {"max_steps": max_steps, **keywords[trial.name]}
+        return _apart(build, given, seed, where, limit_s)
+
+    def tell(line: str) -> None:
+        sys.stderr.write(f" {line}\n")
+
+    comparison = Comparison(Path(folder), run, tell)
+    listed = [Trial(name, settings=_described(given, max_steps)) for name, given in keywords.items()]
+    for number in range(1, rounds + 1):
+        comparison.round(number, listed)
+    return comparison.rows()
+
+
+def _described(keywords: Mapping[str, Any], max_steps: int) -> tuple[str, ...]:
+    """Say what a trial has, in words that are the same in the next process."""
+    from lightning_eff.facts import Technique, asked, name_of
+
+    def words(value: Any) -> str:
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(words, value))}]"
+        if isinstance(value, Technique):
+            return f"{name_of(value)}({', '.join(f'{k}={v}' for k, v in asked(value).items())})"
+        plain = isinstance(value, (str, int, float, bool, type(None)))
+        return str(value) if plain else type(value).__name__
+
+    return (f"max_steps={max_steps}", *(f"{key}={words(value)}" for key, value in keywords.items()))
+
+
+def _apart(
+    build: Callable[[], tuple[Any, Any]], keywords: dict[str, Any], seed: int, folder: Path, limit_s: float
+) -> Result:
+    folder.mkdir(parents=True, exist_ok=True)
+    process = multiprocessing.get_context("spawn").Process(target=_fit, args=(build, keywords, seed, folder))
+    process.start()
+    return apart.ended(process, folder, limit_s, printed=folder / REPORT_FILE)
+
+
+def _fit(build: Callable[[], tuple[Any, Any]], keywords: dict[str, Any], seed: int, folder: Path) -> None:
+    """Train in this process, which is one of its own; what is said goes to a file."""
+    os.setsid()
+    log = os.open(folder / apart.LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    import lightning.pytorch as pl
+
+    from lightning_eff.errors import exit_code, root_cause_line
+    from lightning_eff.monitors.efficiency_report import EfficiencyReport
+
+    try:
+        pl.seed_everything(seed, workers=True, verbose=False)
+        module, data = build()
+        monitor = EfficiencyReport(dirpath=str(folder))
+        given = keywords.pop("callbacks", None) or []
+        callbacks: Any = [*(given if isinstance(given, (list, tuple)) else [given]), monitor]
+        trainer = pl.Trainer(**{**QUIET, **keywords}, callbacks=callbacks, default_root_dir=folder)
+        if isinstance(data, pl.LightningDataModule):
+            trainer.fit(module, datamodule=data)
+        else:
+            trainer.fit(module, data)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the row says it
+        sys.stderr.write(f"{root_cause_line(error)}\n")
+        sys.stderr.flush()
+        os._exit(exit_code(error) or 1)
+    (folder / REPORT_FILE).write_text(json.dumps(monitor.report), encoding="utf-8")

@@ -1,0 +1,91 @@
+"""Trials in turn: each round runs all of them, forwards and backwards, so that slow changes cancel.
+
+What has ended is written at once, one file a trial and round; a comparison that was interrupted goes on
+with what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning_eff.comparison.rows import FAILED, MEASURED, NOT_RUN, Result, Row, relate, row
+from lightning_eff.comparison.trials import BASELINE, Trial
+
+Runs = Callable[[Trial, Path], Result]
+"""Runs a trial, with a folder for what it leaves."""
+
+
+class Comparison:
+    """The results of trials so far, on the disk.
+
+    Args:
+        folder: Where they lie.
+        run: Runs one trial once.
+        tell: Takes a line on how it goes.
+    """
+
+    def __init__(self, folder: Path, run: Runs, tell: Callable[[str], object]) -> None:
+        self.folder = folder
+        self._run = run
+        self._tell = tell
+        self._results: dict[str, list[Result]] = {}
+        self._trials: dict[str, Trial] = {}
+
+    def refuse(self, trial: Trial, reason: str) -> None:
+        """Add a row that is known not to run."""
+        self._trials[trial.name] = trial
+        self._results[trial.name] = [Result(NOT_RUN, reason)]
+
+    def round(self, number: int, trials: Iterable[Trial]) -> None:
+        """Run each trial once; one that did not work in an earlier round is left out.
+
+        Args:
+            number: From 1; even rounds run backwards.
+            trials: In the order of the table.
+        """
+        turn = list(trials)
+        for trial in turn:
+            self._trials.setdefault(trial.name, trial)
+        for trial in reversed(turn) if number % 2 == 0 else turn:
+            before = self._results.setdefault(trial.name, [])
+            if all(each.status == MEASURED for each in before):
+                before.append(self._once(trial, number))
+
+    def _once(self, trial: Trial, number: int) -> Result:
+        name = re.sub(r"\W+", "-", trial.name).strip("-")
+        path = self.folder / "rounds" / f"{number}-{name}.json"
+        if path.is_file():
+            kept: Any = json.loads(path.read_text(encoding="utf-8"))
+            if kept.pop("overrides") == trial.overrides():
+                return Result(**kept)
+        result = self._run(trial, self.folder / "runs" / f"{number}-{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"overrides": trial.overrides(), **asdict(result)}), encoding="utf-8")
+        measured = result.report.get("measured", {}).get("samples_per_s")
+        words = f"{measured:.1f} samples/s" if measured else f"{result.status}: {result.reason}"
+        self._tell(f"round {number}, {trial.name}: {words}")
+        return result
+
+    def rows(self) -> list[Row]:
+        """Return the table so far, in the order in which trials were named; ratios are to the baseline."""
+        rows = [
+            row(name, trial.overrides(), self._results.get(name, [])) for name, trial in self._trials.items()
+        ]
+        order = {MEASURED: 0, FAILED: 1, NOT_RUN: 2}
+        baseline = next((each for each in rows if each.technique == BASELINE), None)
+        if baseline is not None:
+            relate(rows, baseline)
+        return sorted(rows, key=lambda each: order.get(each.status, 0))
+
+    def measured(self) -> list[tuple[Trial, Row]]:
+        """Return the trials that were measured, with their rows."""
+        return [(self._trials[each.technique], each) for each in self.rows() if each.status == MEASURED]
+
+    def report_of(self, name: str) -> dict[str, Any]:
+        """Return the first efficiency report of a trial, empty where there is none."""
+        return next((dict(r.report) for r in self._results.get(name, []) if r.report), {})

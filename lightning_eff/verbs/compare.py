@@ -1,0 +1,244 @@
+"""Measure a recipe's techniques: none, each alone, the recipe as it is, all that helped together."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning_eff import config
+from lightning_eff.comparison import apart, rows, trials
+from lightning_eff.comparison.rounds import Comparison
+from lightning_eff.comparison.trials import Trial
+from lightning_eff.errors import (
+    EXIT_FAILED,
+    EXIT_OK,
+    ConfigError,
+    ConflictError,
+    EnvironmentLacksError,
+    UsageError,
+    root_cause_line,
+)
+from lightning_eff.overrides import parse_overrides, recipe_and_overrides
+from lightning_eff.place import Place
+
+USAGE = """lightning-eff compare RECIPE [overrides] [options]
+
+  lightning-eff compare lm                               none, each technique alone, lm itself, all together
+  lightning-eff compare lm data.micro_batch_size=4       of lm with another batch, the same in every row
+  lightning-eff compare lm --only torch_compile,micro_batch
+  lightning-eff compare lm --row 'optimizer=muon +callbacks=micro_batch'
+                                                         and a row of your own, on top of the baseline
+
+Each trial trains a few steps in a process of its own, with the same seed, data and global batch; each round
+runs all of them. A trial that hangs or fails says why, and the others go on. What is interrupted goes on when
+the same command is typed again.
+
+options:
+  --steps N               optimizer steps of a trial (12)
+  --rounds N              times that each trial runs (2)
+  --limit-s N             seconds after which a trial is given up (180)
+  --only NAME,...         these rows beside the baseline; * stands for anything
+  --row 'OVERRIDES'       a row of your own; several are possible
+  --optimizers            all optimizers, not only those that save memory by how they work
+  --fresh                 measure everything anew
+  --config-dir DIR        a folder of your own with groups and recipes
+  --json                  print the rows as JSON on the standard output
+  --debug                 whole tracebacks"""
+
+RESULT_FILE = "compare.json"
+OWN_GROUPS = ("callbacks", "precision", "strategy")
+"""Groups that a row sets itself; the user's settings of them hold for the recipe as it is."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    given = _parse(arguments)
+    place = Place.of(given.config_dir)
+    sys.path.insert(0, str(Path.cwd()))
+    values = config.compose_recipe(given.recipe, given.overrides, place).values
+    folder = _folder(given, Path(values["output_root"]))
+    work = _Work(given, place, folder)
+    comparison = Comparison(folder, work.run, _tell)
+    started = time.monotonic()
+    try:
+        _measure(given, values, work, comparison)
+    finally:
+        shutil.rmtree(folder / "runs", ignore_errors=True)
+        _write(given, folder, comparison)
+    found = comparison.rows()
+    if given.json:
+        sys.stdout.write((folder / RESULT_FILE).read_text(encoding="utf-8") + "\n")
+    else:
+        words = f"{given.steps} steps a trial, {given.rounds} rounds, {time.monotonic() - started:.0f} s"
+        sys.stdout.write(f"{rows.text(found)}\n {words}; {folder / RESULT_FILE}\n")
+    return EXIT_OK if any(each.status == rows.MEASURED for each in found) else EXIT_FAILED
+
+
+def _measure(given: argparse.Namespace, values: dict[str, Any], work: _Work, comparison: Comparison) -> None:
+    """Run the rounds; what helped alone is put together after the first."""
+    alone = trials.alone(values, optimizers=given.optimizers)
+    alone += [trials.row_of(line, i, values) for i, line in enumerate(given.row, 1)]
+    alone = _only(alone, given.only, [each.name for each in alone[len(alone) - len(given.row) :]])
+    runnable = [each for each in alone if _reason_against(each, work, comparison) is None]
+    runnable.insert(1, Trial(trials.AS_IT_IS, None))
+    comparison.round(1, runnable)
+    helped = [(trial, row) for trial, row in comparison.measured() if _helps(trial, row)]
+    helped.sort(key=lambda pair: -rows.gain(pair[1]))
+    both = trials.combined([trial for trial, _ in helped], lambda trial: work.refusal(trial) is None)
+    if both is not None:
+        runnable.append(both)
+        comparison.round(1, [both])
+    for number in range(2, given.rounds + 1):
+        comparison.round(number, runnable)
+
+
+def _reason_against(trial: Trial, work: _Work, comparison: Comparison) -> str | None:
+    reason = work.refusal(trial)
+    if reason is not None:
+        comparison.refuse(trial, reason)
+    return reason
+
+
+def _helps(trial: Trial, row: rows.Row) -> bool:
+    """Say whether a technique alone is worth being combined: faster or smaller, and the same training."""
+    if trial.name in (trials.BASELINE, trials.AS_IT_IS) or row.reason:
+        return False
+    same = row.loss is None or abs(row.loss_difference or 0.0) <= 0.02 * abs(row.loss)
+    return same and ((row.speed_ratio or 1.0) > 1.03 or (row.peak_ratio or 1.0) < 0.97)
+
+
+class _Work:
+    """Runs trials of one recipe.
+
+    Args:
+        given: The command line.
+        place: Where recipes lie.
+        folder: Where what they leave may lie for a while.
+    """
+
+    def __init__(self, given: argparse.Namespace, place: Place, folder: Path) -> None:
+        self._given = given
+        self._place = place
+        self._folder = folder
+
+    def overrides(self, trial: Trial) -> list[str]:
+        """Return all that makes a trial of the recipe: the user's words, its own, and what all share."""
+        own = [] if trial.callbacks is None else trial.overrides()
+        keys = {line.partition("=")[0].lstrip("+") for line in own}
+        user = [str(each.input_line) for each in parse_overrides(self._given.overrides)]
+        if own:
+            user = [line for line in user if not _is_set_by(line, keys)]
+        shared = [f"trainer.max_steps={self._given.steps}", "trainer.limit_val_batches=0", "logger=none"]
+        named = {line.partition("=")[0].lstrip("+") for line in shared}
+        return [*(line for line in user if line.partition("=")[0].lstrip("+") not in named), *own, *shared]
+
+    def refusal(self, trial: Trial) -> str | None:
+        """Return why a trial cannot run here, in a line; None where nothing speaks against it."""
+        from contextlib import redirect_stdout
+
+        from lightning_eff import plan
+        from lightning_eff.run import build_trainer
+
+        try:
+            values = config.compose_recipe(self._given.recipe, self.overrides(trial), self._place).values
+            with redirect_stdout(sys.stderr):
+                trainer = build_trainer(values)
+            plan.raise_refused(plan.check(plan.objects_of(trainer), plan.run_facts(trainer)))
+        except (ConfigError, ConflictError, EnvironmentLacksError, UsageError) as error:
+            return root_cause_line(error).removeprefix("error: ").splitlines()[0]
+        return None
+
+    def run(self, trial: Trial, folder: Path) -> rows.Result:
+        """Train a trial in a process of its own."""
+        here = [f'hydra.run.dir="{folder / "run"}"']
+        places = [word for each in self._place.folders for word in ("--config-dir", str(each))]
+        words = [sys.executable, "-m", "lightning_eff", "train", self._given.recipe, *self.overrides(trial)]
+        return apart.run([*words, *here, *places, "--json"], folder=folder, limit_s=self._given.limit_s)
+
+
+def _is_set_by(line: str, keys: set[str]) -> bool:
+    """Say whether a row sets what a user's override sets, or a group of it."""
+    key = line.partition("=")[0].lstrip("+~")
+    return key in keys or key.partition(".")[0] in OWN_GROUPS
+
+
+def _only(alone: list[Trial], only: str | None, own: list[str]) -> list[Trial]:
+    """Return the rows that were asked for, the baseline first.
+
+    Raises:
+        UsageError: A name fits no row.
+    """
+    if only is None:
+        return alone
+    from fnmatch import fnmatch
+
+    from lightning_eff.errors import nearest
+
+    patterns = [word.strip() for word in only.split(",") if word.strip()]
+    names = [each.name for each in alone]
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in names):
+            text = f"compare: no row is called {pattern!r}; {nearest(pattern, set(names))}"
+            raise UsageError(text)
+    kept = {name for name in names if any(fnmatch(name, pattern) for pattern in patterns)}
+    return [each for each in alone if each.name in {trials.BASELINE, *kept, *own}]
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="lightning-eff compare", add_help=False, allow_abbrev=False)
+    for flag, default in (("--steps", 12), ("--rounds", 2)):
+        parser.add_argument(flag, type=int, default=default)
+    parser.add_argument("--limit-s", type=float, default=180.0)
+    parser.add_argument("--only")
+    for flag in ("--row", "--config-dir"):
+        parser.add_argument(flag, action="append", default=[])
+    for flag in ("--optimizers", "--fresh", "--json", "--debug"):
+        parser.add_argument(flag, action="store_true")
+    parser.error = _usage_error  # pyright: ignore[reportAttributeAccessIssue]
+    given, rest = parser.parse_known_args(arguments)
+    given.recipe, given.overrides = recipe_and_overrides("compare", rest)
+    for flag, least in (("steps", 6), ("rounds", 1), ("limit_s", 1)):
+        if getattr(given, flag) < least:
+            _usage_error(f"--{flag.replace('_', '-')} {getattr(given, flag):g}: at least {least}")
+    return given
+
+
+def _usage_error(message: str) -> NoReturn:
+    text = f"compare: {message}\n  try: lightning-eff compare --help"
+    raise UsageError(text)
+
+
+def _folder(given: argparse.Namespace, root: Path) -> Path:
+    """Return the folder of this very comparison: the same words find it again."""
+    asked = json.dumps([given.recipe, given.overrides, given.steps, [str(d) for d in given.config_dir]])
+    folder = root / "compare" / f"{given.recipe}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
+    if given.fresh:
+        shutil.rmtree(folder / "rounds", ignore_errors=True)
+    return folder.resolve()
+
+
+def _write(given: argparse.Namespace, folder: Path, comparison: Comparison) -> None:
+    report = comparison.report_of(trials.BASELINE)
+    command = ["lightning-eff", "compare", given.recipe, *given.overrides, "--steps", str(given.steps)]
+    found = {
+        "recipe": given.recipe,
+        "command": " ".join(command),
+        "steps": given.steps,
+        "rounds": given.rounds,
+        "environment": report.get("environment", {}),
+        "rows": [each.as_dict() for each in comparison.rows()],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RESULT_FILE).write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f" {line}\n")
+    sys.stderr.flush()

@@ -1,0 +1,92 @@
+"""Whatever becomes of a trial's process, there is a result, and nobody is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_eff.comparison import apart
+from lightning_eff.comparison.rows import FAILED, MEASURED, NOT_RUN, Result
+
+GOOD = {"measured": {"num_batches": 4, "samples_per_s": 8.0}, "losses": [[1, 2.0]]}
+
+
+def python(tmp_path: Path, code: str, *, limit_s: float = 60.0) -> Result:
+    words = [sys.executable, "-S", "-c", f"import os, sys, time, signal\n{code}"]
+    return apart.run(words, folder=tmp_path / "run", limit_s=limit_s)
+
+
+def test_a_report_on_the_standard_output_is_what_was_measured(tmp_path: Path) -> None:
+    result = python(tmp_path, f"sys.stderr.write('hello'); print({json.dumps(GOOD)!r})")
+    assert result == Result(MEASURED, report=GOOD)
+    assert (tmp_path / "run" / apart.LOG_FILE).read_text() == "hello"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        ("sys.stderr.write('x\\nerror: it is odd\\n  try: y\\n'); sys.exit(1)", FAILED, "it is odd"),
+        ("sys.stderr.write('error: no g++'); sys.exit(3)", NOT_RUN, "no g++"),
+        ("sys.stderr.write('error: refused'); sys.exit(5)", NOT_RUN, "refused"),
+        ("sys.stderr.write('error: CUDA'); sys.exit(4)", FAILED, "out of memory: CUDA"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", FAILED, "killed from outside"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", FAILED, "killed by signal 11"),
+        ("sys.exit(7)", FAILED, "exit code 7"),
+        ("print('not JSON')", FAILED, "without a report"),
+        ('print(\'{"measured": {"num_batches": 0}}\')', FAILED, "too few steps"),
+    ],
+)
+def test_a_failure_keeps_its_reason(tmp_path: Path, code: str, status: str, reason: str) -> None:
+    result = python(tmp_path, code)
+    assert result.status == status
+    assert reason in result.reason
+    assert result.report == {}
+
+
+def test_one_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    code = f"""
+child = os.fork()
+if child == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open({str(note)!r}, "w").write(str(os.getpid()))
+time.sleep(60)"""
+    start = time.monotonic()
+    result = python(tmp_path, code, limit_s=1.5)
+    assert result == Result(FAILED, "no end after 1.5 s; it was killed")
+    assert time.monotonic() - start < 20
+    _is_gone(int(note.read_text()))
+
+
+def test_a_worker_that_outlives_its_run_is_ended(tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    code = f"""
+if os.fork() == 0:
+    os.close(1)
+    open({str(note)!r}, "w").write(str(os.getpid()))
+    time.sleep(60)
+    os._exit(0)
+while not os.path.exists({str(note)!r}) or not open({str(note)!r}).read():
+    time.sleep(0.01)
+print({json.dumps(GOOD)!r})"""
+    assert python(tmp_path, code).status == MEASURED
+    _is_gone(int(note.read_text()))
+
+
+def _is_gone(pid: int) -> None:
+    for _ in range(200):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("it is still there")

@@ -1,0 +1,79 @@
+"""`lightning_eff.compare` on a module of one's own: each trial in a process that may do what it likes."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_eff
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.comparison.rows import FAILED, MEASURED
+from lightning_eff.errors import ConfigError
+from tests.conftest import Net, make_loader
+
+CPU = {"accelerator": "cpu", "devices": 1}
+
+
+def build() -> tuple[Any, Any]:
+    return Net(dropout=0.0), make_loader()
+
+
+def build_slowly() -> tuple[Any, Any]:
+    time.sleep(600)
+    return build()
+
+
+def build_nothing() -> tuple[Any, Any]:
+    text = "there is no model"
+    raise ValueError(text)
+
+
+def build_and_die() -> tuple[Any, Any]:
+    os.abort()
+
+
+def test_a_trial_that_hangs_is_a_row(tmp_path: Path) -> None:
+    (row,) = lightning_eff.compare(build_slowly, {}, rounds=2, limit_s=2.0, folder=tmp_path)
+    assert (row.status, row.reason) == (FAILED, "no end after 2 s; it was killed")
+
+
+@pytest.mark.slow
+def test_a_trial_that_raises_or_dies_is_a_row(tmp_path: Path) -> None:
+    reasons = {}
+    for make in (build_nothing, build_and_die):
+        folder = tmp_path / make.__name__
+        (row,) = lightning_eff.compare(make, {}, rounds=2, folder=folder)
+        assert row.status == FAILED
+        reasons[make.__name__] = row.reason
+    assert reasons["build_nothing"] == "ValueError: there is no model"
+    assert reasons["build_and_die"].startswith("killed by signal 6")
+
+
+@pytest.mark.slow
+def test_trials_are_trained_alike_and_compared(tmp_path: Path) -> None:
+    trials = {
+        "baseline": CPU,
+        "parts": CPU | {"callbacks": [MicroBatch(micro_batch_size=2)]},
+        "double": CPU | {"precision": "64-true"},
+        "wrong": CPU | {"precision": "7"},
+    }
+    rows = lightning_eff.compare(build, trials, max_steps=8, rounds=1, folder=tmp_path)
+    found = {row.technique: row for row in rows}
+    assert [found[name].status for name in trials] == [MEASURED, MEASURED, MEASURED, FAILED]
+    assert found["parts"].loss_difference == pytest.approx(0.0, abs=1e-5)
+    assert found["parts"].peak_bytes is not None
+    assert found["double"].peak_ratio is not None
+    assert found["double"].peak_ratio > 1.5
+    assert "precision" in found["wrong"].reason.lower()
+    again = lightning_eff.compare(build_nothing, trials, max_steps=8, rounds=1, folder=tmp_path)
+    assert [row.as_dict() for row in again] == [row.as_dict() for row in rows], "measured already"
+
+
+@pytest.mark.parametrize("wrong", [{"max_steps": 3}, {"rounds": 0}])
+def test_what_cannot_be_measured_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="expected at least"):
+        lightning_eff.compare(build, {}, **wrong)

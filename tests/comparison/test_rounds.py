@@ -1,0 +1,121 @@
+"""Trials in turn, results on the disk, and the table that they make."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_eff.comparison import rows
+from lightning_eff.comparison.rounds import Comparison
+from lightning_eff.comparison.rows import FAILED, MEASURED, NOT_RUN, Result
+from lightning_eff.comparison.trials import Trial
+
+
+def report(rate: float, peak: int | None = 100, losses: Any = ((1, 4.0), (2, 3.0)), **more: Any) -> Result:
+    measured = {"samples_per_s": rate, "peak_bytes": peak, "first_batch_s": 0.5} | more
+    return Result(MEASURED, report={"measured": measured, "losses": losses, "ledger": []})
+
+
+class Turns:
+    """Answers trials from a list, and notes who was asked."""
+
+    def __init__(self, **answers: list[Result]) -> None:
+        self.answers = answers
+        self.asked: list[str] = []
+
+    def __call__(self, trial: Trial, folder: Path) -> Result:
+        self.asked.append(trial.name)
+        return self.answers[trial.name].pop(0)
+
+
+BASE, ONE, OTHER = Trial("baseline"), Trial("one", ("one",)), Trial("other", ("other",))
+
+
+def table(tmp_path: Path, turns: Turns, *, rounds: int = 3) -> Comparison:
+    comparison = Comparison(tmp_path, turns, lambda _: None)
+    for number in range(1, rounds + 1):
+        comparison.round(number, [BASE, ONE, OTHER])
+    return comparison
+
+
+def test_rounds_go_forwards_and_backwards_and_rows_are_medians(tmp_path: Path) -> None:
+    turns = Turns(
+        baseline=[report(10.0), report(14.0), report(11.0)],
+        one=[report(22.0, 50, ((1, 4.0), (2, 3.5))), report(20.0, 50), report(23.0, 52)],
+        other=[report(11.0), report(11.0), report(11.0)],
+    )
+    found = table(tmp_path, turns).rows()
+    assert turns.asked == ["baseline", "one", "other", "other", "one", "baseline", "baseline", "one", "other"]
+    base, one, other = found
+    assert (base.samples_per_s, base.samples_per_s_spread, base.speed_ratio) == (11.0, 2.0, 1.0)
+    assert (one.samples_per_s, one.samples_per_s_spread, one.speed_ratio) == (22.0, 1.5, 2.0)
+    assert (one.peak_bytes, one.peak_ratio) == (52, 0.52)
+    assert (one.loss_difference, other.loss_difference, base.loss_difference) == (0.5, 0.0, None)
+    assert rows.text(found).splitlines()[1:3] == [
+        " baseline   11.0 +- 2.0  1.00    100 B  1.00    -          measured",
+        " one        22.0 +- 1.5  2.00    52 B   0.52    +0.5       measured",
+    ]
+
+
+def test_one_that_fails_says_why_and_has_no_second_try(tmp_path: Path) -> None:
+    turns = Turns(
+        baseline=[report(10.0)] * 3,
+        one=[Result(FAILED, "it is odd")],
+        other=[report(9.0), Result(FAILED, "no end after 3 s"), report(9.0)],
+    )
+    comparison = Comparison(tmp_path, turns, lambda _: None)
+    comparison.refuse(Trial("never"), "needs CUDA")
+    for number in (1, 2, 3):
+        comparison.round(number, [BASE, ONE, OTHER])
+    found = {each.technique: each for each in comparison.rows()}
+    assert list(found) == ["baseline", "other", "one", "never"]
+    assert turns.asked.count("one") == 1
+    assert turns.asked.count("other") == 2
+    assert (found["one"].status, found["one"].reason) == (FAILED, "it is odd")
+    assert found["other"].status == MEASURED
+    assert found["other"].reason == "1 of 2 rounds failed: no end after 3 s"
+    assert (found["never"].status, found["never"].reason) == (NOT_RUN, "needs CUDA")
+    assert "not run: needs CUDA" in rows.text(list(found.values()))
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
+    first = Turns(baseline=[report(10.0)], one=[report(20.0)], other=[Result(FAILED, "odd")])
+    before = [each.as_dict() for each in table(tmp_path, first, rounds=1).rows()]
+    (tmp_path / "rounds" / "1-one.json").unlink()
+    again = Turns(one=[report(20.0)])
+    assert [each.as_dict() for each in table(tmp_path, again, rounds=1).rows()] == before
+    assert again.asked == ["one"]
+    changed = Turns(baseline=[report(12.0)])
+    comparison = Comparison(tmp_path, changed, lambda _: None)
+    comparison.round(1, [Trial("baseline", settings=("seed=2",))])
+    assert changed.asked == ["baseline"], "a row of that name, and yet another one"
+
+
+def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
+    def interrupt(trial: Trial, folder: Path) -> Result:
+        if trial.name == "one":
+            raise KeyboardInterrupt
+        return report(10.0)
+
+    comparison = Comparison(tmp_path, interrupt, lambda _: None)
+    with pytest.raises(KeyboardInterrupt):
+        comparison.round(1, [BASE, ONE, OTHER])
+    assert [path.name for path in (tmp_path / "rounds").iterdir()] == ["1-baseline.json"]
+    assert json.loads((tmp_path / "rounds" / "1-baseline.json").read_text())["status"] == MEASURED
+    assert comparison.rows()[0].status == MEASURED
+
+
+def test_techniques_without_effect_are_named(tmp_path: Path) -> None:
+    idle = {"technique": "callbacks/empty_cache", "status": "no effect"}
+    saves = {"technique": "checkpoint_io/durable", "status": "no effect"}
+    result = report(10.0, None)
+    report_of = {**result.report, "ledger": [idle, saves]}
+    found = rows.row("x", [], [Result(MEASURED, report=report_of)])
+    assert found.reason == "no effect: empty_cache"
+    assert rows.cells(found)[3] == "-"
+    assert (
+        rows.cells(rows.row("x", [], [report(1.0, first_batch_s=31.0)]))[-1] == "measured, first batch 31 s"
+    )
