@@ -14,7 +14,11 @@ from lightning_eff.run import build
 
 RUNS = {
     "lm": [],
-    "low_memory": ["data.micro_batch_size=8", "callbacks.micro_batch.micro_batch_size=2", "data.context_length=16"],
+    "low_memory": [
+        "data.micro_batch_size=8",
+        "callbacks.micro_batch.micro_batch_size=2",
+        "data.context_length=16",
+    ],
     "baseline": ["+callbacks=[data_preload,peft_adapter]", "precision=frozen_low", "precision.compute=fp32"],
 }
 
@@ -39,7 +43,9 @@ def test_predicted_is_measured(recipe: str, tiny: list[str], tmp_path: Path) -> 
     assert not any("made up" in each for each in found.assumed)
 
 
-def test_the_data_is_a_real_batch_where_it_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_is_a_real_batch_where_it_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
     fed = Example.of(compose("images"))
