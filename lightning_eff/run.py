@@ -110,10 +110,10 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(values)
     plan.raise_refused(plan.check(plan.objects_of(trainer), plan.run_facts(trainer)))
-    data = _make("data", values["data"])
+    data = make("data", values["data"])
     # The model's first weights depend on the seed alone, whatever the techniques before it have drawn.
     pl.seed_everything(values["seed"], workers=True, verbose=False)
-    model = _make("model", values["model"])
+    model = make("model", values["model"])
     if (
         is_overridden("configure_optimizers", model)
         and type(model).__module__.partition(".")[0] != "lightning_eff"
@@ -144,7 +144,7 @@ def model_without_memory(
     with torch.device("meta"), redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         drawn = {"pretrained": False} if values["model"].get("pretrained") is True else {}
-        model: pl.LightningModule = _make("model", {**values["model"], **drawn})  # nothing to read them into
+        model: pl.LightningModule = make("model", {**values["model"], **drawn})  # nothing to read them into
         model.configure_model()
         for technique in callbacks_of(adapted_by) if adapted_by is not None else ():
             if isinstance(technique, PeftAdapter):
@@ -169,7 +169,7 @@ def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
     alone = {"trainer": here, "callbacks": adapter, "monitors": {}, "logger": None, "strategy": None}
     trainer = build_trainer(dict(values) | alone)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
-    model: pl.LightningModule = _make("model", values["model"])
+    model: pl.LightningModule = make("model", values["model"])
     with trainer.precision_plugin.module_init_context():
         model.configure_model()
     adapters = [each for each in callbacks_of(trainer) if isinstance(each, PeftAdapter)]
@@ -188,9 +188,9 @@ def _choice(values: Mapping[str, Any]) -> OptimizerChoice:
             allowed="a recipe's own groups in place of this callback, which is for a plain Trainer",
             remedies=["optimizer=adamw"],
         )
-    optimizer = _make("optimizer", values["optimizer"])
+    optimizer = make("optimizer", values["optimizer"])
     _try_optimizer(optimizer)
-    return OptimizerChoice(optimizer=optimizer, scheduler=_make("scheduler", values.get("scheduler")))
+    return OptimizerChoice(optimizer=optimizer, scheduler=make("scheduler", values.get("scheduler")))
 
 
 def _try_optimizer(optimizer: Any) -> None:
@@ -215,9 +215,9 @@ def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
     for key in ("max_steps", "max_epochs"):
         if values["trainer"].get(key) == 0:
             raise ConfigError(key=f"trainer.{key}", value=0, allowed="at least 1, or -1 for no limit")
-    plugins = [_make(group, values.get(group)) for group in ("precision", "checkpoint_io")]
+    plugins = [make(group, values.get(group)) for group in ("precision", "checkpoint_io")]
     many = [
-        _make(f"{group}.{name}", node)
+        make(f"{group}.{name}", node)
         for group in ("callbacks", "monitors")
         for name, node in (values.get(group) or {}).items()
     ]
@@ -226,8 +226,8 @@ def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
     keywords = {
         "plugins": [plugin for plugin in plugins if plugin is not None],
         "callbacks": callbacks,
-        "logger": _make("logger", values.get("logger")) or False,
-        "strategy": strategy if isinstance(strategy, str) else _make("strategy", strategy),
+        "logger": make("logger", values.get("logger")) or False,
+        "strategy": strategy if isinstance(strategy, str) else make("strategy", strategy),
         "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
     }
     try:
@@ -251,7 +251,7 @@ def _quiet() -> Generator[None]:
         logger.setLevel(before)
 
 
-def _make(path: str, node: Mapping[str, Any] | None) -> Any:
+def make(path: str, node: Mapping[str, Any] | None) -> Any:
     """Instantiate one node; an error of its constructor is told with the node's path."""
     if node is None:
         return None

@@ -77,6 +77,20 @@ USED_IN = {
     "_sigterm_notifier_fn": "processes/stop.py",
     "_broadcast_sigterm_tensor": "processes/stop.py",
     "_python_dispatch": "measure/memory.py",
+    "FakeTensorMode": "measure/fakes.py",
+    "FakeTensor, ": "measure/fakes.py",
+    "_make_subclass": "measure/fakes.py",
+    "_pop_mode_temporarily": "measure/fakes.py",
+    "_get_current_dispatch_mode": "measure/fakes.py",
+    "_local_scalar_dense": "measure/answers.py",
+    "_amp_foreach_non_finite_check": "measure/answers.py",
+    "name2qmap": "measure/fakes.py",
+    "_code_4bit_cache": "measure/fakes.py",
+    "fake_device": "measure/recording.py",
+    "_current_graph_task_id": "measure/whereabouts.py",
+    "_current_autograd_node": "measure/whereabouts.py",
+    "_get_sequence_nr": "measure/whereabouts.py",
+    "_sequence_nr": "measure/whereabouts.py",
 }
 
 
@@ -243,6 +257,45 @@ def test_autograd_says_what_it_will_do_and_who_listens() -> None:
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         assert torch._C._len_torch_dispatch_stack() == 1
     assert levels == [1]
+
+
+def test_fake_tensors_have_what_a_prediction_needs() -> None:
+    from bitsandbytes import functional
+    from bitsandbytes.backends import utils
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+
+    assert list(inspect.signature(torch.nn.Module._apply).parameters) == ["self", "fn", "recurse"]
+    assert "Couldn't swap" in inspect.getsource(torch.nn.Module._apply), "the reason for ours"
+    assert torch.ops.aten._local_scalar_dense.default
+    assert torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = torch.ones(2)
+        assert isinstance(x, FakeTensor)
+        assert x.fake_device == torch.device("cpu")
+        assert torch.tensor(1.0).constant is not None
+        assert _get_current_dispatch_mode() is mode
+        with _pop_mode_temporarily():
+            assert not isinstance(torch.ones(1), FakeTensor)
+    assert isinstance(functional.name2qmap, dict)
+    assert isinstance(utils._code_4bit_cache, dict)
+
+
+def test_autograd_numbers_its_nodes() -> None:
+    x = torch.ones(1, requires_grad=True)
+    number = torch.autograd._get_sequence_nr()
+    y = x * 2
+    assert y.grad_fn is not None
+    assert y.grad_fn._sequence_nr() == number
+    assert torch._C._current_graph_task_id() == -1
+    seen: list[tuple[bool, int]] = []
+    y.grad_fn.register_prehook(
+        lambda _: seen.append(
+            (torch._C._current_graph_task_id() >= 0, torch._C._current_autograd_node()._sequence_nr())
+        )
+    )
+    y.backward()
+    assert seen == [(True, number)]
 
 
 def test_deepspeed_keeps_its_parts_where_they_are_looked_for() -> None:

@@ -182,6 +182,11 @@ class PythonSource(pl.LightningDataModule):
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         return self._loader("val", shuffle=False)
 
+    def example_batch(self) -> tuple[Tensor, Tensor]:
+        """Return a batch of the right shapes, for who must not wait for the text to be prepared."""
+        size = (self.micro_batch_size, self.context_length)
+        return torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+
     def _loader(self, split: str, *, shuffle: bool) -> DataLoader[tuple[Tensor, Tensor]]:
         windows = TokenWindows(self.folder / f"{split}.bin", context_length=self.context_length)
         if len(windows) == 0:

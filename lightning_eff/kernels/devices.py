@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ class Device:
         l2_gbs: The same of its last-level cache.
         l2_bytes: Size of that cache.
         shared_bytes: Shared memory that one block may have; of a CPU its own cache.
+        memory_bytes: Its memory, as its driver lets a process see it.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Device:
     l2_gbs: float
     l2_bytes: int
     shared_bytes: int
+    memory_bytes: int
 
     @property
     def has_tensor_cores(self) -> bool:
@@ -68,25 +71,31 @@ DEVICES: Mapping[str, Device] = {
     "h100": Device(
         name="H100", capability=90, num_sms=132, peak_tflops=_HOPPER,
         memory_gbs=3350, l2_gbs=10000, l2_bytes=50 * KIB**2, shared_bytes=227 * KIB,
+        memory_bytes=int(79.1 * KIB**3),
     ),
     "h200": Device(
         name="H200", capability=90, num_sms=132, peak_tflops=_HOPPER,
         memory_gbs=4800, l2_gbs=10000, l2_bytes=50 * KIB**2, shared_bytes=227 * KIB,
+        memory_bytes=int(139.8 * KIB**3),
     ),
     "a100": Device(
         name="A100", capability=80, num_sms=108, peak_tflops=_formats(312.0, 156.0, 19.5),
         memory_gbs=2039, l2_gbs=6500, l2_bytes=40 * KIB**2, shared_bytes=163 * KIB,
+        memory_bytes=int(79.15 * KIB**3),
     ),
     "rtx4090": Device(
         name="RTX 4090", capability=89, num_sms=128, peak_tflops=_formats(165.2, 82.6, 82.6, 330.3),
         memory_gbs=1008, l2_gbs=5000, l2_bytes=72 * KIB**2, shared_bytes=99 * KIB,
+        memory_bytes=int(23.5 * KIB**3),
     ),
     "b200": Device(
         name="B200", capability=100, num_sms=148, peak_tflops=_formats(2250.0, 1125.0, 75.0, 4500.0),
         memory_gbs=8000, l2_gbs=12000, l2_bytes=126 * KIB**2, shared_bytes=227 * KIB,
+        memory_bytes=int(178.3 * KIB**3),
     ),
 }  # fmt: skip
-"""By the names that a command line knows. Bandwidths of L2 are estimates; vendors do not state them."""
+"""By the names that a command line knows. Bandwidths of L2 are estimates; vendors do not state them. A100 and
+H100 are those with 80 GB."""
 
 
 def named(name: str) -> Device:
@@ -128,6 +137,7 @@ def of(device: torch.device) -> Device:
         l2_gbs=like.l2_gbs * share,
         l2_bytes=properties.L2_cache_size,
         shared_bytes=properties.shared_memory_per_block_optin,
+        memory_bytes=properties.total_memory,
     )
 
 
@@ -146,6 +156,7 @@ def this_cpu() -> Device:
         l2_gbs=100.0,
         l2_bytes=max(data),
         shared_bytes=data[min(1, len(data) - 1)],
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     )
 
 

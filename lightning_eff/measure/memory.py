@@ -11,14 +11,17 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
+
+from lightning_eff.facade import FreesGradients
 
 
 class LiveBytes(TorchDispatchMode):
@@ -48,9 +51,32 @@ class LiveBytes(TorchDispatchMode):
         self.now_bytes = 0
         self.peak_bytes = 0
         self.freed_bytes = 0
-        """Set from outside: bytes of gradients freed since the step before, which others would hold."""
+        """Gradients that were freed since the batch began, and that others would hold."""
         self.peak_if_held_bytes = 0
+        self._last_gradient_bytes = 0
+        self._hooks = ExitStack()
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """Count what is there when a batch is about to be trained on, and listen to who frees gradients."""
+        self.add(tree_leaves(batch))
+        for tensor in [*module.parameters(), *module.buffers()]:
+            self.add([tensor, tensor.grad])
+        for optimizer in optimizers:
+            self.add(tree_leaves(list(optimizer.state.values())))
+            if isinstance(optimizer, FreesGradients):
+                self.freed_bytes = self._last_gradient_bytes = 0
+                hook = optimizer.register_gradient_hook(lambda _, gradient: self.freed(gradient))
+                self._hooks.callback(hook.remove)
+
+    def freed(self, gradient: Tensor) -> None:
+        """Hear of a gradient that is about to be used and freed in the backward pass."""
+        self.freed_bytes += self._last_gradient_bytes  # of the one before: this one is still to be used
+        self._last_gradient_bytes = gradient.nbytes
+
+    def end(self) -> None:
+        """Listen no more; the batch is complete, or has failed."""
+        self._hooks.close()
 
     def add(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were made elsewhere; what is no tensor is passed over."""
@@ -68,13 +94,26 @@ class LiveBytes(TorchDispatchMode):
             known, before = self._alive[key]
             self._alive[key] = (known, num_bytes)
             self.now_bytes += num_bytes - before
+            if num_bytes != before:
+                self.resized(key, num_bytes)
             return
 
         def forget(_: object) -> None:
             self.now_bytes -= self._alive.pop(key)[1]
+            self.died(key)
 
         self._alive[key] = (weakref.ref(storage, forget), num_bytes)
         self.now_bytes += num_bytes
+        self.born(key, num_bytes)
+
+    def born(self, key: int, num_bytes: int) -> None:
+        """Hear of a storage that is seen for the first time; `key` is its own until it dies."""
+
+    def resized(self, key: int, num_bytes: int) -> None:
+        """Hear of a storage that has another size now."""
+
+    def died(self, key: int) -> None:
+        """Hear of a storage that is gone."""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,9 +1,9 @@
 """Count what a few training batches cost, exactly: operations, and bytes where no allocator counts them.
 
 Counting slows a batch down, so it stops as soon as it has seen what matters: the first batch, whose
-operations every batch repeats, and on the CPU all batches up to the one after the first optimizer step,
-when parameters, gradients, optimizer state and activations have been alive together. None of it changes a
-number of the training.
+operations every batch repeats, and on the CPU two whole optimizer steps: not before the second have
+parameters, gradients, optimizer state and activations been alive together in every batch of a step. None of
+it changes a number of the training.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from lightning_eff.facade import FreesGradients
 from lightning_eff.measure.flops import FlopCount
 from lightning_eff.measure.memory import LiveBytes
 
@@ -25,52 +23,33 @@ class Probe:
 
     Args:
         count_flops: Count the first batch's operations.
-        count_bytes: Count live bytes up to the batch after the first optimizer step.
+        count_bytes: Count live bytes of two whole optimizer steps.
+        live: What counts them, where more than their number is to be known.
     """
 
-    def __init__(self, *, count_flops: bool, count_bytes: bool) -> None:
+    def __init__(self, *, count_flops: bool, count_bytes: bool, live: LiveBytes | None = None) -> None:
         self.num_batches = 0
         self.flops: int | None = None
         self.peak_bytes: int | None = None
         self.peak_if_held_bytes: int | None = None
         self._count_flops = count_flops
-        self._live = LiveBytes() if count_bytes else None
+        self._live = (live or LiveBytes()) if count_bytes else None
         self._open = ExitStack()
 
     def done(self, steps: int) -> bool:
         """Say whether nothing is left to count after `steps` optimizer steps of this fit."""
         flops_left = self._count_flops and self.flops is None
-        bytes_left = self._live is not None and (steps < 1 or self.num_batches < 2)
+        bytes_left = self._live is not None and (steps < 2 or self.num_batches < 2)
         return not (flops_left or bytes_left)
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """Start to count a batch that is about to be trained on."""
         if self._live is not None:
-            self._live.add(tree_leaves(batch))
-            for tensor in [*module.parameters(), *module.buffers()]:
-                self._live.add([tensor, tensor.grad])
-            for optimizer in optimizers:
-                self._live.add(tree_leaves(list(optimizer.state.values())))
-                self._watch_freed(optimizer)
+            self._live.begin(batch, module, optimizers)
+            self._open.callback(self._live.end)
             self._open.enter_context(self._live)
         if self._count_flops and self.flops is None:
             self._flop_count = self._open.enter_context(FlopCount())
-
-    def _watch_freed(self, optimizer: Optimizer) -> None:
-        """Listen to an optimizer that frees gradients in the backward pass, to know what that saves."""
-        live = self._live
-        if live is None or not isinstance(optimizer, FreesGradients):
-            return
-
-        alive_bytes = 0
-
-        def freed(_: Tensor, gradient: Tensor) -> None:
-            nonlocal alive_bytes
-            live.freed_bytes += alive_bytes  # of the gradient before: this one is still to be used
-            alive_bytes = gradient.nbytes
-
-        live.freed_bytes = 0
-        self._open.callback(optimizer.register_gradient_hook(freed).remove)
 
     def end(self) -> None:
         """Stop counting; the batch is complete."""

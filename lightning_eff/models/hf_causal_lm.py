@@ -151,8 +151,9 @@ class HFCausalLM(pl.LightningModule):
         """Change another document, then the same one, and see whether the last token notices."""
         if "position_ids" not in inspect.signature(self.model.forward).parameters:
             return False
-        device = next(self.model.parameters()).device
-        if device.type == "meta" or self._attention.startswith(("flash", "flex")):
+        first = next(self.model.parameters())
+        device, without_values = first.device, first.untyped_storage().device.type == "meta"
+        if without_values or self._attention.startswith(("flash", "flex")):
             return None
         tokens = torch.tensor([[0, 1, 2, 3], [4, 5, 2, 3], [0, 1, 4, 3]], device=device)
         positions = torch.tensor([[0, 1, 0, 1]], device=device).expand(3, -1)

@@ -21,15 +21,19 @@ from lightning_eff.place import Place, listed_options, recipe_chain
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_eff.advice import Advice, Compose
+    from lightning_eff.measure.division import Division
     from lightning_eff.measure.linear_layers import LinearLayers
+    from lightning_eff.measure.room import Expectation
 
 USAGE = """lightning-eff plan RECIPE [overrides] [options]
 
-  lightning-eff plan lm                                     what will be on, why, and who set it
+  lightning-eff plan lm                                     what will be on, why, and the memory of a step
+  lightning-eff plan lm device=rtx4090                      on another device: h100, h200, a100, b200, cpu
   lightning-eff plan lm '+callbacks=gradient_checkpointing' with overrides, as train takes them
   lightning-eff plan lm '+callbacks=triton_linear'          and who would compute which linear layers here
   lightning-eff plan lm '+callbacks=triton_linear' device=h200
-                                                            or there: h100, h200, a100, rtx4090, b200, cpu
+                                                            or there
   lightning-eff plan zero3_offload                          and what each of 1 to 1,024 devices would keep
   lightning-eff plan lm strategy=ddp trainer.devices=8 trainer.accelerator=cpu
                                                             the same of copies, on a machine without 8 GPUs
@@ -38,6 +42,7 @@ Exit code 5 when a combination is refused, 3 when this machine lacks something; 
 
 options:
   --config-dir DIR        a folder of your own with groups and recipes
+  --advice                try techniques that save memory, and the largest micro-batch that fits (a minute)
   --json                  print the rows as JSON on the standard output
   --debug                 whole tracebacks"""
 
@@ -66,11 +71,58 @@ class Row:
     remedies: list[str] = field(default_factory=list[str])
 
 
+@dataclass(frozen=True)
+class _Looks:
+    """What else was found out about a recipe.
+
+    Args:
+        expected: The peak of a step.
+        layers: Who computes which linear layers.
+        division: What each of many devices would keep.
+        advice: What would save memory; None where nobody asked.
+    """
+
+    expected: Expectation
+    layers: LinearLayers
+    division: Division
+    advice: Advice | None
+
+    @classmethod
+    def at(cls, values: dict[str, Any], trainer: pl.Trainer, device: str, compose: Compose | None) -> _Looks:
+        """Look; with `compose`, which takes more words, for advice too."""
+        from lightning_eff.advice import advise
+        from lightning_eff.forecast import division_of
+
+        expected = _expected(values, trainer, device)
+        with redirect_stdout(sys.stderr):
+            advice = advise(compose, expected.room) if compose is not None else None
+        layers = _layers(values, trainer, device)
+        return cls(expected, layers, division_of(values, trainer), advice)
+
+    def texts(self) -> list[str]:
+        """Return what there is to say."""
+        advice = [str(self.advice)] if self.advice is not None else []
+        return [
+            str(self.expected),
+            *advice,
+            *(str(each) for each in (self.layers, self.division) if each.about),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as plain values, for JSON."""
+        found: dict[str, Any] = {"layers": [asdict(row) for row in self.layers.rows]}
+        found |= {"layers_about": self.layers.about, "division": self.division.rows()}
+        found |= {"division_about": self.division.about, "division_assumed": self.division.assumptions}
+        found |= {"peak": self.expected.as_dict()}
+        return found | ({"advice": self.advice.as_dict()} if self.advice is not None else {})
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
     parser = argparse.ArgumentParser(prog="lightning-eff plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--advice", action="store_true")
     parser.add_argument("--debug", action="store_true")
     parser.error = _usage_error  # pyright: ignore[reportAttributeAccessIssue]
     given, words = parser.parse_known_args(arguments)
@@ -79,22 +131,20 @@ def main(arguments: Sequence[str]) -> int:
     place = Place.of(given.config_dir)
     sys.path.insert(0, str(Path.cwd()))
     values = config.compose_recipe(recipe, overrides, place).values
-    from lightning_eff.forecast import division_of
     from lightning_eff.run import build_trainer
+
+    def again(words: Sequence[str]) -> dict[str, Any]:
+        return config.compose_recipe(recipe, [*overrides, *words], place).values
 
     with redirect_stdout(sys.stderr):  # DeepSpeed speaks on the standard output, where JSON may be wanted
         trainer = build_trainer(values)
     rows, findings = _judge(trainer, lambda group, name: _set_by(recipe, overrides, place, group, name))
-    layers, division = _layers(values, trainer, device), division_of(values, trainer)
+    looks = _Looks.at(values, trainer, device, again if given.advice else None)
     if given.json:
-        found = {"recipe": recipe, "rows": [asdict(row) for row in rows]}
-        found |= {"layers": [asdict(row) for row in layers.rows], "layers_about": layers.about}
-        found |= {"division": division.rows(), "division_about": division.about}
-        found |= {"division_assumed": division.assumptions}
+        found = {"recipe": recipe, "rows": [asdict(row) for row in rows]} | looks.as_dict()
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
-        told = [str(each) for each in (layers, division) if each.about]
-        sys.stdout.write("\n\n".join([_text(rows), *told]) + "\n")
+        sys.stdout.write("\n\n".join([_text(rows), *looks.texts()]) + "\n")
     from lightning_eff.plan import raise_refused
 
     raise_refused(findings)
@@ -120,6 +170,15 @@ def _named_device(words: Sequence[str]) -> tuple[str, list[str]]:
     return known("device=", names[0]), rest
 
 
+def _expected(values: dict[str, Any], trainer: pl.Trainer, device: str) -> Expectation:
+    """Predict the peak of a step on a device."""
+    from lightning_eff.dry_run import dry_run, on_device
+    from lightning_eff.measure.room import Expectation, Room
+
+    room = Room.of(device, trainer.strategy.root_device)
+    return Expectation(dry_run(on_device(values, room)), room)
+
+
 def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearLayers:
     """Look at the layers that a technique takes, in a model without memory; one that fails stops nothing."""
     from lightning_eff.facts import name_of
@@ -129,8 +188,7 @@ def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearL
 
     takers = [each for each in objects_of(trainer) if isinstance(each, linear_layers.TakesLayers)]
     if not takers:
-        about = f"device={device} changes nothing: no technique here takes layers (+callbacks=triton_linear)"
-        return linear_layers.LinearLayers(about if device else "")
+        return linear_layers.LinearLayers()
     try:
         model = model_without_memory(values)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything

@@ -58,9 +58,9 @@ def test_batches_are_timed_after_those_that_are_counted_and_the_warmup(clock: Si
     assert list(measured.throughput.batch_times_s) == [8.0, 9.0, 10.0]
 
 
-def test_counting_lasts_until_the_batch_after_the_first_step(clock: SimpleNamespace) -> None:
-    measured = run(clock, num_batches=7, accumulate=4, num_warmup_batches=1)
-    assert measured.probe.num_batches == 4, "the fourth ends with the first step"
+def test_counting_lasts_for_two_steps(clock: SimpleNamespace) -> None:
+    measured = run(clock, num_batches=7, accumulate=2, num_warmup_batches=1)
+    assert measured.probe.num_batches == 4, "the fourth ends with the second step"
     assert list(measured.throughput.batch_times_s) == [9.0, 10.0]
 
 

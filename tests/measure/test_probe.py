@@ -80,12 +80,14 @@ def test_what_is_alive_before_the_batch_counts() -> None:
         (True, False, 1, 0, True),
         (False, True, 1, 1, False),
         (False, True, 2, 0, False),
-        (False, True, 2, 1, True),
+        (False, True, 2, 1, False),
+        (False, True, 2, 2, True),
         (True, True, 3, 0, False),
-        (True, True, 3, 1, True),
+        (True, True, 3, 1, False),
+        (True, True, 3, 2, True),
     ],
 )
-def test_done_after_the_first_batch_and_the_one_behind_the_first_step(
+def test_done_after_the_first_batch_and_after_two_steps(
     *, count_flops: bool, count_bytes: bool, num_batches: int, steps: int, done: bool
 ) -> None:
     layer, optimizer, x = make_training()

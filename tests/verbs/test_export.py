@@ -174,7 +174,7 @@ def test_any_module_and_tied_weights(tiny: list[str], command: Command) -> None:
         assert (max(Path("outputs/lm").iterdir()) / "export" / name).is_dir()
     folder = max(Path("outputs/lm").iterdir())
     values = yaml.safe_load((folder / run.RESOLVED).read_text())
-    model = run._make("model", values["model"])
+    model = run.make("model", values["model"])
     assert isinstance(model, GPT)
     model.configure_model()
     load_model(model, str(folder / "export" / "model" / "model.safetensors"))
@@ -183,7 +183,7 @@ def test_any_module_and_tied_weights(tiny: list[str], command: Command) -> None:
     adapter_state.load(adapted, stored.checkpoint(path))
     ids = torch.randint(0, 256, (2, 8))
     torch.testing.assert_close(model.eval()(ids), adapted.eval()(ids), rtol=0.0, atol=1e-5)
-    bare = run._make("model", values["model"])
+    bare = run.make("model", values["model"])
     bare.configure_model()
     bare.load_state_dict(_base_of(adapted), strict=False)
     pefts = PeftModel.from_pretrained(bare, str(folder / "export" / "adapter"))
@@ -203,13 +203,13 @@ def test_a_merged_head_is_tied_no_more_and_the_embedding_stays(tiny: list[str], 
     (path,) = (folder / "checkpoints").glob("step-2.ckpt")
     adapter_state.load(adapted, stored.checkpoint(path))
     written = folder / "export" / "model" / "model.safetensors"
-    apart = run._make("model", values["model"] | {"tie_word_embeddings": False})
+    apart = run.make("model", values["model"] | {"tie_word_embeddings": False})
     load_model(apart, str(written))
     ids = torch.randint(0, 256, (2, 8))
     torch.testing.assert_close(apart.eval()(ids), adapted.eval()(ids), rtol=0.0, atol=1e-5)
     assert torch.equal(apart.embedding.weight, adapted.embedding.weight)
     with pytest.raises(CheckpointError, match=r"several values of what is one weight .*'head.weight'"):
-        adapter_state.load_weights(run._make("model", values["model"]), stored.weights(written))
+        adapter_state.load_weights(run.make("model", values["model"]), stored.weights(written))
 
 
 @pytest.mark.parametrize("targets", ["[lm_head,q_proj]", "[embed_tokens]"])
