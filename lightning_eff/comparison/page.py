@@ -68,7 +68,7 @@ def page(found: Mapping[str, Any], rows: Sequence[Row]) -> str:
         charts=[_bars("Speed", rows, "speed_ratio"), _bars("Peak memory", rows, "peak_ratio")],
         header=HEADER,
         table=[cells(each) for each in rows],
-        memory="Peak memory is live bytes, counted storage by storage." if on_cpu else "",
+        memory=f"{'Peak memory is live bytes, counted storage by storage. ' if on_cpu else ''}In brackets: predicted.",
         raw=json.dumps(dict(found), indent=1),
     )
 

@@ -35,6 +35,11 @@ class Comparison:
         self._tell = tell
         self._results: dict[str, list[Result]] = {}
         self._trials: dict[str, Trial] = {}
+        self._predicted: dict[str, int | None] = {}
+
+    def predict(self, name: str, num_bytes: int | None) -> None:
+        """Take what a trial's peak is predicted to be."""
+        self._predicted[name] = num_bytes
 
     def refuse(self, trial: Trial, reason: str) -> None:
         """Add a row that is known not to run."""
@@ -76,6 +81,8 @@ class Comparison:
         rows = [
             row(name, trial.overrides(), self._results.get(name, [])) for name, trial in self._trials.items()
         ]
+        for each in rows:
+            each.predicted_peak_bytes = self._predicted.get(each.technique)
         order = {MEASURED: 0, FAILED: 1, NOT_RUN: 2}
         baseline = next((each for each in rows if each.technique == BASELINE), None)
         if baseline is not None:

@@ -42,6 +42,7 @@ class Row:
         speed_ratio: Against the baseline.
         peak_bytes: Live bytes on a CPU, `max_memory_allocated` on a GPU.
         peak_ratio: Against the baseline.
+        predicted_peak_bytes: By the same step on fake tensors.
         loss: Mean over the last quarter of the steps.
         loss_difference: Of `loss` to the baseline's.
         first_batch_s: Longest batch before timing began; compiling is in it.
@@ -57,6 +58,7 @@ class Row:
     speed_ratio: float | None = None
     peak_bytes: int | None = None
     peak_ratio: float | None = None
+    predicted_peak_bytes: int | None = None
     loss: float | None = None
     loss_difference: float | None = None
     first_batch_s: float | None = None
@@ -138,11 +140,18 @@ def cells(each: Row) -> tuple[str, ...]:
         each.technique,
         rate,
         "-" if each.speed_ratio is None else f"{each.speed_ratio:.2f}",
-        "-" if each.peak_bytes is None else human_bytes(each.peak_bytes),
+        _peak(each),
         "-" if each.peak_ratio is None else f"{each.peak_ratio:.2f}",
         _difference(each.loss_difference),
         status,
     )
+
+
+def _peak(each: Row) -> str:
+    """Return what was measured, or in brackets what is predicted."""
+    if each.peak_bytes is not None:
+        return human_bytes(each.peak_bytes)
+    return "-" if each.predicted_peak_bytes is None else f"({human_bytes(each.predicted_peak_bytes)})"
 
 
 def _difference(value: float | None) -> str:

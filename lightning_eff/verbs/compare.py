@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -97,6 +98,7 @@ def _measure(given: argparse.Namespace, values: dict[str, Any], work: _Work, com
         comparison.round(1, [both])
     for number in range(2, given.rounds + 1):
         comparison.round(number, runnable)
+    work.predict(runnable, comparison)
 
 
 def _reason_against(trial: Trial, work: _Work, comparison: Comparison) -> str | None:
@@ -141,8 +143,6 @@ class _Work:
 
     def refusal(self, trial: Trial) -> str | None:
         """Return why a trial cannot run here, in a line; None where nothing speaks against it."""
-        from contextlib import redirect_stdout
-
         from lightning_eff import plan
         from lightning_eff.run import build_trainer
 
@@ -161,6 +161,22 @@ class _Work:
         places = [word for each in self._place.folders for word in ("--config-dir", str(each))]
         words = [sys.executable, "-m", "lightning_eff", "train", self._given.recipe, *self.overrides(trial)]
         return apart.run([*words, *here, *places, "--json"], folder=folder, limit_s=self._given.limit_s)
+
+    def predict(self, tried: Sequence[Trial], comparison: Comparison) -> None:
+        """Predict each trial's peak: beside what was measured, and where it could not be."""
+        from lightning_eff.dry_run import dry_run, example_of, on_device
+        from lightning_eff.measure.room import Expectation, Room
+        from lightning_eff.run import build_trainer
+
+        for trial in tried:
+            values = config.compose_recipe(self._given.recipe, self.overrides(trial), self._place).values
+            with redirect_stdout(sys.stderr):
+                trainer = build_trainer(values)
+            if trainer.world_size > 1:
+                continue  # a share of it is what `plan` tells by arithmetic
+            room = Room.of("", trainer.strategy.root_device)
+            found = dry_run(on_device(values, room), example_of(values))
+            comparison.predict(trial.name, Expectation(found, room).num_bytes)
 
 
 def _is_set_by(line: str, keys: set[str]) -> bool:

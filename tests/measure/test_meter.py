@@ -77,6 +77,7 @@ def test_figures_are_exact(clock: SimpleNamespace) -> None:
         "data_wait_share": 3 / 27,
         "num_batches": 3,
         "world_size": 3,
+        "first_batch_s": 7.0,
         "flops_per_sample": flops_per_sample,
         "flops_per_s": pytest.approx(flops_per_sample * 15 / 27, rel=1e-15),
         "mfu": None,

@@ -59,6 +59,8 @@ def test_rows_train_alike_and_are_compared_to_the_baseline(
         assert rows[name]["loss_difference"] == pytest.approx(0.0, abs=1e-5)
         assert rows[name]["peak_ratio"] == rows[name]["peak_bytes"] / base["peak_bytes"]
     assert all(rows[name]["peak_ratio"] < 1.0 for name in SMALLER)
+    for row in (row for row in rows.values() if row["status"] == MEASURED):
+        assert row["predicted_peak_bytes"] == row["peak_bytes"], "to the byte"
     assert rows["together"]["peak_ratio"] < 1.0
     assert rows["strategy=fsdp2"]["status"] == "not run"
     assert "micro_batch_size=1" in " ".join(rows["micro_batch"]["overrides"])
