@@ -20,20 +20,24 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_eff import adapter_export
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.errors import CheckpointError, ConflictError
 from lightning_eff.precision.mixed import Mixed
+from lightning_eff.sharding.parts import together
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
+from lightning_eff.verbs import export
 from tests.conftest import make_trainer
 from tests.test_loop import plain, speaker, texts
 from tests.test_ranks import same
@@ -191,6 +195,7 @@ def main(folder: str) -> None:
     for name in STRATEGIES:
         trainer = trained(name, 3)
         saved(trainer, path / f"{name}.ckpt")
+        results["gathered"] = results.get("gathered", {}) | {name: gathered(trainer)}
         low: dict[str, Any] = {"plugins": [Mixed(precision="bf16-mixed")], "rate": 0.0}
         saved(trained(name, 6, statistics=False, **low), path / f"{name}-bf16.ckpt")
         if name != "ddp":
@@ -206,8 +211,16 @@ def main(folder: str) -> None:
         saved(trained(name, 4, *adapted(), rate=0.0, tied=False), path / f"{name}-lora.ckpt")
         again = trained(name, 4, *adapted(), rate=0.0, tied=False, ckpt_path=lora)
         saved(again, path / f"{name}-lora-again.ckpt")
+        results["gathered"] |= {f"{name}-lora": gathered(again)}
         results["evaluated"] = results.get("evaluated", {}) | {name: evaluated(again)}
     torch.save(results, path / f"rank{trainer.global_rank}.pt")
+
+
+def gathered(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """Return the model's own tensors, put together without a checkpoint."""
+    model = trainer.lightning_module
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    return {name: together(value).detach().clone() for name, value in tensors.items()}
 
 
 def in_parts(path: Path) -> dict[str, Any]:
@@ -234,9 +247,11 @@ def in_parts(path: Path) -> dict[str, Any]:
         os.write = write
     trainer.strategy.barrier()
     after = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
+    results = {"gathered": gathered(trainer)}
     saved(trainer, path.parent / "removed.ckpt")
     trainer.strategy.remove_checkpoint(path.parent / "removed.ckpt")
-    return {"first": first, "again": again, "after": after, "said": said, "done": io.outcome().numbers}
+    done = io.outcome().numbers
+    return results | {"first": first, "again": again, "after": after, "said": said, "done": done}
 
 
 def refused() -> list[str]:
@@ -412,6 +427,41 @@ def test_adapters_begin_train_and_come_back(folder: Path, results: dict[str, Any
     whole = [read(folder / f"{each}-lora.ckpt") for each in (name, "ddp")]
     assert whole[0]["peft_adapter"] == whole[1]["peft_adapter"], "the same fingerprint of the base"
     assert results["evaluated"][name] == pytest.approx(results["evaluated"]["ddp"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_weights_that_are_exported_are_those_that_were_trained(
+    folder: Path, results: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    """To the bit: tied ones once, frozen ones and buffers too."""
+    torch.manual_seed(7)
+    model = Stack()
+    expected = results["in_parts"]["gathered"] if name == "in_parts" else results["gathered"][name]
+    assert not torch.equal(model.head.weight, expected["head.weight"])
+    assert export._load(model, folder / f"{name}.ckpt", adapted=False) == []
+    adapter_export.save_whole(model, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    assert len(expected) - len(written) == 1
+    assert expected.keys() - written.keys() < {"head.weight", "embedding.weight"}
+    assert {"count", "statistics.running_mean", "statistics.num_batches_tracked"} < written.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in written.items())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_adapter_that_is_exported_is_the_one_that_was_trained(
+    folder: Path, results: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    model = Stack(tied=False, rate=0.0)
+    adapt(model, target_modules=["up", "down"], options={"r": 2, "lora_alpha": 4})
+    assert export._load(model, folder / f"{name}-lora-again.ckpt", adapted=True) == []
+    adapter_export.save_adapter(model, tmp_path)
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    expected = {key: value for key, value in results["gathered"][f"{name}-lora"].items() if "lora_" in key}
+    assert len(written) == len(expected) == 12
+    for key, value in written.items():
+        own = key.removeprefix("base_model.model.").removeprefix("base_model.")
+        assert torch.equal(value, expected[own.replace(".weight", ".default.weight")]), key
 
 
 def test_what_zero_would_change_is_refused(results: dict[str, Any]) -> None:

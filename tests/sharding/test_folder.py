@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_eff import newest, replacing, stored
+from lightning_eff import newest, replacing, resume, stored
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.errors import CheckpointError, CheckpointWarning
+from lightning_eff.errors import CheckpointError, CheckpointWarning, ConfigError
 from lightning_eff.sharding import folder, saving
 from lightning_eff.sharding.in_rows import InRows, divide
+from tests.conftest import make_trainer
 from tests.test_ranks import same
 
 NUM_RANKS = 3
@@ -394,3 +395,52 @@ def test_the_newest_whole_one_may_be_a_folder(tmp_path: Path, caplog: pytest.Log
     folder.part_path(runs / "step-2.ckpt", token, 2, NUM_RANKS).unlink()
     assert newest.newest_whole(runs.parent) == runs / "step-1.ckpt"
     assert any(f"its part part-{token}-2-of-3.ckpt is missing" in message for message in caplog.messages)
+
+
+def test_a_run_goes_on_from_a_folder_of_ours_and_of_no_other(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt")
+    assert resume.find_checkpoint(str(tmp_path / "a.ckpt"), tmp_path) == tmp_path / "a.ckpt"
+    dcp, zero, lightnings = (tmp_path / f"{name}.ckpt" for name in ("dcp", "zero", "lightnings"))
+    for path, files in ((dcp, [".metadata"]), (zero, ["latest"]), (lightnings, ["latest", "checkpoint"])):
+        path.mkdir()
+        for name in files:
+            (path / name).touch()
+    ways = {
+        dcp: f"try: python -m torch.distributed.checkpoint.format_utils dcp_to_torch {dcp} FILE",
+        zero: f"try: python {zero}/zero_to_fp32.py {zero} DIR",
+        lightnings: f"convert_zero_checkpoint_to_fp32_state_dict({lightnings}, FILE)",
+        tmp_path: "a folder without index.ckpt: a save that did not end, or no checkpoint",
+    }
+    for path, way in ways.items():
+        with pytest.raises(ConfigError) as raised:
+            resume.find_checkpoint(str(path), tmp_path)
+        assert way in str(raised.value)
+        assert str(raised.value).startswith(
+            f"ckpt_path={str(path)!r}: expected a checkpoint; this is a folder"
+        )
+
+
+def test_a_folder_must_be_whole_and_leave_something_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    token = save(path)
+    resume.check_something_left(path, make_trainer(max_steps=4))
+    with pytest.raises(ConfigError, match="expected more than the 3 steps that"):
+        resume.check_something_left(path, make_trainer(max_steps=3))
+    folder.part_path(path, token, 2, NUM_RANKS).unlink()
+    with pytest.raises(ConfigError, match=f"part-{token}-2-of-3.ckpt is missing"):
+        resume.check_something_left(path, make_trainer(max_steps=4))
+
+
+def test_a_base_may_be_a_folder(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    one, other = torch.nn.Linear(3, 5), torch.nn.Linear(3, 5)
+    save(tmp_path / "a.ckpt", {"state_dict": one.state_dict(), "global_step": 1})
+    assert stored.load_base(other, tmp_path / "a.ckpt", key="base_checkpoint") == 2
+    assert torch.equal(other.weight, one.weight)
+
+
+def test_optimizer_state_that_nobody_asked_for_is_not_read(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt")
+    state = stored.checkpoint(tmp_path / "a.ckpt")["optimizer_states"][0]["state"][0]["exp_avg"]
+    assert isinstance(state, InRows)
+    assert len(state.pieces) == NUM_RANKS
