@@ -210,34 +210,35 @@ def remove_orphans(folder: Path) -> list[Path]:
     Returns:
         What was removed.
     """
-    return [path for path in _temporaries(folder) if remove_unless_held(path)]
+    removed: list[Path] = []
+    for path in _temporaries(folder):
+        with contextlib.suppress(OSError), unheld(path):
+            path.unlink()
+            removed.append(path)
+    return removed
 
 
-def remove_unless_held(path: Path, *, without_locks: bool = False) -> bool:
-    """Remove a file unless a writer holds its lock, or the system refuses; return whether.
+@contextlib.contextmanager
+def unheld(path: Path, *, without_locks: bool = False) -> Generator[None]:
+    """Hold the lock of a file that nobody writes any more.
 
     Args:
         path: Of the file.
-        without_locks: Remove it too where the file system has no locks, and nobody knows.
+        without_locks: Go on without where the file system has none, and nobody knows.
+
+    Raises:
+        OSError: Its writer lives, or the system refuses.
     """
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            _lock_now(fd, without_locks=without_locks)
-            path.unlink()
-        finally:
-            os.close(fd)
-    except OSError:
-        return False
-    return True
-
-
-def _lock_now(fd: int, *, without_locks: bool) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if not (without_locks and error.errno in _NO_LOCKS):
-            raise
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if not (without_locks and error.errno in _NO_LOCKS):
+                raise
+        yield
+    finally:
+        os.close(fd)
 
 
 def _temporaries(folder: Path) -> Iterator[Path]:

@@ -126,10 +126,9 @@ class Durable(CheckpointIO):
     def facts(self) -> Facts:
         """State whose checkpoints it does not see."""
         reason = "sharded checkpoints are folders that the strategy writes itself, and are neither verified"
+        reason += " nor removed here"
         names = [rule.name for rule in SHARDING if rule.name.startswith("lightning/")]
-        rules = [
-            Rule(name=name, reason=f"{reason} nor removed here", verdict=Verdict.WARNED) for name in names
-        ]
+        rules = [Rule(name=name, reason=reason, verdict=Verdict.WARNED) for name in names]
         if self.asynchronous:
             reason = "ranks write their parts at the call: asynchronous=True has no effect on these saves"
             remedies = ("checkpoint_io.asynchronous=false", "strategy.checkpoints=full")

@@ -8,6 +8,7 @@ its share of the files, and is given tensors of which it reads its rows alone.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,10 +29,11 @@ from lightning_eff.sharding.parts import rows_here, together
 
 @dataclass(frozen=True)
 class Saved:
-    """What was saved: the folder that all ranks wrote to, and the bytes of all of them."""
+    """What was saved: the folder that all ranks wrote to, the bytes of all of them, and how long it took."""
 
     path: Path
     num_bytes: int
+    duration_s: float
 
 
 @torch.no_grad()
@@ -46,6 +48,7 @@ def save(checkpoint: Mapping[str, Any], path: Path, ranks: Ranks) -> Saved:
     Raises:
         CheckpointError: It cannot be written, on whichever rank.
     """
+    start = time.perf_counter()
     with ranks.agree() as step, _told(path, checkpoint):
         if ranks.rank == 0:
             saving.prepare(path)
@@ -66,8 +69,9 @@ def save(checkpoint: Mapping[str, Any], path: Path, ranks: Ranks) -> Saved:
                 index = saving.write_index(path, token, [each["digest"] for each in parts], rest, rows)
                 step.mine["bytes"] = index.num_bytes
         if ranks.rank == 0:
-            saving.tidy(path, saved=token)
-    return Saved(path, step.of_all[0]["bytes"] + sum(each["bytes"] for each in parts))
+            saving.tidy(path, just_saved=True)
+    num_bytes = step.of_all[0]["bytes"] + sum(each["bytes"] for each in parts)
+    return Saved(path, num_bytes, time.perf_counter() - start)
 
 
 def load(path: Path, ranks: Ranks) -> dict[str, Any]:

@@ -12,10 +12,13 @@ import torch
 
 from lightning_eff import replacing
 from lightning_eff.errors import CheckpointError
-from lightning_eff.replacing import TEMPORARY, Written, make_folder, remove_unless_held, write_sealed
+from lightning_eff.replacing import TEMPORARY, Written, make_folder, unheld, write_sealed
 from lightning_eff.sealed import bears_seal
 from lightning_eff.sharding.folder import FORMAT, INDEX, PART, VERSION, is_one, part_path, token_of
 from lightning_eff.sharding.in_rows import Piece
+
+AT_ONCE = 64
+"""Parts whose locks are held at a time; a process may have about 1,000 files open."""
 
 
 def new_token() -> str:
@@ -106,35 +109,50 @@ def remove(path: Path) -> None:
     (path / INDEX).unlink()
     for each in list(path.iterdir()):
         if PART.fullmatch(each.name) and not each.is_symlink() and each.is_file():
-            each.unlink()
+            each.unlink(missing_ok=True)  # another rank may be tidying up
     replacing.remove_orphans(path)
     with contextlib.suppress(OSError):  # something of someone else's is in it
         path.rmdir()
 
 
-def tidy(path: Path, *, saved: str | None = None) -> list[Path]:
+def tidy(path: Path, *, just_saved: bool = False) -> list[Path]:
     """Remove from a folder what no index names and nobody is writing; the folder too, if nothing is left.
 
     Args:
         path: The folder.
-        saved: Token of the save that has just ended here: the parts before it go even where a file system has
-            no locks.
+        just_saved: Whether a save has ended here: then the parts before it go even where a file system has no
+            locks.
 
     Returns:
         What was removed.
     """
     removed = replacing.remove_orphans(path)
-    token = saved or token_of(path)
-    if token is None and (path / INDEX).exists():
-        return removed  # it is damaged: what it names is for a person to decide
-    for each in [each for each in path.iterdir() if PART.fullmatch(each.name)]:
-        ours = not each.is_symlink() and each.is_file() and bears_seal(each)
-        if f"-{token}-" not in each.name and ours and remove_unless_held(each, without_locks=bool(saved)):
-            removed.append(each)
+    token = token_of(path)
+    parts = sorted(each for each in path.iterdir() if PART.fullmatch(each.name))
+    others = [each for each in parts if f"-{token}-" not in each.name and _is_sealed(each)]
+    for first in range(0, len(others), AT_ONCE):
+        with contextlib.ExitStack() as locks:
+            free: list[Path] = []
+            for each in others[first : first + AT_ONCE]:
+                with contextlib.suppress(OSError):
+                    locks.enter_context(unheld(each, without_locks=just_saved))
+                    free.append(each)
+            # A writer holds the locks until its index is there: only now it is known which one names these.
+            token = token_of(path)
+            if token is None and (path / INDEX).exists():
+                break  # it is damaged: what it names is for a person to decide
+            for each in free:
+                if f"-{token}-" not in each.name:
+                    each.unlink()
+                    removed.append(each)
     if removed and token is None:
         with contextlib.suppress(OSError):
             path.rmdir()
     return removed
+
+
+def _is_sealed(part: Path) -> bool:
+    return not part.is_symlink() and part.is_file() and bears_seal(part)
 
 
 def remove_orphans(folder: Path) -> list[Path]:

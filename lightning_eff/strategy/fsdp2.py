@@ -21,7 +21,6 @@ Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277;
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -231,15 +230,14 @@ class FSDP2(ModelParallelStrategy):
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
             return
         if storage_options is not None or "://" in str(filepath):
-            text = f"checkpoint {filepath}: {NAME} writes folders to local disks, without options"
-            text += "\n  try: strategy.checkpoints=full"
+            text = f"checkpoint {filepath}: folders are on local disks\n  try: strategy.checkpoints=full"
             raise CheckpointError(text)
-        start, io = time.perf_counter(), self.checkpoint_io
+        io = self.checkpoint_io
         if isinstance(io, Technique):
             checkpoint = saved_with.with_plugin(checkpoint, io)
         saved = dtensor_folder.save(checkpoint, Path(filepath).expanduser(), Ranks(self.root_device))
         if isinstance(io, folder.Keeper):
-            io.folder_saved(saved.path, saved.num_bytes, time.perf_counter() - start)
+            io.folder_saved(saved.path, saved.num_bytes, saved.duration_s)
 
     @override
     def load_checkpoint(
@@ -249,8 +247,7 @@ class FSDP2(ModelParallelStrategy):
         if not path.is_dir():
             return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
         if weights_only is False:
-            text = f"checkpoint {path} is not loaded: weights_only=False, and a folder holds no code"
-            text += "\n  try: weights_only=None"
+            text = f"checkpoint {path}: weights_only=False would run code\n  try: weights_only=None"
             raise CheckpointError(text)
         found = dtensor_folder.load(path, Ranks(self.root_device))
         if isinstance(io := self.checkpoint_io, folder.Keeper):

@@ -67,7 +67,7 @@ def save(path: Path, content: dict[str, Any] | None = None, num_ranks: int = NUM
             part = held.enter_context(saving.part(path, token, rank, num_ranks, rows))
             digests.append(part.digest)
         saving.write_index(path, token, digests, rest, rows)
-        saving.tidy(path, saved=token)
+        saving.tidy(path, just_saved=True)
     return token
 
 
@@ -316,6 +316,30 @@ def test_parts_that_are_being_written_stay_and_left_ones_go(tmp_path: Path) -> N
     (path / "part-1111111111111111-0-of-1.ckpt").write_text("no seal: not ours")
     assert saving.remove_orphans(tmp_path) == [left]
     assert names(path) == ["part-1111111111111111-0-of-1.ckpt"]
+
+
+def test_who_tidies_up_while_a_save_ends_takes_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index is read again once the locks are there: another process may have ended its save meanwhile."""
+    path, real = tmp_path / "a.ckpt", saving.token_of
+    save(path)
+    saving.prepare(path)
+    rest, rows = divide(checkpoint(2.0), rows_of(0, 1))
+    with contextlib.ExitStack() as held:
+        part = held.enter_context(saving.part(path, "f" * 16, 0, 1, rows))
+
+        def late(where: Path) -> str | None:
+            """Say what the index said, and let the other process end its save right after."""
+            token = real(where)
+            monkeypatch.setattr(saving, "token_of", real)
+            saving.write_index(path, "f" * 16, [part.digest], rest, rows)
+            held.close()
+            return token
+
+        monkeypatch.setattr(saving, "token_of", late)
+        saving.tidy(path)
+    assert same(Durable().load_checkpoint(path), checkpoint(2.0))
 
 
 def test_rank_0_must_see_what_the_others_wrote(tmp_path: Path) -> None:
