@@ -342,6 +342,17 @@ def test_who_tidies_up_while_a_save_ends_takes_nothing_of_it(
     assert same(Durable().load_checkpoint(path), checkpoint(2.0))
 
 
+def test_an_error_behind_the_index_takes_no_part_of_it(tmp_path: Path) -> None:
+    """As a disk that does not confirm a name that is there: what is named must stay."""
+    path = tmp_path / "a.ckpt"
+    saving.prepare(path)
+    rest, rows = divide(checkpoint(), rows_of(0, 1))
+    with pytest.raises(OSError, match="late"), saving.part(path, "0" * 16, 0, 1, rows) as part:
+        saving.write_index(path, "0" * 16, [part.digest], rest, rows)
+        raise OSError(5, "late")
+    assert same(Durable().load_checkpoint(path), checkpoint())
+
+
 def test_rank_0_must_see_what_the_others_wrote(tmp_path: Path) -> None:
     saving.prepare(tmp_path / "a.ckpt")
     with pytest.raises(
