@@ -347,9 +347,11 @@ def test_an_error_behind_the_index_takes_no_part_of_it(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     saving.prepare(path)
     rest, rows = divide(checkpoint(), rows_of(0, 1))
-    with pytest.raises(OSError, match="late"), saving.part(path, "0" * 16, 0, 1, rows) as part:
-        saving.write_index(path, "0" * 16, [part.digest], rest, rows)
-        raise OSError(5, "late")
+    written = saving.part(path, "0" * 16, 0, 1, rows)
+    part = written.__enter__()
+    saving.write_index(path, "0" * 16, [part.digest], rest, rows)
+    late = OSError(5, "late")
+    assert not written.__exit__(OSError, late, None)
     assert same(Durable().load_checkpoint(path), checkpoint())
 
 
