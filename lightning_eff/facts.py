@@ -28,6 +28,8 @@ SCHEDULE = "a learning-rate schedule"
 """Provided by what changes the learning rate while a run goes on."""
 NEW_PARAMETERS = "new_parameters"
 """Provided by what replaces or adds parameters."""
+FOLDERS = "checkpoints in folders"
+"""Provided by a strategy whose ranks write their own parts of a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

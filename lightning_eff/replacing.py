@@ -18,11 +18,13 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_eff.errors import CheckpointError
-from lightning_eff.sealed import looks_like_one
+from lightning_eff.sealed import SealingWriter, looks_like_one
 
 TEMPORARY = re.compile(r"\.durable-[0-9a-f]{16}\.tmp")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -57,6 +59,45 @@ def replacing(path: Path) -> Generator[int]:
         _sync_name(folder, path)
     finally:
         os.close(folder)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a file that was written holds: the SHA-256 in its end, and its size."""
+
+    digest: str
+    num_bytes: int
+
+
+def write_sealed(
+    path: Path, fill: Callable[[Any], object], held: contextlib.ExitStack | None = None
+) -> Written:
+    """Replace a file by one that `torch.save` fills and that carries its SHA-256.
+
+    Args:
+        path: Of the file.
+        fill: Writes to what it is given.
+        held: Keeps the new file's lock until it closes, which says that a save is not over; None for none.
+
+    Raises:
+        CheckpointError: As `replacing`.
+        OSError: The disk refuses, whatever torch made of that; `path` is as it was.
+    """
+    writer: SealingWriter | None = None
+    try:
+        with replacing(path) as fd:
+            writer = SealingWriter(fd)
+            if held is not None:
+                held.callback(os.close, os.dup(fd))  # a lock is the open file's, whichever number it has
+            with contextlib.closing(writer):
+                fill(writer)
+                digest = writer.seal()
+    except RuntimeError as error:
+        cause = writer and writer.error
+        if cause is None:
+            raise
+        raise cause from error
+    return Written(digest, writer.num_bytes)
 
 
 @contextlib.contextmanager
@@ -171,15 +212,33 @@ def remove_orphans(folder: Path) -> list[Path]:
     """
     removed: list[Path] = []
     for path in _temporaries(folder):
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-                removed.append(path)
-            finally:
-                os.close(fd)
+        with contextlib.suppress(OSError), unheld(path):
+            path.unlink()
+            removed.append(path)
     return removed
+
+
+@contextlib.contextmanager
+def unheld(path: Path, *, without_locks: bool = False) -> Generator[None]:
+    """Hold the lock of a file that nobody writes any more.
+
+    Args:
+        path: Of the file.
+        without_locks: Go on without where the file system has none, and nobody knows.
+
+    Raises:
+        OSError: Its writer lives, or the system refuses.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if not (without_locks and error.errno in _NO_LOCKS):
+                raise
+        yield
+    finally:
+        os.close(fd)
 
 
 def _temporaries(folder: Path) -> Iterator[Path]:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from pickle import UnpicklingError  # the error alone: nothing is unpickled here
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import yaml
 
 from lightning_eff import adapter_state
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.errors import CheckpointError, ConfigError
+from lightning_eff.newest import newest_whole
+from lightning_eff.plain_values import load_plain
 from lightning_eff.saved_with import inside
-from lightning_eff.sealed import newest_whole, verify_path
+from lightning_eff.sealed import verify_path
+from lightning_eff.sharding import folder as parts
 
 RESOLVED = "resolved.yaml"
 """What a run was built from, in its folder: `export` builds its model from it again."""
-SHARDED = (".metadata", "checkpoint", "latest")
-"""What marks a folder as a checkpoint: torch's distributed format, Lightning's and DeepSpeed's."""
-
-UNREADABLE = (CheckpointError, RuntimeError, UnpicklingError, EOFError, OSError, ValueError, LookupError)
-"""What reading a file raises that is damaged or no checkpoint."""
 
 
 def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
@@ -50,8 +46,12 @@ def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
             )
         return found
     path = Path(ckpt_path)
-    if not path.exists() or (path.is_dir() and not any((path / name).exists() for name in SHARDED)):
+    if not path.exists():
         raise ConfigError(key="ckpt_path", value=ckpt_path, allowed="an existing checkpoint, or last")
+    if path.is_dir() and not parts.is_one(path):
+        what, *ways = parts.what_is(path).split("\n  try: ")
+        allowed = f"a checkpoint; this is {what}"
+        raise ConfigError(key="ckpt_path", value=ckpt_path, allowed=allowed, remedies=ways)
     return path
 
 
@@ -100,12 +100,9 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
         CheckpointError: It is an adapter's, and the run has none.
         ConfigError: It is one of these.
     """
-    if not path.is_file():
-        return
     try:
-        verify_path(path)
-        saved = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    except UNREADABLE as error:
+        saved = _outline(path)
+    except (CheckpointError, OSError) as error:
         reason = str(error).splitlines()[0].partition(". ")[0]
         allowed = f"a checkpoint of tensors and plain values ({reason})"
         raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed) from error
@@ -130,6 +127,14 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
             allowed=f"more than the {epochs} epochs that {path} has behind it",
             remedies=[f"trainer.max_epochs={2 * epochs}"],
         )
+
+
+def _outline(path: Path) -> Any:
+    """Return what a checkpoint holds, verified, without the values of its tensors."""
+    if path.is_dir():
+        return parts.verified(path).checkpoint
+    verify_path(path)
+    return load_plain(path, map_location="meta", mmap=True)
 
 
 def _refuse_adapter(saved: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> None:

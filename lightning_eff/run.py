@@ -25,8 +25,8 @@ from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.errors import ConfigError, EnvironmentLacksError, UsageError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
-from lightning_eff.replacing import remove_orphans
 from lightning_eff.resume import RESOLVED, callbacks_of, check_something_left, find_checkpoint, with_base
+from lightning_eff.sharding.saving import remove_orphans
 
 log = logging.getLogger(__name__)
 

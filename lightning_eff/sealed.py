@@ -13,7 +13,6 @@ and names are not covered by any.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import struct
 import zipfile
@@ -24,8 +23,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_eff.errors import CheckpointError
-
-log = logging.getLogger(__name__)
 
 SEAL = b"lightning-eff sha256:"
 NUM_DIGEST_BYTES = 64
@@ -72,8 +69,8 @@ class SealingWriter:
     def flush(self) -> None:
         """Do nothing: the end is written by `seal`."""
 
-    def seal(self) -> None:
-        """Give the archive its comment.
+    def seal(self) -> str:
+        """Give the archive its comment; return the SHA-256 in it.
 
         Raises:
             CheckpointError: What was written is no archive without a comment.
@@ -83,7 +80,9 @@ class SealingWriter:
             text = "torch.save did not write what it used to write: a zip archive without a comment"
             raise CheckpointError(text)
         self._put(self._held[:-2] + struct.pack("<H", NUM_COMMENT_BYTES) + SEAL)
-        self._put(self._hash.hexdigest().encode())
+        digest = self._hash.hexdigest()
+        self._put(digest.encode())
+        return digest
 
     def close(self) -> None:
         """Let the hashing thread go; the file stays open."""
@@ -184,7 +183,7 @@ def read(path: Path, how: Callable[[IO[bytes]], Any]) -> Any:
         text = f"checkpoint {path}: there is no such file"
         raise FileNotFoundError(text) from error
     except IsADirectoryError as error:
-        text = f"checkpoint {path} is a folder: sharded checkpoints are read by the strategy that wrote them"
+        text = f"checkpoint {path} is not loaded: it is a folder, and not a file"
         raise CheckpointError(text) from error
     except (OSError, CheckpointError) as error:
         text = f"checkpoint {path} is not loaded: {error}"
@@ -203,36 +202,3 @@ def bears_seal(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - NUM_COMMENT_BYTES))
         return file.read().startswith(SEAL)
-
-
-def newest_whole(folder: Path) -> Path | None:
-    """Return the newest checkpoint of the runs in a folder that is whole; name those that are not.
-
-    Args:
-        folder: Where the runs of one recipe lie.
-    """
-    # A link may lead nowhere, or to one that is found under its own name.
-    found = [path for path in folder.glob("**/checkpoints/*.ckpt") if path.exists()]
-    skipped = False
-    by_file = {path.resolve(): path for path in sorted(found, key=Path.is_symlink, reverse=True)}
-    for path in sorted(by_file.values(), key=_written_at, reverse=True):
-        try:
-            if path.is_file():
-                verify_path(path)
-        except CheckpointError as error:
-            log.warning("skipped: %s", error)
-            skipped = True
-        except FileNotFoundError:
-            continue  # the run that it belongs to has removed it
-        else:
-            if skipped:
-                log.warning("taken instead: %s", path)
-            return path
-    return None
-
-
-def _written_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0

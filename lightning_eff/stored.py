@@ -1,7 +1,7 @@
 """Weights from files: verified before they are read, and nothing but tensors and plain values.
 
 A checkpoint's SHA-256 is compared, then it is mapped into memory, so that optimizer state which nobody asked
-for is not read. A `.safetensors` file holds tensors alone.
+for is not read; so are the parts of one in a folder. A `.safetensors` file holds tensors alone.
 """
 
 from __future__ import annotations
@@ -9,37 +9,38 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from pickle import UnpicklingError  # the error alone: nothing is unpickled here
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
 from lightning_eff.adapter_state import load_weights
 from lightning_eff.errors import CheckpointError, ConfigError
-from lightning_eff.sealed import newest_whole, verify_path
+from lightning_eff.newest import newest_whole
+from lightning_eff.plain_values import load_plain
+from lightning_eff.sealed import verify_path
+from lightning_eff.sharding import folder
+from lightning_eff.sharding.in_rows import assembled
 
 log = logging.getLogger(__name__)
 
-UNREADABLE = (RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, AttributeError, TypeError)
-"""What torch raises about a file whose content it cannot take."""
-
 
 def checkpoint(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds, mapped from its file.
+    """Return what a checkpoint holds, mapped from its file, or the files in its folder.
 
     Raises:
         CheckpointError: It is damaged, or holds more than tensors and plain values.
         FileNotFoundError: There is none.
     """
+    if path.is_dir():
+        parts = folder.joined(folder.verified(path))
+        return parts | {"state_dict": assembled(parts.get("state_dict"))}
     verify_path(path)
     try:
-        found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except UNREADABLE as error:
-        reason = str(error).splitlines()[0][:200] if str(error) else repr(error)
-        text = f"checkpoint {path} is not loaded: torch cannot read it ({reason})"
+        found: Any = load_plain(path, mmap=True)
+    except CheckpointError as error:
+        text = f"checkpoint {path} is not loaded: {error}"
         raise CheckpointError(text) from error
     if not isinstance(found, dict):
         text = f"checkpoint {path} is not loaded: it holds no checkpoint of a Trainer"
@@ -69,14 +70,15 @@ def load_base(model: nn.Module, path: Path, *, key: str) -> int:
 
     Args:
         model: As it was when they were saved.
-        path: The file; or a folder, for the newest whole checkpoint of the runs in it.
+        path: The checkpoint; or a folder of runs, for the newest whole one in it.
         key: The setting that names it.
 
     Raises:
         ConfigError: There is no such file, it is damaged, or of another model; nothing was assigned.
     """
     path = path.expanduser()
-    file = newest_whole(path) if path.is_dir() or not (path.suffix or path.exists()) else path
+    runs = path.is_dir() and not folder.is_one(path)
+    file = newest_whole(path) if runs or not (path.suffix or path.exists()) else path
     if file is None:
         allowed = "a checkpoint, or a folder of runs with one; there is none in this"
         remedies = [f"lightning-eff train {path.name}"]  # runs lie in a folder of their recipe's name

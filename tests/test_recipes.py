@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from lightning_eff import catalog, config
+from lightning_eff import catalog, config, stored
 
 SMALL_IMAGES = [
     *(
@@ -94,6 +94,35 @@ def test_recipe_trains_two_steps_on_two_ranks(name: str, tiny: list[str]) -> Non
     assert strategy in json.dumps(report["ledger"])
     (run_dir,) = Path("outputs", name).iterdir()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-2.ckpt"]
+
+
+@pytest.mark.slow
+def test_a_run_in_parts_goes_on_as_one_in_a_file_and_is_exported(
+    tiny: list[str], command: Callable[..., tuple[int, str, str]]
+) -> None:
+    """From folder to folder, and from file to file: the same to the bit; then the weights of a folder."""
+
+    def train(*words: str) -> Path:
+        line = [sys.executable, "-m", "lightning_eff", "train", "fsdp2", *tiny, *words]
+        done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=200)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return max(Path("outputs", "fsdp2").glob("*/checkpoints/*.ckpt"))
+
+    more, in_parts = ["ckpt_path=last", "trainer.max_steps=4"], "strategy.checkpoints=sharded"
+    files = [train(), train(*more)]
+    folders = [train(in_parts), train(in_parts, *more)]
+    assert [path.is_dir() for path in files + folders] == [False, False, True, True]
+    for file, folder in zip(files, folders, strict=True):
+        one, other = (stored.checkpoint(path)["state_dict"] for path in (file, folder))
+        assert list(one) == list(other)
+        assert all(torch.equal(value, other[key]) for key, value in one.items())
+    first = next(iter(one))
+    assert not torch.equal(stored.weights(files[0])[first], one[first]), "it trained on"
+    code, _, err = command("export", str(folders[1].parent.parent))
+    assert code == 0, err
+    written = load_file(folders[1].parent.parent / "export" / "model" / "model.safetensors")
+    assert written
+    assert all(torch.equal(value, other[key]) for key, value in written.items())
 
 
 def test_only_a_technique_differs_between_lm_and_baseline(

@@ -5,7 +5,10 @@ One start of two processes for all cases; `main` runs in both of them, the tests
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,21 +20,24 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_eff import adapter_export
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.errors import ConflictError
+from lightning_eff.errors import CheckpointError, ConflictError
 from lightning_eff.precision.mixed import Mixed
 from lightning_eff.sharding.parts import together
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
+from lightning_eff.verbs import export
 from tests.conftest import make_trainer
 from tests.test_loop import plain, speaker, texts
 from tests.test_ranks import same
@@ -48,6 +54,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "fsdp2_offload": lambda: FSDP2(cpu_offload=True, sync_every_micro_batch=True),
 }
 SHARDED = [name for name in STRATEGIES if name != "ddp"]
+EVERY = STRATEGIES | {"in_parts": lambda: FSDP2(checkpoints="sharded")}
 # weighted, clipping, batches a window, micro-batch size: every pair of them, windows cut at an epoch's end
 CASES = [
     (False, None, 1, 3), (True, 0.05, 1, None), (True, None, 2, 3), (False, 0.05, 2, None),
@@ -56,6 +63,8 @@ CASES = [
 PAIRS = [
     *itertools.product(("ddp", "zero1", "zero2", "zero3", "fsdp2"), repeat=2),
     *(("zero3_offload", "fsdp2_offload"), ("fsdp2_offload", "zero3_offload")),
+    *(("in_parts", other) for other in ("in_parts", "fsdp2", "ddp", "zero2")),
+    ("ddp", "in_parts"),
 ]
 GOING_ON = [("ddp", "zero3"), ("zero1", "ddp"), ("zero2", "fsdp2"), ("fsdp2", "zero1")]
 TOGETHER: dict[str, Any] = {"devices": 2, "use_distributed_sampler": False, "enable_checkpointing": False}
@@ -151,7 +160,7 @@ def trained(
     torch.manual_seed(1)
     model = Stack(**{key: options.pop(key) for key in ("tied", "rate", "statistics") if key in options})
     plugins = [Durable(), *options.pop("plugins", ())]
-    keywords = TOGETHER | {"strategy": STRATEGIES[name](), "plugins": plugins} | options
+    keywords = TOGETHER | {"strategy": EVERY[name](), "plugins": plugins} | options
     trainer = make_trainer(callbacks=list(callbacks), max_steps=steps, **keywords)
     if seed != 1:
         torch.manual_seed(seed)
@@ -186,39 +195,63 @@ def main(folder: str) -> None:
     for name in STRATEGIES:
         trainer = trained(name, 3)
         saved(trainer, path / f"{name}.ckpt")
+        results["gathered"] = results.get("gathered", {}) | {name: gathered(trainer)}
         low: dict[str, Any] = {"plugins": [Mixed(precision="bf16-mixed")], "rate": 0.0}
         saved(trained(name, 6, statistics=False, **low), path / f"{name}-bf16.ckpt")
         if name != "ddp":
             results["did"][name] = trainer.strategy.outcome().did
     results["refused"] = refused()
-    results["sharded"] = in_parts(path / "parts.ckpt")
+    results["in_parts"] = in_parts(path / "in_parts.ckpt")
     for one, other in PAIRS:
         saved(trained(other, 3, seed=2, ckpt_path=str(path / f"{one}.ckpt")), path / f"{one}-{other}.ckpt")
     for one, other in [("ddp", "ddp"), *GOING_ON]:
         saved(trained(other, 8, seed=2, ckpt_path=str(path / f"{one}.ckpt")), path / f"{one}-{other}-8.ckpt")
-    for name in STRATEGIES:
+    for name in EVERY:
         lora = str(path / f"{name}-lora.ckpt")
         saved(trained(name, 4, *adapted(), rate=0.0, tied=False), path / f"{name}-lora.ckpt")
         again = trained(name, 4, *adapted(), rate=0.0, tied=False, ckpt_path=lora)
         saved(again, path / f"{name}-lora-again.ckpt")
+        results["gathered"] |= {f"{name}-lora": gathered(again)}
         results["evaluated"] = results.get("evaluated", {}) | {name: evaluated(again)}
     torch.save(results, path / f"rank{trainer.global_rank}.pt")
 
 
+def gathered(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """Return the model's own tensors, put together without a checkpoint."""
+    model = trainer.lightning_module
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    return {name: together(value).detach().clone() for name, value in tensors.items()}
+
+
 def in_parts(path: Path) -> dict[str, Any]:
-    """Save a folder with a file for each rank, and load it into another model."""
-    first = trained("fsdp2", 3, strategy=FSDP2(checkpoints="sharded"))
-    saved(first, path)
-    again = trained("fsdp2", 3, seed=2, strategy=FSDP2(checkpoints="sharded"), ckpt_path=str(path))
+    """Save a folder with a file for each rank twice, the second time with a full disk on one of them."""
+    trainer = trained("in_parts", 3)
+    io: Any = trainer.strategy.checkpoint_io
+    saved(trainer, path)
+    first = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
+    saved(trainer, path)
+    again = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
+    write = os.write
 
-    def everything(trainer: pl.Trainer) -> list[Any]:
-        states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
-        tensors = [*trainer.lightning_module.parameters(), *states]
-        return [together(tensor).detach().clone() for tensor in tensors]
+    def full(fd: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    one, other = everything(first), everything(again)
-    files = sorted(file.name for file in path.iterdir())
-    return {"same": same(one, other), "num_tensors": len(one), "files": files}
+    trainer.strategy.barrier()
+    os.write = full if trainer.global_rank == 1 else write
+    try:
+        saved(trainer, path)
+        said = "saved"
+    except CheckpointError as error:
+        said = str(error)
+    finally:
+        os.write = write
+    trainer.strategy.barrier()
+    after = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
+    results = {"gathered": gathered(trainer)}
+    saved(trainer, path.parent / "removed.ckpt")
+    trainer.strategy.remove_checkpoint(path.parent / "removed.ckpt")
+    done = io.outcome().numbers
+    return results | {"first": first, "again": again, "after": after, "said": said, "done": done}
 
 
 def refused() -> list[str]:
@@ -270,9 +303,13 @@ def results(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "rank0.pt", weights_only=False)
 
 
+def read(path: Path) -> dict[str, Any]:
+    return Durable().load_checkpoint(path) if path.is_dir() else torch.load(path, weights_only=True)
+
+
 def checkpoint(folder: Path, name: str) -> dict[str, Any]:
     """Return what a checkpoint holds, but for where the loop was and what was on."""
-    content = torch.load(folder / f"{name}.ckpt", weights_only=True)
+    content = read(folder / f"{name}.ckpt")
     return {key: content[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")}
 
 
@@ -312,7 +349,7 @@ def test_a_checkpoint_goes_from_one_to_the_other_unchanged(folder: Path, one: st
     assert same(checkpoint(folder, f"{one}-{other}"), checkpoint(folder, one))
 
 
-@pytest.mark.parametrize("one", STRATEGIES)
+@pytest.mark.parametrize("one", EVERY)
 def test_a_checkpoint_of_two_ranks_is_loaded_on_one(folder: Path, one: str, tmp_path: Path) -> None:
     path = str(folder / f"{one}.ckpt")
     alone = trained("ddp", 3, seed=2, ckpt_path=path, strategy="auto", devices=1)
@@ -320,10 +357,35 @@ def test_a_checkpoint_of_two_ranks_is_loaded_on_one(folder: Path, one: str, tmp_
     assert same(checkpoint(tmp_path, "alone"), checkpoint(folder, one))
 
 
-def test_a_folder_of_parts_is_loaded_by_fsdp2(results: dict[str, Any]) -> None:
-    assert results["sharded"]["same"]
-    assert results["sharded"]["num_tensors"] > 80
-    assert results["sharded"]["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
+def test_a_folder_holds_what_the_file_holds(folder: Path) -> None:
+    assert same(checkpoint(folder, "in_parts"), checkpoint(folder, "fsdp2"))
+    assert list(checkpoint(folder, "in_parts")["state_dict"]) == list(checkpoint(folder, "ddp")["state_dict"])
+    state = checkpoint(folder, "in_parts")["state_dict"]
+    assert state["head.weight"] is state["embedding.weight"]
+    index = torch.load(folder / "in_parts.ckpt" / "index.ckpt", weights_only=True)["checkpoint"]
+    outlines = {name for name, value in index["state_dict"].items() if value.is_meta}
+    assert outlines == {name for name, _ in Stack().named_parameters(remove_duplicate=False)}
+    assert all(entry["exp_avg"].is_meta for entry in index["optimizer_states"][0]["state"].values())
+
+
+def test_a_folder_is_saved_by_all_ranks_or_by_none(folder: Path, results: dict[str, Any]) -> None:
+    """Saved anew, saved again in place, then with a full disk on one rank, which the other hears of."""
+    ours, other = results["in_parts"], torch.load(folder / "rank1.pt", weights_only=False)["in_parts"]
+    assert [re.sub("[0-9a-f]{16}", "TOKEN", name) for name in sorted(ours["first"])] == [
+        *("index.ckpt", "part-TOKEN-0-of-2.ckpt", "part-TOKEN-1-of-2.ckpt")
+    ]
+    assert len(ours["again"]) == 3
+    assert set(ours["first"]) & set(ours["again"]) == {"index.ckpt"}, "new parts, and the old ones gone"
+    assert ours["after"] == ours["again"], "the checkpoint before is as it was, and nothing is beside it"
+    assert ours["said"].startswith("rank 1: checkpoint ")
+    assert other["said"].startswith("checkpoint ")
+    for said in (ours["said"], other["said"]):
+        assert "in_parts.ckpt was not saved: No space left on device\n  it needs " in said
+        assert "the checkpoint that was there is as it was\n  try: free some space" in said
+    assert ours["done"]["num_saves"] == 3
+    assert ours["done"]["saved_bytes"] > 3 * 2 * 4 * sum(p.numel() for p in Stack().parameters())
+    assert ours["done"]["num_removed"] == 1
+    assert not (folder / "removed.ckpt").exists()
 
 
 @pytest.mark.parametrize("pair", GOING_ON, ids="-".join)
@@ -349,7 +411,7 @@ def test_bfloat16_trains_and_keeps_float32(folder: Path, name: str) -> None:
         assert (value - expected).norm() < 0.1 * moved
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", [*SHARDED, "in_parts"])
 def test_adapters_begin_train_and_come_back(folder: Path, results: dict[str, Any], name: str) -> None:
     """LoRA, recomputed blocks, our linear layers and a window, on a base in parts."""
     ours, theirs = checkpoint(folder, f"{name}-lora"), checkpoint(folder, "ddp-lora")
@@ -362,9 +424,44 @@ def test_adapters_begin_train_and_come_back(folder: Path, results: dict[str, Any
         assert bool(ours["state_dict"][key].any()), "trained, and not empty"
     again = checkpoint(folder, f"{name}-lora-again")
     assert same(again, ours)
-    whole = [torch.load(folder / f"{each}-lora.ckpt", weights_only=True) for each in (name, "ddp")]
+    whole = [read(folder / f"{each}-lora.ckpt") for each in (name, "ddp")]
     assert whole[0]["peft_adapter"] == whole[1]["peft_adapter"], "the same fingerprint of the base"
     assert results["evaluated"][name] == pytest.approx(results["evaluated"]["ddp"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_weights_that_are_exported_are_those_that_were_trained(
+    folder: Path, results: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    """To the bit: tied ones once, frozen ones and buffers too."""
+    torch.manual_seed(7)
+    model = Stack()
+    expected = results["in_parts"]["gathered"] if name == "in_parts" else results["gathered"][name]
+    assert not torch.equal(model.head.weight, expected["head.weight"])
+    assert export._load(model, folder / f"{name}.ckpt", adapted=False) == []
+    adapter_export.save_whole(model, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    assert len(expected) - len(written) == 1
+    assert expected.keys() - written.keys() < {"head.weight", "embedding.weight"}
+    assert {"count", "statistics.running_mean", "statistics.num_batches_tracked"} < written.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in written.items())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_adapter_that_is_exported_is_the_one_that_was_trained(
+    folder: Path, results: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    model = Stack(tied=False, rate=0.0)
+    adapt(model, target_modules=["up", "down"], options={"r": 2, "lora_alpha": 4})
+    assert export._load(model, folder / f"{name}-lora-again.ckpt", adapted=True) == []
+    adapter_export.save_adapter(model, tmp_path)
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    expected = {key: value for key, value in results["gathered"][f"{name}-lora"].items() if "lora_" in key}
+    assert len(written) == len(expected) == 12
+    for key, value in written.items():
+        own = key.removeprefix("base_model.model.").removeprefix("base_model.")
+        assert torch.equal(value, expected[own.replace(".weight", ".default.weight")]), key
 
 
 def test_what_zero_would_change_is_refused(results: dict[str, Any]) -> None:

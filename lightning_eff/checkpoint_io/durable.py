@@ -15,7 +15,8 @@ the next save, load or end of the run.
 Costs: SHA-256 at each save and load (0.25 to 2 GB/s; while saving beside the writing, where there is a second
     core), and waiting for the disk. `asynchronous` takes both off the run, for the checkpoint's size in host
     memory.
-Conflicts: sharded checkpoints are folders, which their strategies write themselves: left alone. Paths with a
+Conflicts: FSDP2's checkpoints in folders are written by its ranks, at once also with `asynchronous`, and are
+    verified, loaded and removed here like files; folders of other formats are left alone. Paths with a
     protocol (`s3://`) are refused. Files on POSIX systems only. Within `AsyncCheckpointIO` it works, but that
     removes the old checkpoint while the new one is not yet written: use `asynchronous`. File names must then
     differ, by step or epoch: Lightning looks for a free name before the last one is written.
@@ -29,13 +30,11 @@ import contextlib
 import io
 import logging
 import os
-import re
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from pickle import UnpicklingError  # the error alone: nothing is unpickled here
 from typing import IO, Any
 
 import torch
@@ -44,17 +43,17 @@ from typing_extensions import override
 
 from lightning_eff import saved_with
 from lightning_eff.errors import CheckpointError, CheckpointWarning, check_flags
-from lightning_eff.facts import SHARDING, Facts, Outcome, Rule, Verdict
+from lightning_eff.facts import FOLDERS, SHARDING, Facts, Outcome, Rule, Verdict
 from lightning_eff.in_order import InOrder
 from lightning_eff.measure.tables import human_bytes
+from lightning_eff.plain_values import load_plain
 from lightning_eff.refusals import not_saved
-from lightning_eff.replacing import make_folder, remove_orphans, replacing
-from lightning_eff.sealed import SealingWriter, bears_seal, read, verify
+from lightning_eff.replacing import make_folder, write_sealed
+from lightning_eff.sealed import bears_seal, read, verify
+from lightning_eff.sharding import folder, saving
+from lightning_eff.sharding.in_rows import assembled
 
 log = logging.getLogger(__name__)
-
-_TORCH_ERRORS = (RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, AttributeError, TypeError)
-"""What torch raises about a file whose content it cannot take."""
 
 
 @dataclass
@@ -127,12 +126,14 @@ class Durable(CheckpointIO):
     def facts(self) -> Facts:
         """State whose checkpoints it does not see."""
         reason = "sharded checkpoints are folders that the strategy writes itself, and are neither verified"
+        reason += " nor removed here"
         names = [rule.name for rule in SHARDING if rule.name.startswith("lightning/")]
-        return Facts(
-            excludes=tuple(
-                Rule(name=name, reason=f"{reason} nor removed here", verdict=Verdict.WARNED) for name in names
-            )
-        )
+        rules = [Rule(name=name, reason=reason, verdict=Verdict.WARNED) for name in names]
+        if self.asynchronous:
+            reason = "ranks write their parts at the call: asynchronous=True has no effect on these saves"
+            remedies = ("checkpoint_io.asynchronous=false", "strategy.checkpoints=full")
+            rules.append(Rule(name=FOLDERS, reason=reason, remedies=remedies, verdict=Verdict.WARNED))
+        return Facts(excludes=tuple(rules))
 
     @override
     def save_checkpoint(
@@ -159,24 +160,32 @@ class Durable(CheckpointIO):
         self._done.waited_s += time.perf_counter() - start
 
     def _write(self, target: Path, fill: Callable[[Any], object]) -> None:
-        start, writer = time.perf_counter(), None
+        start = time.perf_counter()
         try:
-            with replacing(target) as fd:
-                writer = SealingWriter(fd)
-                with contextlib.closing(writer):
-                    fill(writer)
-                    writer.seal()
-        except (OSError, RuntimeError) as error:
-            cause = error if isinstance(error, OSError) else writer and writer.error
-            if cause is None:
-                raise
-            text = not_saved(target, cause, fill)
-            raise CheckpointError(text) from cause
+            written = write_sealed(target, fill)
+        except OSError as error:
+            text = not_saved(target, error, fill)
+            raise CheckpointError(text) from error
+        self._take_note(target, written.num_bytes, time.perf_counter() - start)
+
+    def _take_note(self, target: Path, num_bytes: int, duration_s: float) -> None:
         self._own.add(_real(target))
         self._folders.add(_real(target).parent)
         self._done.num_saves += 1
-        self._done.saved_bytes += writer.num_bytes
-        self._done.writing_s += time.perf_counter() - start
+        self._done.saved_bytes += num_bytes
+        self._done.writing_s += duration_s
+
+    def folder_saved(self, path: Path, num_bytes: int, duration_s: float) -> None:
+        """Take note of a folder that a strategy wrote, so that it may be removed."""
+        self._tidy(path.parent)
+        self._take_note(path, num_bytes, duration_s)
+        self._done.waited_s += duration_s
+
+    def folder_loaded(self, path: Path) -> None:
+        """Take note of a folder that a strategy verified and loaded."""
+        self._tidy(path.parent)
+        self._done.num_verified += 1
+        self._own.add(_real(path))
 
     @override
     def load_checkpoint(
@@ -191,17 +200,28 @@ class Durable(CheckpointIO):
             )
             raise CheckpointError(text)
         self._behind.settle()
+        if target.is_dir():
+            return self._load_folder(target, map_location)
         self._tidy(target.parent)
 
         def verified(file: IO[bytes]) -> Any:
             digest = verify(file)
             self._judge(target, digest)
-            state = _tensors(file, "cpu" if map_location is None else map_location)
+            state = load_plain(file, map_location="cpu" if map_location is None else map_location)
             if digest is not None:
                 self._own.add(_real(target))
             return state
 
         return read(target, verified)
+
+    def _load_folder(self, target: Path, map_location: Any) -> dict[str, Any]:
+        """Load what ranks have written to a folder, each tensor put together."""
+        if not isinstance(map_location, (str, torch.device, type(None))):
+            text = f"checkpoint {target} is not loaded: map_location of a folder is a device, or None"
+            raise CheckpointError(text)
+        state = folder.joined(folder.verified(target))
+        self.folder_loaded(target)
+        return assembled(state, map_location or "cpu")
 
     def _judge(self, target: Path, digest: str | None) -> None:
         if digest is not None:
@@ -224,9 +244,10 @@ class Durable(CheckpointIO):
         if not os.path.lexists(target):
             return
         try:
-            reason = self._reason_to_keep(_real(target))
+            real = _real(target)
+            reason = self._reason_to_keep(real)
             if not reason:
-                target.unlink()
+                saving.remove(target) if folder.is_one(real) and not real.is_symlink() else target.unlink()
                 self._done.num_removed += 1
                 return
         except OSError as error:
@@ -241,14 +262,15 @@ class Durable(CheckpointIO):
             return "it lies outside the folders that this run saves to"
         if real.is_symlink():
             return "" if real.readlink().name == str(real.readlink()) else "it is a link to another folder"
-        if not real.is_file():
+        if real.is_dir() and not folder.is_one(real):
             return "it is a folder, which another strategy wrote"
-        return "" if real in self._own or bears_seal(real) else "it was not written by this plugin"
+        file = real / folder.INDEX if real.is_dir() else real
+        return "" if real in self._own or bears_seal(file) else "it was not written by this plugin"
 
-    def _tidy(self, folder: Path) -> None:
-        if folder not in self._tidied:
-            self._tidied.add(folder)
-            for path in remove_orphans(folder):
+    def _tidy(self, where: Path) -> None:
+        if where not in self._tidied:
+            self._tidied.add(where)
+            for path in saving.remove_orphans(where):
                 self._done.num_orphans += 1
                 log.info("removed %s, which a process left that died while it saved", path)
 
@@ -284,18 +306,3 @@ def _local(path: str | Path) -> Path:
 def _real(path: Path) -> Path:
     """Return where a file is, its own name not followed."""
     return path.parent.resolve() / path.name
-
-
-def _tensors(file: IO[bytes], map_location: Any) -> Any:
-    try:
-        return torch.load(file, map_location=map_location, weights_only=True)
-    except _TORCH_ERRORS as error:
-        found = re.search(r"GLOBAL ([\w.]{1,100}) was not an allowed", str(error))
-        if not found:
-            text = f"torch cannot read it ({str(error).splitlines()[0][:200] if str(error) else error!r})"
-            raise CheckpointError(text) from error
-        text = (
-            f"it holds a {found[1]}, and only tensors and plain values are loaded\n"
-            "  try: torch.serialization.add_safe_globals([...]) if you trust it"
-        )
-        raise CheckpointError(text) from error

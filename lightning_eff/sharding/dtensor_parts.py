@@ -8,9 +8,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_eff.sharding.full_state import COUNTS
-from lightning_eff.sharding.parts import together
+from lightning_eff.sharding.in_rows import InRows
+from lightning_eff.sharding.parts import rows_here, together
 
 
 class DTensorParts:
@@ -51,7 +53,25 @@ class DTensorParts:
                 ours[key] = value.clone() if isinstance(value, Tensor) else value
 
 
+class OwnParts(DTensorParts):
+    """The same, for checkpoints of which each rank writes its own part: nothing is put together."""
+
+    @override
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
 def _divided(value: Tensor, like: DTensor) -> DTensor:
-    """Return a whole value as parts laid out like another; each rank has the value, so none sends any."""
+    """Return a whole value as parts laid out like another; each rank has the value, so none sends any.
+
+    Of one that lies in rows, this rank's rows alone are read.
+    """
+    here = rows_here(like)
+    if isinstance(value, InRows) and here is not None:
+        rows = value.rows(*here).to(like.device, copy=True)
+        mesh, placements = like.device_mesh, like.placements
+        return DTensor.from_local(
+            rows, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
     moved = value.to(like.device)
     return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)

@@ -6,7 +6,9 @@ So a checkpoint goes from any strategy to any other, on any number of ranks, and
 into checkpoints (adapters, averages) need not know of strategies.
 
 All ranks call these functions together, for putting parts together is a collective; the first rank alone
-keeps what comes of it, on the host, one tensor after the other. A strategy says how, by `Parts`.
+keeps what comes of it, on the host, one tensor after the other. A strategy says how, by `Parts`. Where a
+strategy leaves tensors in parts (`dtensor_parts.OwnParts`), for a checkpoint in a folder, every rank keeps
+its own.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.errors import CheckpointError
-from lightning_eff.sharding.parts import shape_of
+from lightning_eff.sharding.parts import is_part, shape_of
 
 COUNTS = ("step",)
 """Keys of an optimizer's state that are numbers, also where a parameter is one."""
@@ -159,6 +161,8 @@ def load_optimizer_state(
 
 
 def _kept(tensor: Tensor, *, keep: bool) -> Tensor:
+    if is_part(tensor):  # each rank writes its own
+        return tensor.detach()
     if not keep:
         return torch.empty_like(tensor, device="meta")
     return tensor.detach().to("cpu")

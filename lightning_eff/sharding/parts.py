@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 
 def is_part(tensor: object) -> bool:
@@ -22,6 +22,17 @@ def is_part(tensor: object) -> bool:
 def shape_of(tensor: Tensor) -> torch.Size:
     """Return the shape of the whole tensor that a rank may have a part of."""
     return getattr(tensor, "ds_shape", tensor.shape)
+
+
+def rows_here(tensor: DTensor) -> tuple[int, int] | None:
+    """Return which rows of a tensor this rank has, first and end; None where it is divided otherwise."""
+    mesh = tensor.device_mesh
+    if mesh.ndim != 1 or tensor.placements != (Shard(0),):
+        return None
+    num_rows = tensor.shape[0]
+    share = -(-num_rows // mesh.size())  # as torch.chunk: the last ranks have fewer, or none
+    first = min(mesh.get_local_rank() * share, num_rows)
+    return first, min(first + share, num_rows)
 
 
 @torch.no_grad()

@@ -7,10 +7,12 @@ after adapters, tiles, checkpointing and compiling (transform.py).
 
 Within a window of micro-batches gradients stay whole on each rank and are reduced once, where Lightning's own
 strategy reduces each time; where memory matters more, `sync_every_micro_batch` does that. Checkpoints are
-those of one device (sharding/full_state.py), or folders of parts for models that no host could hold.
+those of one device (sharding/full_state.py): in one file, or, for models that no host could hold, in a folder
+to which each rank writes its own rows (sharding/folder.py). Both are verified, and loaded by any strategy.
 
 Costs: communication half as much again as DDP's; a block's weights whole at a time; in a window a gradient
-    of the model's size, unless every micro-batch is synchronized.
+    of the model's size, unless every micro-batch is synchronized. A checkpoint in one file puts one
+    tensor together after the other, and is read whole by every rank; a folder is neither.
 Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights
     that are tied across blocks. FrozenLow.
 Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277;
@@ -31,12 +33,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.errors import ConfigError, ConflictError
-from lightning_eff.facts import Facts, Outcome, Rule, Verdict
+from lightning_eff import saved_with
+from lightning_eff.errors import CheckpointError, ConfigError, ConflictError
+from lightning_eff.facts import FOLDERS, Facts, Outcome, Technique
 from lightning_eff.measure.schemes import FullySharded
 from lightning_eff.measure.tables import human_bytes, human_count
-from lightning_eff.sharding import full_state, fully_sharded
-from lightning_eff.sharding.dtensor_parts import DTensorParts
+from lightning_eff.sharding import dtensor_folder, folder, full_state, fully_sharded, saving
+from lightning_eff.sharding.agreed import Ranks
+from lightning_eff.sharding.dtensor_parts import DTensorParts, OwnParts
 from lightning_eff.transform import Stage, queue
 
 NAME = "strategy/fsdp2"
@@ -55,9 +59,11 @@ class FSDP2(ModelParallelStrategy):
         reshard_after_forward: Give a block's weights up after its forward pass; False keeps them until its
             backward pass, for less communication.
         sync_every_micro_batch: Reduce gradients in each backward pass of a window, not once at its end.
-        checkpoints: `full`, one file that any strategy loads, or `sharded`, a folder with a file a rank.
+        checkpoints: `full`, one file, or `sharded`, a folder with a file a rank; any strategy loads both.
 
     Raises:
+        CheckpointError: A folder cannot be written, on whichever rank (the one before is as it was), or a
+            file of it is damaged or missing.
         ConfigError: A value that cannot be used, or blocks that fit nothing.
         ConflictError: There is one device, and nothing is offloaded.
 
@@ -66,6 +72,9 @@ class FSDP2(ModelParallelStrategy):
         Traceback (most recent call last):
         lightning_eff.errors.ConfigError: param_dtype='int4': expected bf16, fp16, fp32 or None
     """
+
+    whole_checkpoints = True
+    """Checkpoints hold what those of one device hold: techniques look into them as anywhere."""
 
     def __init__(
         self,
@@ -83,7 +92,7 @@ class FSDP2(ModelParallelStrategy):
                 raise ConfigError(key=key, value=value, allowed="bf16, fp16, fp32 or None")
         if checkpoints not in CHECKPOINTS:
             raise ConfigError(key="checkpoints", value=checkpoints, allowed="full or sharded")
-        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=checkpoints == "sharded")
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
         self.blocks = blocks
         self.param_dtype = param_dtype
         self.reduce_dtype = reduce_dtype
@@ -127,11 +136,6 @@ class FSDP2(ModelParallelStrategy):
         self._local_bytes = sum(each.nbytes for each in local)
         return self._num_sharded
 
-    @property
-    def whole_checkpoints(self) -> bool:
-        """Say whether checkpoints hold every tensor whole."""
-        return self.checkpoints == "full"
-
     @override
     def model_to_device(self) -> None:
         if not self.cpu_offload:
@@ -140,7 +144,7 @@ class FSDP2(ModelParallelStrategy):
     @property
     @override
     def lightning_restore_optimizer(self) -> bool:
-        return self.whole_checkpoints
+        return True
 
     @override
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
@@ -202,62 +206,76 @@ class FSDP2(ModelParallelStrategy):
         finally:
             module.set_requires_gradient_sync(requires_gradient_sync=True)
 
+    def _parts(self, optimizer: Optimizer | None = None) -> DTensorParts:
+        """Return how tensors go into a checkpoint: put together, or each rank's own part."""
+        return OwnParts(optimizer) if self.checkpoints == "sharded" else DTensorParts(optimizer)
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not self.whole_checkpoints:
-            return super().lightning_module_state_dict()
         module: Any = self.lightning_module
-        return full_state.weights(module, DTensorParts(), keep=self.is_global_zero)
+        return full_state.weights(module, self._parts(), keep=self.is_global_zero)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if not self.whole_checkpoints:
-            return super().optimizer_state(optimizer)
         optimizer = getattr(optimizer, "optimizer", optimizer)
         groups = [group["params"] for group in optimizer.param_groups]
-        parts = DTensorParts(optimizer)
+        parts = self._parts(optimizer)
         return full_state.optimizer_state(groups, optimizer.param_groups, parts, keep=self.is_global_zero)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if not self.whole_checkpoints:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        else:
+        if self.checkpoints == "full":
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None or "://" in str(filepath):
+            text = f"checkpoint {filepath}: folders are on local disks\n  try: strategy.checkpoints=full"
+            raise CheckpointError(text)
+        io = self.checkpoint_io
+        if isinstance(io, Technique):
+            checkpoint = saved_with.with_plugin(checkpoint, io)
+        saved = dtensor_folder.save(checkpoint, Path(filepath).expanduser(), Ranks(self.root_device))
+        if isinstance(io, folder.Keeper):
+            io.folder_saved(saved.path, saved.num_bytes, saved.duration_s)
 
     @override
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if not self.whole_checkpoints:
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+        path = Path(checkpoint_path).expanduser()
+        if not path.is_dir():
+            return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+        if weights_only is False:
+            text = f"checkpoint {path}: weights_only=False would run code\n  try: weights_only=None"
+            raise CheckpointError(text)
+        found = dtensor_folder.load(path, Ranks(self.root_device))
+        if isinstance(io := self.checkpoint_io, folder.Keeper):
+            io.folder_loaded(path)
+        return found
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        path = Path(filepath).expanduser()
+        if isinstance(self.checkpoint_io, folder.Keeper) or not folder.is_one(path):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            saving.remove(path)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self.whole_checkpoints:
-            module: Any = self.lightning_module
-            full_state.load_weights(module, checkpoint["state_dict"], DTensorParts(), strict=strict)
+        module: Any = self.lightning_module
+        full_state.load_weights(module, checkpoint["state_dict"], DTensorParts(), strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if not self.whole_checkpoints:
-            return
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             groups = [group["params"] for group in optimizer.param_groups]
             full_state.load_optimizer_state(groups, optimizer.param_groups, saved, DTensorParts(optimizer))
 
     def facts(self) -> Facts:
-        """State whose checkpoints folders of parts are not."""
-        past = Rule(
-            name="checkpoint_io/durable",
-            reason="folders of parts are written by the strategy, and neither verified nor removed by it",
-            remedies=("strategy.checkpoints=full",),
-            verdict=Verdict.WARNED,
-        )
-        return Facts(excludes=() if self.whole_checkpoints else (past,))
+        """State that checkpoints are folders, if they are."""
+        return Facts(provides=(FOLDERS,) if self.checkpoints == "sharded" else ())
 
     def scheme(self) -> FullySharded:
         """Return the arithmetic of what is divided, for any number of devices."""

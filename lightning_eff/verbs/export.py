@@ -81,8 +81,9 @@ def _usage_error(message: str) -> NoReturn:
 
 def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
     """Return a run's folder and the checkpoint that is meant."""
+    from lightning_eff.newest import newest_whole
     from lightning_eff.run import RESOLVED
-    from lightning_eff.sealed import newest_whole
+    from lightning_eff.sharding import folder as parts
 
     folder = Path(run)
     if not (folder / RESOLVED).is_file():
@@ -96,7 +97,7 @@ def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
             raise ConfigError(key="RUN", value=run, allowed=f"{allowed}; {hint}")
         folder = newest.parent.parent
     if which not in ("last", "best"):
-        if not Path(which).is_file():
+        if not (Path(which).is_file() or parts.is_one(Path(which))):
             raise ConfigError(
                 key="--checkpoint", value=which, allowed="last, best, or an existing checkpoint"
             )

@@ -13,12 +13,11 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_eff import plan, replacing, sealed
-from lightning_eff.checkpoint_io import durable
+from lightning_eff import newest, plan, replacing
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.errors import CheckpointError, CheckpointWarning, ConfigError
 from lightning_eff.facts import Verdict
-from lightning_eff.sealed import newest_whole
+from lightning_eff.newest import newest_whole
 from tests.conftest import Net, make_loader, make_trainer
 
 pytestmark = [
@@ -204,7 +203,7 @@ class Held:
             assert self.go.wait(20)
             return write(path)
 
-        patch.setattr(durable, "replacing", late)
+        patch.setattr(replacing, "replacing", late)
 
 
 def test_an_asynchronous_save_is_the_state_at_the_call(
@@ -378,13 +377,13 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_passed_over(
 ) -> None:
     for name in ("a", "b"):
         Durable().save_checkpoint({"x": 1}, tmp_path / "run" / "checkpoints" / f"{name}.ckpt")
-    whole = sealed.verify_path
+    whole = newest.verify_path
 
-    def removed(path: Path) -> str | None:
+    def removed(path: Path) -> None:
         (path.parent / "b.ckpt").unlink(missing_ok=True)
-        return whole(path)
+        whole(path)
 
-    monkeypatch.setattr(sealed, "verify_path", removed)
+    monkeypatch.setattr(newest, "verify_path", removed)
     assert newest_whole(tmp_path) == tmp_path / "run" / "checkpoints" / "a.ckpt"
 
 
