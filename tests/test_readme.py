@@ -6,6 +6,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_eff.comparison import apart
+from lightning_eff.comparison.rows import MEASURED, Result
 from tests.conftest import TINY, make_trainer
 
 ROOT = Path(__file__).parent.parent
@@ -100,7 +104,11 @@ def write_own_data(tiny_llama: Path) -> None:
     Path("talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 120)
 
 
-def test_every_command_runs(tiny: list[str], tiny_llama: Path, command: Command) -> None:
+def test_every_command_runs(
+    tiny: list[str], tiny_llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = {"measured": {"samples_per_s": 1.0, "peak_bytes": 1}}
+    monkeypatch.setattr(apart, "run", lambda *_, **__: Result(MEASURED, report=report))
     write_files()
     write_own_data(tiny_llama)
     own_data = [word for word in TINY if word.startswith("trainer.accelerator")]
@@ -108,6 +116,8 @@ def test_every_command_runs(tiny: list[str], tiny_llama: Path, command: Command)
         if words[0] != "lightning-eff":
             continue
         extra: list[str] = []
+        if words[1] == "compare":
+            extra = ["--steps", "6", *([] if "--only" in words else ["--only", "baseline"]), *tiny]
         if words[1] == "train" and "--cfg" not in words:
             uses_numbers = "numbers" in words or "data=numbers" in words
             given = {word.partition("=")[0] for word in words}
@@ -139,3 +149,16 @@ def test_every_technique_is_in_the_table() -> None:
 def test_nothing_is_promised_that_is_not_there() -> None:
     for name in re.findall(r"`((?:callbacks|precision|monitors|scheduler)/\w+)`", README):
         assert (ROOT / "conf" / f"{name}.yaml").is_file(), name
+
+
+@pytest.mark.slow
+def test_the_script_that_compares_prints_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_files()
+    done = subprocess.run(
+        [sys.executable, "compare_mine.py"], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    names = ("baseline", "in parts of 16", "bf16")
+    assert [line.strip().startswith(names) for line in done.stdout.splitlines()] == [False, True, True, True]
+    assert done.stdout.count("measured") == 3
