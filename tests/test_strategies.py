@@ -6,6 +6,7 @@ One start of two processes for all cases; `main` runs in both of them, the tests
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -156,8 +157,8 @@ def trained(
     if seed != 1:
         torch.manual_seed(seed)
         with torch.no_grad():
-            for parameter in [p for p in model.parameters() if p.requires_grad]:
-                parameter.uniform_(-1.0, 1.0)
+            for tensor in [model.count, *(p for p in model.parameters() if p.requires_grad)]:
+                tensor.uniform_(-1.0, 1.0)
     trainer.fit(model, loader(trainer, tokens()), ckpt_path=ckpt_path, weights_only=True)
     return trainer
 
@@ -190,6 +191,7 @@ def main(folder: str) -> None:
         saved(trained(name, 6, statistics=False, **low), path / f"{name}-bf16.ckpt")
         if name != "ddp":
             results["did"][name] = trainer.strategy.outcome().did
+    results["begun"] = {name: begun(name) for name in STRATEGIES}
     results["refused"] = refused()
     results["sharded"] = in_parts(path / "parts.ckpt")
     for one, other in PAIRS:
@@ -219,6 +221,12 @@ def in_parts(path: Path) -> dict[str, Any]:
     one, other = everything(first), everything(again)
     files = sorted(file.name for file in path.iterdir())
     return {"same": same(one, other), "num_tensors": len(one), "files": files}
+
+
+def begun(name: str) -> dict[str, Tensor]:
+    """Train what each rank has drawn otherwise."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return trained(name, 2, seed=2 + rank, rate=0.0).strategy.lightning_module_state_dict()
 
 
 def refused() -> list[str]:
@@ -285,6 +293,13 @@ def test_steps_are_those_of_one_device(results: dict[str, Any], name: str, index
     ours = results["parity"][name, index]
     for key, value in expected.named_parameters():
         torch.testing.assert_close(ours[key].double(), value.data, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_all_ranks_begin_with_what_the_first_has_drawn(results: dict[str, Any], name: str) -> None:
+    """Parameters and buffers, as under DDP."""
+    for key, value in results["begun"]["ddp"].items():
+        torch.testing.assert_close(results["begun"][name][key], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", SHARDED)

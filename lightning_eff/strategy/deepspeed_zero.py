@@ -41,6 +41,7 @@ from lightning_eff.measure.tables import human_count
 from lightning_eff.measure.zero_scheme import Zero
 from lightning_eff.sharding import full_state, zero_checks, zero_config
 from lightning_eff.sharding.elementwise import is_elementwise
+from lightning_eff.sharding.first_values import spread
 from lightning_eff.sharding.parts import shape_of
 from lightning_eff.sharding.zero_parts import parts_of
 
@@ -187,6 +188,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         zero_checks.check_run(trainer)
+        spread(trainer.lightning_module.buffers(), self.root_device)  # DeepSpeed does so with parameters
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             zero: Any = self.optimizers[0]

@@ -37,6 +37,7 @@ from lightning_eff.measure.schemes import FullySharded
 from lightning_eff.measure.tables import human_bytes, human_count
 from lightning_eff.sharding import full_state, fully_sharded
 from lightning_eff.sharding.dtensor_parts import DTensorParts
+from lightning_eff.sharding.first_values import spread
 from lightning_eff.transform import Stage, queue
 
 NAME = "strategy/fsdp2"
@@ -111,6 +112,7 @@ class FSDP2(ModelParallelStrategy):
         if isinstance(model, FSDPModule):
             return 0
         fully_sharded.refuse_meta_adapters(model)
+        spread([*model.parameters(), *model.buffers()], self.root_device)
         self._numel = sum(parameter.numel() for parameter in model.parameters())
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES[self.param_dtype], reduce_dtype=DTYPES[self.reduce_dtype]
