@@ -69,6 +69,8 @@ USED_IN = {
     "_activation_checkpointing_kwargs": "plan.py",
     "_will_engine_execute_node": "kernels/linear.py",
     "_post_accumulate_grad_hooks": "kernels/linear.py",
+    "_backward_hooks": "sharding/unfit.py",
+    "_orig_mod": "sharding/unfit.py",
     "_current_level": "kernels/operator.py",
     "_len_torch_dispatch_stack": "kernels/operator.py",
     "_functorch.maybe_current_level": "kernels/operator.py",

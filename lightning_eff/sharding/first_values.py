@@ -1,7 +1,7 @@
 """All ranks begin with the first rank's values, as they do under DDP.
 
 A seed may differ from rank to rank, or a weight be drawn from the clock: then each rank would keep its own
-part of another model. `fully_shard` divides what each rank has, and DeepSpeed sends parameters and no buffers.
+part of another model. `fully_shard` divides what each rank has; DeepSpeed sends parameters, and no buffers.
 """
 
 from __future__ import annotations

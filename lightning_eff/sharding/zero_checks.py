@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_eff.errors import ConfigError, ConflictError, EnvironmentLacksError
 from lightning_eff.measure.formats import choose
+from lightning_eff.sharding import unfit
 
 NAME = "strategy/deepspeed_zero"
 STAGES = (1, 2, 3)
@@ -130,6 +132,13 @@ def precision_like(plugin: Precision, device_type: str) -> DeepSpeedPrecision:
 def check_run(trainer: pl.Trainer) -> None:
     """Refuse what Lightning warns of, or DeepSpeed passes over."""
     module = trainer.lightning_module
+    unfit.check_sizes(NAME, module)
+    unfit.check_formats(module)
+    if trainer.state.fn == TrainerFn.FITTING:
+        unfit.check_trained(module)
+    strategy: Any = trainer.strategy
+    if strategy.zero_stage_3:
+        unfit.check_wrapped(module)
     algorithm = trainer.gradient_clip_algorithm
     if algorithm is not None and str(algorithm.value) == "value" and trainer.gradient_clip_val:
         text = "norm: under ZeRO no rank sees every value of a gradient"

@@ -32,6 +32,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -42,6 +43,7 @@ from lightning_eff.measure.zero_scheme import Zero
 from lightning_eff.sharding import full_state, zero_checks, zero_config
 from lightning_eff.sharding.elementwise import is_elementwise
 from lightning_eff.sharding.first_values import spread
+from lightning_eff.sharding.own_formats import OwnFormats
 from lightning_eff.sharding.parts import shape_of
 from lightning_eff.sharding.zero_parts import parts_of
 
@@ -112,6 +114,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
         self.shard_while_building = shard_while_building
         self.given_config = config
         self._groups: list[list[torch.Tensor]] = []
+        self._formats: OwnFormats | None = None
 
     @property
     @override
@@ -189,12 +192,20 @@ class DeepSpeedZero(DeepSpeedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         zero_checks.check_run(trainer)
         spread(trainer.lightning_module.buffers(), self.root_device)  # DeepSpeed does so with parameters
+        self._formats = OwnFormats(trainer.lightning_module, str(self.precision_plugin.precision))
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             zero: Any = self.optimizers[0]
             zero.whole_groups = [{"params": group} for group in self._groups]
             zero.kind_behind = type(zero.optimizer)
             zero.defaults = zero.optimizer.defaults
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        formats, self._formats = self._formats, None
+        if formats is not None:
+            formats.put_back()  # the precision plugin has just cast everything
+        return super()._setup_model(model)
 
     @override
     def _format_batch_size_and_grad_accum_config(self) -> None:

@@ -23,7 +23,9 @@ from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import nn
@@ -35,7 +37,7 @@ from lightning_eff.errors import ConfigError, ConflictError
 from lightning_eff.facts import Facts, Outcome, Rule, Verdict
 from lightning_eff.measure.schemes import FullySharded
 from lightning_eff.measure.tables import human_bytes, human_count
-from lightning_eff.sharding import full_state, fully_sharded
+from lightning_eff.sharding import full_state, fully_sharded, unfit
 from lightning_eff.sharding.dtensor_parts import DTensorParts
 from lightning_eff.sharding.first_values import spread
 from lightning_eff.transform import Stage, queue
@@ -92,6 +94,8 @@ class FSDP2(ModelParallelStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.sync_every_micro_batch = sync_every_micro_batch
         self.checkpoints = checkpoints
+        self._before: dict[str, ref[nn.Parameter]] = {}
+        self._marks: dict[str, dict[str, Any]] = {}
         self._num_sharded = 0
         self._numel = 0
         self._local_bytes = 0
@@ -113,6 +117,8 @@ class FSDP2(ModelParallelStrategy):
             return 0
         fully_sharded.refuse_meta_adapters(model)
         spread([*model.parameters(), *model.buffers()], self.root_device)
+        self._before = {name: ref(parameter) for name, parameter in model.named_parameters()}
+        self._marks = fully_sharded.marks_of(model)
         self._numel = sum(parameter.numel() for parameter in model.parameters())
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES[self.param_dtype], reduce_dtype=DTYPES[self.reduce_dtype]
@@ -133,6 +139,15 @@ class FSDP2(ModelParallelStrategy):
     def whole_checkpoints(self) -> bool:
         """Say whether checkpoints hold every tensor whole."""
         return self.checkpoints == "full"
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        module: Any = self.lightning_module
+        fully_sharded.mark(module, self._marks)
+        super().setup_optimizers(trainer)
+        unfit.check_hooks(module)
+        for optimizer in self.optimizers:
+            unfit.check_optimizer(optimizer, module, self._before)
 
     @override
     def model_to_device(self) -> None:
