@@ -39,6 +39,7 @@ USED_IN = {
     "_checkpoint_without_reentrant_generator": "activations.py",
     "_version": "activations.py",
     "parameter._version": "frozen_base.py",
+    "p._version": "sharding/unseen.py",
     "_dynamo.callback": "measure/compilation.py",
     "_dynamo.utils": "measure/compilation.py",
     "_dynamo": "callbacks/torch_compile.py",

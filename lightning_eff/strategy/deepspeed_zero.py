@@ -45,6 +45,7 @@ from lightning_eff.sharding.elementwise import is_elementwise
 from lightning_eff.sharding.first_values import spread
 from lightning_eff.sharding.own_formats import OwnFormats
 from lightning_eff.sharding.parts import shape_of
+from lightning_eff.sharding.unseen import Unseen, warn_of_hooks
 from lightning_eff.sharding.zero_parts import parts_of
 
 _EXCLUDED = (
@@ -115,6 +116,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
         self.given_config = config
         self._groups: list[list[torch.Tensor]] = []
         self._formats: OwnFormats | None = None
+        self._unseen: Unseen | None = None
 
     @property
     @override
@@ -195,6 +197,8 @@ class DeepSpeedZero(DeepSpeedStrategy):
         self._formats = OwnFormats(trainer.lightning_module, str(self.precision_plugin.precision))
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
+            warn_of_hooks(trainer.lightning_module)
+            self._unseen = Unseen(trainer.lightning_module)
             zero: Any = self.optimizers[0]
             zero.whole_groups = [{"params": group} for group in self._groups]
             zero.kind_behind = type(zero.optimizer)
@@ -248,10 +252,19 @@ class DeepSpeedZero(DeepSpeedStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:
         zero: Any = self.optimizers[0]
+        if self._unseen is not None:
+            self._unseen.check()
         try:
             return super().optimizer_step(optimizer, *arguments, **keywords)
         finally:
             zero.custom_loss_scaler = False
+
+    @override
+    def on_train_end(self) -> None:
+        unseen, self._unseen = self._unseen, None
+        if unseen is not None:
+            unseen.check()
+        super().on_train_end()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
