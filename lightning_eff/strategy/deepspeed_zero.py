@@ -14,7 +14,8 @@ Costs: communication as in DDP (stages 1, 2), half as much again (stage 3), and 
     Under stages 2 and 3 every micro-batch is reduced. Float32 weights of the optimizer's own beside those of
     a 16-bit model. A parameter without a gradient gets one of 0: weight decay and momentum then move it.
 Conflicts: one device without offload. LBFGS, Muon, Adafactor and whatever else is not elementwise. Clipping
-    by value. Compiled blocks. micro_batch_size=auto. Manual optimization, several optimizers, FrozenLow.
+    by value. Compiled blocks. micro_batch_size=auto. Several optimizers, FrozenLow. Parameters without an
+    axis, without elements, in float64 or complex. Averages of weights in 16 bits, or under stage 3.
 Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; https://www.deepspeed.ai/docs/config-json/
 """
 
@@ -36,24 +37,20 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.errors import ConflictError
-from lightning_eff.facts import Facts, Outcome, Rule
+from lightning_eff import plan
+from lightning_eff.facts import Facts, Outcome
 from lightning_eff.measure.tables import human_count
 from lightning_eff.measure.zero_scheme import Zero
-from lightning_eff.sharding import full_state, zero_checks, zero_config
-from lightning_eff.sharding.elementwise import is_elementwise
+from lightning_eff.sharding import full_state, zero_checks, zero_config, zero_rules
 from lightning_eff.sharding.first_values import spread
+from lightning_eff.sharding.one_optimizer import one_optimizer
 from lightning_eff.sharding.own_formats import OwnFormats
 from lightning_eff.sharding.parts import shape_of
 from lightning_eff.sharding.unseen import Unseen, warn_of_hooks
 from lightning_eff.sharding.zero_parts import parts_of
 
-_EXCLUDED = (
-    ("callbacks/torch_compile", "its hooks on weights are in the middle of what is compiled", "callbacks=[]"),
-    ("run/manual_optimization", "it steps by itself, once for each backward pass", "strategy=auto"),
-    ("lightning/StochasticWeightAveraging", "the weights are in parts elsewhere", "strategy=auto"),
-    ("lightning/WeightAveraging", "the weights are in parts elsewhere", "strategy=auto"),
-)
+ALL = 3
+"""The stage that divides the weights too."""
 
 
 class DeepSpeedZero(DeepSpeedStrategy):
@@ -151,11 +148,9 @@ class DeepSpeedZero(DeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
+        module: Any = self.lightning_module
+        plan.enforce(self, module.trainer, module)
         device = self.root_device.type
-        if self.world_size == 1 and not (self.offload_optimizer or self.offload_parameters):
-            text = f"{zero_checks.NAME}: there is one device, so there is nothing to divide"
-            text += "\n  try: trainer.devices=2\n  try: strategy=auto\n  try: strategy.offload_optimizer=cpu"
-            raise ConflictError(text)
         zero_checks.check_accelerator(device)
         DDPStrategy.setup_environment(self)
 
@@ -219,13 +214,8 @@ class DeepSpeedZero(DeepSpeedStrategy):
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
-        optimizer, scheduler = super()._init_optimizers()
-        if not is_elementwise(optimizer):
-            text = (
-                f"{zero_checks.NAME}: {type(optimizer).__name__} looks at more than one element at a time, "
-                "or keeps other state than a number for each\n  try: optimizer=adamw"
-            )
-            raise ConflictError(text)
+        module: Any = self.lightning_module
+        optimizer, scheduler = one_optimizer(module)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         return optimizer, scheduler
 
@@ -305,8 +295,13 @@ class DeepSpeedZero(DeepSpeedStrategy):
 
     def facts(self) -> Facts:
         """State what ZeRO cannot do, or would do in another way than asked for."""
-        rules = [Rule(name=name, reason=reason, remedies=(remedy,)) for name, reason, remedy in _EXCLUDED]
-        return Facts(excludes=tuple(rules))
+        return Facts(
+            excludes=zero_rules.excluded(
+                alone=not (self.offload_optimizer or self.offload_parameters),
+                averages=self.stage < ALL
+                and str(getattr(self.precision_plugin, "precision", "")) == "32-true",
+            )
+        )
 
     def scheme(self) -> Zero:
         """Return the arithmetic of what is divided, for any number of devices."""

@@ -12,7 +12,7 @@ those of one device (sharding/full_state.py), or folders of parts for models tha
 Costs: communication half as much again as DDP's; a block's weights whole at a time; in a window a gradient
     of the model's size, unless every micro-batch is synchronized.
 Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights
-    that are tied across blocks. FrozenLow.
+    that are tied across blocks. FrozenLow. Averages of weights. Hooks on parameters.
 Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277;
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -33,7 +33,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.errors import ConfigError, ConflictError
+from lightning_eff import plan
+from lightning_eff.errors import ConfigError
 from lightning_eff.facts import Facts, Outcome, Rule, Verdict
 from lightning_eff.measure.schemes import FullySharded
 from lightning_eff.measure.tables import human_bytes, human_count
@@ -45,6 +46,20 @@ from lightning_eff.transform import Stage, queue
 NAME = "strategy/fsdp2"
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHECKPOINTS = ("full", "sharded")
+
+_AVERAGES = tuple(
+    Rule(
+        name=f"lightning/{name}",
+        reason="it copies a model that is divided, or puts whole averages into parts",
+        remedies=("strategy=ddp", "strategy=deepspeed_zero strategy.stage=2", "remove it"),
+    )
+    for name in ("WeightAveraging", "StochasticWeightAveraging")
+)
+_ALONE = Rule(
+    name="run/one_device",
+    reason="there is nothing to divide",
+    remedies=("trainer.devices=2", "strategy=auto", "strategy.cpu_offload=true"),
+)
 
 
 class FSDP2(ModelParallelStrategy):
@@ -102,14 +117,10 @@ class FSDP2(ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        num_ranks = self.num_nodes * self.num_processes
-        if num_ranks == 1 and not self.cpu_offload:
-            text = f"{NAME}: there is one device, so there is nothing to divide"
-            text += "\n  try: trainer.devices=2\n  try: strategy=auto\n  try: strategy.cpu_offload=true"
-            raise ConflictError(text)
-        self._data_parallel_size = num_ranks
-        super().setup_environment()
         module: Any = self.lightning_module
+        plan.enforce(self, module.trainer, module)
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
         queue(module.trainer, module, Stage.SHARD, self._shard)
 
     def _shard(self, model: nn.Module) -> int:
@@ -148,6 +159,7 @@ class FSDP2(ModelParallelStrategy):
         unfit.check_hooks(module)
         for optimizer in self.optimizers:
             unfit.check_optimizer(optimizer, module, self._before)
+        plan.enforce(self, trainer, module)
 
     @override
     def model_to_device(self) -> None:
@@ -274,7 +286,9 @@ class FSDP2(ModelParallelStrategy):
             remedies=("strategy.checkpoints=full",),
             verdict=Verdict.WARNED,
         )
-        return Facts(excludes=() if self.whole_checkpoints else (past,))
+        excluded = [] if self.cpu_offload else [_ALONE]
+        excluded += [] if self.whole_checkpoints else [past]
+        return Facts(excludes=(*_AVERAGES, *excluded))
 
     def scheme(self) -> FullySharded:
         """Return the arithmetic of what is divided, for any number of devices."""
