@@ -204,6 +204,7 @@ def main(folder: str) -> None:
         again = trained(name, 4, *adapted(), rate=0.0, tied=False, ckpt_path=lora)
         saved(again, path / f"{name}-lora-again.ckpt")
         results["evaluated"] = results.get("evaluated", {}) | {name: evaluated(again)}
+    results["routed"] = {name: routed(name) for name in SHARDED}
     torch.save(results, path / f"rank{trainer.global_rank}.pt")
 
 
@@ -227,6 +228,26 @@ def begun(name: str) -> dict[str, Tensor]:
     """Train what each rank has drawn otherwise."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     return trained(name, 2, seed=2 + rank, rate=0.0).strategy.lightning_module_state_dict()
+
+
+class Routed(Stack):
+    """Leaves another block out on each rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.embedding(batch[0]).mean(1)
+        for index, block in enumerate(self.blocks):
+            hidden = hidden if index == 1 + self.global_rank else block(hidden)
+        return F.cross_entropy(self.head(self.statistics(hidden)), batch[1])
+
+
+def routed(name: str) -> str:
+    """Return what is said of ranks that run other parts of a model."""
+    trainer = make_trainer(max_steps=4, **TOGETHER, strategy=STRATEGIES[name]())
+    try:
+        trainer.fit(Routed(), loader(trainer, tokens()))
+    except ConflictError as error:
+        return str(error)
+    return ""
 
 
 def refused() -> list[str]:
@@ -293,6 +314,12 @@ def test_steps_are_those_of_one_device(results: dict[str, Any], name: str, index
     ours = results["parity"][name, index]
     for key, value in expected.named_parameters():
         torch.testing.assert_close(ours[key].double(), value.data, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_ranks_that_run_other_parts_are_found(results: dict[str, Any], name: str) -> None:
+    assert "the ranks run other parts of the model" in results["routed"][name]
+    assert "try: strategy=ddp" in results["routed"][name]
 
 
 @pytest.mark.parametrize("name", SHARDED)

@@ -12,7 +12,8 @@ checkpoint_io. An optimizer that looks at whole matrices is refused, since a ran
 
 Costs: communication as in DDP (stages 1, 2), half as much again (stage 3), and moving what is offloaded.
     Under stages 2 and 3 every micro-batch is reduced. Float32 weights of the optimizer's own beside those of
-    a 16-bit model. A parameter without a gradient gets one of 0: weight decay and momentum then move it.
+    a 16-bit model. A parameter without a gradient on any rank gets one of 0: weight decay and momentum then
+    move it. Ranks must run the same parts of a model; they compare it, 16 bytes a step.
 Conflicts: one device without offload. LBFGS, Muon, Adafactor and whatever else is not elementwise. Clipping
     by value. Compiled blocks. micro_batch_size=auto. Several optimizers, FrozenLow. Parameters without an
     axis, without elements, in float64 or complex. Averages of weights in 16 bits, or under stage 3.
@@ -46,6 +47,7 @@ from lightning_eff.sharding.first_values import spread
 from lightning_eff.sharding.one_optimizer import one_optimizer
 from lightning_eff.sharding.own_formats import OwnFormats
 from lightning_eff.sharding.parts import shape_of
+from lightning_eff.sharding.same_order import SameOrder
 from lightning_eff.sharding.unseen import Unseen, warn_of_hooks
 from lightning_eff.sharding.zero_parts import parts_of
 
@@ -114,6 +116,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
         self._groups: list[list[torch.Tensor]] = []
         self._formats: OwnFormats | None = None
         self._unseen: Unseen | None = None
+        self._order: SameOrder | None = None
 
     @property
     @override
@@ -194,6 +197,9 @@ class DeepSpeedZero(DeepSpeedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             warn_of_hooks(trainer.lightning_module)
             self._unseen = Unseen(trainer.lightning_module)
+            self._order = SameOrder(
+                zero_checks.NAME, trainer.lightning_module, gathers=self.stage == ALL, ordered=self.stage > 1
+            )
             zero: Any = self.optimizers[0]
             zero.whole_groups = [{"params": group} for group in self._groups]
             zero.kind_behind = type(zero.optimizer)
@@ -245,16 +251,27 @@ class DeepSpeedZero(DeepSpeedStrategy):
         if self._unseen is not None:
             self._unseen.check()
         try:
-            return super().optimizer_step(optimizer, *arguments, **keywords)
+            result = super().optimizer_step(optimizer, *arguments, **keywords)
         finally:
             zero.custom_loss_scaler = False
+        if self._order is not None:
+            self._order.compare()
+        return result
 
     @override
     def on_train_end(self) -> None:
-        unseen, self._unseen = self._unseen, None
-        if unseen is not None:
-            unseen.check()
+        if self._order is not None:
+            self._order.end()
+        if self._unseen is not None:
+            self._unseen.check()
         super().on_train_end()
+
+    @override
+    def teardown(self) -> None:
+        if self._order is not None:
+            self._order.take_off()
+        self._order = self._unseen = None
+        super().teardown()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -10,7 +10,8 @@ strategy reduces each time; where memory matters more, `sync_every_micro_batch` 
 those of one device (sharding/full_state.py), or folders of parts for models that no host could hold.
 
 Costs: communication half as much again as DDP's; a block's weights whole at a time; in a window a gradient
-    of the model's size, unless every micro-batch is synchronized.
+    of the model's size, unless every micro-batch is synchronized. Ranks must run the same parts of a model;
+    they compare it, 16 bytes a step (sharding/same_order.py).
 Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights
     that are tied across blocks. FrozenLow. Averages of weights. Hooks on parameters.
 Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277;
@@ -41,6 +42,7 @@ from lightning_eff.measure.tables import human_bytes, human_count
 from lightning_eff.sharding import full_state, fully_sharded, unfit
 from lightning_eff.sharding.dtensor_parts import DTensorParts
 from lightning_eff.sharding.first_values import spread
+from lightning_eff.sharding.same_order import SameOrder
 from lightning_eff.transform import Stage, queue
 
 NAME = "strategy/fsdp2"
@@ -109,6 +111,7 @@ class FSDP2(ModelParallelStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.sync_every_micro_batch = sync_every_micro_batch
         self.checkpoints = checkpoints
+        self._order: SameOrder | None = None
         self._before: dict[str, ref[nn.Parameter]] = {}
         self._marks: dict[str, dict[str, Any]] = {}
         self._num_sharded = 0
@@ -160,6 +163,27 @@ class FSDP2(ModelParallelStrategy):
         for optimizer in self.optimizers:
             unfit.check_optimizer(optimizer, module, self._before)
         plan.enforce(self, trainer, module)
+        self._order = SameOrder(NAME, module, gathers=True)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:
+        result = super().optimizer_step(optimizer, *arguments, **keywords)
+        if self._order is not None:
+            self._order.compare()
+        return result
+
+    @override
+    def on_train_end(self) -> None:
+        if self._order is not None:
+            self._order.end()
+        super().on_train_end()
+
+    @override
+    def teardown(self) -> None:
+        if self._order is not None:
+            self._order.take_off()
+        self._order = None
+        super().teardown()
 
     @override
     def model_to_device(self) -> None:

@@ -1,4 +1,4 @@
-"""An optimizer's state from a checkpoint takes the place of what there is; ranks are in test_strategies.py."""
+"""An optimizer's state from a checkpoint takes the place of what there is."""
 
 from __future__ import annotations
 
