@@ -165,8 +165,8 @@ def trained(
     if seed != 1:
         torch.manual_seed(seed)
         with torch.no_grad():
-            for parameter in [p for p in model.parameters() if p.requires_grad]:
-                parameter.uniform_(-1.0, 1.0)
+            for tensor in [model.count, *(p for p in model.parameters() if p.requires_grad)]:
+                tensor.uniform_(-1.0, 1.0)
     trainer.fit(model, loader(trainer, tokens()), ckpt_path=ckpt_path, weights_only=True)
     return trainer
 
@@ -200,6 +200,7 @@ def main(folder: str) -> None:
         saved(trained(name, 6, statistics=False, **low), path / f"{name}-bf16.ckpt")
         if name != "ddp":
             results["did"][name] = trainer.strategy.outcome().did
+    results["begun"] = {name: begun(name) for name in STRATEGIES}
     results["refused"] = refused()
     results["in_parts"] = in_parts(path / "in_parts.ckpt")
     for one, other in PAIRS:
@@ -213,6 +214,7 @@ def main(folder: str) -> None:
         saved(again, path / f"{name}-lora-again.ckpt")
         results["gathered"] |= {f"{name}-lora": gathered(again)}
         results["evaluated"] = results.get("evaluated", {}) | {name: evaluated(again)}
+    results["routed"] = {name: routed(name) for name in SHARDED}
     torch.save(results, path / f"rank{trainer.global_rank}.pt")
 
 
@@ -252,6 +254,32 @@ def in_parts(path: Path) -> dict[str, Any]:
     trainer.strategy.remove_checkpoint(path.parent / "removed.ckpt")
     done = io.outcome().numbers
     return results | {"first": first, "again": again, "after": after, "said": said, "done": done}
+
+
+def begun(name: str) -> dict[str, Tensor]:
+    """Train what each rank has drawn otherwise."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return trained(name, 2, seed=2 + rank, rate=0.0).strategy.lightning_module_state_dict()
+
+
+class Routed(Stack):
+    """Leaves another block out on each rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.embedding(batch[0]).mean(1)
+        for index, block in enumerate(self.blocks):
+            hidden = hidden if index == 1 + self.global_rank else block(hidden)
+        return F.cross_entropy(self.head(self.statistics(hidden)), batch[1])
+
+
+def routed(name: str) -> str:
+    """Return what is said of ranks that run other parts of a model."""
+    trainer = make_trainer(max_steps=4, **TOGETHER, strategy=STRATEGIES[name]())
+    try:
+        trainer.fit(Routed(), loader(trainer, tokens()))
+    except ConflictError as error:
+        return str(error)
+    return ""
 
 
 def refused() -> list[str]:
@@ -322,6 +350,19 @@ def test_steps_are_those_of_one_device(results: dict[str, Any], name: str, index
     ours = results["parity"][name, index]
     for key, value in expected.named_parameters():
         torch.testing.assert_close(ours[key].double(), value.data, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_ranks_that_run_other_parts_are_found(results: dict[str, Any], name: str) -> None:
+    assert "the ranks run other parts of the model" in results["routed"][name]
+    assert "try: strategy=ddp" in results["routed"][name]
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_all_ranks_begin_with_what_the_first_has_drawn(results: dict[str, Any], name: str) -> None:
+    """Parameters and buffers, as under DDP."""
+    for key, value in results["begun"]["ddp"].items():
+        torch.testing.assert_close(results["begun"][name][key], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", SHARDED)

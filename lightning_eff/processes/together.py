@@ -27,6 +27,9 @@ from lightning_eff.processes.watch import (
     write_note,
 )
 
+LOST = "connection"
+"""What gloo and NCCL complain of when a rank is gone: closed by peer, reset by peer, a watchdog's."""
+
 
 class Together:
     """Around `fit`: nothing on one rank, and on several what makes them end together.
@@ -65,6 +68,8 @@ class Together:
         if self._parent is not None:
             os.environ[PARENT] = self._parent
         if error is None or exit_code(error) in STOPPED:
+            if error is not None and self._launch.rank:
+                error.__dict__["told"] = True  # rank 0 says it for all
             self._finish(failed=error is not None)
         else:
             self._fail(error)
@@ -97,6 +102,8 @@ class Together:
             time.sleep(5 * POLL_S)
         refusal = hasattr(error, "exit_code")
         other = None if refusal else self._children.failed(even_running=True)
+        if other is None and not refusal and LOST in str(error).lower():
+            other = self._children.left()
         self._children.kill()
         if other is not None:
             raise RankError(*other) from error

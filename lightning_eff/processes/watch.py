@@ -182,6 +182,13 @@ class Children:
                 return f"rank {rank} {killed_by(code)}", max(code, EXIT_FAILED)
         return None
 
+    def left(self) -> tuple[str, int] | None:
+        """Return which of them has left as if all were over, for a rank that lost its connection to it."""
+        for rank, process in enumerate(self._processes(), start=1):
+            if process.poll() == 0:
+                return f"rank {rank} left with code 0 while the others were at work", EXIT_FAILED
+        return None
+
     def wait(self, seconds: float) -> str:
         """Wait for all of them to end; return which did not, empty when all did."""
         until_s = time.monotonic() + seconds

@@ -41,8 +41,11 @@ class DTensorParts:
         }
 
     def put_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        """Set the optimizer's state of a parameter, this rank's part of it."""
+        """Set the optimizer's state of a parameter, this rank's part of it, in the place of what there is."""
         if self._optimizer is None:
+            return
+        self._optimizer.state.pop(parameter, None)
+        if not state:
             return
         ours = self._optimizer.state[parameter]
         for key, value in state.items():

@@ -24,6 +24,8 @@ ROWS, COLUMNS = 64, 80
 CUT = 4999
 TOLERANCE = 1e-4
 """Of the largest movement: rounding differs by less, another rule by more."""
+RATE = 1e-3
+"""Where an optimizer's own is 0, by which nothing would move."""
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -73,6 +75,8 @@ def _moved(
     vars(twin).update(vars(optimizer))  # copy.copy would leave out what is not in its `__getstate__`
     twin.state = defaultdict(dict)
     options = {k: _copied(v) for k, v in optimizer.param_groups[group].items() if k != "params"}
+    if "lr" in options:
+        options["lr"] = _rate(options)
     twin.param_groups = [options | {"params": parameters}]
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
@@ -81,6 +85,12 @@ def _moved(
     _check_states(twin)
     moved = [(p.detach() - value).reshape(-1) for p, value in zip(parameters, values, strict=True)]
     return moved, {key: value for key, value in twin.param_groups[0].items() if isinstance(value, float)}
+
+
+def _rate(options: dict[str, Any]) -> Any:
+    """Return the rate to try a group with: a schedule may begin at 0, and has kept the one it begins from."""
+    rate = options.get("initial_lr", options["lr"])
+    return rate if float(rate) else RATE
 
 
 def _check_states(optimizer: Optimizer) -> None:

@@ -45,7 +45,7 @@ class Parts(Protocol):
         ...
 
     def put_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        """Set an optimizer's state of a parameter from whole tensors."""
+        """Set an optimizer's state of a parameter from whole tensors; none where it had not begun."""
         ...
 
 
@@ -155,9 +155,8 @@ def load_optimizer_state(
     for group, option, described in zip(groups, options, saved["param_groups"], strict=True):
         option.update({key: value for key, value in described.items() if key != "params"})
         for parameter, number in zip(group, described["params"], strict=True):
-            entries = saved["state"].get(number)
-            if entries and parameter.requires_grad:
-                parts.put_state(parameter, entries)
+            if parameter.requires_grad:
+                parts.put_state(parameter, saved["state"].get(number, {}))
 
 
 def _kept(tensor: Tensor, *, keep: bool) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_eff.errors import ConflictError
+from lightning_eff.sharding import unfit
 from lightning_eff.transform import Blocks, select
 
 
@@ -41,6 +42,9 @@ def shard(
 
     Returns:
         How many parts of the model were divided; 0 for one that is divided already.
+
+    Raises:
+        ConflictError: A parameter that cannot be divided, or has a hook that would be lost.
     """
     if isinstance(model, FSDPModule):
         return 0
@@ -52,10 +56,27 @@ def shard(
         else OffloadPolicy(),
     }
     found = [block for block in select(model, blocks).values() if any(True for _ in block.parameters())]
+    unfit.check_sizes(unfit.FSDP2, model)
+    unfit.check_hooks(model)
+    unfit.check_groups(model, found)
+    marks = marks_of(model)
     for block in found:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, **options)
+    mark(model, marks)
     return len(found) + 1
+
+
+def marks_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what users have hung on parameters, by which they may build groups of an optimizer."""
+    return {name: dict(vars(p)) for name, p in model.named_parameters() if type(p) is nn.Parameter}
+
+
+def mark(model: nn.Module, marks: Mapping[str, Mapping[str, Any]]) -> None:
+    """Hang it on parameters once more: dividing a model makes new ones, and so does moving it then."""
+    for name, parameter in model.named_parameters():
+        for key, value in marks.get(name, {}).items():
+            vars(parameter).setdefault(key, value)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_eff.errors import ConfigError, ConflictError, EnvironmentLacksError
 from lightning_eff.measure.formats import choose
+from lightning_eff.sharding import unfit
 
 NAME = "strategy/deepspeed_zero"
 STAGES = (1, 2, 3)
@@ -34,14 +36,23 @@ def check_values(stage: int, optimizer: str | None, parameters: str | None, nvme
             raise ConfigError(key=key, value=device, allowed="cpu, nvme or None")
     if parameters is not None and stage != STAGES[-1]:
         text = f"None under stage {stage}, where each device keeps all weights"
-        raise ConfigError(key="offload_parameters", value=parameters, allowed=text, remedies=["stage=3"])
+        raise ConfigError(
+            key="offload_parameters", value=parameters, allowed=text, remedies=["strategy.stage=3"]
+        )
     wants_disk = "nvme" in (optimizer, parameters)
     if wants_disk and stage != STAGES[-1]:
         text = "cpu or None: only stage 3 reads from a disk"
-        raise ConfigError(key="offload_optimizer", value=optimizer, allowed=text, remedies=["stage=3"])
+        raise ConfigError(
+            key="offload_optimizer", value=optimizer, allowed=text, remedies=["strategy.stage=3"]
+        )
     if wants_disk is (nvme_path is None):
         text = "a folder on a local disk for nvme, and None without"
-        raise ConfigError(key="nvme_path", value=nvme_path, allowed=text)
+        remedy = "strategy.nvme_path=/local_nvme" if wants_disk else "~strategy.nvme_path"
+        raise ConfigError(key="nvme_path", value=nvme_path, allowed=text, remedies=[remedy])
+    if nvme_path is not None and not os.access(nvme_path, os.W_OK | os.X_OK):
+        text = "a folder on a local disk that is there and can be written to"
+        remedies = [f"mkdir -p {nvme_path}", "strategy.nvme_path=/tmp"]
+        raise ConfigError(key="nvme_path", value=nvme_path, allowed=text, remedies=remedies)
 
 
 def import_deepspeed() -> None:
@@ -124,16 +135,27 @@ def precision_like(plugin: Precision, device_type: str) -> DeepSpeedPrecision:
         return DeepSpeedPrecision(settled)
     except ValueError as error:
         text = "bf16-mixed, bf16-true, 16-mixed, 16-true or 32-true under DeepSpeed"
-        raise ConfigError(key="precision", value=asked, allowed=text) from error
+        remedies = ["precision=fp32", "strategy=ddp"]
+        raise ConfigError(key="precision", value=asked, allowed=text, remedies=remedies) from error
 
 
 def check_run(trainer: pl.Trainer) -> None:
     """Refuse what Lightning warns of, or DeepSpeed passes over."""
     module = trainer.lightning_module
+    unfit.check_sizes(NAME, module)
+    unfit.check_formats(module)
+    if trainer.state.fn == TrainerFn.FITTING:
+        unfit.check_trained(module)
+    strategy: Any = trainer.strategy
+    if strategy.zero_stage_3:
+        unfit.check_wrapped(module)
     algorithm = trainer.gradient_clip_algorithm
     if algorithm is not None and str(algorithm.value) == "value" and trainer.gradient_clip_val:
         text = "norm: under ZeRO no rank sees every value of a gradient"
-        raise ConfigError(key="trainer.gradient_clip_algorithm", value="value", allowed=text)
+        remedies = ["trainer.gradient_clip_algorithm=norm", "strategy=fsdp2"]
+        raise ConfigError(
+            key="trainer.gradient_clip_algorithm", value="value", allowed=text, remedies=remedies
+        )
     if is_overridden("configure_gradient_clipping", module):
         text = f"{NAME}: {type(module).__name__}.configure_gradient_clipping would not be called"
         text += "\n  try: trainer.gradient_clip_val=1.0"

@@ -107,7 +107,7 @@ class _Divided(_Frozen):
             }
 
     def put_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        if not self._knows(parameter):
+        if not (state and self._knows(parameter)):
             return
         shape = shape_of(parameter)
         with self._flat(parameter) as flat:

@@ -12,9 +12,11 @@ checkpoint_io. An optimizer that looks at whole matrices is refused, since a ran
 
 Costs: communication as in DDP (stages 1, 2), half as much again (stage 3), and moving what is offloaded.
     Under stages 2 and 3 every micro-batch is reduced. Float32 weights of the optimizer's own beside those of
-    a 16-bit model. A parameter without a gradient gets one of 0: weight decay and momentum then move it.
+    a 16-bit model. A parameter without a gradient on any rank gets one of 0: weight decay and momentum then
+    move it. Ranks must run the same parts of a model; they compare it, 16 bytes a step.
 Conflicts: one device without offload. LBFGS, Muon, Adafactor and whatever else is not elementwise. Clipping
-    by value. Compiled blocks. micro_batch_size=auto. Manual optimization, several optimizers, FrozenLow.
+    by value. Compiled blocks. micro_batch_size=auto. Several optimizers, FrozenLow. Parameters without an
+    axis, without elements, in float64 or complex. Averages of weights in 16 bits, or under stage 3.
 Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; https://www.deepspeed.ai/docs/config-json/
 """
 
@@ -32,24 +34,25 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.errors import ConflictError
-from lightning_eff.facts import Facts, Outcome, Rule
+from lightning_eff import plan
+from lightning_eff.facts import Facts, Outcome
 from lightning_eff.measure.tables import human_count
 from lightning_eff.measure.zero_scheme import Zero
-from lightning_eff.sharding import full_state, zero_checks, zero_config
-from lightning_eff.sharding.elementwise import is_elementwise
+from lightning_eff.sharding import full_state, zero_checks, zero_config, zero_rules
+from lightning_eff.sharding.first_values import spread
+from lightning_eff.sharding.one_optimizer import one_optimizer
+from lightning_eff.sharding.own_formats import OwnFormats
 from lightning_eff.sharding.parts import shape_of
+from lightning_eff.sharding.same_order import SameOrder
+from lightning_eff.sharding.unseen import Unseen, warn_of_hooks
 from lightning_eff.sharding.zero_parts import parts_of
 
-_EXCLUDED = (
-    ("callbacks/torch_compile", "its hooks on weights are in the middle of what is compiled", "callbacks=[]"),
-    ("run/manual_optimization", "it steps by itself, once for each backward pass", "strategy=auto"),
-    ("lightning/StochasticWeightAveraging", "the weights are in parts elsewhere", "strategy=auto"),
-    ("lightning/WeightAveraging", "the weights are in parts elsewhere", "strategy=auto"),
-)
+ALL = 3
+"""The stage that divides the weights too."""
 
 
 class DeepSpeedZero(DeepSpeedStrategy):
@@ -111,6 +114,9 @@ class DeepSpeedZero(DeepSpeedStrategy):
         self.shard_while_building = shard_while_building
         self.given_config = config
         self._groups: list[list[torch.Tensor]] = []
+        self._formats: OwnFormats | None = None
+        self._unseen: Unseen | None = None
+        self._order: SameOrder | None = None
 
     @property
     @override
@@ -145,11 +151,9 @@ class DeepSpeedZero(DeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
+        module: Any = self.lightning_module
+        plan.enforce(self, module.trainer, module)
         device = self.root_device.type
-        if self.world_size == 1 and not (self.offload_optimizer or self.offload_parameters):
-            text = f"{zero_checks.NAME}: there is one device, so there is nothing to divide"
-            text += "\n  try: trainer.devices=2\n  try: strategy=auto\n  try: strategy.offload_optimizer=cpu"
-            raise ConflictError(text)
         zero_checks.check_accelerator(device)
         DDPStrategy.setup_environment(self)
 
@@ -187,12 +191,26 @@ class DeepSpeedZero(DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         zero_checks.check_run(trainer)
+        spread(trainer.lightning_module.buffers(), self.root_device)  # DeepSpeed does so with parameters
+        self._formats = OwnFormats(trainer.lightning_module, str(self.precision_plugin.precision))
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
+            warn_of_hooks(trainer.lightning_module)
+            self._unseen = Unseen(trainer.lightning_module)
+            self._order = SameOrder(
+                zero_checks.NAME, trainer.lightning_module, gathers=self.stage == ALL, ordered=self.stage > 1
+            )
             zero: Any = self.optimizers[0]
             zero.whole_groups = [{"params": group} for group in self._groups]
             zero.kind_behind = type(zero.optimizer)
             zero.defaults = zero.optimizer.defaults
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        formats, self._formats = self._formats, None
+        if formats is not None:
+            formats.put_back()  # the precision plugin has just cast everything
+        return super()._setup_model(model)
 
     @override
     def _format_batch_size_and_grad_accum_config(self) -> None:
@@ -202,13 +220,8 @@ class DeepSpeedZero(DeepSpeedStrategy):
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
-        optimizer, scheduler = super()._init_optimizers()
-        if not is_elementwise(optimizer):
-            text = (
-                f"{zero_checks.NAME}: {type(optimizer).__name__} looks at more than one element at a time, "
-                "or keeps other state than a number for each\n  try: optimizer=adamw"
-            )
-            raise ConflictError(text)
+        module: Any = self.lightning_module
+        optimizer, scheduler = one_optimizer(module)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         return optimizer, scheduler
 
@@ -235,10 +248,30 @@ class DeepSpeedZero(DeepSpeedStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:
         zero: Any = self.optimizers[0]
+        if self._unseen is not None:
+            self._unseen.check()
         try:
-            return super().optimizer_step(optimizer, *arguments, **keywords)
+            result = super().optimizer_step(optimizer, *arguments, **keywords)
         finally:
             zero.custom_loss_scaler = False
+        if self._order is not None:
+            self._order.compare()
+        return result
+
+    @override
+    def on_train_end(self) -> None:
+        if self._order is not None:
+            self._order.end()
+        if self._unseen is not None:
+            self._unseen.check()
+        super().on_train_end()
+
+    @override
+    def teardown(self) -> None:
+        if self._order is not None:
+            self._order.take_off()
+        self._order = self._unseen = None
+        super().teardown()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -279,8 +312,13 @@ class DeepSpeedZero(DeepSpeedStrategy):
 
     def facts(self) -> Facts:
         """State what ZeRO cannot do, or would do in another way than asked for."""
-        rules = [Rule(name=name, reason=reason, remedies=(remedy,)) for name, reason, remedy in _EXCLUDED]
-        return Facts(excludes=tuple(rules))
+        return Facts(
+            excludes=zero_rules.excluded(
+                alone=not (self.offload_optimizer or self.offload_parameters),
+                averages=self.stage < ALL
+                and str(getattr(self.precision_plugin, "precision", "")) == "32-true",
+            )
+        )
 
     def scheme(self) -> Zero:
         """Return the arithmetic of what is divided, for any number of devices."""

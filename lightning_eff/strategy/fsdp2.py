@@ -13,8 +13,9 @@ to which each rank writes its own rows (sharding/folder.py). Both are verified, 
 Costs: communication half as much again as DDP's; a block's weights whole at a time; in a window a gradient
     of the model's size, unless every micro-batch is synchronized. A checkpoint in one file puts one
     tensor together after the other, and is read whole by every rank; a folder is neither.
+    Ranks must run the same parts of a model; they compare it, 16 bytes a step (sharding/same_order.py).
 Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights
-    that are tied across blocks. FrozenLow.
+    that are tied across blocks. FrozenLow. Averages of weights. Hooks on parameters.
 Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277;
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -25,7 +26,9 @@ from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import nn
@@ -33,19 +36,35 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff import saved_with
-from lightning_eff.errors import CheckpointError, ConfigError, ConflictError
-from lightning_eff.facts import FOLDERS, Facts, Outcome, Technique
+from lightning_eff import plan, saved_with
+from lightning_eff.errors import CheckpointError, ConfigError
+from lightning_eff.facts import FOLDERS, Facts, Outcome, Rule, Technique
 from lightning_eff.measure.schemes import FullySharded
 from lightning_eff.measure.tables import human_bytes, human_count
-from lightning_eff.sharding import dtensor_folder, folder, full_state, fully_sharded, saving
+from lightning_eff.sharding import dtensor_folder, folder, full_state, fully_sharded, saving, unfit
 from lightning_eff.sharding.agreed import Ranks
 from lightning_eff.sharding.dtensor_parts import DTensorParts, OwnParts
+from lightning_eff.sharding.first_values import spread
+from lightning_eff.sharding.same_order import SameOrder
 from lightning_eff.transform import Stage, queue
 
 NAME = "strategy/fsdp2"
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHECKPOINTS = ("full", "sharded")
+
+_AVERAGES = tuple(
+    Rule(
+        name=f"lightning/{name}",
+        reason="it copies a model that is divided, or puts whole averages into parts",
+        remedies=("strategy=ddp", "strategy=deepspeed_zero strategy.stage=2", "remove it"),
+    )
+    for name in ("WeightAveraging", "StochasticWeightAveraging")
+)
+_ALONE = Rule(
+    name="run/one_device",
+    reason="there is nothing to divide",
+    remedies=("trainer.devices=2", "strategy=auto", "strategy.cpu_offload=true"),
+)
 
 
 class FSDP2(ModelParallelStrategy):
@@ -100,26 +119,28 @@ class FSDP2(ModelParallelStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.sync_every_micro_batch = sync_every_micro_batch
         self.checkpoints = checkpoints
+        self._order: SameOrder | None = None
+        self._before: dict[str, ref[nn.Parameter]] = {}
+        self._marks: dict[str, dict[str, Any]] = {}
         self._num_sharded = 0
         self._numel = 0
         self._local_bytes = 0
 
     @override
     def setup_environment(self) -> None:
-        num_ranks = self.num_nodes * self.num_processes
-        if num_ranks == 1 and not self.cpu_offload:
-            text = f"{NAME}: there is one device, so there is nothing to divide"
-            text += "\n  try: trainer.devices=2\n  try: strategy=auto\n  try: strategy.cpu_offload=true"
-            raise ConflictError(text)
-        self._data_parallel_size = num_ranks
-        super().setup_environment()
         module: Any = self.lightning_module
+        plan.enforce(self, module.trainer, module)
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
         queue(module.trainer, module, Stage.SHARD, self._shard)
 
     def _shard(self, model: nn.Module) -> int:
         if isinstance(model, FSDPModule):
             return 0
         fully_sharded.refuse_meta_adapters(model)
+        spread([*model.parameters(), *model.buffers()], self.root_device)
+        self._before = {name: ref(parameter) for name, parameter in model.named_parameters()}
+        self._marks = fully_sharded.marks_of(model)
         self._numel = sum(parameter.numel() for parameter in model.parameters())
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES[self.param_dtype], reduce_dtype=DTYPES[self.reduce_dtype]
@@ -135,6 +156,37 @@ class FSDP2(ModelParallelStrategy):
         local: list[Any] = [getattr(p, "_local_tensor", p) for p in model.parameters()]
         self._local_bytes = sum(each.nbytes for each in local)
         return self._num_sharded
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        module: Any = self.lightning_module
+        fully_sharded.mark(module, self._marks)
+        super().setup_optimizers(trainer)
+        unfit.check_hooks(module)
+        for optimizer in self.optimizers:
+            unfit.check_optimizer(optimizer, module, self._before)
+        plan.enforce(self, trainer, module)
+        self._order = SameOrder(NAME, module, gathers=True)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:
+        result = super().optimizer_step(optimizer, *arguments, **keywords)
+        if self._order is not None:
+            self._order.compare()
+        return result
+
+    @override
+    def on_train_end(self) -> None:
+        if self._order is not None:
+            self._order.end()
+        super().on_train_end()
+
+    @override
+    def teardown(self) -> None:
+        if self._order is not None:
+            self._order.take_off()
+        self._order = None
+        super().teardown()
 
     @override
     def model_to_device(self) -> None:
@@ -274,8 +326,9 @@ class FSDP2(ModelParallelStrategy):
             full_state.load_optimizer_state(groups, optimizer.param_groups, saved, DTensorParts(optimizer))
 
     def facts(self) -> Facts:
-        """State that checkpoints are folders, if they are."""
-        return Facts(provides=(FOLDERS,) if self.checkpoints == "sharded" else ())
+        """State that one device divides nothing, and that checkpoints are folders, if they are."""
+        provides = (FOLDERS,) if self.checkpoints == "sharded" else ()
+        return Facts(provides=provides, excludes=(*_AVERAGES, *(() if self.cpu_offload else (_ALONE,))))
 
     def scheme(self) -> FullySharded:
         """Return the arithmetic of what is divided, for any number of devices."""

@@ -69,3 +69,16 @@ def test_one_with_a_schedule_is_tried_by_its_own_step() -> None:
     optim.lr_scheduler.StepLR(optimizer, 1)
     assert is_elementwise(optimizer)
     assert not hasattr(optimizer, "_opt_called") or not optimizer._opt_called
+
+
+def test_a_rate_of_0_says_nothing_of_the_rule() -> None:
+    """A warm-up begins at 0, and a group may be switched off by it."""
+    for kind, expected in ((optim.AdamW, True), (optim.Muon, False)):
+        optimizer = made(kind)
+        optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+        assert optimizer.param_groups[0]["lr"] == 0.0
+        assert is_elementwise(optimizer) is expected
+        weights = [torch.ones(4, 4, requires_grad=True) for _ in range(2)]
+        groups = [{"params": weights[:1]}, {"params": weights[1:], "lr": 0.0}]
+        assert is_elementwise(kind(groups, lr=0.1)) is expected
+    assert is_elementwise(optim.AdamW(weights, lr=torch.tensor(0.0), fused=False))

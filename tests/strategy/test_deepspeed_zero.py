@@ -14,6 +14,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, DoublePrecision
 
 from lightning_eff import plan
@@ -23,6 +30,7 @@ from lightning_eff.errors import ConfigError, ConflictError, EnvironmentLacksErr
 from lightning_eff.facts import asked
 from lightning_eff.precision.frozen_low import FrozenLow
 from lightning_eff.precision.mixed import Mixed
+from lightning_eff.sharding.one_optimizer import one_optimizer
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from tests.conftest import Net, make_trainer
 
@@ -83,6 +91,71 @@ def test_one_device_is_refused_with_what_would_do() -> None:
         trainer.fit(Net())
     for remedy in ("trainer.devices=2", "strategy=auto", "strategy.offload_optimizer=cpu"):
         assert f"try: {remedy}" in str(raised.value)
+
+
+def test_remedies_can_be_typed() -> None:
+    for options in ({"offload_parameters": "cpu"}, {"offload_optimizer": "nvme", "nvme_path": "x"}):
+        with pytest.raises(ConfigError, match=r"try: strategy\.stage=3"):
+            DeepSpeedZero(**options)
+    with pytest.raises(ConfigError, match=r"try: strategy\.nvme_path=/"):
+        DeepSpeedZero(stage=3, offload_optimizer="nvme")
+    with pytest.raises(
+        ConfigError, match=r"nvme_path='no/such': expected a folder[\s\S]*try: mkdir -p no/such"
+    ):
+        DeepSpeedZero(stage=3, offload_optimizer="nvme", nvme_path="no/such")
+
+
+@pytest.mark.parametrize(
+    ("other", "options", "refused"),
+    [
+        (WeightAveraging(), {"stage": 2}, False),
+        (WeightAveraging(), {"stage": 3}, True),
+        (EMAWeightAveraging(), {"stage": 3}, True),
+        (StochasticWeightAveraging(swa_lrs=0.1), {}, True),
+        (LearningRateFinder(), {}, True),
+        (BackboneFinetuning(), {}, True),
+    ],
+)
+def test_lightnings_callbacks(other: Any, options: dict[str, Any], *, refused: bool) -> None:
+    trainer = make_trainer(strategy=DeepSpeedZero(**options), devices=2, callbacks=[other])
+    findings = plan.check(plan.objects_of(trainer), {})
+    assert bool(findings) is refused
+    assert all(finding.rule.remedies for finding in findings)
+
+
+def test_averages_of_16_bits_are_refused() -> None:
+    trainer = make_trainer(
+        strategy=DeepSpeedZero(stage=1), devices=2, callbacks=[WeightAveraging()], precision="bf16-true"
+    )
+    assert plan.check(plan.objects_of(trainer), {})
+
+
+def test_a_trainer_without_techniques_hears_the_rules_too() -> None:
+    """Before a process group is there, and before the callback has copied anything."""
+    trainer = make_trainer(strategy=DeepSpeedZero(stage=3), devices=2, callbacks=[WeightAveraging()])
+    module = Net()
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    with pytest.raises(ConflictError, match="deepspeed_zero with WeightAveraging"):
+        trainer.strategy.setup_environment()
+
+
+@pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
+def test_one_optimizer_is_stepped() -> None:
+    module: Any = Net()
+    module.trainer = make_trainer()
+    optimizer = module.configure_optimizers()
+    for answer, message in [
+        (None, r"Net\.configure_optimizers returned no optimizer[\s\S]*try: return one"),
+        ([optimizer, optimizer], "returned 2 optimizers and 0 schedules[\\s\\S]*try: groups of one"),
+    ]:
+        module.configure_optimizers = lambda answer=answer: answer
+        module.automatic_optimization = answer is None
+        with pytest.raises(ConflictError, match=message):
+            one_optimizer(module)
+    module.configure_optimizers = lambda: optimizer
+    module.automatic_optimization = True
+    assert one_optimizer(module) == (optimizer, None)
 
 
 def test_without_deepspeed_one_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

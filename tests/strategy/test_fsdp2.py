@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
 from lightning_eff import plan
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -60,3 +61,16 @@ def test_compiled_blocks_and_fixed_micro_batches_are_fine() -> None:
     assert plan.check([FSDP2(), MicroBatch(micro_batch_size=2)], {}) == []
     refused = [f for f in plan.check([FSDP2(), TorchCompile()], MACHINE) if f.rule.verdict.value == "refused"]
     assert refused == []
+
+
+@pytest.mark.parametrize(
+    "other", [WeightAveraging(), EMAWeightAveraging(), StochasticWeightAveraging(swa_lrs=0.1)]
+)
+def test_averages_are_refused_in_a_plain_trainer(other: Any) -> None:
+    """Before a process group is there, and before the callback has copied anything."""
+    trainer = make_trainer(strategy=FSDP2(), devices=2, callbacks=[other])
+    module = Net()
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    with pytest.raises(ConflictError, match=rf"fsdp2 with {type(other).__name__}[\s\S]*try: strategy=ddp"):
+        trainer.strategy.setup_environment()
