@@ -99,6 +99,31 @@ def hooks_of_blocks_alone(module: Any) -> Generator[None]:
             hooks.update(order)
 
 
+@contextmanager
+def parts_explained() -> Generator[None]:
+    """Say what it means that a weight is met of which this rank has a part, where PyTorch tells of types.
+
+    Raises:
+        ConflictError: So it was.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _MIXED not in str(error):
+            raise
+        text = (
+            f"{unfit.FSDP2}: a step used a weight that is in parts. Outside of all blocks weights are whole "
+            "from the beginning of a step to its first backward pass; a block's, in its forward alone\n"
+            "  try: one backward pass in a step, of the sum of the losses\n"
+            "  try: call the layer, in place of reading its weight\n"
+            "  try: strategy=deepspeed_zero"
+        )
+        raise ConflictError(text) from error
+
+
+_MIXED = "got mixed torch.Tensor and DTensor"
+
+
 def refuse_meta_adapters(model: nn.Module) -> None:
     """Refuse weights without values beside adapters, which would be drawn anew in place of their start."""
     if getattr(model, "peft_config", None) and any(p.is_meta for p in model.parameters()):

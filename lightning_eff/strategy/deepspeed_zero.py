@@ -250,6 +250,8 @@ class DeepSpeedZero(DeepSpeedStrategy):
         zero: Any = self.optimizers[0]
         if self._unseen is not None:
             self._unseen.check()
+        if self._order is not None and self.stage == ALL:
+            self._order.read()  # before the forward pass, in which one rank alone would fail
         try:
             result = super().optimizer_step(optimizer, *arguments, **keywords)
         finally:

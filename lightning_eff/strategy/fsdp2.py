@@ -238,7 +238,8 @@ class FSDP2(ModelParallelStrategy):
 
         module.forward = step
         try:
-            return module(*arguments, **keywords)
+            with fully_sharded.parts_explained():
+                return module(*arguments, **keywords)
         finally:
             put_back()
 

@@ -116,3 +116,16 @@ def test_what_hangs_on_parameters_goes_to_those_in_their_place() -> None:
     deep.second.weight.slow = True
     fully_sharded.mark(other, fully_sharded.marks_of(deep))
     assert [name for name, p in other.named_parameters() if getattr(p, "slow", False)] == ["second.weight"]
+
+
+def test_a_weight_in_parts_is_explained_and_other_errors_are_left_alone() -> None:
+    text = (
+        "aten.addmm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor"
+    )
+    with (
+        pytest.raises(ConflictError, match=r"in parts[\s\S]*try: one backward"),
+        fully_sharded.parts_explained(),
+    ):
+        raise RuntimeError(text)
+    with pytest.raises(RuntimeError, match="another"), fully_sharded.parts_explained():
+        raise RuntimeError("another")
