@@ -292,7 +292,7 @@ def test_completion_knows_options_keys_and_shells(command: Command) -> None:
         (["optimizer.lr=-1"], "optimizer: Invalid learning rate: -1"),
         (["max_steps=3"], "max_steps: no such key; did you mean trainer.max_steps?"),
         (["lr=3"], "lr: no such key; did you mean optimizer.lr?"),
-        (["ckpt_path=."], "ckpt_path='.': expected an existing checkpoint"),
+        (["ckpt_path=."], "ckpt_path='.': expected a checkpoint; this is a folder without index.ckpt"),
     ],
 )
 def test_what_would_fail_later_is_refused_before_a_folder_is_made(

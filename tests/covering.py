@@ -1,0 +1,159 @@
+"""Techniques together on several devices: a covering array of them, and the same in a loop of one device.
+
+`ours` runs in each rank of test_strategies.py; `expected` is the loop, in float64, with no technique but the
+adapters, whose first values are drawn by the same generator.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff import transform
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.precision.mixed import Mixed
+from tests.conftest import make_trainer
+from tests.test_loop import Speaker, texts, windows
+
+STEPS, NUM_BATCHES, BATCH = 20, 15, 8
+
+
+class Case(NamedTuple):
+    """One run of two ranks; `window` is in batches, `size` in samples of a micro-batch."""
+
+    strategy: str
+    lora: bool
+    recomputed: bool
+    tiled: bool
+    window: int
+    weighted: bool
+    clip: float | None
+    size: int | None
+    precision: str
+
+
+# Every pair of two values of any two columns is in some row, as far as strategies have them.
+COVERING = [
+    Case("zero1", True, False, True, 2, True, 0.05, None, "32-true"),
+    Case("zero1", False, True, False, 3, False, None, 3, "bf16-mixed"),
+    Case("zero2", False, True, True, 1, True, None, 3, "32-true"),
+    Case("zero2", True, False, False, 3, False, 0.05, None, "bf16-mixed"),
+    Case("zero3", True, True, False, 2, False, None, 3, "32-true"),
+    Case("zero3", False, False, True, 1, True, 0.05, None, "bf16-mixed"),
+    Case("zero3_offload", True, True, True, 3, True, 0.05, 3, "32-true"),
+    Case("zero3_offload", False, False, False, 1, False, None, None, "bf16-mixed"),
+    Case("fsdp2", True, False, False, 1, True, None, 3, "bf16-mixed"),
+    Case("fsdp2", False, True, True, 3, False, 0.05, None, "32-true"),
+    Case("fsdp2", True, True, True, 2, True, 0.05, 3, "64-true"),
+    Case("fsdp2_offload", False, True, False, 2, True, 0.05, 3, "bf16-mixed"),
+    Case("fsdp2_offload", True, False, True, 1, False, None, None, "32-true"),
+]
+
+
+class Layer(nn.Module):
+    """A residual layer, so that there are blocks to recompute, to divide and to adapt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Deep(Speaker):
+    """The speaker with two layers in the middle."""
+
+    def __init__(self, weighted: bool) -> None:
+        super().__init__(weighted)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.table(x))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.out(hidden)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9), "interval": "step"}
+        ]
+
+
+class Draws(pl.Callback):
+    """Gives adapters first values that a loop can draw too, and that are not nothing."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        transform.queue(trainer, pl_module, transform.Stage.ADAPT, draw)
+
+
+def draw(model: nn.Module) -> int:
+    generator = torch.Generator().manual_seed(5)
+    adapters = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    for parameter in adapters:
+        parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return len(adapters)
+
+
+def adapter() -> PeftAdapter:
+    return PeftAdapter(method="lora", target_modules=["linear"], options={"r": 2, "lora_alpha": 4})
+
+
+def built(weighted: bool) -> Deep:
+    torch.manual_seed(1)
+    return Deep(weighted).double()
+
+
+def ours(case: Case, strategy: Any) -> dict[str, Tensor]:
+    """Train a case in this rank; return the weights, put together."""
+    model = built(case.weighted)
+    model = model if case.precision == "64-true" else model.float()
+    callbacks: list[Any] = [GradientAccumulation(global_batch_size=case.window * 2 * BATCH)]
+    callbacks += [adapter(), Draws()] if case.lora else []
+    callbacks += [GradientCheckpointing(blocks="Layer")] if case.recomputed else []
+    callbacks += [TritonLinear(min_features=1)] if case.tiled else []
+    callbacks += [MicroBatch(micro_batch_size=case.size)] if case.size else []
+    plugins = [Mixed(precision=case.precision)] if case.precision == "bf16-mixed" else []
+    trainer = make_trainer(
+        callbacks=callbacks, plugins=plugins, max_steps=STEPS, strategy=strategy, devices=2,
+        use_distributed_sampler=False, enable_checkpointing=False, gradient_clip_val=case.clip,
+    )  # fmt: skip
+    dataset = TensorDataset(*texts(NUM_BATCHES * BATCH * 2))
+    rank = range(trainer.global_rank, len(dataset), 2)
+    trainer.fit(model, DataLoader(dataset, batch_size=BATCH, sampler=rank))
+    return trainer.strategy.lightning_module_state_dict()
+
+
+def expected(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train on each window as one batch, on one device, in float64; return the weights before and after."""
+    model = built(case.weighted)
+    if case.lora:
+        transform.apply(model, adapter().changes())
+        draw(model)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    x, y = texts(NUM_BATCHES * BATCH * 2)
+    (optimizer,), (schedule,) = model.configure_optimizers()
+    for batches in itertools.islice(windows(case.window, NUM_BATCHES), STEPS):
+        rows = [row for b in batches for row in range(b * BATCH * 2, (b + 1) * BATCH * 2)]
+        loss, _ = model.loss((x[rows], y[rows]))
+        optimizer.zero_grad()
+        loss.backward()
+        if case.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        schedule["scheduler"].step()
+    return start, model.state_dict()
