@@ -193,6 +193,10 @@ def main(folder: str) -> None:
         "parity": {(name, i): parity(name, case) for name in SHARDED for i, case in enumerate(CASES)}
     }
     results["covering"] = [covering.ours(case, STRATEGIES[case.strategy]()) for case in covering.COVERING]
+    results["late"] = [
+        (late("ddp", lora=lora), late(DeepSpeedZero(stage=3, shard_while_building=True), lora=lora))
+        for lora in (False, True)
+    ]
     results["did"] = {}
     for name in STRATEGIES:
         trainer = trained(name, 3)
@@ -256,6 +260,36 @@ def in_parts(path: Path) -> dict[str, Any]:
     trainer.strategy.remove_checkpoint(path.parent / "removed.ckpt")
     done = io.outcome().numbers
     return results | {"first": first, "again": again, "after": after, "said": said, "done": done}
+
+
+class Late(Stack):
+    """Makes its blocks when it is told to, as a model does that no single device could hold."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False, rate=0.0, statistics=False)
+        del self.blocks
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            torch.manual_seed(4)
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
+def late(strategy: Any, *, lora: bool) -> tuple[dict[str, Tensor], list[float]]:
+    """Train blocks that the strategy may have divided while they were made."""
+    torch.manual_seed(1)
+    model = Late()
+    trainer = make_trainer(
+        callbacks=adapted()[:1] if lora else [], max_steps=4, **TOGETHER, strategy=strategy
+    )
+    trainer.fit(model, loader(trainer, tokens()))
+    return trainer.strategy.lightning_module_state_dict(), model.losses
 
 
 def begun(name: str) -> dict[str, Tensor]:
@@ -385,6 +419,20 @@ def test_techniques_together_step_as_one_device_does(results: dict[str, Any], in
             torch.testing.assert_close(ours, value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
     trained = [name for name in exact if "lora_" in name] if case.lora else list(exact)
     assert all(not torch.equal(found[name].double(), start[name]) for name in trained)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_that_are_divided_while_they_are_made_train_alike(
+    results: dict[str, Any], lora: bool
+) -> None:
+    """Matrices decay and vectors do not, though all are empty vectors to who asks; LoRA is the identity."""
+    (theirs, losses), (ours, our_losses) = results["late"][lora]
+    assert our_losses[0] == losses[0]
+    assert our_losses == pytest.approx(losses, rel=1e-5)
+    assert list(ours) == list(theirs)
+    assert any("lora_B" in name for name in ours) is lora
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("name", SHARDED)

@@ -49,6 +49,7 @@ from lightning_eff.sharding.own_formats import OwnFormats
 from lightning_eff.sharding.parts import shape_of
 from lightning_eff.sharding.same_order import SameOrder
 from lightning_eff.sharding.unseen import Unseen, warn_of_hooks
+from lightning_eff.sharding.whole_shapes import whole_shapes
 from lightning_eff.sharding.zero_parts import parts_of
 
 ALL = 3
@@ -221,7 +222,8 @@ class DeepSpeedZero(DeepSpeedStrategy):
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         module: Any = self.lightning_module
-        optimizer, scheduler = one_optimizer(module)
+        with whole_shapes(module):
+            optimizer, scheduler = one_optimizer(module)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         return optimizer, scheduler
 
