@@ -1,7 +1,7 @@
 """Trials in turn: each round runs all of them, forwards and backwards, so that slow changes cancel.
 
 What has ended is written at once, one file a trial and round; a comparison that was interrupted goes on
-with what is missing.
+with what is missing. A trial that failed is tried again then: its reason may be gone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 from lightning_eff.comparison.rows import FAILED, MEASURED, NOT_RUN, Result, Row, relate, row
 from lightning_eff.comparison.trials import BASELINE, Trial
 
+NAME_LENGTH = 80
+"""Characters of a trial's name that its files have: a row of one's own may be as long as a command line."""
 Runs = Callable[[Trial, Path], Result]
 """Runs a trial, with a folder for what it leaves."""
 
@@ -62,12 +64,12 @@ class Comparison:
                 before.append(self._once(trial, number))
 
     def _once(self, trial: Trial, number: int) -> Result:
-        name = re.sub(r"\W+", "-", trial.name).strip("-")
+        name = re.sub(r"\W+", "-", trial.name).strip("-")[:NAME_LENGTH]
         path = self.folder / "rounds" / f"{number}-{name}.json"
-        if path.is_file():
-            kept: Any = json.loads(path.read_text(encoding="utf-8"))
-            if kept.pop("overrides") == trial.overrides():
-                return Result(**kept)
+        kept: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if kept.get("status") == MEASURED and kept.pop("overrides") == trial.overrides():
+            self._tell(f"round {number}, {trial.name}: measured before")
+            return Result(**kept)
         result = self._run(trial, self.folder / "runs" / f"{number}-{name}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"overrides": trial.overrides(), **asdict(result)}), encoding="utf-8")

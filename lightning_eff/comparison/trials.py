@@ -107,7 +107,7 @@ def alone(values: Mapping[str, Any], *, optimizers: bool) -> list[Trial]:
     return trials
 
 
-def row_of(line: str, number: int, values: Mapping[str, Any]) -> Trial:
+def row_of(line: str, values: Mapping[str, Any]) -> Trial:
     """Return a row of the user's own: overrides on the baseline, separated by spaces.
 
     Raises:
@@ -123,7 +123,7 @@ def row_of(line: str, number: int, values: Mapping[str, Any]) -> Trial:
             choices[key] = value
         else:
             settings = list(_merged(settings, [str(item.input_line)]))
-    return Trial(line or f"row {number}", tuple(listed), tuple(choices.items()), tuple(settings))
+    return Trial(line, tuple(listed), tuple(choices.items()), tuple(settings))
 
 
 def combined(helped: Sequence[Trial], fits: Callable[[Trial], bool]) -> Trial | None:

@@ -6,7 +6,7 @@ comes out the same to the byte. Loggers, checkpoints, validation and whatever el
 
 What cannot run without values or without memory (a compiled block, an extension in C++, `tolist()` in a
 `training_step`) ends the prediction: `reason` says why, and `lasting_bytes` has what can be counted all the
-same, parameters, gradients and the optimizer's state.
+same, parameters, buffers and gradients.
 """
 
 from __future__ import annotations

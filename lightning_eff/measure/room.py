@@ -2,7 +2,7 @@
 
 What a CUDA device takes beside the step's tensors is added, by these assumptions. Each tensor is rounded up
 to 512 bytes. cuBLAS keeps a workspace: 32 MiB on Hopper and 8.1 MiB elsewhere, unless the environment's
-CUBLAS_WORKSPACE_CONFIG says otherwise (aten/src/ATen/cuda/CublasHandlePool.cpp of torch 2.13). The driver's
+CUBLAS_WORKSPACE_CONFIG says otherwise (torch's defaults, not measured here). The driver's
 own context, which torch does not count as allocated, is left free of what is there.
 """
 

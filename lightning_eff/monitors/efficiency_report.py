@@ -88,7 +88,7 @@ class EfficiencyReport(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         reports = [each for each in _callbacks(trainer) if isinstance(each, EfficiencyReport)]
-        if next(each for each in reports if each.dirpath == self.dirpath) is not self:
+        if next((each for each in reports if each.dirpath == self.dirpath), self) is not self:
             return  # that one writes the same files
         self._first_step = self._last_step = trainer.global_step
         self._losses = Losses()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -26,6 +27,7 @@ from lightning_eff.errors import (
     UsageError,
     root_cause_line,
 )
+from lightning_eff.measure.report import plain
 from lightning_eff.overrides import parse_overrides, recipe_and_overrides
 from lightning_eff.place import Place
 
@@ -48,7 +50,7 @@ options:
   --only NAME,...         these rows beside the baseline; * stands for anything
   --row 'OVERRIDES'       a row of your own; several are possible
   --optimizers            all optimizers, not only those that save memory by how they work
-  --fresh                 measure everything anew
+  --fresh                 measure everything anew; else what was measured before stays
   --config-dir DIR        a folder of your own with groups and recipes
   --json                  print the rows as JSON on the standard output
   --debug                 whole tracebacks"""
@@ -65,14 +67,14 @@ def main(arguments: Sequence[str]) -> int:
     sys.path.insert(0, str(Path.cwd()))
     values = config.compose_recipe(given.recipe, given.overrides, place).values
     folder = _folder(given, Path(values["output_root"]))
-    work = _Work(given, place, folder)
+    work = _Work(given, place)
     comparison = Comparison(folder, work.run, _tell)
     started = time.monotonic()
     try:
         _measure(given, values, work, comparison)
     finally:
         shutil.rmtree(folder / "runs", ignore_errors=True)
-        _write(given, folder, comparison)
+        _write(given, ["lightning-eff", "compare", *arguments], folder, comparison)
     found = comparison.rows()
     if given.json:
         sys.stdout.write((folder / RESULT_FILE).read_text(encoding="utf-8") + "\n")
@@ -85,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
 def _measure(given: argparse.Namespace, values: dict[str, Any], work: _Work, comparison: Comparison) -> None:
     """Run the rounds; what helped alone is put together after the first."""
     alone = trials.alone(values, optimizers=given.optimizers)
-    alone += [trials.row_of(line, i, values) for i, line in enumerate(given.row, 1)]
+    alone += [trials.row_of(line, values) for line in given.row]
     alone = _only(alone, given.only, [each.name for each in alone[len(alone) - len(given.row) :]])
     runnable = [each for each in alone if _reason_against(each, work, comparison) is None]
     runnable.insert(1, Trial(trials.AS_IT_IS, None))
@@ -122,13 +124,11 @@ class _Work:
     Args:
         given: The command line.
         place: Where recipes lie.
-        folder: Where what they leave may lie for a while.
     """
 
-    def __init__(self, given: argparse.Namespace, place: Place, folder: Path) -> None:
+    def __init__(self, given: argparse.Namespace, place: Place) -> None:
         self._given = given
         self._place = place
-        self._folder = folder
 
     def overrides(self, trial: Trial) -> list[str]:
         """Return all that makes a trial of the recipe: the user's words, its own, and what all share."""
@@ -240,19 +240,18 @@ def _folder(given: argparse.Namespace, root: Path) -> Path:
     return folder.resolve()
 
 
-def _write(given: argparse.Namespace, folder: Path, comparison: Comparison) -> None:
+def _write(given: argparse.Namespace, command: Sequence[str], folder: Path, comparison: Comparison) -> None:
     report = comparison.report_of(trials.BASELINE)
-    command = ["lightning-eff", "compare", given.recipe, *given.overrides, "--steps", str(given.steps)]
     found = {
         "recipe": given.recipe,
-        "command": " ".join(command),
+        "command": shlex.join(command),
         "steps": given.steps,
         "rounds": given.rounds,
         "environment": report.get("environment", {}),
         "rows": [each.as_dict() for each in comparison.rows()],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESULT_FILE).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    (folder / RESULT_FILE).write_text(json.dumps(plain(found), indent=1), encoding="utf-8")
     (folder / PAGE_FILE).write_text(page.page(found, comparison.rows()), encoding="utf-8")
 
 

@@ -85,9 +85,9 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
     first = Turns(baseline=[report(10.0)], one=[report(20.0)], other=[Result(FAILED, "odd")])
     before = [each.as_dict() for each in table(tmp_path, first, rounds=1).rows()]
     (tmp_path / "rounds" / "1-one.json").unlink()
-    again = Turns(one=[report(20.0)])
+    again = Turns(one=[report(20.0)], other=[Result(FAILED, "odd")])
     assert [each.as_dict() for each in table(tmp_path, again, rounds=1).rows()] == before
-    assert again.asked == ["one"]
+    assert again.asked == ["one", "other"], "what failed is tried again"
     changed = Turns(baseline=[report(12.0)])
     comparison = Comparison(tmp_path, changed, lambda _: None)
     comparison.round(1, [Trial("baseline", settings=("seed=2",))])

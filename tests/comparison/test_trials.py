@@ -75,14 +75,14 @@ def test_a_row_of_ones_own_is_on_top_of_the_baseline() -> None:
     line = (
         "optimizer=muon +callbacks=micro_batch callbacks.micro_batch.micro_batch_size=2 precision=bf16_mixed"
     )
-    trial = trials.row_of(line, 1, LM)
+    trial = trials.row_of(line, LM)
     assert trial.name == line
     assert trial.overrides() == [
         "callbacks=[micro_batch]", "precision=bf16_mixed", "strategy=auto", "optimizer=muon",
         "data.micro_batch_size=16", "callbacks.micro_batch.micro_batch_size=2",
     ]  # fmt: skip
     with pytest.raises(UsageError, match="not an override"):
-        trials.row_of("muon", 1, LM)
+        trials.row_of("muon", LM)
 
 
 def choice(group: str, option: str) -> Trial:
