@@ -2,7 +2,7 @@
 
 Hydra composes; this module makes its silences audible. An override of a known group's key may set any
 parameter of the class behind it, and every key, class and type is held against that class afterwards
-(`signatures.py`), so nothing is dropped or added unseen.
+(`composing/signatures.py`), so nothing is dropped or added unseen.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from typing_extensions import override
 
-from lightning_eff import signatures
 from lightning_eff.catalog import CONF, MANY, RECIPES, parameter_keys, recipes
+from lightning_eff.composing import signatures
+from lightning_eff.composing.folders import check_folders, check_inside
+from lightning_eff.composing.overrides import loosened, parse_overrides
+from lightning_eff.composing.place import Place, listed_groups, listed_options, recipe_chain
+from lightning_eff.composing.signatures import TOP_LEVEL
 from lightning_eff.errors import ConfigError, EnvironmentLacksError, UsageError, nearest
-from lightning_eff.folders import check_folders, check_inside
-from lightning_eff.overrides import loosened, parse_overrides
-from lightning_eff.place import Place, listed_groups, listed_options, recipe_chain
-from lightning_eff.signatures import TOP_LEVEL
 
 log = logging.getLogger(__name__)
 

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_eff import update
-from lightning_eff.batches import Part, Splitter, mean
 from lightning_eff.errors import ConfigError
-from lightning_eff.fitting import Fitting, is_count, rounding
 from lightning_eff.measure.formats import dtype_of
-from lightning_eff.micro_batches import MicroBatches
-from lightning_eff.rollback import Rollback
-from lightning_eff.search import Found
-from lightning_eff.trials import Trials
-from lightning_eff.window import Window, weight_of
+from lightning_eff.steps import update
+from lightning_eff.steps.batches import Part, Splitter, mean
+from lightning_eff.steps.fitting import Fitting, is_count, rounding
+from lightning_eff.steps.micro_batches import MicroBatches
+from lightning_eff.steps.rollback import Rollback
+from lightning_eff.steps.search import Found
+from lightning_eff.steps.trials import Trials
+from lightning_eff.steps.window import Window, weight_of
 
 Step = Callable[[Any], Any]
 """Returns the mean loss of a batch, or `{"loss": mean_loss, "weight": n}`."""

@@ -2,8 +2,8 @@
 
 The gradient of a step is that of one large batch, whatever the step is cut into: over the batches of a window
 (GradientAccumulation, or the Trainer's own `accumulate_grad_batches`), over the micro-batches that a batch is
-cut into (MicroBatch), and over all ranks. window.py has the arithmetic, micro_batches.py the second try when
-memory runs out; here is what Lightning calls. `training_step` may return a weight beside the mean loss,
+cut into (MicroBatch), and over all ranks. steps/window.py has the arithmetic, steps/micro_batches.py
+the second try when memory runs out; here is what Lightning calls. `training_step` may return a weight beside the mean loss,
 `{"loss": loss, "weight": num_tokens}`; without it samples weigh the same.
 
 A window that the end of an epoch cuts short is divided by what it has. A step that a loss scaler skips is
@@ -34,11 +34,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.batches import Part, num_samples
 from lightning_eff.errors import ConfigError
-from lightning_eff.fitting import Fitting
-from lightning_eff.in_parts import Arguments, InParts, Passes, Search
-from lightning_eff.window import Window, weight_of
+from lightning_eff.steps.batches import Part, num_samples
+from lightning_eff.steps.fitting import Fitting
+from lightning_eff.steps.in_parts import Arguments, InParts, Passes, Search
+from lightning_eff.steps.window import Window, weight_of
 
 
 class ExactStep(_AutomaticOptimization):

@@ -23,9 +23,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_eff import plan, transform
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.checkpoints.resume import (
+    RESOLVED,
+    callbacks_of,
+    check_something_left,
+    find_checkpoint,
+    with_base,
+)
 from lightning_eff.errors import ConfigError, EnvironmentLacksError, UsageError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
-from lightning_eff.resume import RESOLVED, callbacks_of, check_something_left, find_checkpoint, with_base
 from lightning_eff.sharding.saving import remove_orphans
 
 log = logging.getLogger(__name__)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from lightning_eff import config, targets
+from lightning_eff import config
 from lightning_eff.catalog import RECIPES
+from lightning_eff.composing import targets
+from lightning_eff.composing.overrides import sweep
+from lightning_eff.composing.place import Place
 from lightning_eff.errors import ConfigError, EnvironmentLacksError, UsageError, exit_code
-from lightning_eff.overrides import sweep
-from lightning_eff.place import Place
 
 
 def compose(*overrides: str, recipe: str = "lm") -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lightning_eff import transform
 from lightning_eff.callbacks.empty_cache import release
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.callbacks.torch_compile import compile_in_place
-from lightning_eff.configure_optimizers import build
+from lightning_eff.optimization.configure_optimizers import build
 from lightning_eff.precision.mixed import step_context
 from lightning_eff.transform import Change, Stage
 from tests.conftest import Deep, make_loader

@@ -23,7 +23,7 @@ from lightning_eff import loop
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.errors import ConfigError, SlowPathWarning
 from lightning_eff.precision.mixed import Mixed
-from lightning_eff.window import Window
+from lightning_eff.steps.window import Window
 from tests.conftest import make_trainer
 
 SAMPLES, MICRO, LENGTH, WORDS = 26, 2, 5, 7

@@ -15,8 +15,8 @@ from torch import nn
 
 from lightning_eff import catalog, config
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.composing.place import Place
 from lightning_eff.measure.memory import state_bytes
-from lightning_eff.place import Place
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
 from tests.conftest import Deep, make_loader, make_trainer
 

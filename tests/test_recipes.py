@@ -13,7 +13,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from lightning_eff import catalog, config, stored
+from lightning_eff import catalog, config
+from lightning_eff.checkpoints import stored
 
 SMALL_IMAGES = [
     *(

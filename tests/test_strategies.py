@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_eff import adapter_export
+from lightning_eff.adapters import export as adapter_export
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -40,8 +40,8 @@ from lightning_eff.strategy.fsdp2 import FSDP2
 from lightning_eff.verbs import export
 from tests import covering
 from tests.conftest import make_trainer
+from tests.steps.test_ranks import same
 from tests.test_loop import plain, speaker, texts
-from tests.test_ranks import same
 
 STEPS = 20
 OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}

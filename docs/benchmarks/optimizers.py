@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from lightning_eff.configure_optimizers import build
+
 from lightning_eff.measure.memory import LiveBytes, state_bytes
 from lightning_eff.measure.tables import text_table
 from lightning_eff.models.gpt import GPT

@@ -22,10 +22,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning_eff.fitting import Fitting
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff import loop
-from lightning_eff.fitting import Fitting
 from lightning_eff.measure.tables import text_table
 
 WARM_UP = 200

@@ -31,13 +31,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_eff import loaders, plan, saved_with
+from lightning_eff import plan
+from lightning_eff.checkpoints import saved_with
 from lightning_eff.errors import ConfigError
 from lightning_eff.facts import Outcome
-from lightning_eff.lookahead import Settings
+from lightning_eff.loading import loaders
+from lightning_eff.loading.lookahead import Settings
+from lightning_eff.loading.prefetch import Ahead, is_stateful, wrap
 from lightning_eff.measure import loading
 from lightning_eff.measure.tables import human_bytes
-from lightning_eff.prefetch import Ahead, is_stateful, wrap
 
 MOVES = ("transfer_batch_to_device", "on_before_batch_transfer")
 """Hooks that must see a batch before it is on the device."""

@@ -27,7 +27,7 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
-from lightning_eff import saved_with
+from lightning_eff.checkpoints import saved_with
 from lightning_eff.errors import ConfigError, NoEffectWarning
 from lightning_eff.facts import Outcome
 from lightning_eff.measure import allocator

@@ -26,10 +26,12 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_eff import loaders, loop, plan, saved_with
+from lightning_eff import loop, plan
+from lightning_eff.checkpoints import saved_with
 from lightning_eff.errors import ConfigError, ConflictWarning
 from lightning_eff.facts import Facts, Outcome, Rule
-from lightning_eff.fitting import is_count
+from lightning_eff.loading import loaders
+from lightning_eff.steps.fitting import is_count
 
 UNITS = ("epoch", "step")
 

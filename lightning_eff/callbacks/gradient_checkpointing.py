@@ -28,8 +28,9 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from typing_extensions import override
 
-from lightning_eff import plan, saved_with, transform
+from lightning_eff import plan, transform
 from lightning_eff.activations import Contexts, HostMemory, Recomputed, noop_context_fn
+from lightning_eff.checkpoints import saved_with
 from lightning_eff.errors import ConfigError, NoEffectWarning
 from lightning_eff.facts import BUDGET, KEEPS_PRODUCTS, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.transform import Blocks, Stage

@@ -1,7 +1,7 @@
 """A batch in micro-batches that fit, with the gradient of the whole; when memory runs out, in smaller ones.
 
-The loader yields what an optimizer step is to see; here it is cut along its samples (batches.py says what can
-be cut; a `splitter` cuts the rest). Micro-batches count by their samples, or by the weight that
+The loader yields what an optimizer step is to see; here it is cut along its samples (steps/batches.py says
+what can be cut; a `splitter` cuts the rest). Micro-batches count by their samples, or by the weight that
 `training_step` returns beside the mean loss, so the step is that of the whole batch. With `auto` the batch is
 tried as a whole; when memory runs out in the forward or the backward pass, everything that the step has
 changed is brought back (random states, buffers, metrics) and the step is computed in half the size. The
@@ -30,15 +30,17 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_eff import loaders, loop, plan, saved_with
-from lightning_eff.batches import Splitter
+from lightning_eff import loop, plan
+from lightning_eff.checkpoints import saved_with
 from lightning_eff.errors import ConfigError, NoEffectWarning
 from lightning_eff.facts import Facts, Outcome, Rule, Verdict
-from lightning_eff.fitting import Fitting, is_count, rounding
-from lightning_eff.in_parts import Search
+from lightning_eff.loading import loaders
 from lightning_eff.measure import explanations
 from lightning_eff.measure.formats import dtype_of
-from lightning_eff.search import OBJECTIVES, Found
+from lightning_eff.steps.batches import Splitter
+from lightning_eff.steps.fitting import Fitting, is_count, rounding
+from lightning_eff.steps.in_parts import Search
+from lightning_eff.steps.search import OBJECTIVES, Found
 
 
 def explain(device: str) -> str:

@@ -25,14 +25,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff import loaders, plan, saved_with
-from lightning_eff.configure_optimizers import SchedulerFactory, attach
+from lightning_eff import plan
+from lightning_eff.checkpoints import saved_with
 from lightning_eff.errors import ConfigError
-from lightning_eff.facade import FreesGradients, OptimizerFactory
-from lightning_eff.factories import classes, kind_behind, layout, settings
 from lightning_eff.facts import PACKAGE, SCHEDULE, Facts, Outcome, Technique
+from lightning_eff.loading import loaders
 from lightning_eff.measure.memory import state_bytes
 from lightning_eff.measure.tables import human_bytes
+from lightning_eff.optimization.configure_optimizers import SchedulerFactory, attach
+from lightning_eff.optimization.facade import FreesGradients, OptimizerFactory
+from lightning_eff.optimization.factories import classes, kind_behind, layout, settings
 from lightning_eff.sharding.parts import shape_of
 
 READERS = (

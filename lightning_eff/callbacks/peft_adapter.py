@@ -32,22 +32,18 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff import (
-    adapter_rules,
-    adapter_state,
-    adapters,
-    plan,
-    quantized,
-    saved_with,
-    stored,
-    transform,
-)
-from lightning_eff.adapter_methods import Targets, as_list, configure
+from lightning_eff import plan, transform
+from lightning_eff.adapters import placing as adapters
+from lightning_eff.adapters import quantized
+from lightning_eff.adapters import rules as adapter_rules
+from lightning_eff.adapters import state as adapter_state
+from lightning_eff.adapters.methods import Targets, as_list, configure
+from lightning_eff.adapters.rank_schedule import RankSchedule
+from lightning_eff.checkpoints import saved_with, stored
 from lightning_eff.errors import ConfigError, check_flags
 from lightning_eff.facts import NEW_PARAMETERS, TRANSFORM, Facts, Outcome, name_of
-from lightning_eff.first_gradients import FirstGradients, GradientError, listed
 from lightning_eff.measure.tables import human_bytes
-from lightning_eff.rank_schedule import RankSchedule
+from lightning_eff.optimization.first_gradients import FirstGradients, GradientError, listed
 from lightning_eff.transform import Stage
 
 SHARDED = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)

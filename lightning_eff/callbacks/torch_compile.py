@@ -28,7 +28,8 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from typing_extensions import override
 
-from lightning_eff import plan, saved_with, transform
+from lightning_eff import plan, transform
+from lightning_eff.checkpoints import saved_with
 from lightning_eff.compiled import CompiledCall
 from lightning_eff.errors import ConfigError, NoEffectWarning, nearest
 from lightning_eff.facts import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of

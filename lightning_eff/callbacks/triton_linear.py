@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_eff import loop, plan, saved_with, transform
+from lightning_eff import loop, plan, transform
+from lightning_eff.checkpoints import saved_with
 from lightning_eff.errors import ConfigError, NoEffectWarning
 from lightning_eff.facts import TRANSFORM, Facts, Outcome, Rule, Verdict
-from lightning_eff.fitting import is_count
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels import linear as layers
 from lightning_eff.kernels.matmul import INTERPRETED
@@ -35,6 +35,7 @@ from lightning_eff.kernels.table import Shape
 from lightning_eff.measure import explanations
 from lightning_eff.measure.formats import dtype_of, product_dtype
 from lightning_eff.sharding.parts import shape_of
+from lightning_eff.steps.fitting import is_count
 from lightning_eff.transform import Blocks, Stage
 
 

@@ -2,8 +2,8 @@
 
 Lightning writes a checkpoint to the folder for temporary files and moves it over the old one. From another
 disk that move is a copy: a kill in its middle, or a full disk, destroys the checkpoint that was there. Here
-a file is written next to it, brought to the disk and renamed (replacing.py), and carries its own SHA-256
-(sealed.py), compared before a tensor is assigned: torch itself accepts most files with a flipped bit.
+a file is written next to it, brought to the disk and renamed (checkpoints/replacing.py), and carries its own
+SHA-256 (checkpoints/sealed.py), compared before a tensor is assigned: torch itself accepts most files with a flipped bit.
 Loading never unpickles more than tensors and plain values. A checkpoint names other files, which Lightning
 removes as time goes on; here only a file of our own goes, in a folder that this run saves to, so that a
 checkpoint of someone else's cannot name what is deleted.
@@ -41,15 +41,15 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from typing_extensions import override
 
-from lightning_eff import saved_with
+from lightning_eff.checkpoints import saved_with
+from lightning_eff.checkpoints.in_order import InOrder
+from lightning_eff.checkpoints.plain_values import load_plain
+from lightning_eff.checkpoints.refusals import not_saved
+from lightning_eff.checkpoints.replacing import make_folder, write_sealed
+from lightning_eff.checkpoints.sealed import bears_seal, read, verify
 from lightning_eff.errors import CheckpointError, CheckpointWarning, check_flags
 from lightning_eff.facts import FOLDERS, SHARDING, Facts, Outcome, Rule, Verdict
-from lightning_eff.in_order import InOrder
 from lightning_eff.measure.tables import human_bytes
-from lightning_eff.plain_values import load_plain
-from lightning_eff.refusals import not_saved
-from lightning_eff.replacing import make_folder, write_sealed
-from lightning_eff.sealed import bears_seal, read, verify
 from lightning_eff.sharding import folder, saving
 from lightning_eff.sharding.in_rows import assembled
 

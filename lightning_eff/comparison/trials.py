@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_eff import catalog
-from lightning_eff.overrides import parse_overrides
+from lightning_eff.composing.overrides import parse_overrides
 
 BASELINE, AS_IT_IS, TOGETHER = "baseline", "the recipe as it is", "together"
 BARE = {"precision": "fp32", "strategy": "auto"}

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_eff.facade import FreesGradients
 from lightning_eff.measure import allocator
 from lightning_eff.measure.environment import device_name
 from lightning_eff.measure.flops import peak_flops_per_s
 from lightning_eff.measure.probe import Probe
 from lightning_eff.measure.throughput import DataWait, Throughput
+from lightning_eff.optimization.facade import FreesGradients
 
 
 class Meter:

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_eff.facade import PerParameter
 from lightning_eff.measure.memory import LiveBytes, tensors_in
 from lightning_eff.measure.whereabouts import BACKWARD, FORWARD, Whereabouts
+from lightning_eff.optimization.facade import PerParameter
 
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
 GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES = "gradients", "optimizer state", "activations", "temporaries"

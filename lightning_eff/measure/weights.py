@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_eff.facade import PerParameter
 from lightning_eff.measure.memory import tensors_in
 from lightning_eff.measure.tables import human_count
-from lightning_eff.parameter_groups import hidden_matrices
+from lightning_eff.optimization.facade import PerParameter
+from lightning_eff.optimization.parameter_groups import hidden_matrices
 
 SMALL = 4096
 """Elements from which on libraries keep an optimizer's state in 8 bits."""

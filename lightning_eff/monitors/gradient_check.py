@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_eff.first_gradients import FirstGradients
+from lightning_eff.optimization.first_gradients import FirstGradients
 
 
 class GradientCheck(pl.Callback):

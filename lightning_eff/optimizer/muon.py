@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.errors import ConfigError
-from lightning_eff.facade import Joined, is_matrix
 from lightning_eff.facts import FLATTENED, Facts, Outcome
+from lightning_eff.optimization.facade import Joined, is_matrix
 
 
 class Muon(Joined):

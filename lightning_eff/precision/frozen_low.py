@@ -33,7 +33,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_eff import frozen, quantized, transform
+from lightning_eff import transform
+from lightning_eff.adapters import frozen, quantized
 from lightning_eff.errors import ConfigError, EnvironmentLacksError, SlowPathWarning
 from lightning_eff.facts import NEW_PARAMETERS, SHARDING, TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.measure.formats import choose, support
@@ -168,7 +169,7 @@ class FrozenLow(Mixed):
         return len(meant)
 
     def _quantize_layer(self, name: str, layer: nn.Linear) -> None:
-        from lightning_eff.quantized_linear import quantize
+        from lightning_eff.adapters.quantized_linear import quantize
 
         if layer.weight.is_meta or layer.weight.dtype == torch.float64:
             has = "no values yet" if layer.weight.is_meta else "64 bits"

@@ -35,7 +35,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff import saved_with
+from lightning_eff.checkpoints import saved_with
 from lightning_eff.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.facts import Facts, Outcome, Rule, Verdict
 from lightning_eff.measure.formats import choose, support

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_eff.checkpoints.refusals import not_saved
 from lightning_eff.errors import CheckpointError
-from lightning_eff.refusals import not_saved
 from lightning_eff.sharding import folder, saving
 from lightning_eff.sharding.agreed import Ranks
 from lightning_eff.sharding.in_rows import Piece, divide

@@ -5,9 +5,9 @@
         part-0123456789abcdef-0-of-2.ckpt       the rows of rank 0, by each tensor's place in the checkpoint
         part-0123456789abcdef-1-of-2.ckpt
 
-Every file is one of `torch.save`'s that carries its own SHA-256 (sealed.py), appears in one step
-(replacing.py), and holds tensors and plain values alone. A save writes parts under new names, then the index,
-in one step, then removes the parts that it does not name: at any moment the index names parts of one save,
+Every file is one of `torch.save`'s that carries its own SHA-256 (checkpoints/sealed.py), appears in one step
+(checkpoints/replacing.py), and holds tensors and plain values alone. A save writes parts under new names,
+then the index, in one step, then removes the parts that it does not name: at any moment the index names parts of one save,
 all of them complete, so that the checkpoint before survives whatever happens. Who dies on the way leaves
 files that no index names; the next save or start removes them, unless a writer still holds their locks. A
 folder without an index is no checkpoint.
@@ -26,9 +26,9 @@ from typing import IO, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from lightning_eff.checkpoints.plain_values import load_plain
+from lightning_eff.checkpoints.sealed import read, verify, verify_path
 from lightning_eff.errors import CheckpointError
-from lightning_eff.plain_values import load_plain
-from lightning_eff.sealed import read, verify, verify_path
 from lightning_eff.sharding.in_rows import Piece, in_rows, mapped
 
 INDEX = "index.ckpt"

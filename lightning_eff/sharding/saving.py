@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from lightning_eff import replacing
+from lightning_eff.checkpoints import replacing
+from lightning_eff.checkpoints.replacing import TEMPORARY, Written, make_folder, unheld, write_sealed
+from lightning_eff.checkpoints.sealed import bears_seal
 from lightning_eff.errors import CheckpointError
-from lightning_eff.replacing import TEMPORARY, Written, make_folder, unheld, write_sealed
-from lightning_eff.sealed import bears_seal
 from lightning_eff.sharding.folder import FORMAT, INDEX, PART, VERSION, is_one, part_path, token_of
 from lightning_eff.sharding.in_rows import Piece
 

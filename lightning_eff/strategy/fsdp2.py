@@ -36,7 +36,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff import plan, saved_with
+from lightning_eff import plan
+from lightning_eff.checkpoints import saved_with
 from lightning_eff.errors import CheckpointError, ConfigError
 from lightning_eff.facts import FOLDERS, Facts, Outcome, Rule, Technique
 from lightning_eff.measure.schemes import FullySharded

@@ -18,6 +18,8 @@ from lightning_eff import config
 from lightning_eff.comparison import apart, page, rows, trials
 from lightning_eff.comparison.rounds import Comparison
 from lightning_eff.comparison.trials import Trial
+from lightning_eff.composing.overrides import parse_overrides, recipe_and_overrides
+from lightning_eff.composing.place import Place
 from lightning_eff.errors import (
     EXIT_FAILED,
     EXIT_OK,
@@ -28,8 +30,6 @@ from lightning_eff.errors import (
     root_cause_line,
 )
 from lightning_eff.measure.report import plain
-from lightning_eff.overrides import parse_overrides, recipe_and_overrides
-from lightning_eff.place import Place
 
 USAGE = """lightning-eff compare RECIPE [overrides] [options]
 
@@ -164,8 +164,8 @@ class _Work:
 
     def predict(self, tried: Sequence[Trial], comparison: Comparison) -> None:
         """Predict each trial's peak: beside what was measured, and where it could not be."""
-        from lightning_eff.dry_run import dry_run, example_of, on_device
         from lightning_eff.measure.room import Expectation, Room
+        from lightning_eff.planning.dry_run import dry_run, example_of, on_device
         from lightning_eff.run import build_trainer
 
         for trial in tried:

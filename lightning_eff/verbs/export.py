@@ -81,7 +81,7 @@ def _usage_error(message: str) -> NoReturn:
 
 def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
     """Return a run's folder and the checkpoint that is meant."""
-    from lightning_eff.newest import newest_whole
+    from lightning_eff.checkpoints.newest import newest_whole
     from lightning_eff.run import RESOLVED
     from lightning_eff.sharding import folder as parts
 
@@ -122,7 +122,7 @@ def _folders(root: Path) -> set[str]:
 
 def _best(last: Path) -> Path:
     """Return the best checkpoint that a run kept: a file beside its last one, whatever that one names."""
-    from lightning_eff import stored
+    from lightning_eff.checkpoints import stored
 
     states: Any = stored.checkpoint(last).get("callbacks")
     callbacks: Mapping[Any, Any] = states if isinstance(states, Mapping) else {}
@@ -143,7 +143,7 @@ def _values(run_dir: Path) -> dict[str, Any]:
     """Return what a run was built from, held to the same rules as a config that is trained."""
     import yaml
 
-    from lightning_eff import folders, signatures
+    from lightning_eff.composing import folders, signatures
     from lightning_eff.run import RESOLVED
 
     path = run_dir / RESOLVED
@@ -163,7 +163,7 @@ def _values(run_dir: Path) -> dict[str, Any]:
 
 
 def _check_out(out: Path, root: Path) -> None:
-    from lightning_eff.folders import check_inside
+    from lightning_eff.composing.folders import check_inside
 
     check_inside("--out", str(out), root.resolve())
     if os.path.lexists(out):
@@ -173,8 +173,9 @@ def _check_out(out: Path, root: Path) -> None:
 
 def _write(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, adapted: bool) -> list[str]:
     """Build the run's model, load its checkpoint and let the files appear; return what to say about them."""
-    from lightning_eff import adapter_export, run
-    from lightning_eff.replacing import appearing
+    from lightning_eff import run
+    from lightning_eff.adapters import export as adapter_export
+    from lightning_eff.checkpoints.replacing import appearing
 
     model = run.model_again(values)
     notes = _load(model, path, adapted=adapted)
@@ -193,8 +194,9 @@ def _write(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, ada
 
 
 def _load(model: Any, path: Path, *, adapted: bool) -> list[str]:
-    from lightning_eff import adapter_state, stored
-    from lightning_eff.frozen_base import Fingerprint
+    from lightning_eff.adapters import state as adapter_state
+    from lightning_eff.adapters.frozen_base import Fingerprint
+    from lightning_eff.checkpoints import stored
 
     checkpoint = stored.checkpoint(path)
     fingerprint = Fingerprint(exact=False)
@@ -214,7 +216,7 @@ def _load(model: Any, path: Path, *, adapted: bool) -> list[str]:
 
 def _merge(model: Any) -> list[str]:
     """Merge the adapter in; return what became of the base's weights by that."""
-    from lightning_eff import adapter_export
+    from lightning_eff.adapters import export as adapter_export
     from lightning_eff.transform import LowersFrozen
 
     notes: list[str] = []

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_eff import config
 from lightning_eff.catalog import MANY
+from lightning_eff.composing.overrides import parse_overrides, recipe_and_overrides
+from lightning_eff.composing.place import Place, listed_options, recipe_chain
 from lightning_eff.errors import EXIT_OK, ConfigError, UsageError, root_cause_line
 from lightning_eff.measure.tables import text_table
-from lightning_eff.overrides import parse_overrides, recipe_and_overrides
-from lightning_eff.place import Place, listed_options, recipe_chain
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_eff.advice import Advice, Compose
     from lightning_eff.measure.division import Division
     from lightning_eff.measure.linear_layers import LinearLayers
     from lightning_eff.measure.room import Expectation
+    from lightning_eff.planning.advice import Advice, Compose
 
 USAGE = """lightning-eff plan RECIPE [overrides] [options]
 
@@ -90,8 +90,8 @@ class _Looks:
     @classmethod
     def at(cls, values: dict[str, Any], trainer: pl.Trainer, device: str, compose: Compose | None) -> _Looks:
         """Look; with `compose`, which takes more words, for advice too."""
-        from lightning_eff.advice import advise
-        from lightning_eff.forecast import division_of
+        from lightning_eff.planning.advice import advise
+        from lightning_eff.planning.forecast import division_of
 
         expected = _expected(values, trainer, device)
         with redirect_stdout(sys.stderr):
@@ -172,8 +172,8 @@ def _named_device(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def _expected(values: dict[str, Any], trainer: pl.Trainer, device: str) -> Expectation:
     """Predict the peak of a step on a device."""
-    from lightning_eff.dry_run import dry_run, on_device
     from lightning_eff.measure.room import Expectation, Room
+    from lightning_eff.planning.dry_run import dry_run, on_device
 
     room = Room.of(device, trainer.strategy.root_device)
     return Expectation(dry_run(on_device(values, room)), room)

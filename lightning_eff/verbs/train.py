@@ -18,6 +18,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_eff import config
+from lightning_eff.composing.overrides import loosened, parse_overrides, recipe_and_overrides, sweep
+from lightning_eff.composing.place import Place, listed_groups
 from lightning_eff.errors import (
     EXIT_OK,
     ConfigError,
@@ -28,8 +30,6 @@ from lightning_eff.errors import (
     exit_code,
     root_cause_line,
 )
-from lightning_eff.overrides import loosened, parse_overrides, recipe_and_overrides, sweep
-from lightning_eff.place import Place, listed_groups
 from lightning_eff.processes.command import train_apart
 from lightning_eff.processes.launch import Launch, check_sweep, check_tasks, common_folder, num_ranks
 from lightning_eff.processes.watch import end_with_parent

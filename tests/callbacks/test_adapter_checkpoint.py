@@ -18,12 +18,14 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_eff import adapter_state, frozen_base, stored
-from lightning_eff.adapter_state import KEY
+from lightning_eff.adapters import frozen_base
+from lightning_eff.adapters import state as adapter_state
+from lightning_eff.adapters.frozen_base import Fingerprint
+from lightning_eff.adapters.state import KEY
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.checkpoints import stored
 from lightning_eff.errors import CheckpointError, ConfigError
-from lightning_eff.frozen_base import Fingerprint
 from tests.conftest import Deep, Net, make_loader, make_trainer
 
 pytestmark = [

@@ -681,7 +681,7 @@ def test_a_search_in_the_middle_of_a_run_leaves_no_trace(objective: str) -> None
 
 
 def test_the_fastest_is_what_takes_least_time_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_eff import trials
+    from lightning_eff.steps import trials
 
     times = {1: 1.0, 2: 1.2, 4: 1.4, 8: 2.0, 12: 6.0}
     real = trials.Trials._micro_batch

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.configure_optimizers import attach, build
 from lightning_eff.errors import ConfigError, ConflictError, SlowPathWarning
+from lightning_eff.optimization.configure_optimizers import attach, build
+from lightning_eff.optimization.parameter_groups import parameter_groups
 from lightning_eff.optimizer.galore import GaLore
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.optimizer.muon import Muon
-from lightning_eff.parameter_groups import parameter_groups
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
 from tests.conftest import Net, make_loader, make_trainer
 

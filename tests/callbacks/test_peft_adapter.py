@@ -20,8 +20,9 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from lightning_eff import adapters, plan
-from lightning_eff.adapter_methods import BUILDS, IN_PLACE, OTHER_LOOPS, methods
+from lightning_eff import plan
+from lightning_eff.adapters import placing as adapters
+from lightning_eff.adapters.methods import BUILDS, IN_PLACE, OTHER_LOOPS, methods
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -30,10 +31,10 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.errors import ConfigError, ConflictError
-from lightning_eff.first_gradients import GradientError
 from lightning_eff.kernels import linear
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.gradient_check import GradientCheck
+from lightning_eff.optimization.first_gradients import GradientError
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2

@@ -13,11 +13,12 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_eff import newest, plan, replacing
+from lightning_eff import plan
 from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.checkpoints import newest, replacing
+from lightning_eff.checkpoints.newest import newest_whole
 from lightning_eff.errors import CheckpointError, CheckpointWarning, ConfigError
 from lightning_eff.facts import Verdict
-from lightning_eff.newest import newest_whole
 from tests.conftest import Net, make_loader, make_trainer
 
 pytestmark = [

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_eff.configure_optimizers import build
 from lightning_eff.errors import NoEffectWarning
 from lightning_eff.measure.division import Division, Scheme, Share, divide, micro_batches_of
 from lightning_eff.measure.schemes import Copies, FullySharded
 from lightning_eff.measure.weights import Model, OptimizerState, Weight, sample_model
 from lightning_eff.measure.zero_scheme import Zero
+from lightning_eff.optimization.configure_optimizers import build
 
 BLOCKS = [Weight(rows=4, numel=16, layer=index + 1, block=index) for index in range(2)]
 MODEL = Model((Weight(rows=4, numel=8), *BLOCKS))

@@ -17,10 +17,10 @@ from torch import nn
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.errors import ConfigError, ConflictError
-from lightning_eff.first_gradients import GradientError
 from lightning_eff.measure.memory import LiveBytes
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.gradient_check import GradientCheck
+from lightning_eff.optimization.first_gradients import GradientError
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.mixed import Mixed
 from tests.conftest import Deep, Net, make_loader, make_trainer

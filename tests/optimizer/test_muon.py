@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_eff.configure_optimizers import build
 from lightning_eff.errors import ConfigError
+from lightning_eff.optimization.configure_optimizers import build
+from lightning_eff.optimization.parameter_groups import hidden_matrices
 from lightning_eff.optimizer.muon import Muon, split
-from lightning_eff.parameter_groups import hidden_matrices
 
 
 class Language(nn.Module):

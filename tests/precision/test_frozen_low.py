@@ -20,8 +20,11 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 
-from lightning_eff import adapter_export, frozen, plan, quantized, transform
-from lightning_eff.adapter_methods import BY_NAME, PROMPTS, QUANTIZED, methods
+from lightning_eff import plan, transform
+from lightning_eff.adapters import export as adapter_export
+from lightning_eff.adapters import frozen, quantized
+from lightning_eff.adapters.methods import BY_NAME, PROMPTS, QUANTIZED, methods
+from lightning_eff.adapters.quantized_linear import Linear4bit, dequantize, quantize
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -32,7 +35,6 @@ from lightning_eff.errors import ConfigError, ConflictError, EnvironmentLacksErr
 from lightning_eff.facts import Verdict
 from lightning_eff.models.hf_causal_lm import HFCausalLM
 from lightning_eff.precision.frozen_low import FrozenLow
-from lightning_eff.quantized_linear import Linear4bit, dequantize, quantize
 from lightning_eff.transform import Stage
 from tests.conftest import Deep, make_loader, make_trainer
 

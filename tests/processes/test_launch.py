@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from lightning_eff.composing.place import Place
 from lightning_eff.errors import ConfigError, UsageError
-from lightning_eff.place import Place
 from lightning_eff.processes import launch
 from lightning_eff.processes.launch import Launch, check_tasks, common_folder, num_devices, num_ranks
 from lightning_eff.verbs import train

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_eff import newest, replacing, resume, stored
 from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.checkpoints import newest, replacing, resume, stored
 from lightning_eff.errors import CheckpointError, CheckpointWarning, ConfigError
 from lightning_eff.sharding import folder, saving
 from lightning_eff.sharding.in_rows import InRows, divide
 from tests.conftest import make_trainer
-from tests.test_ranks import same
+from tests.steps.test_ranks import same
 
 NUM_RANKS = 3
 

@@ -21,8 +21,11 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from lightning_eff import adapter_export, adapter_state, replacing, run, stored
+from lightning_eff import run
+from lightning_eff.adapters import export as adapter_export
+from lightning_eff.adapters import state as adapter_state
 from lightning_eff.callbacks.peft_adapter import adapt
+from lightning_eff.checkpoints import replacing, stored
 from lightning_eff.errors import CheckpointError, ConfigError
 from lightning_eff.models.gpt import GPT
 from lightning_eff.models.hf_causal_lm import HFCausalLM

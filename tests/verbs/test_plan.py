@@ -23,7 +23,9 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def unpredicted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the prediction, which takes a second, where it is not what is tested."""
     if "peak" not in request.node.name:
-        monkeypatch.setattr("lightning_eff.dry_run.dry_run", lambda *_: Prediction(reason="not asked for"))
+        monkeypatch.setattr(
+            "lightning_eff.planning.dry_run.dry_run", lambda *_: Prediction(reason="not asked for")
+        )
 
 
 def rows(command: Command, *words: str) -> dict[str, dict[str, Any]]:

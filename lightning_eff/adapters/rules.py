@@ -1,0 +1,37 @@
+"""What adapters cannot meet, by their method."""
+
+from __future__ import annotations
+
+from lightning_eff.adapters.methods import IN_PLACE
+from lightning_eff.facts import KEEPS_PRODUCTS, SHARDING, Rule, Verdict
+
+
+def rules(method: str) -> tuple[Rule, ...]:
+    """Return what a method excludes, or meets with a warning.
+
+    Example:
+        >>> [rule.name for rule in rules("adalora")][-1]
+        'recomputing that keeps matrix products'
+    """
+    thaws = Rule(
+        name="lightning/BaseFinetuning",
+        reason="it freezes and thaws what the adapters leave frozen",
+        remedies=("remove it",),
+    )
+    reason = "the strategy writes checkpoints itself, and they hold the frozen base too"
+    names = [rule.name for rule in SHARDING if rule.name.startswith("lightning/")]  # ours leave it out
+    whole = [Rule(name=name, reason=reason, verdict=Verdict.WARNED) for name in names]
+    lora = "callbacks.peft_adapter.method=lora"
+    reasons = {
+        "run/scaler": ("ranks are allotted by gradients, and a scaler multiplies them", "precision=mixed"),
+        "optimizer/in_backward": ("ranks are allotted by gradients, which it frees", "optimizer=adamw"),
+        "strategy/deepspeed_zero": ("ranks are allotted by gradients, which it keeps elsewhere", lora),
+        "strategy/fsdp2": ("ranks are allotted by whole tensors, of which each rank has a part", lora),
+        "run/manual_optimization": ("ranks are allotted once a step, which is the module's own", lora),
+    }
+    reasons = reasons if method == "adalora" else {}
+    if method in IN_PLACE:
+        full = "callbacks.gradient_checkpointing.policy=full"
+        reasons[KEEPS_PRODUCTS] = (f"{method} adds to a product of its layer in place", full)
+    own = [Rule(name=name, reason=why, remedies=(remedy,)) for name, (why, remedy) in reasons.items()]
+    return (thaws, *whole, *own)

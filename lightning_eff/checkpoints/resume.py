@@ -1,0 +1,165 @@
+"""Which checkpoints a run goes on from, or begins at: whole ones, that leave something to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import yaml
+
+from lightning_eff.adapters import state as adapter_state
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.checkpoints.newest import newest_whole
+from lightning_eff.checkpoints.plain_values import load_plain
+from lightning_eff.checkpoints.saved_with import inside
+from lightning_eff.checkpoints.sealed import verify_path
+from lightning_eff.errors import CheckpointError, ConfigError
+from lightning_eff.sharding import folder as parts
+
+RESOLVED = "resolved.yaml"
+"""What a run was built from, in its folder: `export` builds its model from it again."""
+
+
+def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
+    """Return the checkpoint to go on from.
+
+    Args:
+        ckpt_path: None for none, a path, or `last` for the newest below `folder` that is whole.
+        folder: Where the runs of one recipe lie.
+
+    Raises:
+        ConfigError: There is none.
+
+    Example:
+        >>> find_checkpoint(None, Path("outputs/lm")) is None
+        True
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path == "last":
+        found = newest_whole(folder)
+        if found is None:
+            raise ConfigError(
+                key="ckpt_path", value=ckpt_path, allowed=f"a checkpoint; there is none under {folder}"
+            )
+        return found
+    path = Path(ckpt_path)
+    if not path.exists():
+        raise ConfigError(key="ckpt_path", value=ckpt_path, allowed="an existing checkpoint, or last")
+    if path.is_dir() and not parts.is_one(path):
+        what, *ways = parts.what_is(path).split("\n  try: ")
+        allowed = f"a checkpoint; this is {what}"
+        raise ConfigError(key="ckpt_path", value=ckpt_path, allowed=allowed, remedies=ways)
+    return path
+
+
+def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str, Any]:
+    """Return a config that names the file that an adapter begins from, where it named a folder of runs.
+
+    The newest there is another one after the next run. A run that goes on takes the file of the run before.
+
+    Args:
+        values: A checked config.
+        ckpt_path: Checkpoint that the run goes on from.
+
+    Example:
+        >>> with_base({"callbacks": {}}, None)
+        {'callbacks': {}}
+    """
+    given = _base_in(values)
+    if given is None or Path(given).suffix:
+        return values
+    before = _base_of_run(ckpt_path.parent.parent) if ckpt_path is not None else None
+    found = before if before is not None and Path(before).suffix else newest_whole(Path(given))
+    if found is None:
+        return values  # which is told when it is to be loaded
+    adapter = {**values["callbacks"]["peft_adapter"], "base_checkpoint": str(found)}
+    return {**values, "callbacks": {**values["callbacks"], "peft_adapter": adapter}}
+
+
+def _base_in(values: Any) -> str | None:
+    """Return what a config names as an adapter's base; it may be any file's content."""
+    for key in ("callbacks", "peft_adapter", "base_checkpoint"):
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values if isinstance(values, str) else None
+
+
+def _base_of_run(run_dir: Path) -> str | None:
+    try:
+        return _base_in(yaml.safe_load((run_dir / RESOLVED).read_text(encoding="utf-8")))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError):
+        return None
+
+
+def check_something_left(path: Path, trainer: pl.Trainer) -> None:
+    """Refuse to go on from a damaged checkpoint, or from where the run would end: `fit` would return at once.
+
+    Raises:
+        CheckpointError: It is an adapter's, and the run has none.
+        ConfigError: It is one of these.
+    """
+    try:
+        saved = _outline(path)
+    except (CheckpointError, OSError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        allowed = f"a checkpoint of tensors and plain values ({reason})"
+        raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed) from error
+    if not isinstance(saved, Mapping):
+        allowed = "a checkpoint of a Trainer; this file holds something else"
+        raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed)
+    _refuse_adapter(saved, path, trainer)
+    step, limit = _number(saved, "global_step"), trainer.max_steps
+    if 0 <= limit <= step:
+        raise ConfigError(
+            key="trainer.max_steps",
+            value=limit,
+            allowed=f"more than the {step} steps that {path} has behind it",
+            remedies=[f"trainer.max_steps={2 * step}"],
+        )
+    epochs, max_epochs = _number(saved, "epoch") + 1, trainer.max_epochs
+    batches_left = _batches_left(saved)
+    if limit == -1 and max_epochs is not None and 0 <= max_epochs <= epochs and not batches_left:
+        raise ConfigError(
+            key="trainer.max_epochs",
+            value=max_epochs,
+            allowed=f"more than the {epochs} epochs that {path} has behind it",
+            remedies=[f"trainer.max_epochs={2 * epochs}"],
+        )
+
+
+def _outline(path: Path) -> Any:
+    """Return what a checkpoint holds, verified, without the values of its tensors."""
+    if path.is_dir():
+        return parts.verified(path).checkpoint
+    verify_path(path)
+    return load_plain(path, map_location="meta", mmap=True)
+
+
+def _refuse_adapter(saved: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> None:
+    """Refuse an adapter for a model without: PyTorch would name each key that it does not have."""
+    if adapter_state.KEY not in saved or any(isinstance(c, PeftAdapter) for c in callbacks_of(trainer)):
+        return
+    text = (
+        f"checkpoint {path} is not loaded: it holds an adapter, and this run has none\n"
+        "  try: +callbacks=peft_adapter, with the options of that run"
+    )
+    raise CheckpointError(text)
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Return a Trainer's callbacks, which Lightning does not declare."""
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _batches_left(saved: Mapping[str, Any]) -> bool:
+    """Say whether a checkpoint was saved in the middle of an epoch."""
+    progress = inside(saved, "loops", "fit_loop", "epoch_loop.batch_progress")
+    return not progress.get("is_last_batch", True)
+
+
+def _number(saved: Mapping[str, Any], key: str) -> int:
+    """Return a count of a checkpoint, which may hold what it likes there."""
+    value = saved.get(key)
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,1 @@
+"""From what was typed to a config: overrides, where recipes lie, what is instantiated, where runs write."""

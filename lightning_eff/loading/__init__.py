@@ -1,0 +1,1 @@
+"""The loader that a run trains with: seen, replaced, read ahead."""

@@ -1,0 +1,83 @@
+"""Advice: what saves memory at this peak, what is useless at it, and how large a batch fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_eff import config
+from lightning_eff.composing.place import Place
+from lightning_eff.measure.room import Room
+from lightning_eff.planning.advice import advise
+from lightning_eff.planning.dry_run import Example, dry_run
+
+SMALL = ["trainer.accelerator=cpu", "model.num_layers=2", "model.d_model=32", "data.context_length=32"]
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def composer(*words: str) -> Any:
+    def compose(more: Sequence[str]) -> Mapping[str, Any]:
+        return config.compose_recipe("baseline", [*SMALL, *words, *more], Place.of([])).values
+
+    return compose
+
+
+@pytest.mark.slow
+def test_what_fits_needs_nothing_and_the_largest_batch_is_exact() -> None:
+    compose = composer("data.micro_batch_size=4")
+    taken = dry_run(compose([])).peak
+    assert taken is not None
+    room = Room("here", 5 * taken.num_bytes)
+    found = advise(compose, room)
+    assert found.fits
+    assert found.chosen == []
+    assert "the batch fits: memory techniques would only slow this run" in str(found)
+    size = found.micro_batch_size
+    assert size is not None
+
+    def peak(rows: int) -> int:
+        values = composer(f"data.micro_batch_size={rows}")([])
+        prediction = dry_run(values, Example.of(values)).peak
+        assert prediction is not None
+        return prediction.num_bytes
+
+    assert peak(size) <= room.memory_bytes < peak(size + 1)
+
+
+@pytest.mark.slow
+def test_the_best_comes_first_until_it_fits() -> None:
+    compose = composer("data.micro_batch_size=16")
+    taken = dry_run(compose([])).peak
+    assert taken is not None
+    found = advise(compose, Room("here", taken.num_bytes // 2))
+    assert not found.fits
+    alone = [each.saved_bytes or 0 for each in found.first]
+    assert alone == sorted(alone, reverse=True)
+    assert found.chosen[0] == found.first[0]
+    assert found.chosen[-1].peak_bytes is not None
+    assert found.chosen[-1].peak_bytes <= taken.num_bytes // 2
+    assert found.micro_batch_size is not None
+    assert found.micro_batch_size < 16
+
+
+def test_at_the_peak_of_the_update_activations_are_useless() -> None:
+    """With a batch of one token there is nothing to recompute, and the optimizer's state is what counts."""
+    found = advise(composer("data.micro_batch_size=1", "data.context_length=2"), Room("here", 2**40))
+    why = {each.words: each.why for each in found.first}
+    assert why[("+callbacks=gradient_checkpointing",)] == "useless at this peak"
+    best = found.first[0]
+    assert best.words[0] in {"optimizer=in_backward", "precision=bf16_true", "optimizer=adamw_8bit_bnb"}
+
+
+def test_time_is_bounded() -> None:
+    found = advise(composer("data.micro_batch_size=1"), Room("here", 2**40), budget_s=0.0)
+    assert found.unfinished
+    assert found.first == []
+    assert "time ran out" in str(found)
