@@ -2,9 +2,9 @@
 
 The gradient of a step is that of one large batch, whatever the step is cut into: over the batches of a window
 (GradientAccumulation, or the Trainer's own `accumulate_grad_batches`), over the micro-batches that a batch is
-cut into (MicroBatch), and over all ranks. steps/window.py has the arithmetic, steps/micro_batches.py
-the second try when memory runs out; here is what Lightning calls. `training_step` may return a weight beside the mean loss,
-`{"loss": loss, "weight": num_tokens}`; without it samples weigh the same.
+cut into (MicroBatch), and over all ranks. steps/window.py has the arithmetic, steps/micro_batches.py the
+second try when memory runs out; here is what Lightning calls. `training_step` may return a weight beside the
+mean loss, `{"loss": loss, "weight": num_tokens}`; without it samples weigh the same.
 
 A window that the end of an epoch cuts short is divided by what it has. A step that a loss scaler skips is
 none: neither the schedule nor `global_step` advances.

@@ -1,12 +1,12 @@
 """Write checkpoints that survive: whole or not at all, verified before they are used, never code.
 
 Lightning writes a checkpoint to the folder for temporary files and moves it over the old one. From another
-disk that move is a copy: a kill in its middle, or a full disk, destroys the checkpoint that was there. Here
-a file is written next to it, brought to the disk and renamed (checkpoints/replacing.py), and carries its own
-SHA-256 (checkpoints/sealed.py), compared before a tensor is assigned: torch itself accepts most files with a flipped bit.
-Loading never unpickles more than tensors and plain values. A checkpoint names other files, which Lightning
-removes as time goes on; here only a file of our own goes, in a folder that this run saves to, so that a
-checkpoint of someone else's cannot name what is deleted.
+disk that move is a copy: a kill in its middle, or a full disk, destroys the checkpoint that was there. Here a
+file is written next to it, brought to the disk and renamed (checkpoints/replacing.py), and carries its own
+SHA-256 (checkpoints/sealed.py), compared before a tensor is assigned: torch itself accepts most files with a
+flipped bit. Loading never unpickles more than tensors and plain values. A checkpoint names other files, which
+Lightning removes as time goes on; here only a file of our own goes, in a folder that this run saves to, so
+that a checkpoint of someone else's cannot name what is deleted.
 
 With `asynchronous` the state is serialized at the call, into memory, and written by a thread; one save at a
 time. What is removed meanwhile waits for the save before it and stays if that failed. An error is raised at

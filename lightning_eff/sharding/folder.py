@@ -7,10 +7,10 @@
 
 Every file is one of `torch.save`'s that carries its own SHA-256 (checkpoints/sealed.py), appears in one step
 (checkpoints/replacing.py), and holds tensors and plain values alone. A save writes parts under new names,
-then the index, in one step, then removes the parts that it does not name: at any moment the index names parts of one save,
-all of them complete, so that the checkpoint before survives whatever happens. Who dies on the way leaves
-files that no index names; the next save or start removes them, unless a writer still holds their locks. A
-folder without an index is no checkpoint.
+then the index, in one step, then removes the parts that it does not name: at any moment the index names parts
+of one save, all of them complete, so that the checkpoint before survives whatever happens. Who dies on the
+way leaves files that no index names; the next save or start removes them, unless a writer still holds their
+locks. A folder without an index is no checkpoint.
 
 The index holds no names of files, for what a checkpoint says is never joined to a path: they follow from a
 token of 16 hexadecimal digits and the number of parts.
