@@ -1,17 +1,21 @@
 """One trial in a process of its own, with a time limit; whatever becomes of it, there is a result.
 
 A run that hangs is killed with all that it has started, one that dies leaves its reason, and nothing of it
-stays in memory: the next trial begins where this one began.
+stays in memory: the next trial begins where this one began. Where there is no GPU the processes are forked
+from one that has imported what all of them need, which is most of a short trial's time. With a GPU each one
+imports for itself: CUDA does not survive a fork.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Generator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -20,74 +24,100 @@ from lightning_eff.comparison.rows import FAILED, MEASURED, NOT_RUN, Result
 from lightning_eff.errors import (
     EXIT_CONFIG,
     EXIT_ENVIRONMENT,
+    EXIT_FAILED,
     EXIT_OK,
     EXIT_OUT_OF_MEMORY,
     EXIT_REFUSED,
+    exit_code,
+    root_cause_line,
 )
 from lightning_eff.processes.watch import PARENT
 
-LOG_FILE = "log.txt"
+REPORT_FILE, LOG_FILE = "report.json", "log.txt"
 REASON_LENGTH = 200
+IMPORTED = ["lightning_eff.run", "lightning_eff.verbs.train"]
+"""What the process has imported that others are forked from."""
 
 
-def run(words: Sequence[str], *, folder: Path, limit_s: float) -> Result:
-    """Run a command that prints an efficiency report as JSON on its standard output.
+def run(work: Callable[[Path], int], *, folder: Path, limit_s: float) -> Result:
+    """Do some work in a process of its own, that leaves an efficiency report as JSON in `REPORT_FILE`.
 
     Args:
-        words: The command.
-        folder: Made if need be; what the command says goes to a file there.
+        work: Called with `folder`, returns an exit code; can be pickled.
+        folder: Made if need be; what is said on the way goes to a file there.
         limit_s: Seconds after which it is killed.
 
     Raises:
-        KeyboardInterrupt: The user has had enough; the command is killed first.
+        KeyboardInterrupt: The user has had enough; the work is killed first.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-    with (folder / LOG_FILE).open("wb") as log:
-        process = subprocess.Popen(  # noqa: S603
-            list(words), stdout=subprocess.PIPE, stderr=log, env=environment, start_new_session=True
-        )
-        try:
-            printed, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            return Result(FAILED, f"no end after {limit_s:g} s; it was killed")
-        finally:
-            _kill_all(process)
+    for name in (REPORT_FILE, LOG_FILE):
+        (folder / name).write_bytes(b"")
+    process: Any = _context().Process(target=_child, args=(work, folder))
+    with _stderr_to(folder / LOG_FILE):
+        process.start()
+    late = _is_late(process, limit_s)
+    if late:
+        return Result(FAILED, f"no end after {limit_s:g} s; it was killed")
     said = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace")
-    return _result(process.returncode, printed.decode("utf-8", "replace"), said)
+    report = (folder / REPORT_FILE).read_text(encoding="utf-8", errors="replace")
+    return _result(process.exitcode or 0, report, said)
 
 
-def ended(process: BaseProcess, folder: Path, limit_s: float, *, printed: Path) -> Result:
-    """Wait for a Python process that leads a session of its own, and kill what is left of it.
+@functools.cache
+def _context() -> Any:
+    """Return how processes are started here."""
+    import torch
 
-    Args:
-        process: Started.
-        folder: Where it wrote what it had to say.
-        limit_s: Seconds after which it is killed.
-        printed: Where it leaves its efficiency report.
-    """
+    if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
+def _child(work: Callable[[Path], int], folder: Path) -> None:
+    """Lead a session of its own, so that all of it can be killed, and say everything to a file."""
+    os.setsid()
+    os.environ[PARENT] = str(os.getppid())
+    log = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    try:
+        code = work(folder)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the row says it
+        sys.stderr.write(f"error: {root_cause_line(error).removeprefix('error: ')}\n")
+        code = exit_code(error) or EXIT_FAILED
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # what others would do at the end of a process takes seconds
+
+
+@contextlib.contextmanager
+def _stderr_to(path: Path) -> Generator[None]:
+    """Let what starts inside speak to a file: libraries that are imported have much to say."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    log = os.open(path, os.O_WRONLY | os.O_APPEND)
+    try:
+        os.dup2(log, 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(log)
+
+
+def _is_late(process: BaseProcess, limit_s: float) -> bool:
+    """Wait for a process, kill what is left of it, and say whether it was still at work."""
     try:
         process.join(limit_s)
-        late = process.is_alive()
+        return process.is_alive()
     finally:
         _kill_group(process.pid)
         if process.is_alive():
             process.kill()  # it had not yet made its session
         process.join()
-    if late:
-        return Result(FAILED, f"no end after {limit_s:g} s; it was killed")
-    log = folder / LOG_FILE
-    said = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    report = printed.read_text(encoding="utf-8") if printed.is_file() else ""
-    return _result(process.exitcode or 0, report, said)
-
-
-def _kill_all(process: subprocess.Popen[bytes]) -> None:
-    """End the process and its group; ranks and workers may be left where it died itself."""
-    _kill_group(process.pid)
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
 
 
 def _kill_group(pid: int | None) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import multiprocessing
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,9 +13,8 @@ from lightning_eff.comparison import apart
 from lightning_eff.comparison.rounds import Comparison
 from lightning_eff.comparison.rows import Result, Row
 from lightning_eff.comparison.trials import BASELINE, Trial
-from lightning_eff.errors import ConfigError
+from lightning_eff.errors import EXIT_OK, ConfigError
 
-REPORT_FILE = "report.json"
 QUIET: dict[str, Any] = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False, "limit_val_batches": 0,
@@ -28,8 +26,8 @@ def compare(
     build: Callable[[], tuple[Any, Any]],
     trials: Mapping[str, Mapping[str, Any]],
     *,
-    max_steps: int = 12,
-    rounds: int = 2,
+    max_steps: int = 8,
+    rounds: int = 3,
     limit_s: float = 180.0,
     seed: int = 1,
     folder: str | Path | None = None,
@@ -72,7 +70,7 @@ def compare(
 
     def run(trial: Trial, where: Path) -> Result:
         given = {"max_steps": max_steps, **keywords[trial.name]}
-        return _apart(build, given, seed, where, limit_s)
+        return apart.run(functools.partial(_fit, build, given, seed), folder=where, limit_s=limit_s)
 
     def tell(line: str) -> None:
         sys.stderr.write(f" {line}\n")
@@ -99,39 +97,22 @@ def _described(keywords: Mapping[str, Any], max_steps: int) -> tuple[str, ...]:
     return (f"max_steps={max_steps}", *(f"{key}={words(value)}" for key, value in keywords.items()))
 
 
-def _apart(
-    build: Callable[[], tuple[Any, Any]], keywords: dict[str, Any], seed: int, folder: Path, limit_s: float
-) -> Result:
-    folder.mkdir(parents=True, exist_ok=True)
-    process = multiprocessing.get_context("spawn").Process(target=_fit, args=(build, keywords, seed, folder))
-    process.start()
-    return apart.ended(process, folder, limit_s, printed=folder / REPORT_FILE)
-
-
-def _fit(build: Callable[[], tuple[Any, Any]], keywords: dict[str, Any], seed: int, folder: Path) -> None:
-    """Train in this process, which is one of its own; what is said goes to a file."""
-    os.setsid()
-    log = os.open(folder / apart.LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    for stream in (1, 2):
-        os.dup2(log, stream)
+def _fit(build: Callable[[], tuple[Any, Any]], keywords: Mapping[str, Any], seed: int, folder: Path) -> int:
+    """Train in this process, which is one of its own."""
     import lightning.pytorch as pl
 
-    from lightning_eff.errors import exit_code, root_cause_line
     from lightning_eff.monitors.efficiency_report import EfficiencyReport
 
-    try:
-        pl.seed_everything(seed, workers=True, verbose=False)
-        module, data = build()
-        monitor = EfficiencyReport(dirpath=str(folder))
-        given = keywords.pop("callbacks", None) or []
-        callbacks: Any = [*(given if isinstance(given, (list, tuple)) else [given]), monitor]
-        trainer = pl.Trainer(**{**QUIET, **keywords}, callbacks=callbacks, default_root_dir=folder)
-        if isinstance(data, pl.LightningDataModule):
-            trainer.fit(module, datamodule=data)
-        else:
-            trainer.fit(module, data)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the row says it
-        sys.stderr.write(f"{root_cause_line(error)}\n")
-        sys.stderr.flush()
-        os._exit(exit_code(error) or 1)
-    (folder / REPORT_FILE).write_text(json.dumps(monitor.report), encoding="utf-8")
+    pl.seed_everything(seed, workers=True, verbose=False)
+    module, data = build()
+    monitor = EfficiencyReport(dirpath=str(folder))
+    own = keywords.get("callbacks") or []
+    callbacks: Any = [*(own if isinstance(own, (list, tuple)) else [own]), monitor]
+    given: dict[str, Any] = {**QUIET, **keywords, "callbacks": callbacks, "default_root_dir": folder}
+    trainer = pl.Trainer(**given)
+    if isinstance(data, pl.LightningDataModule):
+        trainer.fit(module, datamodule=data)
+    else:
+        trainer.fit(module, data)
+    (folder / apart.REPORT_FILE).write_text(json.dumps(monitor.report), encoding="utf-8")
+    return EXIT_OK

@@ -16,6 +16,8 @@ from typing import Any
 from lightning_eff.comparison.rows import FAILED, MEASURED, NOT_RUN, Result, Row, relate, row
 from lightning_eff.comparison.trials import BASELINE, Trial
 
+SLOW = 0.25
+"""Share of the baseline's speed below which a trial does not run again."""
 NAME_LENGTH = 80
 """Characters of a trial's name that its files have: a row of one's own may be as long as a command line."""
 Runs = Callable[[Trial, Path], Result]
@@ -49,7 +51,7 @@ class Comparison:
         self._results[trial.name] = [Result(NOT_RUN, reason)]
 
     def round(self, number: int, trials: Iterable[Trial]) -> None:
-        """Run each trial once; one that did not work in an earlier round is left out.
+        """Run each trial once; one that did not work, or was very slow, in an earlier round is left out.
 
         Args:
             number: From 1; even rounds run backwards.
@@ -60,8 +62,14 @@ class Comparison:
             self._trials.setdefault(trial.name, trial)
         for trial in reversed(turn) if number % 2 == 0 else turn:
             before = self._results.setdefault(trial.name, [])
-            if all(each.status == MEASURED for each in before):
+            if all(each.status == MEASURED and not self._is_slow(each) for each in before):
                 before.append(self._once(trial, number))
+
+    def _is_slow(self, result: Result) -> bool:
+        """Say whether one round of a trial has told all there is to know of its speed."""
+        base = next(iter(self._results.get(BASELINE, [])), result)
+        rate, usual = (each.report.get("measured", {}).get("samples_per_s") for each in (result, base))
+        return bool(rate and usual and rate < SLOW * usual)
 
     def _once(self, trial: Trial, number: int) -> Result:
         name = re.sub(r"\W+", "-", trial.name).strip("-")[:NAME_LENGTH]

@@ -1,8 +1,11 @@
-"""What trials have measured, as rows: medians over rounds, ratios to the baseline, differences of loss."""
+"""What trials have measured, as rows: the fastest round, ratios to the baseline, differences of loss.
+
+Whatever else a machine does only slows a trial down, so the fastest of its rounds is nearest to what the
+technique costs; how far the slowest one is from it is told beside it.
+"""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -37,14 +40,15 @@ class Row:
         status: `measured`, `predicted`, `not run` or `failed`.
         reason: Why it was not measured, or what to know of it.
         overrides: What makes it of the recipe.
-        samples_per_s: Median over the rounds.
-        samples_per_s_spread: Half of the range over the rounds.
+        samples_per_s: Of the fastest round.
+        samples_per_s_spread: What the slowest one had less.
         speed_ratio: Against the baseline.
         peak_bytes: Live bytes on a CPU, `max_memory_allocated` on a GPU.
         peak_ratio: Against the baseline.
         predicted_peak_bytes: By the same step on fake tensors.
+        losses: Of each step.
         loss: Mean over the last quarter of the steps.
-        loss_difference: Of `loss` to the baseline's.
+        loss_difference: To the baseline's in the last quarter of the steps that both have.
         first_batch_s: Longest batch before timing began; compiling is in it.
         num_rounds: Processes that measured it.
     """
@@ -59,6 +63,7 @@ class Row:
     peak_bytes: int | None = None
     peak_ratio: float | None = None
     predicted_peak_bytes: int | None = None
+    losses: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     loss: float | None = None
     loss_difference: float | None = None
     first_batch_s: float | None = None
@@ -85,18 +90,17 @@ def row(name: str, overrides: Sequence[str], results: Sequence[Result]) -> Row:
     rates = [each["samples_per_s"] for each in figures if each.get("samples_per_s")]
     peaks = [each["peak_bytes"] for each in figures if each.get("peak_bytes")]
     firsts = [each["first_batch_s"] for each in figures if each.get("first_batch_s")]
-    failed = [each.reason for each in results if each.status == FAILED]
+    losses = [(int(step), float(loss)) for step, loss in measured[0].report.get("losses", ())]
     return Row(
         name,
         MEASURED,
-        f"{len(failed)} of {len(results)} rounds failed: {failed[0]}"
-        if failed
-        else _idle(measured[0].report),
+        _remarks(results, measured[0].report),
         list(overrides),
-        samples_per_s=statistics.median(rates) if rates else None,
-        samples_per_s_spread=(max(rates) - min(rates)) / 2 if len(rates) > 1 else None,
+        samples_per_s=max(rates) if rates else None,
+        samples_per_s_spread=max(rates) - min(rates) if len(rates) > 1 else None,
         peak_bytes=max(peaks) if peaks else None,
-        loss=_last_loss(measured[0].report.get("losses", ())),
+        losses=losses,
+        loss=_last([loss for _, loss in losses]),
         first_batch_s=max(firsts) if firsts else None,
         num_rounds=len(measured),
     )
@@ -109,8 +113,9 @@ def relate(rows: Sequence[Row], baseline: Row) -> None:
             each.speed_ratio = each.samples_per_s / baseline.samples_per_s
         if each.peak_bytes and baseline.peak_bytes:
             each.peak_ratio = each.peak_bytes / baseline.peak_bytes
-        if each.loss is not None and baseline.loss is not None and each is not baseline:
-            each.loss_difference = each.loss - baseline.loss
+        if each is not baseline:
+            known = dict(baseline.losses)
+            each.loss_difference = _last([loss - known[step] for step, loss in each.losses if step in known])
 
 
 def gain(each: Row) -> float:
@@ -132,7 +137,7 @@ def cells(each: Row) -> tuple[str, ...]:
     """Return a row's cells in words, `-` where there is nothing."""
     rate = "-" if each.samples_per_s is None else f"{each.samples_per_s:.1f}"
     if each.samples_per_s_spread is not None:
-        rate += f" +- {each.samples_per_s_spread:.1f}"
+        rate += f" (-{each.samples_per_s_spread:.1f})"
     status = f"{each.status}: {each.reason}" if each.reason else each.status
     if each.first_batch_s is not None and each.status == MEASURED and each.first_batch_s > 5.0:
         status += f"{';' if each.reason else ','} first batch {each.first_batch_s:.0f} s"
@@ -160,11 +165,18 @@ def _difference(value: float | None) -> str:
     return "0 (exact)" if value == 0.0 else f"{value:+.2g}"
 
 
-def _last_loss(curve: Sequence[Sequence[Any]]) -> float | None:
-    """Return the mean over the last quarter of a curve."""
-    values = [float(value) for _, value in curve]
+def _last(values: Sequence[float]) -> float | None:
+    """Return the mean over the last quarter of some values, None of none."""
     last = values[-max(1, len(values) // 4) :]
     return sum(last) / len(last) if last else None
+
+
+def _remarks(results: Sequence[Result], report: Mapping[str, Any]) -> str:
+    """Say what is to be known of a row beside its figures."""
+    failed = [each.reason for each in results if each.status == FAILED]
+    if failed:
+        return f"{len(failed)} of {len(results)} rounds failed: {failed[0]}"
+    return _idle(report)
 
 
 def _idle(report: Mapping[str, Any]) -> str:

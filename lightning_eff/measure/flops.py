@@ -61,11 +61,22 @@ class FlopCount(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        packet = getattr(func, "overloadpacket", func)
-        formula = flop_registry.get(packet) or _CPU_ATTENTION.get(packet)
-        if formula is not None:
-            self.flops += formula(*args, **kwargs, out_val=out)
+        self.flops += flops_of(func, args, kwargs, out)
         return out
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the floating-point operations of one call, 0 for what has no formula.
+
+    Args:
+        func: The operation, as a dispatch mode sees it.
+        args: Its arguments.
+        kwargs: Its named arguments.
+        out: What it returned.
+    """
+    packet = getattr(func, "overloadpacket", func)
+    formula = flop_registry.get(packet) or _CPU_ATTENTION.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 def _attention_forward(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> int:

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_eff.errors import root_cause_line
+from lightning_eff.measure.duration import Work
 from lightning_eff.measure.fakes import Fakes
 from lightning_eff.measure.peak import Peak
 from lightning_eff.measure.probe import Probe
@@ -52,6 +53,7 @@ class Prediction:
         assumed: What was answered without being known.
         reason: Why there is no peak.
         lasting_bytes: Where there is none, bytes by category that are known by arithmetic.
+        work: The operations of it.
     """
 
     peak: Peak | None = None
@@ -59,12 +61,13 @@ class Prediction:
     assumed: list[str] = field(default_factory=list[str])
     reason: str = ""
     lasting_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    work: Work | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, recorder: Recorder, assumed: list[str]) -> Prediction:
         """Read a record."""
         in_blocks = Peak.of(recorder, block_bytes=CUDA_BLOCK_BYTES, on_device=True)
-        return cls(peak=Peak.of(recorder), in_blocks=in_blocks, assumed=assumed)
+        return cls(peak=Peak.of(recorder), in_blocks=in_blocks, assumed=assumed, work=recorder.work())
 
 
 def predict(

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_eff.measure.duration import Call, Work, call_of
 from lightning_eff.measure.memory import LiveBytes, tensors_in
 from lightning_eff.measure.whereabouts import BACKWARD, FORWARD, Whereabouts
 from lightning_eff.optimization.facade import PerParameter
@@ -86,6 +87,9 @@ class Recorder(LiveBytes):
         self.events: list[Event] = []
         self.on_host: set[int] = set()
         """Storages that stay in the host's memory wherever the model is."""
+        self.calls: list[Call] = []
+        """All operations, in order."""
+        self.num_batches = 0
         self._alive_index: dict[int, int] = {}
         self._operation = ""
         self._module: nn.Module | None = None
@@ -110,6 +114,7 @@ class Recorder(LiveBytes):
     @override
     def end(self) -> None:
         self._mark_what_lasts()
+        self.num_batches += 1
         super().end()
         if self._where is not None:
             self._where.close()
@@ -189,7 +194,20 @@ class Recorder(LiveBytes):
         self._operation = getattr(func, "__name__", str(func)).partition(".")[0]
         if self._where is not None:
             self._settle(self._where)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        call = call_of(func, args, kwargs or {}, out, self._number_of)
+        self.calls.extend([call] if call is not None else [])
+        return out
+
+    def _number_of(self, tensor: Tensor) -> int:
+        """Return the index of a tensor's storage, -1 for one that is not counted."""
+        if tensor.layout != torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
+            return -1
+        return self._alive_index.get(id(tensor.untyped_storage()), -1)
+
+    def work(self) -> Work:
+        """Return what the batches took that have ended."""
+        return Work(self.calls, frozenset(self.on_host), self.num_batches)
 
     def _settle(self, where: Whereabouts) -> None:
         """Look where the operation at hand is, and at what ended before it."""

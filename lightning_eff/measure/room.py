@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from lightning_eff.kernels import devices
+from lightning_eff.kernels.devices import Device
+from lightning_eff.measure.duration import Rates
 from lightning_eff.measure.peak import Peak
 from lightning_eff.measure.prediction import Prediction
 from lightning_eff.measure.tables import human_bytes, text_table
@@ -41,12 +43,14 @@ class Room:
         memory_bytes: What it has.
         is_cuda: Whether CUDA's allocator hands it out.
         workspace_bytes: What cuBLAS keeps.
+        device: What else is known of it.
     """
 
     name: str
     memory_bytes: int
     is_cuda: bool = False
     workspace_bytes: int = 0
+    device: Device | None = None
 
     @classmethod
     def of(cls, device: str, root: torch.device) -> Room:
@@ -63,9 +67,9 @@ class Room:
         """
         found = devices.named(device) if device else devices.of(root)
         if not found.capability:
-            return cls(found.name, found.memory_bytes)
+            return cls(found.name, found.memory_bytes, device=found)
         workspace = HOPPER_WORKSPACE_BYTES if found.capability == HOPPER else WORKSPACE_BYTES
-        return cls(found.name, found.memory_bytes, is_cuda=True, workspace_bytes=workspace)
+        return cls(found.name, found.memory_bytes, is_cuda=True, workspace_bytes=workspace, device=found)
 
     @property
     def free_bytes(self) -> int:
@@ -94,6 +98,12 @@ class Expectation:
     def num_bytes(self) -> int | None:
         """What the step takes of the device; None where it is not known."""
         return None if self.peak is None else self.peak.num_bytes + self.room.workspace_bytes
+
+    @property
+    def seconds(self) -> float | None:
+        """What a batch takes by arithmetic: to be compared to that of the same model, and to nothing else."""
+        work, device = self.prediction.work, self.room.device
+        return None if work is None or device is None else work.seconds(Rates.of(device))
 
     @property
     def assumed(self) -> list[str]:

@@ -1,47 +1,78 @@
-"""Which techniques would lower a step's peak, by how much, and the largest micro-batch that fits.
+"""Which techniques would lower a step's peak, by how much and at what cost in time, and how much more fits.
 
-Each technique is switched on by the words that a user would type, and the step is predicted anew: no table
-knows where a model's peak is. After each choice the rest is predicted once more, since the peak moves. What
-is refused beside the rest of the recipe is left out, and what saves nothing at this peak is said to.
+Each technique is switched on and the step is predicted anew: no table knows where a model's peak is. After
+each choice the rest is predicted once more, since the peak moves. What is refused beside what is there is
+left out, and what saves nothing at this peak is said to. Times are by arithmetic (measure/duration.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
-
-from lightning_eff import plan
 from lightning_eff.errors import ConfigError, ConflictError, EnvironmentLacksError, UsageError
 from lightning_eff.measure.room import Expectation, Room
 from lightning_eff.measure.tables import human_bytes, text_table
-from lightning_eff.planning.dry_run import Example, dry_run, example_of, on_device
-from lightning_eff.run import build_trainer
 
-CHECKPOINTING = "callbacks.gradient_checkpointing.policy"
-CANDIDATES: tuple[tuple[str, ...], ...] = (
-    ("+callbacks=gradient_checkpointing",),
-    ("+callbacks=gradient_checkpointing", f"{CHECKPOINTING}=selective"),
-    ("optimizer=in_backward", "trainer.gradient_clip_val=null"),
-    ("optimizer=adamw_8bit_bnb",),
-    ("optimizer=cpu_offload",),
-    ("precision=bf16_mixed",),
-    ("precision=bf16_true",),
-    ("+callbacks=micro_batch", "callbacks.micro_batch.micro_batch_size=1"),
-)
-"""What to try, as it is typed; how each changes the training is told by `ls`."""
 REFUSALS = (ConfigError, ConflictError, EnvironmentLacksError, UsageError)
 LEAST_SHARE = 0.01
 """Share of the peak that is worth a technique."""
-MOST_ROWS = 1 << 16
 
-Compose = Callable[[Sequence[str]], Mapping[str, Any]]
-"""Composes the recipe with some more words."""
+Words = tuple[str, ...]
+"""A technique as it is typed."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Something of a batch that may be larger or smaller: its rows, or their length.
+
+    Args:
+        what: Its name, for a sentence.
+        typed: What is typed before its number.
+        now: What it is.
+        most: Where nobody looks any further.
+        step: What it is changed by.
+        expect: Predicts the step with another one.
+    """
+
+    what: str
+    typed: str
+    now: int
+    most: int
+    step: int
+    expect: Callable[[int], Expectation]
+
+
+class Subject(Protocol):
+    """A training that techniques can be tried on, without being run."""
+
+    @property
+    def room(self) -> Room:
+        """The device's memory."""
+        ...
+
+    @property
+    def candidates(self) -> Sequence[Words]:
+        """Techniques to try."""
+        ...
+
+    def expect(self, words: Words) -> Expectation:
+        """Predict the step with some techniques; one of `REFUSALS` where they cannot be on."""
+        ...
+
+    def instead(self, one: Words, other: Words) -> bool:
+        """Say whether two candidates are two options of one thing."""
+        ...
+
+    def trains_less(self, words: Words) -> bool:
+        """Say whether it would be another training: of fewer weights. It is tried, and never chosen."""
+        ...
+
+    def sizes(self) -> Sequence[Size]:
+        """Return what of a batch can be changed."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -52,13 +83,30 @@ class Saving:
         words: As they are typed.
         saved_bytes: At the peak; None where the step cannot be predicted with them.
         peak_bytes: What is left.
-        why: Why it cannot be on.
+        time_ratio: A batch's time with them over that without, by arithmetic; None where nobody knows.
+        why: Why it cannot be on, or where the peak is then.
     """
 
-    words: tuple[str, ...]
+    words: Words
     saved_bytes: int | None
     peak_bytes: int | None = None
+    time_ratio: float | None = None
     why: str = ""
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest of a size that fits as it is.
+
+    Args:
+        what: The size.
+        typed: What is typed for it.
+        value: The number.
+    """
+
+    what: str
+    typed: str
+    value: int
 
 
 @dataclass
@@ -68,101 +116,89 @@ class Advice:
     Args:
         first: Each candidate alone.
         chosen: Candidates one after the other, each the best beside those before it.
-        fits: Whether the recipe fits as it is.
-        micro_batch_size: The largest that fits as it is; None where that was not looked for.
+        fits: Whether it fits as it is.
+        largest: What would fit of each size, as it is.
         unfinished: Whether time ran out.
+        reason: Why nothing was found.
     """
 
     first: list[Saving] = field(default_factory=list[Saving])
     chosen: list[Saving] = field(default_factory=list[Saving])
     fits: bool = True
-    micro_batch_size: int | None = None
+    largest: list[Largest] = field(default_factory=list[Largest])
     unfinished: bool = False
+    reason: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain values, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
+        if self.reason:
+            return f"no advice: {self.reason}"
         lines = ["the batch fits: memory techniques would only slow this run, unless for a larger batch"]
         if not self.fits:
             lines = ["the batch does not fit; by bytes saved, the best beside those before it:"]
             lines += [
                 f" {' '.join(each.words)}: {human_bytes(each.peak_bytes or 0)} left" for each in self.chosen
             ]
-        if self.micro_batch_size is not None:
-            lines.append(f"largest micro-batch that fits: data.micro_batch_size={self.micro_batch_size}")
-        rows = [[_saved(each), " ".join(each.words), each.why] for each in self.first]
-        lines.append(text_table(["saves", "alone", "because"], rows))
+        lines += [f"{each.what} that fits: {each.typed}={each.value}" for each in self.largest]
+        rows = [[_saved(each), _time(each), " ".join(each.words), each.why] for each in self.first]
+        lines.append(text_table(["saves", "time, expected", "alone", "because"], rows))
         return "\n".join([*lines, *(["more was not tried: time ran out"] if self.unfinished else [])])
 
 
-def advise(compose: Compose, room: Room, *, budget_s: float = 120.0) -> Advice:
-    """Predict a recipe with each technique, then with the best of them and each other, until it fits.
+def advise(subject: Subject, *, budget_s: float = 120.0) -> Advice:
+    """Predict a training with each technique, then with the best of them and each other, until it fits.
 
     Args:
-        compose: Composes the recipe with some more words.
-        room: Of the device.
+        subject: The training.
         budget_s: Seconds after which no further prediction is begun.
     """
     until = time.monotonic() + budget_s
-    values = on_device(compose(()), room)
-    fed = example_of(values)
-    if fed is None:
-        return Advice()
-    peak = _peak(values, room, fed)
-    if peak is None:
-        return Advice()
-    found = Advice(fits=peak <= room.free_bytes)
-    left, words = list(CANDIDATES), ()
+    now = subject.expect(())
+    if now.num_bytes is None:
+        return Advice(reason=now.prediction.reason)
+    room = subject.room
+    found = Advice(fits=now.num_bytes <= room.free_bytes)
+    left, words = list(subject.candidates), ()
     while left:
-        tried = [
-            _saving(compose, room, fed, (words, each), peak) for each in left if time.monotonic() < until
-        ]
+        tried = [_saving(subject, words, each, now) for each in left if time.monotonic() < until]
         found.unfinished = len(tried) < len(left)
-        tried.sort(key=lambda each: -(each.saved_bytes or 0))
-        found.first = found.first or tried
-        best = tried[0] if tried else None
-        if found.fits or best is None or best.peak_bytes is None or not best.saved_bytes:
+        pairs = sorted(tried, key=lambda each: -(each[0].saved_bytes or 0))
+        found.first = found.first or [each for each, _ in pairs]
+        same = (pair for pair in pairs if not subject.trains_less(pair[0].words))
+        best, then = next(same, (None, None))
+        if found.fits or best is None or then is None or then.num_bytes is None or not best.saved_bytes:
             break
         found.chosen.append(best)
-        peak, words = best.peak_bytes, (*words, *best.words)
-        left = [each for each in left if not _instead(each, best.words)]
-        if peak <= room.free_bytes or found.unfinished:
+        now, words = then, (*words, *best.words)
+        left = [each for each in left if not subject.instead(each, best.words)]
+        if then.num_bytes <= room.free_bytes or found.unfinished:
             break
-    found.micro_batch_size = _largest(values, room, fed, until)
+    for size in subject.sizes():
+        value = largest(size, room, until)
+        found.largest += [] if value is None else [Largest(size.what, size.typed, value)]
     return found
 
 
-def _instead(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Say whether two candidates are two options of one thing."""
-    return one[0] == other[0] or (
-        not one[0].startswith("+") and one[0].partition("=")[0] == other[0].partition("=")[0]
-    )
-
-
-def _peak(values: Mapping[str, Any], room: Room, fed: Example) -> int | None:
-    return Expectation(dry_run(values, fed), room).num_bytes
-
-
 def _saving(
-    compose: Compose, room: Room, fed: Example, words: tuple[Sequence[str], tuple[str, ...]], peak: int
-) -> Saving:
+    subject: Subject, before: Words, candidate: Words, now: Expectation
+) -> tuple[Saving, Expectation | None]:
     """Predict the step with a candidate beside the words before it."""
-    before, candidate = words
     try:
-        values = on_device(compose((*before, *candidate)), room)
-        trainer = build_trainer(values)
-        plan.raise_refused(plan.check(plan.objects_of(trainer), plan.run_facts(trainer)))
+        then = subject.expect((*before, *candidate))
     except REFUSALS as error:
-        return Saving(candidate, None, why=str(error).splitlines()[0])
-    expected = Expectation(dry_run(values, fed), room)
-    if expected.num_bytes is None:
-        return Saving(candidate, None, why=f"not predicted: {expected.prediction.reason}")
-    saved = peak - expected.num_bytes
-    where = expected.peak.phase if expected.peak is not None else ""
-    why = "useless at this peak" if saved < LEAST_SHARE * peak else f"the peak is then in the {where}"
-    return Saving(candidate, saved, expected.num_bytes, why)
+        return Saving(candidate, None, why=str(error).splitlines()[0]), None
+    if then.num_bytes is None or now.num_bytes is None:
+        return Saving(candidate, None, why=f"not predicted: {then.prediction.reason}"), None
+    saved = now.num_bytes - then.num_bytes
+    ratio = then.seconds / now.seconds if then.seconds and now.seconds else None
+    where = then.peak.phase if then.peak is not None else ""
+    useless = saved < LEAST_SHARE * now.num_bytes
+    why = "useless at this peak" if useless else f"the peak is then in the {where}"
+    why = f"fewer weights are trained; {why}" if subject.trains_less(candidate) else why
+    return Saving(candidate, saved, then.num_bytes, ratio, why), then
 
 
 def _saved(saving: Saving) -> str:
@@ -172,58 +208,46 @@ def _saved(saving: Saving) -> str:
     return sign + human_bytes(abs(saving.saved_bytes))
 
 
-def _largest(values: Mapping[str, Any], room: Room, fed: Example, until: float) -> int | None:
-    """Return the largest micro-batch that fits, found on the line through two that were predicted."""
-    size = fed.batch_size
-    if not size or "micro_batch_size" not in (values.get("data") or {}):
-        return None
+def _time(saving: Saving) -> str:
+    return "-" if saving.time_ratio is None else f"x{saving.time_ratio:.2f}"
+
+
+def largest(size: Size, room: Room, until: float) -> int | None:
+    """Return the largest value of a size that fits, found on the line through two that were predicted.
+
+    Args:
+        size: What is changed, in its own steps from what it is.
+        room: To fit into.
+        until: Time of the monotonic clock after which nothing is predicted any more.
+
+    Returns:
+        None where not even the least fits, or that was not found out in time.
+    """
     known: dict[int, int] = {}
 
-    def fits(rows: int) -> bool | None:
-        if rows not in known and time.monotonic() < until:
-            one = replace(fed, batch=_with_rows(fed.batch, size, rows), batch_size=rows)
-            taken = _peak(_with_micro_batch(values, size, rows), room, one)
+    def fits(value: int) -> bool | None:
+        if value not in known and time.monotonic() < until:
+            taken = size.expect(value).num_bytes
             if taken is not None:
-                known[rows] = taken
-        return known[rows] <= room.free_bytes if rows in known else None
+                known[value] = taken
+        return known[value] <= room.free_bytes if value in known else None
 
-    low, high = 0, MOST_ROWS
-    rows = size
-    while high - low > 1:
-        answer = fits(rows)
+    low, high = 0, size.most
+    value = size.now
+    while high - low > size.step:
+        answer = fits(value)
         if answer is None:
             return low or None
-        low, high = (rows, high) if answer else (low, rows)
-        rows = min(max(_guess(known, room.free_bytes, 2 * rows), low + 1), high - 1)
+        low, high = (value, high) if answer else (low, value)
+        guess = _guess(known, room.free_bytes, 2 * value) // size.step * size.step
+        value = min(max(guess, low + size.step), high - size.step)
     return low or None
 
 
-def _guess(known: Mapping[int, int], free_bytes: int, otherwise: int) -> int:
+def _guess(known: dict[int, int], free_bytes: int, otherwise: int) -> int:
     """Return where the line through the two largest sizes that are known meets the memory there is."""
     if len(known) < 2:
         return otherwise
     one, two = sorted(known)[-2:]
     slope = (known[two] - known[one]) / (two - one)
     return int(one + (free_bytes - known[one]) / slope) if slope > 0 else otherwise
-
-
-def _with_rows(batch: Any, rows: int, wanted: int) -> Any:
-    """Return a batch of more or fewer rows, each one of its own."""
-
-    def change(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != rows:
-            return leaf
-        return leaf[torch.arange(wanted) % rows]
-
-    return tree_map(change, batch)
-
-
-def _with_micro_batch(values: Mapping[str, Any], size: int, rows: int) -> dict[str, Any]:
-    """Return a recipe with another micro-batch, and as many of them in a step."""
-    changed = dict(values) | {"data": values["data"] | {"micro_batch_size": rows}}
-    callbacks = dict(values.get("callbacks") or {})
-    whole = (callbacks.get("gradient_accumulation") or {}).get("global_batch_size")
-    if isinstance(whole, int):
-        accumulated = {"global_batch_size": max(1, whole // size) * rows}
-        callbacks["gradient_accumulation"] = callbacks["gradient_accumulation"] | accumulated
-    return changed | {"callbacks": callbacks}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import shlex
@@ -44,9 +45,9 @@ runs all of them. A trial that hangs or fails says why, and the others go on. Wh
 the same command is typed again.
 
 options:
-  --steps N               optimizer steps of a trial (12)
-  --rounds N              times that each trial runs (2)
-  --limit-s N             seconds after which a trial is given up (180)
+  --steps N               optimizer steps of a trial (8)
+  --rounds N              times that each trial runs (3); the fastest counts
+  --limit-s N             seconds after which a trial is given up (180); after a third it takes no more steps
   --only NAME,...         these rows beside the baseline; * stands for anything
   --row 'OVERRIDES'       a row of your own; several are possible
   --optimizers            all optimizers, not only those that save memory by how they work
@@ -56,6 +57,8 @@ options:
   --debug                 whole tracebacks"""
 
 RESULT_FILE, PAGE_FILE = "compare.json", "compare.html"
+SHARE_OF_LIMIT = 1 / 3
+"""Of the time that a trial has, what it may train; compiling and the batch that was begun come on top."""
 OWN_GROUPS = ("callbacks", "precision", "strategy")
 """Groups that a row sets itself; the user's settings of them hold for the recipe as it is."""
 
@@ -137,7 +140,8 @@ class _Work:
         user = [str(each.input_line) for each in parse_overrides(self._given.overrides)]
         if own:
             user = [line for line in user if not _is_set_by(line, keys)]
-        shared = [f"trainer.max_steps={self._given.steps}", "trainer.limit_val_batches=0", "logger=none"]
+        shared = [f"trainer.max_steps={self._given.steps}", f'trainer.max_time="{_clock(self._given)}"']
+        shared += ["trainer.limit_val_batches=0", "logger=none"]
         named = {line.partition("=")[0].lstrip("+") for line in shared}
         return [*(line for line in user if line.partition("=")[0].lstrip("+") not in named), *own, *shared]
 
@@ -159,8 +163,8 @@ class _Work:
         """Train a trial in a process of its own."""
         here = [f'hydra.run.dir="{folder / "run"}"']
         places = [word for each in self._place.folders for word in ("--config-dir", str(each))]
-        words = [sys.executable, "-m", "lightning_eff", "train", self._given.recipe, *self.overrides(trial)]
-        return apart.run([*words, *here, *places, "--json"], folder=folder, limit_s=self._given.limit_s)
+        words = [self._given.recipe, *self.overrides(trial), *here, *places, "--json"]
+        return apart.run(functools.partial(train, words), folder=folder, limit_s=self._given.limit_s)
 
     def predict(self, tried: Sequence[Trial], comparison: Comparison) -> None:
         """Predict each trial's peak: beside what was measured, and where it could not be."""
@@ -177,6 +181,25 @@ class _Work:
             room = Room.of("", trainer.strategy.root_device)
             found = dry_run(on_device(values, room), example_of(values))
             comparison.predict(trial.name, Expectation(found, room).num_bytes)
+
+
+def train(words: Sequence[str], folder: Path) -> int:
+    """Train in this process, and keep what is printed.
+
+    Args:
+        words: What is typed after `lightning-eff train`.
+        folder: Where the print goes.
+    """
+    from lightning_eff.verbs.train import main
+
+    with (folder / apart.REPORT_FILE).open("w", encoding="utf-8") as printed, redirect_stdout(printed):
+        return main(words)
+
+
+def _clock(given: argparse.Namespace) -> str:
+    """Return the time after which a trial ends with the steps that it has, as Lightning writes it."""
+    seconds = int(given.limit_s * SHARE_OF_LIMIT)
+    return f"00:{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def _is_set_by(line: str, keys: set[str]) -> bool:
@@ -209,7 +232,7 @@ def _only(alone: list[Trial], only: str | None, own: list[str]) -> list[Trial]:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="lightning-eff compare", add_help=False, allow_abbrev=False)
-    for flag, default in (("--steps", 12), ("--rounds", 2)):
+    for flag, default in (("--steps", 8), ("--rounds", 3)):
         parser.add_argument(flag, type=int, default=default)
     parser.add_argument("--limit-s", type=float, default=180.0)
     parser.add_argument("--only")

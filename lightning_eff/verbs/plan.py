@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
     from lightning_eff.measure.division import Division
     from lightning_eff.measure.linear_layers import LinearLayers
-    from lightning_eff.measure.room import Expectation
-    from lightning_eff.planning.advice import Advice, Compose
+    from lightning_eff.measure.room import Expectation, Room
+    from lightning_eff.planning.advice import Advice
+    from lightning_eff.planning.recipes import Compose
 
 USAGE = """lightning-eff plan RECIPE [overrides] [options]
 
@@ -90,12 +91,11 @@ class _Looks:
     @classmethod
     def at(cls, values: dict[str, Any], trainer: pl.Trainer, device: str, compose: Compose | None) -> _Looks:
         """Look; with `compose`, which takes more words, for advice too."""
-        from lightning_eff.planning.advice import advise
         from lightning_eff.planning.forecast import division_of
 
         expected = _expected(values, trainer, device)
         with redirect_stdout(sys.stderr):
-            advice = advise(compose, expected.room) if compose is not None else None
+            advice = _advice(compose, expected.room) if compose is not None else None
         layers = _layers(values, trainer, device)
         return cls(expected, layers, division_of(values, trainer), advice)
 
@@ -177,6 +177,15 @@ def _expected(values: dict[str, Any], trainer: pl.Trainer, device: str) -> Expec
 
     room = Room.of(device, trainer.strategy.root_device)
     return Expectation(dry_run(on_device(values, room)), room)
+
+
+def _advice(compose: Compose, room: Room) -> Advice:
+    """Try techniques on a recipe."""
+    from lightning_eff.planning.advice import Advice, advise
+    from lightning_eff.planning.recipes import Recipe
+
+    recipe = Recipe.of(compose, room)
+    return Advice(reason="the data gives no batch") if recipe is None else advise(recipe)
 
 
 def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearLayers:

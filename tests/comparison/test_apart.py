@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
-import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +19,16 @@ from lightning_eff.comparison.rows import FAILED, MEASURED, NOT_RUN, Result
 GOOD = {"measured": {"num_batches": 4, "samples_per_s": 8.0}, "losses": [[1, 2.0]]}
 
 
+def work(code: str, folder: Path) -> int:
+    """Run some code, that may set `exit_code` and print a report."""
+    names: dict[str, Any] = {"folder": folder}
+    with (folder / apart.REPORT_FILE).open("w") as printed, redirect_stdout(printed):
+        exec(f"import os, sys, time, signal\n{code}", names)
+    return names.get("exit_code", 0)
+
+
 def python(tmp_path: Path, code: str, *, limit_s: float = 60.0) -> Result:
-    words = [sys.executable, "-S", "-c", f"import os, sys, time, signal\n{code}"]
-    return apart.run(words, folder=tmp_path / "run", limit_s=limit_s)
+    return apart.run(functools.partial(work, code), folder=tmp_path / "run", limit_s=limit_s)
 
 
 def test_a_report_on_the_standard_output_is_what_was_measured(tmp_path: Path) -> None:
@@ -31,13 +40,15 @@ def test_a_report_on_the_standard_output_is_what_was_measured(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("code", "status", "reason"),
     [
-        ("sys.stderr.write('x\\nerror: it is odd\\n  try: y\\n'); sys.exit(1)", FAILED, "it is odd"),
-        ("sys.stderr.write('error: no g++'); sys.exit(3)", NOT_RUN, "no g++"),
-        ("sys.stderr.write('error: refused'); sys.exit(5)", NOT_RUN, "refused"),
-        ("sys.stderr.write('error: CUDA'); sys.exit(4)", FAILED, "out of memory: CUDA"),
+        ("sys.stderr.write('x\\nerror: it is odd\\n  try: y\\n'); exit_code = 1", FAILED, "it is odd"),
+        ("sys.stderr.write('error: no g++'); exit_code = 3", NOT_RUN, "no g++"),
+        ("sys.stderr.write('error: refused'); exit_code = 5", NOT_RUN, "refused"),
+        ("sys.stderr.write('error: CUDA'); exit_code = 4", FAILED, "out of memory: CUDA"),
+        ("raise ValueError('a number')", FAILED, "ValueError: a number"),
+        ("sys.exit('enough')", FAILED, "enough"),
         ("os.kill(os.getpid(), signal.SIGKILL)", FAILED, "killed from outside"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", FAILED, "killed by signal 11"),
-        ("sys.exit(7)", FAILED, "exit code 7"),
+        ("exit_code = 7", FAILED, "exit code 7"),
         ("print('not JSON')", FAILED, "without a report"),
         ('print(\'{"measured": {"num_batches": 0}}\')', FAILED, "too few steps"),
     ],

@@ -41,7 +41,7 @@ def table(tmp_path: Path, turns: Turns, *, rounds: int = 3) -> Comparison:
     return comparison
 
 
-def test_rounds_go_forwards_and_backwards_and_rows_are_medians(tmp_path: Path) -> None:
+def test_rounds_go_forwards_and_backwards_and_rows_are_of_the_fastest(tmp_path: Path) -> None:
     turns = Turns(
         baseline=[report(10.0), report(14.0), report(11.0)],
         one=[report(22.0, 50, ((1, 4.0), (2, 3.5))), report(20.0, 50), report(23.0, 52)],
@@ -50,14 +50,25 @@ def test_rounds_go_forwards_and_backwards_and_rows_are_medians(tmp_path: Path) -
     found = table(tmp_path, turns).rows()
     assert turns.asked == ["baseline", "one", "other", "other", "one", "baseline", "baseline", "one", "other"]
     base, one, other = found
-    assert (base.samples_per_s, base.samples_per_s_spread, base.speed_ratio) == (11.0, 2.0, 1.0)
-    assert (one.samples_per_s, one.samples_per_s_spread, one.speed_ratio) == (22.0, 1.5, 2.0)
+    assert (base.samples_per_s, base.samples_per_s_spread, base.speed_ratio) == (14.0, 4.0, 1.0)
+    assert (one.samples_per_s, one.samples_per_s_spread, one.speed_ratio) == (23.0, 3.0, 23.0 / 14.0)
     assert (one.peak_bytes, one.peak_ratio) == (52, 0.52)
     assert (one.loss_difference, other.loss_difference, base.loss_difference) == (0.5, 0.0, None)
     assert rows.text(found).splitlines()[1:3] == [
-        " baseline   11.0 +- 2.0  1.00    100 B  1.00    -          measured",
-        " one        22.0 +- 1.5  2.00    52 B   0.52    +0.5       measured",
+        " baseline   14.0 (-4.0)  1.00    100 B  1.00    -          measured",
+        " one        23.0 (-3.0)  1.64    52 B   0.52    +0.5       measured",
     ]
+
+
+def test_a_slow_one_runs_once_and_losses_are_those_of_the_steps_that_both_have(tmp_path: Path) -> None:
+    turns = Turns(
+        baseline=[report(10.0, losses=((1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)))] * 3,
+        one=[report(2.4, losses=((1, 4.0), (2, 3.5)))],
+        other=[report(2.6)] * 3,
+    )
+    _, one, other = table(tmp_path, turns).rows()
+    assert (one.num_rounds, other.num_rounds) == (1, 3)
+    assert one.loss_difference == 0.5
 
 
 def test_one_that_fails_says_why_and_has_no_second_try(tmp_path: Path) -> None:

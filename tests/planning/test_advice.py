@@ -10,9 +10,12 @@ import pytest
 
 from lightning_eff import config
 from lightning_eff.composing.place import Place
+from lightning_eff.kernels.devices import this_cpu
 from lightning_eff.measure.room import Room
-from lightning_eff.planning.advice import advise
+from lightning_eff.planning.advice import Advice
+from lightning_eff.planning.advice import advise as advise_on
 from lightning_eff.planning.dry_run import Example, dry_run
+from lightning_eff.planning.recipes import Recipe
 
 SMALL = ["trainer.accelerator=cpu", "model.num_layers=2", "model.d_model=32", "data.context_length=32"]
 
@@ -20,6 +23,12 @@ SMALL = ["trainer.accelerator=cpu", "model.num_layers=2", "model.d_model=32", "d
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+def advise(compose: Any, room: Room, **options: float) -> Advice:
+    recipe = Recipe.of(compose, room)
+    assert recipe is not None
+    return advise_on(recipe, **options)
 
 
 def composer(*words: str) -> Any:
@@ -39,8 +48,7 @@ def test_what_fits_needs_nothing_and_the_largest_batch_is_exact() -> None:
     assert found.fits
     assert found.chosen == []
     assert "the batch fits: memory techniques would only slow this run" in str(found)
-    size = found.micro_batch_size
-    assert size is not None
+    size = next(each.value for each in found.largest if each.typed == "data.micro_batch_size")
 
     def peak(rows: int) -> int:
         values = composer(f"data.micro_batch_size={rows}")([])
@@ -50,21 +58,34 @@ def test_what_fits_needs_nothing_and_the_largest_batch_is_exact() -> None:
 
     assert peak(size) <= room.memory_bytes < peak(size + 1)
 
+    (length,) = (each.value for each in found.largest if each.typed == "data.context_length")
+
+    def peak_of(tokens: int) -> int:
+        values = composer("data.micro_batch_size=4", f"data.context_length={tokens}")([])
+        prediction = dry_run(values, Example.of(values)).peak
+        assert prediction is not None
+        return prediction.num_bytes
+
+    assert peak_of(length) <= room.memory_bytes < peak_of(length + 16)
+    assert f"data.context_length={length}" in str(found)
+
 
 @pytest.mark.slow
 def test_the_best_comes_first_until_it_fits() -> None:
     compose = composer("data.micro_batch_size=16")
     taken = dry_run(compose([])).peak
     assert taken is not None
-    found = advise(compose, Room("here", taken.num_bytes // 2))
+    found = advise(compose, Room("here", taken.num_bytes // 2, device=this_cpu()))
     assert not found.fits
     alone = [each.saved_bytes or 0 for each in found.first]
     assert alone == sorted(alone, reverse=True)
-    assert found.chosen[0] == found.first[0]
+    assert found.chosen[0] == next(each for each in found.first if "adapter" not in each.words[0])
+    checkpointing = next(each for each in found.first if each.words == ("+callbacks=gradient_checkpointing",))
+    assert checkpointing.time_ratio is not None
+    assert 1.1 < checkpointing.time_ratio < 1.4, "one more forward pass of the blocks is a third of a step"
     assert found.chosen[-1].peak_bytes is not None
     assert found.chosen[-1].peak_bytes <= taken.num_bytes // 2
-    assert found.micro_batch_size is not None
-    assert found.micro_batch_size < 16
+    assert found.largest[0].value < 16
 
 
 def test_at_the_peak_of_the_update_activations_are_useless() -> None:
@@ -72,7 +93,8 @@ def test_at_the_peak_of_the_update_activations_are_useless() -> None:
     found = advise(composer("data.micro_batch_size=1", "data.context_length=2"), Room("here", 2**40))
     why = {each.words: each.why for each in found.first}
     assert why[("+callbacks=gradient_checkpointing",)] == "useless at this peak"
-    best = found.first[0]
+    assert "fewer weights" in why[("+callbacks=peft_adapter",)]
+    best = next(each for each in found.first if "adapter" not in each.words[0])
     assert best.words[0] in {"optimizer=in_backward", "precision=bf16_true", "optimizer=adamw_8bit_bnb"}
 
 
