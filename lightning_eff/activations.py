@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -207,8 +207,11 @@ class HostMemory:
     """Where the inputs of recomputed blocks wait: pinned host memory, filled and read on a stream of its own.
 
     On CUDA the copy to the host runs beside the next block's forward, and the copy back of one block beside
-    the recomputation of the block after it. On the CPU it is a plain copy, which saves and changes nothing.
+    the recomputation of the block after it. On the CPU they are plain copies, which save and change nothing.
     """
+
+    heard: ClassVar[list[Callable[[Tensor], object]]] = []
+    """Called with every tensor that is now on the host: for who counts what a device would hold."""
 
     def __init__(self) -> None:
         self.moved_bytes = 0
@@ -258,6 +261,8 @@ class _Parked:
         self._back: Tensor | None = None
         if stream is None:
             self._host = tensor.detach().to("cpu", copy=True)
+            for hear in HostMemory.heard:
+                hear(self._host)
             return
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -267,18 +272,21 @@ class _Parked:
 
     def start(self) -> None:
         """Begin to bring the tensor back, without waiting for it."""
-        if self._stream is not None and self._back is None:
-            with torch.cuda.stream(self._stream):
-                self._back = self._host.to(self._device, non_blocking=True)
+        if self._back is not None:
+            return
+        if self._stream is None:
+            self._back = self._host.to(self._device, copy=True)
+            return
+        with torch.cuda.stream(self._stream):
+            self._back = self._host.to(self._device, non_blocking=True)
 
     def fetch(self) -> Tensor:
         """Return the tensor on its device, ready for the current stream."""
-        if self._stream is None:
-            return self._host.to(self._device)
         self.start()
         back, self._back = self._back, None
-        current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._stream)
         assert back is not None  # noqa: S101 - start() made it
-        back.record_stream(current)
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            back.record_stream(current)
         return back

@@ -1,4 +1,4 @@
-"""The efficiency report for a script that knows nothing of it: `LIGHTNING_EFF_REPORT=1 python train.py`.
+"""Report and advice for a script that knows nothing of them: `LIGHTNING_EFF_REPORT=1 python train.py`.
 
 Lightning asks an entry point (`lightning.pytorch.callbacks_factory`) of every installed package for callbacks
 whenever a Trainer is made. Ours answers with nothing unless the variable is set, and imports nothing then.
@@ -14,7 +14,7 @@ OFF = ("", "0", "false", "no", "off")
 
 
 def callbacks() -> list[Any]:
-    """Return the report's callback where the environment asks for it.
+    """Return the callbacks that report and advise, where the environment asks for them.
 
     Example:
         >>> callbacks()
@@ -23,5 +23,6 @@ def callbacks() -> list[Any]:
     if os.environ.get(VARIABLE, "").strip().lower() in OFF:
         return []
     from lightning_eff.monitors.efficiency_report import EfficiencyReport
+    from lightning_eff.planning.afterwards import Advise
 
-    return [EfficiencyReport()]
+    return [EfficiencyReport(), Advise()]

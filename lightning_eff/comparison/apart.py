@@ -127,17 +127,22 @@ def _kill_group(pid: int | None) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def _good(printed: str) -> Result:
+    """Read the report of a trial that ended well."""
+    try:
+        report: Any = json.loads(printed)
+    except json.JSONDecodeError:
+        report = None
+    if not isinstance(report, dict):
+        return Result(FAILED, "it ended without a report of its speed: no monitors/efficiency_report")
+    if report.get("measured", {}).get("num_batches"):
+        return Result(MEASURED, report=report)
+    return Result(FAILED, f"too slow to be timed: {report.get('num_steps', 0)} steps in its time")
+
+
 def _result(code: int, printed: str, said: str) -> Result:
     if code == EXIT_OK:
-        try:
-            report: Any = json.loads(printed)
-        except json.JSONDecodeError:
-            report = None
-        if isinstance(report, dict) and report.get("measured", {}).get("num_batches"):
-            return Result(MEASURED, report=report)
-        return Result(
-            FAILED, "it ended without a report of its speed: too few steps, or no efficiency_report"
-        )
+        return _good(printed)
     reason = _reason(said) or f"exit code {code}"
     if code == EXIT_OUT_OF_MEMORY:
         return Result(FAILED, f"out of memory: {reason}")

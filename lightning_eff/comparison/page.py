@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-from lightning_eff.comparison.rows import HEADER, MEASURED, Row, cells
+from lightning_eff.comparison.rows import HEADER, MEASURED, Row, cells, noise
 from lightning_eff.comparison.trials import BASELINE
 from lightning_eff.measure.page_parts import STYLE
 
@@ -36,7 +36,7 @@ _TEMPLATE = """<!doctype html>
 {% for row in table %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
 <p class="soft">{{ steps }} optimizer steps a trial, {{ rounds }} rounds, each trial in a process of its own, with the same seed and
-global batch. Speeds are medians over the rounds, +- half of their range. {{ memory }}</p>
+global batch. Speeds are medians over the rounds, +- half of their range. {{ memory }}{% for line in noise %} In speed,{{ line }}.{% endfor %}</p>
 <h2>Measured on</h2>
 <p class="soft">{% for k, v in environment.items() %}{{ k }} {{ v }}{{ ", " if not loop.last }}{% endfor %}</p>
 <h2>Reproduce</h2><pre>{{ command }}</pre>
@@ -69,6 +69,7 @@ def page(found: Mapping[str, Any], rows: Sequence[Row]) -> str:
         header=HEADER,
         table=[cells(each) for each in rows],
         memory=f"{'Peak memory is live bytes, counted storage by storage. ' if on_cpu else ''}In brackets: predicted.",
+        noise=noise(rows),
         raw=json.dumps(dict(found), indent=1),
     )
 

@@ -6,6 +6,7 @@ technique costs; how far the slowest one is from it is told beside it.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -94,7 +95,7 @@ def row(name: str, overrides: Sequence[str], results: Sequence[Result]) -> Row:
     return Row(
         name,
         MEASURED,
-        _remarks(results, measured[0].report),
+        _remarks(name, results, measured[0].report),
         list(overrides),
         samples_per_s=max(rates) if rates else None,
         samples_per_s_spread=max(rates) - min(rates) if len(rates) > 1 else None,
@@ -131,6 +132,22 @@ def gain(each: Row) -> float:
 def text(rows: Sequence[Row]) -> str:
     """Return the table for a terminal."""
     return text_table(HEADER, [cells(each) for each in rows])
+
+
+def noise(rows: Sequence[Row]) -> list[str]:
+    """Say, in a line or none, how far rounds of the same trial are apart.
+
+    Example:
+        >>> noise([Row("x", MEASURED, samples_per_s=10.0, samples_per_s_spread=2.0)])
+        [' rounds of a trial differ by 20% here (median): smaller differences in speed say nothing']
+    """
+    apart = [
+        each.samples_per_s_spread / each.samples_per_s
+        for each in rows
+        if each.samples_per_s and each.samples_per_s_spread is not None
+    ]
+    words = "rounds of a trial differ by {:.0%} here (median): smaller differences in speed say nothing"
+    return [f" {words.format(statistics.median(apart))}"] if apart else []
 
 
 def cells(each: Row) -> tuple[str, ...]:
@@ -171,19 +188,20 @@ def _last(values: Sequence[float]) -> float | None:
     return sum(last) / len(last) if last else None
 
 
-def _remarks(results: Sequence[Result], report: Mapping[str, Any]) -> str:
+def _remarks(name: str, results: Sequence[Result], report: Mapping[str, Any]) -> str:
     """Say what is to be known of a row beside its figures."""
     failed = [each.reason for each in results if each.status == FAILED]
     if failed:
         return f"{len(failed)} of {len(results)} rounds failed: {failed[0]}"
-    return _idle(report)
+    return _idle(name, report)
 
 
-def _idle(report: Mapping[str, Any]) -> str:
+def _idle(name: str, report: Mapping[str, Any]) -> str:
     """Name techniques that had no effect; durable saves do not count, for nothing is saved meanwhile."""
     idle = [
         each["technique"].rpartition("/")[2]
         for each in report.get("ledger", ())
         if each["status"] == "no effect" and each["technique"].startswith(("callbacks/", "strategy/"))
     ]
-    return f"no effect: {', '.join(idle)}" if idle else ""
+    alone = len(idle) == 1 and (name == idle[0] or name.startswith("optimizer="))
+    return "no effect" if alone else f"no effect: {', '.join(idle)}" if idle else ""

@@ -73,14 +73,19 @@ class Batch:
         given = values.get("data", {}).get(BATCH_KEY)
         if not isinstance(given, int):
             return cls(None, None)
-        trainer = values.get("trainer", {})
-        devices = trainer.get("devices", 1)
-        ranks = (devices if isinstance(devices, int) and devices > 0 else 1) * trainer.get("num_nodes", 1)
+        trainer, ranks = values.get("trainer", {}), _num_ranks(values)
         windows: Any = (values.get("callbacks") or {}).get("gradient_accumulation") or {}
         whole = windows.get("global_batch_size")
         if not isinstance(whole, int):
             whole = given * ranks * (trainer.get("accumulate_grad_batches") or 1)
         return cls(whole, max(1, whole // ranks))
+
+
+def _num_ranks(values: Mapping[str, Any]) -> int:
+    """Return the devices that a recipe names, 1 where it leaves them to the machine."""
+    trainer: Mapping[str, Any] = values.get("trainer", {})
+    devices = trainer.get("devices", 1)
+    return (devices if isinstance(devices, int) and devices > 0 else 1) * trainer.get("num_nodes", 1)
 
 
 def alone(values: Mapping[str, Any], *, optimizers: bool) -> list[Trial]:
@@ -94,16 +99,18 @@ def alone(values: Mapping[str, Any], *, optimizers: bool) -> list[Trial]:
     trials = [Trial(BASELINE, (), tuple(BARE.items()), _one_batch(batch))]
     for entry in catalog.options():
         group, _, option = entry.name.partition("/")
-        ours = group in ("callbacks", "precision", "strategy") or (group == "optimizer" and optimizers)
-        technique = ours or (group == "optimizer" and entry.kind == "technique")
-        if not technique or entry.name in NOT_ALONE or BARE.get(group) == option:
+        every = group in ("callbacks", "precision") or (group == "optimizer" and optimizers)
+        every = every or (group == "strategy" and _num_ranks(values) > 1)
+        wanted = every or (group in ("optimizer", "strategy") and entry.kind == "technique")
+        if not wanted or entry.name in NOT_ALONE or BARE.get(group) == option:
             continue
+        settings = REFINED.get(option, lambda _: ())(batch)
         if group == "callbacks":
-            settings = REFINED.get(option, lambda _: ())(batch)
             trials.append(Trial(option, (option,), tuple(BARE.items()), _merged(_one_batch(batch), settings)))
         else:
             choices = {**BARE, group: option}
-            trials.append(Trial(f"{group}={option}", (), tuple(choices.items()), _one_batch(batch)))
+            both = _merged(_one_batch(batch), settings)
+            trials.append(Trial(f"{group}={option}", (), tuple(choices.items()), both))
     return trials
 
 
@@ -190,6 +197,7 @@ def _in_parts(batch: Batch) -> tuple[str, ...]:
 REFINED: dict[str, Callable[[Batch], tuple[str, ...]]] = {
     "gradient_accumulation": _accumulated,
     "micro_batch": _in_parts,
+    "in_backward": lambda _: ("trainer.gradient_clip_val=null",),
     "empty_cache": lambda _: ("callbacks.empty_cache.every_n_steps=4",),
 }
 """Settings with which a technique does something in a few steps of the recipe's batch."""

@@ -5,7 +5,8 @@ shapes of its weights; an optimizer's state is what one step of it on a few numb
 is started and no memory taken, so a laptop tells what 1,024 devices would keep. A device that divides is
 counted with its padding, and is the one that keeps most.
 
-Activations are not in it: they depend on the batch and on what is recomputed. Bytes sent are those of ring
+Activations depend on the batch and on what is recomputed: they are in it where a step was predicted
+(measure/prediction.py), for what passes through a device is not divided. Bytes sent are those of ring
 collectives, on each device and in one direction; how long they take, a network decides.
 """
 
@@ -19,7 +20,11 @@ from lightning_eff.measure.tables import human_bytes, text_table
 from lightning_eff.measure.weights import Model, OptimizerState
 
 MOST_DEVICES = 1024
-RING = "each device sends what a ring does, in a flat network; activations are not counted"
+RING = "each device sends what a ring does, in a flat network"
+UNCOUNTED = "activations are not counted"
+PREDICTED = (
+    "activations are what passes in the step of one device, as predicted: activations, temporaries, batch"
+)
 
 
 def part(numel: int, devices: int) -> int:
@@ -98,26 +103,56 @@ class Division:
         about: One line: of what, by whom; or why there is none.
         shares: By number of devices.
         assumptions: What the arithmetic assumes.
+        passing_bytes: What no device divides, at most; None where that is not known.
     """
 
     about: str = ""
     shares: Mapping[int, Share] = field(default_factory=dict[int, Share])
     assumptions: tuple[str, ...] = ()
+    passing_bytes: int | None = None
+
+    def device_bytes(self, devices: int) -> float:
+        """Return what each of so many devices holds at most."""
+        return self.shares[devices].device + (self.passing_bytes or 0)
+
+    @property
+    def assumed(self) -> list[str]:
+        """What the figures rest on, a sentence each."""
+        if not self.shares:
+            return list(self.assumptions)
+        return [*self.assumptions, UNCOUNTED if self.passing_bytes is None else PREDICTED]
+
+    def verdict(self, devices: int, free_bytes: int, name: str) -> str:
+        """Say whether each of so many devices has room enough.
+
+        Args:
+            devices: One of `shares`.
+            free_bytes: What a device has left for a run.
+            name: The device's.
+        """
+        taken = self.device_bytes(devices)
+        left = free_bytes - taken
+        fits = f"fits, {human_bytes(left)} left" if left >= 0 else f"does not fit: {human_bytes(-left)} short"
+        about = "about" if self.passing_bytes is not None else "without activations"
+        return f"each of {devices} devices holds {about} {human_bytes(taken)}; on {name} that {fits}"
 
     def rows(self) -> list[dict[str, int]]:
         """Return the table with whole bytes."""
         rows: list[dict[str, int]] = []
         for devices, share in self.shares.items():
-            sizes = asdict(share) | {"device": share.device}
+            sizes = asdict(share) | {"device": self.device_bytes(devices)}
+            sizes |= {"activations": self.passing_bytes or 0}
             rows.append({"devices": devices} | {f"{name}_bytes": round(size) for name, size in sizes.items()})
         return rows
 
     def __str__(self) -> str:
         if not self.shares:
             return self.about
-        shown = ["weights", "gradients", "optimizer", "gathered", "buffers", "device", "host", "disk", "sent"]
-        may_be_empty = ("gathered", "host", "disk")
-        empty = {name for name in may_be_empty if not any(getattr(s, name) for s in self.shares.values())}
+        rows = self.rows()
+        shown = ["weights", "gradients", "optimizer", "gathered", "buffers", "activations"]
+        shown += ["device", "host", "disk", "sent"]
+        may_be_empty = ("gathered", "activations", "host", "disk")
+        empty = {name for name in may_be_empty if not any(row[f"{name}_bytes"] for row in rows)}
         titles = {
             "device": "a device",
             "host": "host, for each",
@@ -126,11 +161,10 @@ class Division:
         }
         names = [name for name in shown if name not in empty]
         table = [
-            [str(devices), *(human_bytes(getattr(share, name)) for name in names)]
-            for devices, share in self.shares.items()
+            [str(row["devices"]), *(human_bytes(row[f"{name}_bytes"]) for name in names)] for row in rows
         ]
         lines = [self.about, text_table(["devices", *(titles.get(name, name) for name in names)], table)]
-        return "\n".join([*lines, *(f"assumed: {each}" for each in self.assumptions)])
+        return "\n".join([*lines, *(f"assumed: {each}" for each in self.assumed)])
 
 
 def divide(

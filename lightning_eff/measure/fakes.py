@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -30,9 +30,10 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from lightning_eff.measure.answers import Answers
+from lightning_eff.measure.answers import SMALL, Answers
 from lightning_eff.measure.memory import LiveBytes
 
+CPU = torch.device("cpu")
 COMPILED = "compiled modules are counted uncompiled, which is the most that they need"
 
 
@@ -118,6 +119,41 @@ class Fakes(AbstractContextManager["Fakes"]):
             return copy.deepcopy(module)
 
 
+def skeleton(value: Any, *, without: Iterable[object] = ()) -> Any:
+    """Copy a module, or anything that holds tensors, with no memory but that of small whole numbers.
+
+    What is left can wait on any machine until `Fakes.module` or `Fakes.of` takes it.
+
+    Args:
+        value: What is copied.
+        without: Objects in it that are not: None stands for them.
+
+    Example:
+        >>> layer = skeleton(nn.Linear(4, 2))
+        >>> layer.weight.shape, layer.weight.device
+        (torch.Size([2, 4]), device(type='meta'))
+    """
+    shared: dict[Any, Any] = {}
+    by_torch: Any = Tensor.__deepcopy__
+
+    def bare(real: Tensor, memo: dict[int, Any]) -> Tensor:
+        if real.layout != torch.strided or type(real) not in {Tensor, nn.Parameter}:
+            return by_torch(real, memo)
+        if not real.is_floating_point() and real.numel() <= SMALL:
+            new = real.detach().cpu().clone()
+        else:
+            new = _like(real, shared, torch.device("meta"))
+        new = nn.Parameter(new, real.requires_grad) if isinstance(real, nn.Parameter) else new
+        memo[id(real)] = new
+        return new
+
+    with ExitStack() as stack:
+        stack.enter_context(real_tensors())  # who counts operations does not hear of this
+        for kind in (Tensor, nn.Parameter):
+            stack.enter_context(_replaced(kind, "__deepcopy__", bare))
+        return copy.deepcopy(value, {id(each): None for each in without})
+
+
 @contextmanager
 def real_tensors() -> Generator[None]:
     """Make real tensors again inside: for a loader, say."""
@@ -140,12 +176,12 @@ def _replaced(owner: Any, name: str, function: Any) -> Generator[None]:
             setattr(owner, name, before)
 
 
-def _like(tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
+def _like(tensor: Tensor, memo: dict[Any, Any], device: torch.device = CPU) -> Tensor:
     """Return a tensor like another, on a storage as large as its, which those with the same memo share."""
     storage = tensor.untyped_storage()
     key = ("storage", storage._cdata)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     if key not in memo:
-        memo[key] = torch.empty(storage.nbytes(), dtype=torch.uint8)
+        memo[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
     whole = storage.nbytes() // tensor.element_size() * tensor.element_size()
     with torch.no_grad():
         base = memo[key][:whole].view(tensor.dtype)

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
+from lightning_eff.measure import memory_page
 from lightning_eff.measure.page_parts import STYLE, line
 
 _TEMPLATE = """<!doctype html>
@@ -30,6 +32,7 @@ _TEMPLATE = """<!doctype html>
 {% for row in ledger %}<tr><td>{{ row.technique }}</td><td>{% for k, v in row.asked.items() %}{{ k }}={{ v }}<br>{% endfor %}</td>
 <td>{{ row.status }}</td><td>{{ row.did }}</td></tr>
 {% endfor %}</table></div>
+{{ memory }}
 {% for chart in charts %}<h2>{{ chart.title }}</h2>
 <figure><svg viewBox="0 0 1000 100" preserveAspectRatio="none" role="img" aria-label="{{ chart.label }}">
 <polyline vector-effect="non-scaling-stroke" stroke-width="1.5" points="{{ chart.points }}"/></svg>
@@ -65,7 +68,8 @@ def page(
     report: Mapping[str, Any],
     *,
     figures: Sequence[tuple[str, str]],
-    batch_times_s: Sequence[float],
+    times_s: Sequence[float],
+    waits_s: Sequence[float],
     config: str = "",
 ) -> str:
     """Return the page.
@@ -73,16 +77,17 @@ def page(
     Args:
         report: What the JSON ledger holds.
         figures: Names and values, formatted, of the numbers at the top.
-        batch_times_s: Of every timed batch.
+        times_s: Of every timed batch.
+        waits_s: What of each was a wait for data.
         config: What the run was built from, as YAML.
 
     Example:
         >>> report = {"title": "a < b", "verdict": "fine", "ledger": [], "environment": {}, "command": ""}
-        >>> "a &lt; b" in page(report, figures=[], batch_times_s=[])
+        >>> "a &lt; b" in page(report, figures=[], times_s=[], waits_s=[])
         True
     """
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    charts = [_losses(report.get("losses", ())), _times(batch_times_s)]
+    charts = [_losses(report.get("losses", ())), _times(times_s), _waits(waits_s)]
     return environment.from_string(_TEMPLATE).render(
         style=STYLE,
         title=report["title"],
@@ -92,6 +97,7 @@ def page(
         command=report["command"],
         figures=figures,
         charts=[chart for chart in charts if chart.points],
+        memory=Markup(memory_page.section(report.get("memory") or {})),  # noqa: S704 - escaped there
         config=config,
         raw=json.dumps(report, indent=1),
     )
@@ -110,6 +116,14 @@ def _losses(curve: Sequence[Sequence[Any]]) -> Chart:
     label += f"; lowest {min(numbers):.4g}, highest {max(numbers):.4g}"
     lost = len(values) - len(finite)
     return Chart("Training loss", line(numbers), label + (f"; {lost} points are no numbers" if lost else ""))
+
+
+def _waits(waits_s: Sequence[float]) -> Chart:
+    """Draw how long the loop waited for each batch; nothing where it never did for a thousandth of a second."""
+    if len(waits_s) < 2 or max(waits_s) < 1e-3:
+        return Chart("", "", "")
+    label = f"{len(waits_s)} batches in order, from 0 to {max(waits_s):.4f} s; {sum(waits_s):.2f} s together"
+    return Chart("Wait for data per batch", line(waits_s, lowest=0.0), label)
 
 
 def _times(times_s: Sequence[float]) -> Chart:

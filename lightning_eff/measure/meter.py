@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_eff.measure import allocator
 from lightning_eff.measure.environment import device_name
 from lightning_eff.measure.flops import peak_flops_per_s
+from lightning_eff.measure.peak import Peak
 from lightning_eff.measure.probe import Probe
+from lightning_eff.measure.recording import Recorder
 from lightning_eff.measure.throughput import DataWait, Throughput
 from lightning_eff.optimization.facade import FreesGradients
 
@@ -40,7 +42,10 @@ class Meter:
     ) -> None:
         self.device = device
         self.throughput = Throughput()
-        self.probe = Probe(count_flops=count_flops, count_bytes=count_bytes and device.type == "cpu")
+        self._recorder = Recorder() if count_bytes and device.type == "cpu" else None
+        self.probe = Probe(
+            count_flops=count_flops, count_bytes=self._recorder is not None, live=self._recorder
+        )
         self._probing = True
         self._data_wait = DataWait(profiler)
         self._num_warmup_batches = num_warmup_batches
@@ -73,6 +78,11 @@ class Meter:
         """Stop everything, also in the middle of a batch; a second call does nothing."""
         self.probe.close()
         self._data_wait.close()
+
+    def memory(self) -> Peak | None:
+        """Return what the counted batches held, and when; None where nobody counted."""
+        recorder = self._recorder
+        return None if recorder is None or not self.probe.num_batches else Peak.of(recorder)
 
     def summary(self, *, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
         """Return the figures as plain types, None where something was not measured.

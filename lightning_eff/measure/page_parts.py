@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5b6472; --line: #d9dee6; --paper: #fff; --mark: #2457c5;
-  --pale: #dbe5fa; }
+  --pale: #dbe5fa; --c0: #2457c5; --c1: #8a93a3; --c2: #d9822b; --c3: #7b4fc9; --c4: #2a9d8f; --c5: #c8374b; --c6: #d4b106; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ef; --soft: #9aa4b2; --line: #333c4a; --paper: #12161d; --mark: #7fa8ff; --pale: #24324f; }
+  :root { --ink: #e6e9ef; --soft: #9aa4b2; --line: #333c4a; --paper: #12161d; --mark: #7fa8ff; --pale: #24324f;
+    --c0: #6f9bff; --c1: #7d8796; --c2: #f0a45d; --c3: #a886f0; --c4: #57c7b9; --c5: #ef6f80; --c6: #e6cc4d; }
 }
 * { box-sizing: border-box; }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
@@ -26,6 +27,9 @@ pre { overflow-x: auto; font-size: .85rem; background: var(--pale); padding: .75
 figure { margin: 0; } svg { display: block; width: 100%; height: 8rem; border-left: 1px solid var(--line);
   border-bottom: 1px solid var(--line); }
 polyline { fill: none; stroke: var(--mark); } figcaption { color: var(--soft); font-size: .9rem; }
+.stack polygon { stroke: none; } .key { list-style: none; display: flex; flex-wrap: wrap; gap: .25rem 1rem; padding: 0; margin: .4rem 0; font-size: .9rem; }
+.c0 { fill: var(--c0); background: var(--c0); } .c1 { fill: var(--c1); background: var(--c1); } .c2 { fill: var(--c2); background: var(--c2); } .c3 { fill: var(--c3); background: var(--c3); } .c4 { fill: var(--c4); background: var(--c4); } .c5 { fill: var(--c5); background: var(--c5); } .c6 { fill: var(--c6); background: var(--c6); }
+.key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; border-radius: .15rem; }
 @media print { :root { --ink: #000; --paper: #fff; --soft: #444; } details { display: none; } }
 """
 MAX_POINTS = 500

@@ -8,11 +8,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_eff.measure.recording import CATEGORIES, Event, Holding, Recorder
-from lightning_eff.measure.whereabouts import PHASES
+from lightning_eff.measure.recording import (
+    ACTIVATIONS,
+    BATCH,
+    CATEGORIES,
+    TEMPORARIES,
+    Event,
+    Holding,
+    Recorder,
+)
+from lightning_eff.measure.whereabouts import PHASES, STEP
 
 MOST_HOLDERS = 12
 """Holders that are kept by name."""
+PASSING = (BATCH, ACTIVATIONS, TEMPORARIES)
 POINTS = 200
 """Points of a timeline."""
 
@@ -47,6 +56,8 @@ class Peak:
         path: Where that was.
         by_category: Bytes of the peak by what they are for.
         by_phase: The same of the most in each phase.
+        passing_bytes: The most that a step holds at once of its batch, activations and temporaries: what no
+            strategy divides. The optimizer's step is left out.
         holders: The largest holders at the peak.
         timeline: Bytes by category on the way, at most `POINTS` times, with the phase.
     """
@@ -57,6 +68,7 @@ class Peak:
     path: str
     by_category: dict[str, int]
     by_phase: dict[str, dict[str, int]]
+    passing_bytes: int
     holders: list[Holder]
     timeline: list[dict[str, Any]]
 
@@ -89,6 +101,7 @@ class Peak:
                 name: _by_category(recorder, _alive(events[: 1 - index], block_bytes))
                 for name, (_, index) in tops.items()
             },
+            passing_bytes=_passing(recorder, events, block_bytes),
             holders=_holders(recorder, alive),
             timeline=_timeline(recorder, events, block_bytes),
         )
@@ -121,6 +134,15 @@ def _changes(events: Sequence[Event], block_bytes: int) -> Iterator[tuple[Event,
         size = _rounded(event.num_bytes, block_bytes)
         yield event, size - sizes.get(event.holding, 0)
         sizes[event.holding] = size
+
+
+def _passing(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> int:
+    passing = {index for index, each in enumerate(recorder.holdings) if each.category in PASSING}
+    total = most = 0
+    for event, change in _changes(events, block_bytes):
+        total += change if event.holding in passing else 0
+        most = most if event.phase == STEP else max(most, total)
+    return most
 
 
 def _holders(recorder: Recorder, alive: dict[int, int]) -> list[Holder]:

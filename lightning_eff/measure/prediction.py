@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ WATCHERS = (
     upstream.ModelSummary, upstream.ProgressBar, upstream.Timer,
 )  # fmt: skip
 """Callbacks that watch a run, need values or write files, and take no memory of the step."""
-OURS = ("lightning_eff.monitors.", "lightning_eff.callbacks.data_preload")
+OURS = ("lightning_eff.monitors.", "lightning_eff.planning.", "lightning_eff.callbacks.data_preload")
 """The same of ours by module, and what starts processes to read the data."""
 
 
@@ -108,7 +108,7 @@ def predict(
         >>> found.peak.by_category["gradients"], found.peak.by_category["parameters"]
         (4194304, 4194304)
     """
-    with Fakes() as fakes, _quiet():
+    with Fakes() as fakes, quietly():
         made = trainer() if callable(trainer) else trainer
         if made.num_devices != 1 or made.world_size != 1 or made.strategy.root_device.type != "cpu":
             msg = f"a Trainer for {made.strategy.root_device}: expected accelerator='cpu', devices=1"
@@ -145,7 +145,7 @@ def predict_step(
         >>> predict_step(layer, torch.ones(1, 256), lambda net, x: net(x).sum(), sgd).peak.phase
         'backward'
     """
-    with Fakes() as fakes, _quiet():
+    with Fakes() as fakes, quietly():
         recorder = Recorder()
         built, made = None, []
         try:
@@ -192,6 +192,10 @@ class _Endless(IterableDataset[Any]):
         raise NotImplementedError
 
 
+class _SeenEnough(Exception):  # noqa: N818 - not an error
+    """Ends a run where it is: hooks of the end of a training may save files."""
+
+
 class _Watch(pl.Callback):
     """Records until the probe has seen enough, then ends the run.
 
@@ -213,7 +217,8 @@ class _Watch(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._probe.end()
-        trainer.should_stop = self._probe.done(trainer.global_step)
+        if self._probe.done(trainer.global_step):
+            raise _SeenEnough
 
     @override
     def on_exception(
@@ -239,13 +244,12 @@ def _fit(
     trainer.loggers = []
     trainer.num_sanity_val_steps = trainer.limit_val_batches = 0
     trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
-    if data is None:
-        trainer.fit(model, train_dataloaders=loader)
-        return
     module: Any = data
-    module.train_dataloader = lambda: loader
-    module.prepare_data = module.setup = lambda *_, **__: None
-    trainer.fit(model, datamodule=data)
+    if data is not None:
+        module.train_dataloader = lambda: loader
+        module.prepare_data = module.setup = lambda *_, **__: None
+    with suppress(_SeenEnough):
+        trainer.fit(model, loader if data is None else None, datamodule=data)
 
 
 def _length(batch: Any) -> int:
@@ -269,7 +273,7 @@ def _without(error: Exception, model: Any, assumed: list[str]) -> Prediction:
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
+def quietly() -> Generator[None]:
     """Leave out what techniques and Lightning say of a run that is none."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)  # torch logs what a fake tensor raises

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_eff.activations import HostMemory
 from lightning_eff.measure.duration import Call, Work, call_of
 from lightning_eff.measure.memory import LiveBytes, tensors_in
 from lightning_eff.measure.whereabouts import BACKWARD, FORWARD, Whereabouts
@@ -103,6 +104,8 @@ class Recorder(LiveBytes):
         if self._where is None:
             self._where = Whereabouts(module)
         self._where.open()
+        HostMemory.heard.append(self._parked)
+        self._hooks.callback(HostMemory.heard.remove, self._parked)
         super().begin(batch, module, self._optimizers)
         self._mark(tree_leaves(batch), BATCH)
         for name, buffer in module.named_buffers():
@@ -123,6 +126,10 @@ class Recorder(LiveBytes):
     def freed(self, gradient: Tensor) -> None:
         super().freed(gradient)
         self._mark([gradient], GRADIENTS)
+
+    def _parked(self, tensor: Tensor) -> None:
+        """Hear of a tensor that waits in the host's memory."""
+        self.on_host.add(self._number_of(tensor))
 
     def _mark(self, tensors: Iterable[Any], category: str, path: str = "") -> None:
         """Say what tensors are for, as far as they are counted."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_eff.measure import html
 from lightning_eff.measure.tables import human_bytes, human_count, text_table
+from lightning_eff.measure.throughput import Throughput
 
 
 def plain(value: Any) -> Any:
@@ -79,13 +80,14 @@ def text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def page(report: Mapping[str, Any], batch_times_s: Sequence[float], config: str = "") -> str:
+def page(report: Mapping[str, Any], throughput: Throughput, config: str = "") -> str:
     """Return the report as one HTML file.
 
     Args:
         report: What the JSON ledger holds.
-        batch_times_s: Of every timed batch.
+        throughput: Of every timed batch.
         config: What the run was built from, as YAML.
     """
     shown = dict(report) | {"verdict": verdict(report)}
-    return html.page(shown, figures=figures(report), batch_times_s=batch_times_s, config=config)
+    times_s, waits_s = throughput.batch_times_s, throughput.waits_s
+    return html.page(shown, figures=figures(report), times_s=times_s, waits_s=waits_s, config=config)

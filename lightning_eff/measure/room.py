@@ -84,10 +84,12 @@ class Expectation:
     Args:
         prediction: Of the step.
         room: Of the device.
+        undivided: Whether the run has several devices, and this is what one would need.
     """
 
     prediction: Prediction
     room: Room
+    undivided: bool = False
 
     @property
     def peak(self) -> Peak | None:
@@ -140,8 +142,9 @@ class Expectation:
             f"fits, {human_bytes(left)} left" if left >= 0 else f"does not fit: {human_bytes(-left)} short"
         )
         where = f" in {peak.path}" if peak.path else ""
+        what = "a step, were it on one device and undivided" if self.undivided else "a step"
         return (
-            f"predicted peak of a step: {human_bytes(taken)} of {human_bytes(self.room.memory_bytes)} on "
+            f"predicted peak of {what}: {human_bytes(taken)} of {human_bytes(self.room.memory_bytes)} on "
             f"{self.room.name}: {verdict}; reached in the {peak.phase} ({peak.operation or 'start'}{where})"
         )
 

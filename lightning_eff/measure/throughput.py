@@ -21,9 +21,10 @@ class Throughput:
 
     def __init__(self) -> None:
         self.batch_times_s = array("d")
+        self.waits_s = array("d")
+        """What of each was a wait for data."""
         self.num_samples = 0
         self.num_tokens = 0
-        self.wait_s = 0.0
         self.first_batch_s = 0.0
         """The longest batch of those that are not timed: a compiler's work is in it."""
         self._mark_s = time.perf_counter()
@@ -44,7 +45,7 @@ class Throughput:
         self._mark_s = now
         self.num_samples += num_samples
         self.num_tokens += num_tokens
-        self.wait_s += wait_s
+        self.waits_s.append(wait_s)
 
     def summary(self) -> dict[str, float | int | None]:
         """Return medians, rates and shares; None where nothing was measured."""
@@ -58,7 +59,7 @@ class Throughput:
             "batch_time_p90_s": ordered[int(0.9 * (len(ordered) - 1))],
             "samples_per_s": self.num_samples / total_s,
             "tokens_per_s": self.num_tokens / total_s if self.num_tokens else None,
-            "data_wait_share": min(1.0, self.wait_s / total_s),
+            "data_wait_share": min(1.0, sum(self.waits_s) / total_s),
             "num_batches": len(ordered),
         }
 

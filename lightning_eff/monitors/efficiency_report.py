@@ -153,6 +153,7 @@ class EfficiencyReport(pl.Callback):
                 for technique, arguments in self._asked
             ],
             "losses": self._losses.curve(),
+            "memory": {} if (held := meter.memory()) is None else held.as_dict(),
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "environment": environment.describe(meter.device),
             "command": _command(),
@@ -167,7 +168,7 @@ class EfficiencyReport(pl.Callback):
         (folder / LEDGER_FILE).write_text(json.dumps(self.report, indent=1, allow_nan=False))
         resolved = folder / CONFIG_FILE
         config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
-        page = report.page(self.report, meter.throughput.batch_times_s, config)
+        page = report.page(self.report, meter.throughput, config)
         (folder / PAGE_FILE).write_text(page, encoding="utf-8")
         rank_zero_info("\n%s\n report: %s", report.text(self.report), folder / PAGE_FILE)
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_eff import plan
 from lightning_eff.measure.room import Expectation, Room
-from lightning_eff.planning.advice import Size, Words
+from lightning_eff.planning.advice import Size, Words, eighth
 from lightning_eff.planning.dry_run import Example, dry_run, example_of, on_device
 from lightning_eff.run import build_trainer
 
@@ -25,7 +25,6 @@ CANDIDATES: tuple[Words, ...] = (
     ("optimizer=adamw_8bit_bnb",),
     ("precision=bf16_mixed",),
     ("precision=bf16_true",),
-    ("+callbacks=micro_batch", "callbacks.micro_batch.micro_batch_size=1"),
     ADAPTERS,
 )
 """What to try, as it is typed; how each changes the training is told by `ls`."""
@@ -64,7 +63,9 @@ class Recipe:
     @property
     def candidates(self) -> Sequence[Words]:
         """Techniques to try."""
-        return (*CANDIDATES, *(WITH_HOST if self.room.is_cuda else ()))
+        parts = f"callbacks.micro_batch.micro_batch_size={eighth(self.fed.batch_size or 1)}"
+        more = (("+callbacks=micro_batch", parts), *(WITH_HOST if self.room.is_cuda else ()))
+        return (*CANDIDATES, *more)
 
     def expect(self, words: Words) -> Expectation:
         """Compose with some words more and predict the step; raises what `train` would say to them."""

@@ -57,6 +57,8 @@ options:
   --debug                 whole tracebacks"""
 
 RESULT_FILE, PAGE_FILE = "compare.json", "compare.html"
+FASTER, SMALLER = 1.1, 0.97
+"""What helps: speed against the baseline beyond what a busy machine does to it, or memory, which is exact."""
 SHARE_OF_LIMIT = 1 / 3
 """Of the time that a trial has, what it may train; compiling and the batch that was begun come on top."""
 OWN_GROUPS = ("callbacks", "precision", "strategy")
@@ -83,25 +85,29 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write((folder / RESULT_FILE).read_text(encoding="utf-8") + "\n")
     else:
         words = f"{given.steps} steps a trial, {given.rounds} rounds, {time.monotonic() - started:.0f} s"
-        sys.stdout.write(f"{rows.text(found)}\n {words}; {folder / PAGE_FILE}\n")
+        lines = [rows.text(found), *rows.noise(found), f" {words}; {folder / PAGE_FILE}"]
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
     return EXIT_OK if any(each.status == rows.MEASURED for each in found) else EXIT_FAILED
 
 
 def _measure(given: argparse.Namespace, values: dict[str, Any], work: _Work, comparison: Comparison) -> None:
-    """Run the rounds; what helped alone is put together after the first."""
+    """Run the rounds; what helped alone is put together after two."""
     alone = trials.alone(values, optimizers=given.optimizers)
     alone += [trials.row_of(line, values) for line in given.row]
     alone = _only(alone, given.only, [each.name for each in alone[len(alone) - len(given.row) :]])
     runnable = [each for each in alone if _reason_against(each, work, comparison) is None]
     runnable.insert(1, Trial(trials.AS_IT_IS, None))
-    comparison.round(1, runnable)
+    before = range(1, min(2, given.rounds) + 1)
+    for number in before:
+        comparison.round(number, runnable)
     helped = [(trial, row) for trial, row in comparison.measured() if _helps(trial, row)]
     helped.sort(key=lambda pair: -rows.gain(pair[1]))
     both = trials.combined([trial for trial, _ in helped], lambda trial: work.refusal(trial) is None)
     if both is not None:
         runnable.append(both)
-        comparison.round(1, [both])
-    for number in range(2, given.rounds + 1):
+        for number in before:
+            comparison.round(number, [both])
+    for number in range(before[-1] + 1, given.rounds + 1):
         comparison.round(number, runnable)
     work.predict(runnable, comparison)
 
@@ -118,7 +124,7 @@ def _helps(trial: Trial, row: rows.Row) -> bool:
     if trial.name in (trials.BASELINE, trials.AS_IT_IS) or row.reason:
         return False
     same = row.loss is None or abs(row.loss_difference or 0.0) <= 0.02 * abs(row.loss)
-    return same and ((row.speed_ratio or 1.0) > 1.03 or (row.peak_ratio or 1.0) < 0.97)
+    return same and ((row.speed_ratio or 1.0) > FASTER or (row.peak_ratio or 1.0) < SMALLER)
 
 
 class _Work:

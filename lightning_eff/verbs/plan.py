@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,38 +81,47 @@ class _Looks:
         layers: Who computes which linear layers.
         division: What each of many devices would keep.
         advice: What would save memory; None where nobody asked.
+        devices: How many the run has.
     """
 
     expected: Expectation
     layers: LinearLayers
     division: Division
     advice: Advice | None
+    devices: int
 
     @classmethod
     def at(cls, values: dict[str, Any], trainer: pl.Trainer, device: str, compose: Compose | None) -> _Looks:
         """Look; with `compose`, which takes more words, for advice too."""
         from lightning_eff.planning.forecast import division_of
 
-        expected = _expected(values, trainer, device)
+        division = division_of(values, trainer)
+        expected = replace(_expected(values, trainer, device), undivided=bool(division.shares))
+        passing = None if expected.peak is None else expected.peak.passing_bytes
+        division = replace(division, passing_bytes=passing if division.shares else None)
         with redirect_stdout(sys.stderr):
             advice = _advice(compose, expected.room) if compose is not None else None
         layers = _layers(values, trainer, device)
-        return cls(expected, layers, division_of(values, trainer), advice)
+        return cls(expected, layers, division, advice, trainer.world_size)
 
     def texts(self) -> list[str]:
         """Return what there is to say."""
         advice = [str(self.advice)] if self.advice is not None else []
+        room = self.expected.room
+        shared = self.devices in self.division.shares
+        verdict = [self.division.verdict(self.devices, room.free_bytes, room.name)] if shared else []
         return [
             str(self.expected),
             *advice,
             *(str(each) for each in (self.layers, self.division) if each.about),
+            *verdict,
         ]
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain values, for JSON."""
         found: dict[str, Any] = {"layers": [asdict(row) for row in self.layers.rows]}
         found |= {"layers_about": self.layers.about, "division": self.division.rows()}
-        found |= {"division_about": self.division.about, "division_assumed": self.division.assumptions}
+        found |= {"division_about": self.division.about, "division_assumed": self.division.assumed}
         found |= {"peak": self.expected.as_dict()}
         return found | ({"advice": self.advice.as_dict()} if self.advice is not None else {})
 

@@ -50,7 +50,7 @@ def test_a_report_on_the_standard_output_is_what_was_measured(tmp_path: Path) ->
         ("os.kill(os.getpid(), signal.SIGSEGV)", FAILED, "killed by signal 11"),
         ("exit_code = 7", FAILED, "exit code 7"),
         ("print('not JSON')", FAILED, "without a report"),
-        ('print(\'{"measured": {"num_batches": 0}}\')', FAILED, "too few steps"),
+        ('print(\'{"measured": {"num_batches": 0}}\')', FAILED, "too slow to be timed: 0 steps"),
     ],
 )
 def test_a_failure_keeps_its_reason(tmp_path: Path, code: str, status: str, reason: str) -> None:

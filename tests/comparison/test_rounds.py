@@ -126,6 +126,7 @@ def test_techniques_without_effect_are_named(tmp_path: Path) -> None:
     report_of = {**result.report, "ledger": [idle, saves]}
     found = rows.row("x", [], [Result(MEASURED, report=report_of)])
     assert found.reason == "no effect: empty_cache"
+    assert rows.row("empty_cache", [], [Result(MEASURED, report=report_of)]).reason == "no effect"
     assert rows.cells(found)[3] == "-"
     assert (
         rows.cells(rows.row("x", [], [report(1.0, first_batch_s=31.0)]))[-1] == "measured, first batch 31 s"

@@ -210,7 +210,21 @@ def test_a_table_leaves_out_what_is_empty() -> None:
         " devices  weights  gradients  optimizer  buffers  a device  sent a step",
         " 1        1.0 KiB  0 B        0 B        0 B      1.0 KiB   2 B",
         "assumed: that it is so",
+        "assumed: activations are not counted",
     ]
+
+
+def test_what_passes_through_a_device_is_not_divided() -> None:
+    shares = {1: Share(weights=4096), 4: Share(weights=1024, sent=2)}
+    division = Division("about it", shares, passing_bytes=2048)
+    assert [row["device_bytes"] for row in division.rows()] == [6144, 3072]
+    text = str(division)
+    assert " 4        1.0 KiB  0 B        0 B        0 B      2.0 KiB      3.0 KiB   2 B" in text
+    assert "activations are not counted" not in text
+    assert division.verdict(4, 4096, "X") == (
+        "each of 4 devices holds about 3.0 KiB; on X that fits, 1.0 KiB left"
+    )
+    assert division.verdict(1, 4096, "X").endswith("on X that does not fit: 2.0 KiB short")
     assert "host, for each" in str(Division("", {1: Share(host=1)}))
     assert str(Division("there is none")) == "there is none"
     assert Division("", {1: Share(host=1.6)}).rows()[0]["host_bytes"] == 2

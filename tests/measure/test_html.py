@@ -48,10 +48,12 @@ class Reader(HTMLParser):
         self.text.append(data)
 
 
-def make_page(word: str = "word", *, times: Sequence[float] = (0.1, 0.2), **changes: Any) -> str:
+def make_page(
+    word: str = "word", *, times: Sequence[float] = (0.1, 0.2), waits: Sequence[float] = (), **changes: Any
+) -> str:
     row = {"technique": word, "asked": {word: word, "n": 3}, "status": word, "did": word}
     report = {"title": word, "verdict": word, "ledger": [row], "environment": {word: word}, "command": word}
-    return page(report | changes, figures=[(word, word)], batch_times_s=times)
+    return page(report | changes, figures=[(word, word)], times_s=times, waits_s=waits)
 
 
 def points(text: str) -> list[tuple[float, float]]:
@@ -85,7 +87,7 @@ def test_an_address_that_was_given_is_text() -> None:
 
 def test_raw_json_is_what_was_given() -> None:
     report = {"title": "a < b", "verdict": "'\"&", "ledger": [], "environment": {}, "command": "", "n": 1.5}
-    text = page(report, figures=[], batch_times_s=[])
+    text = page(report, figures=[], times_s=[], waits_s=[])
     raw = re.search(r"<summary>JSON</summary><pre>(.*?)</pre>", text, re.DOTALL)
     assert raw is not None
     assert json.loads(unescape(raw[1])) == report
@@ -95,6 +97,13 @@ def test_chart_spans_the_box_and_the_slowest_is_at_the_top() -> None:
     text = make_page(times=[0.1, 0.4, 0.2])
     assert points(text) == [(0.0, 74.0), (500.0, 2.0), (1000.0, 50.0)]
     assert "3 batches in order, from 0 to 0.4000 s" in text
+
+
+def test_waits_are_drawn_where_there_were_any() -> None:
+    text = make_page(times=[], waits=[0.0, 0.02, 0.01])
+    assert points(text) == [(0.0, 98.0), (500.0, 2.0), (1000.0, 50.0)]
+    assert "3 batches in order, from 0 to 0.0200 s; 0.03 s together" in text
+    assert "Wait for data" not in make_page(times=[], waits=[0.0, 1e-5, 2e-5])
 
 
 def test_long_runs_are_thinned_and_no_slow_batch_is_lost() -> None:

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from lightning_eff.measure import report
+from lightning_eff.measure.throughput import Throughput
 
 NOTHING = dict.fromkeys(("batch_time_s", "samples_per_s", "tokens_per_s", "mfu", "data_wait_share"))
 MEASURED = {
@@ -76,7 +77,9 @@ def test_figures_that_were_not_measured_are_left_out_and_zero_is_a_figure() -> N
 
 def test_page_has_the_verdict_the_figures_and_the_ledger() -> None:
     shown = make_report()
-    page = report.page(shown, [0.5, 0.25])
+    throughput = Throughput()
+    throughput.batch_times_s.extend([0.5, 0.25])
+    page = report.page(shown, throughput)
     assert report.verdict(shown) in page
     for name, value in report.figures(shown):
         assert f"<dt>{name}</dt><dd>{value}</dd>" in page

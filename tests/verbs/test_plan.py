@@ -374,14 +374,14 @@ class NeverSteps(torch.optim.SGD):
 
 def test_zero_is_planned_without_a_process(command: Command) -> None:
     pytest.importorskip("deepspeed")
-    found, about, assumed = division(command, "zero3_offload")
+    found, about, assumed = division(command, "zero3_offload", "precision=fp32")
     assert "strategy/deepspeed_zero" in about
     assert found[2]["host_bytes"] == pytest.approx((4 + 4 + 8 + 4 + 4) * TRAINED / 2, rel=0.001)
     assert found[2]["sent_bytes"] == pytest.approx(4 * TRAINED, rel=0.001)
     assert any("stage3_param_persistence_threshold" in each for each in assumed)
     assert found[2]["buffers_bytes"] == pytest.approx(4 * 500_000_000, rel=0.01)
     bucket = "strategy.config={zero_optimization: {reduce_bucket_size: 1000000}}"
-    small = division(command, "zero3_offload", bucket)[0]
+    small = division(command, "zero3_offload", "precision=fp32", bucket)[0]
     assert small[2]["buffers_bytes"] == 4_000_000
     _, out, _ = command("plan", "zero2", "trainer.accelerator=cpu")
     assert "\n devices  weights  gradients  optimizer  buffers  a device  sent a step\n" in out

@@ -1,0 +1,147 @@
+"""Predicted peaks of a full fine-tune of a 3B-parameter model beside torchtune's published ladder.
+
+The model has the shapes of Llama 3.2 3B (transformers' class, made from a configuration, no download), in
+bf16, and takes a step of AdamW on 2 x 4096 tokens, all of it on fake tensors. Each row adds a technique to
+those above, as the published ladder does. Its compiled rows are stood for by what a compiler leaves in
+memory: a loss in chunks that keeps its logits in bf16 and nothing in float32.
+
+    python docs/benchmarks/planner_ladder.py --json docs/benchmarks/planner_ladder.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import platform
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_eff.callbacks.gradient_checkpointing import recompute
+from lightning_eff.measure.prediction import Prediction, predict_step
+from lightning_eff.measure.tables import text_table
+from lightning_eff.optimizer.in_backward import InBackward
+
+GIB = 2**30
+ROWS, LENGTH, NUM_CHUNKS = 2, 4096, 8
+SHAPES: dict[str, Any] = {
+    "vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
+    "num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": True, "use_cache": False,
+}  # fmt: skip
+
+
+class ChunkLoss(torch.autograd.Function):
+    """Cross entropy of one chunk of logits that keeps them as they are, as a fused kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum over the chunk's tokens."""
+        ctx.save_for_backward(logits, targets)
+        wide = logits.float()
+        return (wide.logsumexp(-1) - wide.gather(-1, targets[:, None])[:, 0]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the logits, in their format."""
+        logits, targets = ctx.saved_tensors
+        share = logits.softmax(-1)
+        share.scatter_add_(-1, targets[:, None], torch.full_like(targets[:, None], -1, dtype=share.dtype))
+        return share.mul_(gradients[0].to(share.dtype)), None
+
+
+def whole_loss(net: Any, tokens: Tensor) -> Tensor:
+    """Return transformers' own loss."""
+    return net(input_ids=tokens, labels=tokens).loss
+
+
+def chunked_loss(net: Any, tokens: Tensor) -> Tensor:
+    """Return the loss with logits and float32 in chunks."""
+    hidden = net.model(input_ids=tokens).last_hidden_state.flatten(0, 1)
+    chunks = zip(hidden.chunk(NUM_CHUNKS), tokens.flatten().chunk(NUM_CHUNKS), strict=True)
+    losses: list[Any] = [ChunkLoss.apply(net.lm_head(x), y) for x, y in chunks]
+    return sum(losses) / tokens.numel()
+
+
+def model(*, policy: str | None = None) -> nn.Module:
+    """Make the model; `policy` recomputes its blocks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    made: Any = LlamaForCausalLM(LlamaConfig(**SHAPES)).to(torch.bfloat16).train()
+    if policy is not None:
+        recompute(made, policy=policy)
+    return made
+
+
+def eight_bit(parameters: Any) -> Optimizer:
+    """Step in the backward pass, with a state of 8 bits (bitsandbytes)."""
+    from bitsandbytes.optim import AdamW8bit
+
+    return InBackward(parameters, optimizer=functools.partial(AdamW8bit, lr=1e-5), lr=1e-5)
+
+
+ADAMW = functools.partial(torch.optim.AdamW, fused=True, lr=1e-5)
+FULL, OFFLOAD = functools.partial(model, policy="full"), functools.partial(model, policy="offload")
+Row = tuple[float, Callable[[], nn.Module], Callable[[Any, Any], Tensor], Callable[[Any], Optimizer]]
+LADDER: dict[str, Row] = {
+    "plain": (60.0, model, whole_loss, ADAMW),
+    "+ compile, loss in chunks": (42.9, model, chunked_loss, ADAMW),
+    "+ checkpointing": (24.9, FULL, chunked_loss, ADAMW),
+    "+ optimizer in backward": (23.1, FULL, chunked_loss, functools.partial(InBackward, lr=1e-5)),
+    "+ activations on the host": (21.8, OFFLOAD, chunked_loss, functools.partial(InBackward, lr=1e-5)),
+    "+ 8-bit optimizer": (17.6, OFFLOAD, chunked_loss, eight_bit),
+}
+"""Published GiB of active memory (README of pytorch/torchtune, an A100), and what stands for each here."""
+
+
+def predicted(name: str) -> tuple[Prediction, float]:
+    """Return a row's prediction and the seconds that it took."""
+    _, make, loss, optimizer = LADDER[name]
+    began = time.perf_counter()
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    return predict_step(make, tokens, loss, optimizer), time.perf_counter() - began
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name, (published, *_) in LADDER.items():
+        found, seconds = predicted(name)
+        peak = found.in_blocks
+        gib = None if peak is None else peak.num_bytes / GIB
+        ratio = None if gib is None else gib / published
+        row = {"row": name, "published_gib": published, "predicted_gib": gib, "ratio": ratio}
+        row |= {"seconds": seconds, "phase": peak and peak.phase, "reason": found.reason}
+        row["by_category"] = peak and peak.by_category
+        rows.append(row)
+        print(row)  # noqa: T201
+    table = [
+        [
+            r["row"],
+            str(r["published_gib"]),
+            f"{r['predicted_gib'] or 0:.1f}",
+            f"{r['ratio'] or 0:.3f}",
+            str(r["phase"]),
+            f"{r['seconds']:.1f}",
+        ]
+        for r in rows
+    ]
+    print(text_table(["row", "published GiB", "predicted GiB", "ratio", "peak in", "s"], table))  # noqa: T201
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    print(f"{grown:.2f} GiB of memory at most, imports included")  # noqa: T201
+    if given.json:
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        given.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
