@@ -83,7 +83,7 @@ def eight_bit(parameters: Any) -> Optimizer:
     """Step in the backward pass, with a state of 8 bits (bitsandbytes)."""
     from bitsandbytes.optim import AdamW8bit
 
-    return InBackward(parameters, optimizer=functools.partial(AdamW8bit, lr=1e-5), lr=1e-5)
+    return InBackward(parameters, optimizer=AdamW8bit, lr=1e-5)
 
 
 ADAMW = functools.partial(torch.optim.AdamW, fused=True, lr=1e-5)

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_eff.kernels.devices import Device
 from lightning_eff.measure.flops import flops_of
@@ -76,8 +75,8 @@ def call_of(func: Any, args: Any, kwargs: Any, out: Any, number_of: Callable[[Te
     name = getattr(func, "__name__", str(func)).partition(".")[0]
     if getattr(func, "is_view", False) or name in FREE:
         return None
-    results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    results = list(_tensors((out,)))
+    given = list(_tensors((*args, *kwargs.values())))
     touched = [*(results if name in ROWS_ONLY else given), *results]
     first = next(iter(results or given), None)
     return Call(
@@ -87,6 +86,15 @@ def call_of(func: Any, args: Any, kwargs: Any, out: Any, number_of: Callable[[Te
         torch.float32 if first is None else first.dtype,
         tuple(number_of(tensor) for tensor in (*given, *results)),
     )
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield tensors out of arguments, which are no deeper than lists: torch has that for trees, and slow."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class LiveBytes(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.add(tree_leaves(out))
+        self.add((out,) if isinstance(out, Tensor) else tree_leaves(out))
         return out
 
 

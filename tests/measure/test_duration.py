@@ -70,7 +70,7 @@ def blocks(*, again: bool) -> nn.Module:
 
 
 def test_recomputing_is_one_more_forward_pass() -> None:
-    """All products but the last of each block run again: 4 more than 8 forwards, 8 of weights, 7 of inputs."""
+    """All products but each block's last run again: 4 beside 8 forward, 8 for weights and 7 for inputs."""
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     plain, again = (
         predict_step(functools.partial(blocks, again=flag), torch.ones(1 << 16, 512), step, sgd)
