@@ -30,6 +30,7 @@ polyline { fill: none; stroke: var(--mark); } figcaption { color: var(--soft); f
 .stack polygon { stroke: none; } .key { list-style: none; display: flex; flex-wrap: wrap; gap: .25rem 1rem; padding: 0; margin: .4rem 0; font-size: .9rem; }
 .c0 { fill: var(--c0); background: var(--c0); } .c1 { fill: var(--c1); background: var(--c1); } .c2 { fill: var(--c2); background: var(--c2); } .c3 { fill: var(--c3); background: var(--c3); } .c4 { fill: var(--c4); background: var(--c4); } .c5 { fill: var(--c5); background: var(--c5); } .c6 { fill: var(--c6); background: var(--c6); }
 .key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; border-radius: .15rem; }
+.key i, .bar span { print-color-adjust: exact; }
 @media print { :root { --ink: #000; --paper: #fff; --soft: #444; } details { display: none; } }
 """
 MAX_POINTS = 500

@@ -6,19 +6,20 @@ comes out the same to the byte. Loggers, checkpoints, validation and whatever el
 
 What cannot run without values or without memory (a compiled block, an extension in C++, `tolist()` in a
 `training_step`) ends the prediction: `reason` says why, and `lasting_bytes` has what can be counted all the
-same, parameters, buffers and gradients.
+same, parameters, buffers, gradients and the optimizer's state.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch import callbacks as upstream
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,6 +29,7 @@ from typing_extensions import override
 from lightning_eff.errors import root_cause_line
 from lightning_eff.measure.duration import Work
 from lightning_eff.measure.fakes import Fakes
+from lightning_eff.measure.memory import state_bytes
 from lightning_eff.measure.peak import Peak
 from lightning_eff.measure.probe import Probe
 from lightning_eff.measure.recording import Recorder
@@ -121,7 +123,7 @@ def predict(
             _fit(made, built, loader, data, recorder)
             return Prediction.of(recorder, fakes.assumed)
         except Exception as error:  # noqa: BLE001 - a user's step may raise anything where nothing has values
-            return _without(error, built, fakes.assumed)
+            return _without(error, built, made.optimizers, fakes.assumed)
 
 
 def predict_step(
@@ -161,7 +163,7 @@ def predict_step(
                 probe.end()
             return Prediction.of(recorder, fakes.assumed)
         except Exception as error:  # noqa: BLE001 - a user's step may raise anything where nothing has values
-            return _without(error, built, fakes.assumed)
+            return _without(error, built, made, fakes.assumed)
 
 
 class Served(DataLoader[Any]):
@@ -258,8 +260,8 @@ def _length(batch: Any) -> int:
     return max(1, batch_size(batch)[0])
 
 
-def _without(error: Exception, model: Any, assumed: list[str]) -> Prediction:
-    """Return what is known where the step did not run."""
+def _without(error: Exception, model: Any, optimizers: Sequence[Optimizer], assumed: list[str]) -> Prediction:
+    """Return what is known where the step did not run; with the optimizer's state, if it can step alone."""
     reason = root_cause_line(error).removeprefix("error: ").splitlines()[0]
     if not isinstance(model, nn.Module):
         return Prediction(reason=reason, assumed=assumed)
@@ -268,8 +270,21 @@ def _without(error: Exception, model: Any, assumed: list[str]) -> Prediction:
         "parameters": sum(p.nbytes for p in model.parameters()),
         "buffers": sum(b.nbytes for b in model.buffers()),
         "gradients": trained,
+        "optimizer state": _state_bytes(optimizers),
     }
     return Prediction(reason=reason, assumed=assumed, lasting_bytes=lasting)
+
+
+def _state_bytes(optimizers: Sequence[Optimizer]) -> int:
+    """Step on gradients that mean nothing, and return the bytes that are kept for the next step."""
+    try:
+        for optimizer in optimizers:
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+    except Exception:  # noqa: BLE001 - an optimizer of the user's may need more than a gradient
+        return 0
+    return sum(sum(state_bytes(optimizer).values()) for optimizer in optimizers)
 
 
 @contextmanager

@@ -80,6 +80,7 @@ class FirstGradients:
             parameters = [p for group in given for p in group["params"] if p.requires_grad]
             named = [(names.get(id(p), "a parameter that is not the module's"), p) for p in parameters]
             self._judge([(name, used.get(id(p), p.grad)) for name, p in named])
+            used.clear()
 
         handles = [optimizer.register_step_post_hook(look)]
         if isinstance(optimizer, FreesGradients):

@@ -90,6 +90,11 @@ def choice(optimizer: Any) -> OptimizerChoice:
     return OptimizerChoice(optimizer=functools.partial(optimizer, lr=0.01))
 
 
+def eight_bit(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    return bitsandbytes.optim.AdamW8bit(parameters, min_8bit_size=1024, **options)
+
+
 CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
     "plain": (GPT_OF, dict),
     "tied weights are two": (functools.partial(GPT_OF, tie_word_embeddings=False), dict),
@@ -119,6 +124,10 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
     "fused": (
         GPT_OF,
         lambda: {"callbacks": [choice(functools.partial(torch.optim.AdamW, fused=True))]},
+    ),
+    "8 bits": (
+        functools.partial(GPT_OF, d_model=64, num_heads=4),
+        lambda: {"callbacks": [choice(eight_bit)]},
     ),
     "several": (
         functools.partial(GPT_OF, dropout=0.1),
@@ -219,6 +228,8 @@ def test_what_cannot_run_is_told_and_counted_by_arithmetic() -> None:
     assert "numpy" in found.reason
     weights = sum(p.nbytes for p in make().parameters())
     assert found.lasting_bytes["parameters"] == found.lasting_bytes["gradients"] == weights
+    counts = 4 * len(list(make().parameters()))  # AdamW's number of steps
+    assert found.lasting_bytes["optimizer state"] == 2 * weights + counts
 
     def broken() -> GPT:
         text = "no weights here"
