@@ -152,7 +152,11 @@ class GradientAccumulation(pl.Callback):
             key="global_batch_size" if self.schedule is None else "schedule",
             value=size,
             allowed=f"a multiple of {unit} (batches of {micro_batch_size}{ranks}): {' or '.join(fits)}",
-            remedies=[f"global_batch_size={number}" for number in fits] if self.schedule is None else [],
+            remedies=[
+                f"callbacks.gradient_accumulation.global_batch_size={number}"
+                for number in fits
+                if self.schedule is None
+            ],
         )
 
     def _apply(self, trainer: pl.Trainer) -> None:

@@ -15,6 +15,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Generator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -35,6 +37,7 @@ from lightning_eff.processes.watch import PARENT
 
 REPORT_FILE, LOG_FILE = "report.json", "log.txt"
 REASON_LENGTH = 200
+POLL_S = 1.0
 IMPORTED = ["lightning_eff.run", "lightning_eff.verbs.train"]
 """What the process has imported that others are forked from."""
 
@@ -53,7 +56,7 @@ def run(work: Callable[[Path], int], *, folder: Path, limit_s: float) -> Result:
     folder.mkdir(parents=True, exist_ok=True)
     for name in (REPORT_FILE, LOG_FILE):
         (folder / name).write_bytes(b"")
-    process: Any = _context().Process(target=_child, args=(work, folder))
+    process: Any = _context().Process(target=_child, args=(work, folder, os.getpid()))
     with _stderr_to(folder / LOG_FILE):
         process.start()
     late = _is_late(process, limit_s)
@@ -76,9 +79,10 @@ def _context() -> Any:
     return context
 
 
-def _child(work: Callable[[Path], int], folder: Path) -> None:
+def _child(work: Callable[[Path], int], folder: Path, owner: int) -> None:
     """Lead a session of its own, so that all of it can be killed, and say everything to a file."""
     os.setsid()
+    threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
     os.environ[PARENT] = str(os.getppid())
     log = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_TRUNC)
     for stream in (1, 2):
@@ -91,6 +95,18 @@ def _child(work: Callable[[Path], int], folder: Path) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)  # what others would do at the end of a process takes seconds
+
+
+def _end_with(owner: int) -> None:
+    """End this process and all that it has started when the one that compares is gone, killed perhaps."""
+    while True:
+        time.sleep(POLL_S)
+        try:
+            os.kill(owner, 0)
+        except ProcessLookupError:
+            os.killpg(0, signal.SIGKILL)
+        except PermissionError:  # it is there, and somebody else's
+            pass
 
 
 @contextlib.contextmanager

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 import json
+import pickle  # to tell values apart: nothing is unpickled here
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,7 +52,7 @@ def compare(
         folder: Where results lie; one that has some goes on. None for a temporary one.
 
     Raises:
-        ConfigError: `max_steps` or `rounds` are too small.
+        ConfigError: `max_steps` or `rounds` are too small, or `build` cannot be called in another process.
 
     Example:
         >>> compare(list, {}, max_steps=2)  # in a script: compare(build, {"bf16": {"plugins": [Mixed()]}})
@@ -59,6 +62,7 @@ def compare(
     for key, value, least in (("max_steps", max_steps, 6), ("rounds", rounds, 1)):
         if value < least:
             raise ConfigError(key=key, value=value, allowed=f"at least {least}")
+    made_of = _fingerprint(build)
     if folder is None:
         import tempfile
 
@@ -76,13 +80,29 @@ def compare(
         sys.stderr.write(f" {line}\n")
 
     comparison = Comparison(Path(folder), run, tell)
-    listed = [Trial(name, settings=_described(given, max_steps)) for name, given in keywords.items()]
+    shared = (f"build={made_of}", f"seed={seed}", f"max_steps={max_steps}")
+    listed = [Trial(name, settings=(*shared, *_described(given))) for name, given in keywords.items()]
     for number in range(1, rounds + 1):
         comparison.round(number, listed)
     return comparison.rows()
 
 
-def _described(keywords: Mapping[str, Any], max_steps: int) -> tuple[str, ...]:
+def _fingerprint(build: Callable[..., Any]) -> str:
+    """Name a function and the state of its file: other code has other results."""
+    try:
+        pickle.dumps(build)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        allowed = f"a function of a module or script, which another process can call ({error})"
+        raise ConfigError(key="build", value=getattr(build, "__qualname__", build), allowed=allowed) from None
+    inner = getattr(build, "func", build)
+    try:
+        text = Path(inspect.getfile(inner)).read_bytes()
+    except (TypeError, OSError):
+        text = b""
+    return f"{getattr(inner, '__qualname__', inner)}-{hashlib.sha256(text).hexdigest()[:8]}"
+
+
+def _described(keywords: Mapping[str, Any]) -> tuple[str, ...]:
     """Say what a trial has, in words that are the same in the next process."""
     from lightning_eff.facts import Technique, asked, name_of
 
@@ -91,10 +111,15 @@ def _described(keywords: Mapping[str, Any], max_steps: int) -> tuple[str, ...]:
             return f"[{', '.join(map(words, value))}]"
         if isinstance(value, Technique):
             return f"{name_of(value)}({', '.join(f'{k}={v}' for k, v in asked(value).items())})"
-        plain = isinstance(value, (str, int, float, bool, type(None)))
-        return str(value) if plain else type(value).__name__
+        if isinstance(value, (str, int, float, bool, type(None))):
+            return str(value)
+        try:
+            state = pickle.dumps(value)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return type(value).__name__
+        return f"{type(value).__name__}-{hashlib.sha256(state).hexdigest()[:8]}"
 
-    return (f"max_steps={max_steps}", *(f"{key}={words(value)}" for key, value in keywords.items()))
+    return tuple(f"{key}={words(value)}" for key, value in keywords.items())
 
 
 def _fit(build: Callable[[], tuple[Any, Any]], keywords: Mapping[str, Any], seed: int, folder: Path) -> int:

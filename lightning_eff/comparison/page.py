@@ -36,7 +36,7 @@ _TEMPLATE = """<!doctype html>
 {% for row in table %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
 <p class="soft">{{ steps }} optimizer steps a trial, {{ rounds }} rounds, each trial in a process of its own, with the same seed and
-global batch. Speeds are medians over the rounds, +- half of their range. {{ memory }}{% for line in noise %} In speed,{{ line }}.{% endfor %}</p>
+global batch. Speeds are those of the fastest round, in brackets what the slowest had less. {{ memory }}{% for line in noise %} In speed,{{ line }}.{% endfor %}</p>
 <h2>Measured on</h2>
 <p class="soft">{% for k, v in environment.items() %}{{ k }} {{ v }}{{ ", " if not loop.last }}{% endfor %}</p>
 <h2>Reproduce</h2><pre>{{ command }}</pre>

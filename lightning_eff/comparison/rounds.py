@@ -74,13 +74,15 @@ class Comparison:
     def _once(self, trial: Trial, number: int) -> Result:
         name = re.sub(r"\W+", "-", trial.name).strip("-")[:NAME_LENGTH]
         path = self.folder / "rounds" / f"{number}-{name}.json"
-        kept: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if kept.get("status") == MEASURED and kept.pop("overrides") == trial.overrides():
+        kept = _kept(path, trial)
+        if kept is not None:
             self._tell(f"round {number}, {trial.name}: measured before")
-            return Result(**kept)
+            return kept
         result = self._run(trial, self.folder / "runs" / f"{number}-{name}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"overrides": trial.overrides(), **asdict(result)}), encoding="utf-8")
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps({"overrides": trial.overrides(), **asdict(result)}), encoding="utf-8")
+        new.replace(path)
         measured = result.report.get("measured", {}).get("samples_per_s")
         words = f"{measured:.1f} samples/s" if measured else f"{result.status}: {result.reason}"
         self._tell(f"round {number}, {trial.name}: {words}")
@@ -106,3 +108,14 @@ class Comparison:
     def report_of(self, name: str) -> dict[str, Any]:
         """Return the first efficiency report of a trial, empty where there is none."""
         return next((dict(r.report) for r in self._results.get(name, []) if r.report), {})
+
+
+def _kept(path: Path, trial: Trial) -> Result | None:
+    """Return what was measured of a trial before; None where that is not there or cannot be read."""
+    try:
+        kept: Any = json.loads(path.read_text(encoding="utf-8"))
+        if kept["status"] != MEASURED or kept.pop("overrides") != trial.overrides():
+            return None
+        return Result(**kept)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

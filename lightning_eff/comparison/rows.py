@@ -147,7 +147,10 @@ def noise(rows: Sequence[Row]) -> list[str]:
         if each.samples_per_s and each.samples_per_s_spread is not None
     ]
     words = "rounds of a trial differ by {:.0%} here (median): smaller differences in speed say nothing"
-    return [f" {words.format(statistics.median(apart))}"] if apart else []
+    if apart:
+        return [f" {words.format(statistics.median(apart))}"]
+    measured = any(each.samples_per_s for each in rows)
+    return [" one round: how far apart two of them are is not known, nor what a difference says"] * measured
 
 
 def cells(each: Row) -> tuple[str, ...]:

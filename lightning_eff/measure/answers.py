@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Answers(TorchDispatchMode):
         """Remember the values of a tensor, if they are whole numbers and not too many."""
         whole = not (real.is_meta or real.is_floating_point() or real.is_complex())
         if whole and real.numel() <= SMALL:
-            with _disable_current_modes():
+            with _disable_current_modes(), suppress(RuntimeError):  # a fork cannot read a GPU
                 self._known[tensor] = real.detach().cpu()
 
     @override
@@ -170,9 +171,10 @@ def _asker() -> str:
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         parts = path.parts
-        if "lightning" in parts or "torchmetrics" in parts or ("torch" in parts and "optim" in parts):
+        optimizer = "torch" in parts and "optim" in parts and path.name != "lbfgs.py"
+        if optimizer or "lightning" in parts or "torchmetrics" in parts:
             return ""
-        if "torch" not in parts and path.parent != Path(__file__).parent:
+        if ("torch" not in parts or path.name == "lbfgs.py") and path.parent != Path(__file__).parent:
             return f"{frame.f_code.co_name} ({path.name}:{frame.f_lineno})"
         frame = frame.f_back
     return ""

@@ -82,7 +82,7 @@ def call_of(func: Any, args: Any, kwargs: Any, out: Any, number_of: Callable[[Te
     return Call(
         name,
         flops_of(func, args, kwargs, out),
-        sum(tensor.nbytes for tensor in touched),
+        sum(tensor.nbytes for tensor in touched if tensor.layout == torch.strided),
         torch.float32 if first is None else first.dtype,
         tuple(number_of(tensor) for tensor in (*given, *results)),
     )

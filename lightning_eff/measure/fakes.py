@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,  # pyright: ignore[reportPrivateUsage]
     _pop_mode_temporarily,  # pyright: ignore[reportPrivateUsage]
 )
-from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_eff.measure.answers import SMALL, Answers
@@ -93,8 +92,7 @@ class Fakes(AbstractContextManager["Fakes"]):
 
     def of(self, value: Any) -> Any:
         """Return fakes of the tensors in a value, new ones at every call, which share memory as they do."""
-        memo: dict[Any, Any] = {}
-        return tree_map(lambda leaf: self._fake(leaf, memo), value)
+        return self._copy(value)
 
     def _fake(self, leaf: Any, memo: dict[Any, Any]) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
@@ -107,6 +105,9 @@ class Fakes(AbstractContextManager["Fakes"]):
 
     def module(self, module: nn.Module) -> nn.Module:
         """Return a copy of a module of real tensors with fakes in their place."""
+        return self._copy(module)
+
+    def _copy(self, value: Any) -> Any:
         shared: dict[Any, Any] = {}
 
         def fake(real: Tensor, memo: dict[int, Any]) -> Tensor:
@@ -115,18 +116,17 @@ class Fakes(AbstractContextManager["Fakes"]):
             memo[id(real)] = new
             return new
 
-        with _replaced(Tensor, "__deepcopy__", fake), _replaced(nn.Parameter, "__deepcopy__", fake):
-            return copy.deepcopy(module)
+        with ExitStack() as stack:
+            for kind in (Tensor, nn.Parameter):
+                stack.enter_context(_replaced(kind, "__deepcopy__", fake))
+            stack.enter_context(_replaced(FakeTensor, "__deepcopy__", lambda each, _: each))
+            return copy.deepcopy(value)
 
 
-def skeleton(value: Any, *, without: Iterable[object] = ()) -> Any:
-    """Copy a module, or anything that holds tensors, with no memory but that of small whole numbers.
+def skeleton(value: Any) -> Any:
+    """Copy what holds tensors, a batch say, with no memory but that of small whole numbers.
 
     What is left can wait on any machine until `Fakes.module` or `Fakes.of` takes it.
-
-    Args:
-        value: What is copied.
-        without: Objects in it that are not: None stands for them.
 
     Example:
         >>> layer = skeleton(nn.Linear(4, 2))
@@ -151,7 +151,7 @@ def skeleton(value: Any, *, without: Iterable[object] = ()) -> Any:
         stack.enter_context(real_tensors())  # who counts operations does not hear of this
         for kind in (Tensor, nn.Parameter):
             stack.enter_context(_replaced(kind, "__deepcopy__", bare))
-        return copy.deepcopy(value, {id(each): None for each in without})
+        return copy.deepcopy(value)
 
 
 @contextmanager

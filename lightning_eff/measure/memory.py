@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """Count what is there when a batch is about to be trained on, and listen to who frees gradients."""
-        self.add(tree_leaves(batch))
+        self.add(tensors_in(batch))
         for tensor in [*module.parameters(), *module.buffers()]:
             self.add([tensor, tensor.grad])
         for optimizer in optimizers:

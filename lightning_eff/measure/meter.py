@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_eff.measure import allocator
 from lightning_eff.measure.environment import device_name
 from lightning_eff.measure.flops import peak_flops_per_s
+from lightning_eff.measure.memory import tensors_in
 from lightning_eff.measure.peak import Peak
 from lightning_eff.measure.probe import Probe
 from lightning_eff.measure.recording import Recorder
@@ -122,7 +122,7 @@ def batch_size(batch: object) -> tuple[int, int]:
         >>> batch_size({"input_ids": torch.zeros(4, 7, dtype=torch.long)}), batch_size(torch.zeros(3, 2))
         ((4, 28), (3, 0))
     """
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = list(tensors_in(batch))
     num_samples = next((len(tensor) for tensor in tensors if tensor.dim() > 0), 1)
     integers = (t for t in tensors if t.dim() == 2 and t.dtype in {torch.int64, torch.int32})
     return num_samples, next((tensor.numel() for tensor in integers), 0)

@@ -56,6 +56,7 @@ class Prediction:
         reason: Why there is no peak.
         lasting_bytes: Where there is none, bytes by category that are known by arithmetic.
         work: The operations of it.
+        error: What was raised where there is no peak.
     """
 
     peak: Peak | None = None
@@ -64,6 +65,7 @@ class Prediction:
     reason: str = ""
     lasting_bytes: dict[str, int] = field(default_factory=dict[str, int])
     work: Work | None = field(default=None, compare=False, repr=False)
+    error: Exception | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, recorder: Recorder, assumed: list[str]) -> Prediction:
@@ -121,7 +123,7 @@ def predict(
             built = fakes.module(model) if isinstance(model, nn.Module) else model()
             loader = Served(lambda: fakes.of(batch), batch_size or _length(batch), num_batches)
             _fit(made, built, loader, data, recorder)
-            return Prediction.of(recorder, fakes.assumed)
+            return Prediction.of(recorder, [*fakes.assumed, *_uncounted(built)])
         except Exception as error:  # noqa: BLE001 - a user's step may raise anything where nothing has values
             return _without(error, built, made.optimizers, fakes.assumed)
 
@@ -161,7 +163,7 @@ def predict_step(
                 made[0].step()
                 made[0].zero_grad()
                 probe.end()
-            return Prediction.of(recorder, fakes.assumed)
+            return Prediction.of(recorder, [*fakes.assumed, *_uncounted(built)])
         except Exception as error:  # noqa: BLE001 - a user's step may raise anything where nothing has values
             return _without(error, built, made, fakes.assumed)
 
@@ -264,7 +266,7 @@ def _without(error: Exception, model: Any, optimizers: Sequence[Optimizer], assu
     """Return what is known where the step did not run; with the optimizer's state, if it can step alone."""
     reason = root_cause_line(error).removeprefix("error: ").splitlines()[0]
     if not isinstance(model, nn.Module):
-        return Prediction(reason=reason, assumed=assumed)
+        return Prediction(reason=reason, assumed=assumed, error=error)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     lasting = {
         "parameters": sum(p.nbytes for p in model.parameters()),
@@ -272,7 +274,13 @@ def _without(error: Exception, model: Any, optimizers: Sequence[Optimizer], assu
         "gradients": trained,
         "optimizer state": _state_bytes(optimizers),
     }
-    return Prediction(reason=reason, assumed=assumed, lasting_bytes=lasting)
+    return Prediction(reason=reason, assumed=assumed, lasting_bytes=lasting, error=error)
+
+
+def _uncounted(model: nn.Module) -> list[str]:
+    """Name what a CPU would keep and fakes do not."""
+    found = any(isinstance(each, nn.LSTM) for each in model.modules())
+    return ["what oneDNN keeps of an LSTM on a CPU for its backward pass is not counted"] if found else []
 
 
 def _state_bytes(optimizers: Sequence[Optimizer]) -> int:

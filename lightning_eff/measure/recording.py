@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_eff.activations import HostMemory
@@ -107,7 +106,7 @@ class Recorder(LiveBytes):
         HostMemory.heard.append(self._parked)
         self._hooks.callback(HostMemory.heard.remove, self._parked)
         super().begin(batch, module, self._optimizers)
-        self._mark(tree_leaves(batch), BATCH)
+        self._mark([batch], BATCH)
         for name, buffer in module.named_buffers():
             self._mark([buffer], BUFFERS, name)
         for name, parameter in module.named_parameters():

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ class EfficiencyReport(pl.Callback):
         self._first_step = 0
         self._last_step = 0
         self._losses = Losses()
+        self._folder = Path()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -92,13 +94,14 @@ class EfficiencyReport(pl.Callback):
             return  # that one writes the same files
         self._first_step = self._last_step = trainer.global_step
         self._losses = Losses()
-        count = self.count_first_batches and not is_compiled(pl_module)
+        self._folder = self._folder_of(trainer)
+        counted = self.count_first_batches and not is_compiled(pl_module)
         self._meter = Meter(
             trainer.strategy.root_device,
             trainer.profiler,  # pyright: ignore[reportAttributeAccessIssue]
             num_warmup_batches=self.num_warmup_batches,
-            count_flops=count,
-            count_bytes=count,
+            count_flops=counted,
+            count_bytes=counted,
         )
 
     @override
@@ -159,11 +162,21 @@ class EfficiencyReport(pl.Callback):
             "command": _command(),
         }
         self.report = report.plain(findings)
-        self._write(trainer, meter)
+        self._write(meter)
+
+    def _folder_of(self, trainer: pl.Trainer) -> Path:
+        """Return where to write; on all ranks, which Lightning lets agree on it.
+
+        Without a logger nobody has made a folder for this run: what lies in the Trainer's is left as it is.
+        """
+        folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
+        if self.dirpath or trainer.loggers or not (folder / PAGE_FILE).exists():
+            return folder
+        return next(new for n in count(2) if not (new := folder / f"efficiency_{n}").exists())
 
     @rank_zero_only
-    def _write(self, trainer: pl.Trainer, meter: Meter) -> None:
-        folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
+    def _write(self, meter: Meter) -> None:
+        folder = self._folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / LEDGER_FILE).write_text(json.dumps(self.report, indent=1, allow_nan=False))
         resolved = folder / CONFIG_FILE

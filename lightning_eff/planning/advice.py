@@ -148,7 +148,7 @@ class Advice:
         return "\n".join([*lines, *(["more was not tried: time ran out"] if self.unfinished else [])])
 
 
-def advise(subject: Subject, *, budget_s: float = 120.0) -> Advice:
+def advise(subject: Subject, *, budget_s: float = 60.0) -> Advice:
     """Predict a training with each technique, then with the best of them and each other, until it fits.
 
     Args:

@@ -107,7 +107,7 @@ def dry_run(values: Mapping[str, Any], example: Example | None = None) -> Predic
         with redirect_stdout(sys.stderr):
             return _predict(values, fed)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything, and stops nothing here
-        return Prediction(reason=_why(error))
+        return Prediction(reason=_why(error), error=error)
 
 
 def on_device(values: Mapping[str, Any], room: Room) -> Mapping[str, Any]:

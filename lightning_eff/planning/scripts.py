@@ -53,8 +53,8 @@ class Script:
     """A training that goes on, or has ended.
 
     Args:
-        module: A copy without memory, from before anything changed it.
-        batch: The same of one of its batches.
+        module: As it would be given to `fit`; a copy is what is tried on.
+        batch: One of its batches, with or without memory.
         trainer: What it is trained with.
     """
 

@@ -84,7 +84,8 @@ def main(arguments: Sequence[str]) -> int:
     if given.json:
         sys.stdout.write((folder / RESULT_FILE).read_text(encoding="utf-8") + "\n")
     else:
-        words = f"{given.steps} steps a trial, {given.rounds} rounds, {time.monotonic() - started:.0f} s"
+        rounds = f"{given.rounds} round{'s' if given.rounds > 1 else ''}"
+        words = f"{given.steps} steps a trial, {rounds}, {time.monotonic() - started:.0f} s"
         lines = [rows.text(found), *rows.noise(found), f" {words}; {folder / PAGE_FILE}"]
         sys.stdout.write("".join(f"{line}\n" for line in lines))
     return EXIT_OK if any(each.status == rows.MEASURED for each in found) else EXIT_FAILED

@@ -15,7 +15,14 @@ from lightning_eff import config
 from lightning_eff.catalog import MANY
 from lightning_eff.composing.overrides import parse_overrides, recipe_and_overrides
 from lightning_eff.composing.place import Place, listed_options, recipe_chain
-from lightning_eff.errors import EXIT_OK, ConfigError, UsageError, root_cause_line
+from lightning_eff.errors import (
+    EXIT_OK,
+    ConfigError,
+    ConflictError,
+    EnvironmentLacksError,
+    UsageError,
+    root_cause_line,
+)
 from lightning_eff.measure.tables import text_table
 
 if TYPE_CHECKING:
@@ -157,6 +164,9 @@ def main(arguments: Sequence[str]) -> int:
     from lightning_eff.plan import raise_refused
 
     raise_refused(findings)
+    error = looks.expected.prediction.error
+    if isinstance(error, (ConfigError, ConflictError, EnvironmentLacksError)):
+        raise error  # `train` would say the same
     return EXIT_OK
 
 

@@ -270,3 +270,57 @@ def test_three_billion_parameters_take_seconds_and_no_memory() -> None:
     assert found.peak.by_category["optimizer state"] >= 2 * weights
     assert (took_s / 2 < 5.0, grown < GIB) == (True, True), (took_s, grown)  # two steps are run
     assert 60.0 * GIB < found.peak.num_bytes < 62.5 * GIB, "60.0 GiB are published of torchtune's, on an A100"
+
+
+def test_a_batch_may_be_an_object() -> None:
+    """Tensors are found, and counted, in what is no list and no dict of Python's own."""
+    from transformers import BatchEncoding
+
+    def step(net: nn.Module, batch: Any) -> Tensor:
+        return net(batch["x"]).square().mean()
+
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    x = torch.randn(256, 64)
+    plain, encoded = (
+        predict_step(nn.Linear(64, 8), batch, step, sgd).peak for batch in ({"x": x}, BatchEncoding({"x": x}))
+    )
+    assert plain is not None
+    assert encoded is not None
+    assert plain.by_category == encoded.by_category
+    assert plain.by_category["batch"] == x.nbytes
+
+
+def test_a_sparse_gradient_ends_nothing(tmp_path: Path) -> None:
+    class Sparse(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(100, 8, sparse=True)
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            return self.table(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    report = EfficiencyReport(dirpath=str(tmp_path))
+    trainer_of({}, report).fit(Sparse(), loader_for(Sparse))
+    assert report.report["status"] == "finished"
+
+
+def test_who_asks_for_values_to_decide_how_often_is_told() -> None:
+    lbfgs = functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=4)
+    found = predict_step(nn.Linear(8, 8), torch.ones(4, 8), lambda net, x: net(x).sum(), Closing(lbfgs))
+    assert any("lbfgs.py" in each for each in found.assumed)
+
+
+class Closing:
+    """Makes an optimizer whose step needs a closure step without one."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+
+    def __call__(self, parameters: Any) -> Any:
+        optimizer = self._make(parameters)
+        step = optimizer.step
+        optimizer.step = lambda: step(lambda: torch.zeros(()))
+        return optimizer

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,9 @@ from torch import Tensor
 
 from lightning_eff import attach
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_eff.measure.fakes import skeleton
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
-from lightning_eff.planning.afterwards import Advise
+from lightning_eff.planning.afterwards import Advise, in_a_fork
 from lightning_eff.planning.scripts import Script
 from tests.conftest import Deep, make_loader, make_trainer
 
@@ -69,28 +73,58 @@ def test_advice_is_printed_and_the_training_is_the_same(caplog: pytest.LogCaptur
 def test_what_a_trainer_has_is_what_is_predicted() -> None:
     """The peak is the one that the report measures, with accumulation, clipping and a technique of ours."""
     keywords: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_steps": 4}
-    report, advice = EfficiencyReport(), Advise()
-    trainer = fit(Deep(), callbacks=[GradientCheckpointing(), report, advice], **keywords)
-    found = Script(advice._module, advice._batch, trainer).expect(())
+    report = EfficiencyReport()
+    trainer = fit(Deep(), callbacks=[GradientCheckpointing(), report], **keywords)
+    batch = skeleton(next(iter(make_loader())))
+    found = Script(Deep(), batch, trainer).expect(())
     assert found.prediction.reason == ""
     assert found.num_bytes == report.report["measured"]["peak_bytes"]
 
 
-def test_the_model_is_remembered_as_it_was_and_without_memory() -> None:
-    advice = Advise()
-    module = Deep()
-    fit(module, callbacks=[advice])
-    assert all(p.is_meta for p in advice._module.parameters())
-    assert advice._module._trainer is None
-    assert module.trainer is not None
+SEEN: list[float] = []
 
 
-class Locked(Deep):
-    """Cannot be copied."""
+class Meddles(Deep):
+    """Has a step that changes what others see, an end of its own, and hooks that save."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = threading.Lock()
+    def __deepcopy__(self, memo: object) -> Meddles:
+        return self
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        SEEN.append(loss.item())
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.save(self.state_dict(), "last.pt")
+        with Path("steps.csv").open("a") as file:
+            file.write("step\n")
+
+
+def test_what_a_module_does_beside_its_step_is_done_once(caplog: pytest.LogCaptureFixture) -> None:
+    SEEN.clear()
+    module = Meddles()
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        fit(module, callbacks=[Advise()])
+    assert "dvice" in said(caplog)
+    assert len(SEEN) == 3
+    assert Path("steps.csv").read_text() == 3 * "step\n"
+    saved = torch.load("last.pt")
+    assert all(torch.equal(value, saved[name]) for name, value in module.state_dict().items())
+
+
+def test_work_in_a_fork_writes_nothing_and_ends_in_time(tmp_path: Path) -> None:
+    def writes() -> str:
+        (tmp_path / "file").write_text("x")
+        return "written"
+
+    assert "not opened for writing" in in_a_fork(writes, limit_s=30.0)
+    assert not (tmp_path / "file").exists()
+    assert in_a_fork(lambda: sys.exit(7), limit_s=30.0) == "no advice: SystemExit: 7"
+    assert in_a_fork(lambda: os._exit(7), limit_s=30.0) == "no advice: its process died"
+    began = time.monotonic()
+    assert in_a_fork(lambda: str(time.sleep(60)), limit_s=0.5) == "no advice: none was found within 0.5 s"
+    assert time.monotonic() - began < 10
 
 
 class OutOfMemory(Deep):
@@ -105,9 +139,11 @@ class OutOfMemory(Deep):
 
 
 def test_what_prevents_it_is_a_line_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    module = Deep()
+    module.lock = threading.Lock()  # pyright: ignore[reportAttributeAccessIssue] - it cannot be copied
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        fit(Locked(), callbacks=[Advise()])
-    assert "no advice: the model cannot be copied" in said(caplog)
+        fit(module, callbacks=[Advise()])
+    assert "no advice: " in said(caplog)
 
 
 def test_who_ran_out_of_memory_is_told_what_would_save_some(caplog: pytest.LogCaptureFixture) -> None:
