@@ -155,12 +155,15 @@ def main(arguments: Sequence[str]) -> int:
     with redirect_stdout(sys.stderr):  # DeepSpeed speaks on the standard output, where JSON may be wanted
         trainer = build_trainer(values)
     rows, findings = _judge(trainer, lambda group, name: _set_by(recipe, overrides, place, group, name))
+    if not given.json:
+        sys.stdout.write(f"{_text(rows)}\n\n")
+        sys.stdout.flush()
     looks = _Looks.at(values, trainer, device, again if given.advice else None)
     if given.json:
         found = {"recipe": recipe, "rows": [asdict(row) for row in rows]} | looks.as_dict()
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
-        sys.stdout.write("\n\n".join([_text(rows), *looks.texts()]) + "\n")
+        sys.stdout.write("\n\n".join(looks.texts()) + "\n")
     from lightning_eff.plan import raise_refused
 
     raise_refused(findings)
@@ -203,6 +206,7 @@ def _advice(compose: Compose, room: Room) -> Advice:
     from lightning_eff.planning.advice import Advice, advise
     from lightning_eff.planning.recipes import Recipe
 
+    sys.stderr.write(" looking for advice, for about a minute at most\n")
     recipe = Recipe.of(compose, room)
     return Advice(reason="the data gives no batch") if recipe is None else advise(recipe)
 
