@@ -133,15 +133,19 @@ class _Looks:
         return found | ({"advice": self.advice.as_dict()} if self.advice is not None else {})
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the verb."""
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="lightning-eff plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--advice", action="store_true")
     parser.add_argument("--debug", action="store_true")
     parser.error = _usage_error  # pyright: ignore[reportAttributeAccessIssue]
-    given, words = parser.parse_known_args(arguments)
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    given, words = _parse(arguments)
     device, words = _named_device(words)
     recipe, overrides = recipe_and_overrides("plan", words)
     place = Place.of(given.config_dir)
