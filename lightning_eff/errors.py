@@ -81,6 +81,10 @@ class EnvironmentLacksError(Exception):
     exit_code = EXIT_ENVIRONMENT
 
 
+REFUSALS = (ConfigError, UsageError, ConflictError, EnvironmentLacksError)
+"""What is said before a run begins: nothing has happened yet."""
+
+
 class RankError(Exception):
     """What ended one rank, and the others with it; its text names the rank and the cause in one line.
 

@@ -74,21 +74,27 @@ def kind_of(technique: object) -> type:
     return technique if isinstance(technique, type) else type(technique)
 
 
-def asked(technique: object) -> dict[str, Any]:
-    """Return the constructor's arguments as the technique keeps them.
+def arguments(technique: object) -> dict[str, Any]:
+    """Return the constructor's arguments as the technique keeps them: with them it can be made once more.
 
     One that a base class has another attribute for, `x`, is kept as `given_x`.
+    """
+    return {
+        name: value
+        for name in inspect.signature(type(technique)).parameters
+        if (value := getattr(technique, f"given_{name}", getattr(technique, name, None))) is not technique
+    }
+
+
+def asked(technique: object) -> dict[str, Any]:
+    """Return the constructor's arguments in plain types.
 
     Example:
         >>> from lightning_eff.callbacks.empty_cache import EmptyCache
         >>> asked(EmptyCache(every_n_steps=5))["every_n_steps"]
         5
     """
-    return {
-        name: _plain(value)
-        for name in inspect.signature(type(technique)).parameters
-        if (value := getattr(technique, f"given_{name}", getattr(technique, name, None))) is not technique
-    }
+    return {name: _plain(value) for name, value in arguments(technique).items()}
 
 
 def chosen(technique: object) -> dict[str, Any]:

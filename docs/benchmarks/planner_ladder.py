@@ -123,7 +123,6 @@ def main() -> None:
         row |= {"seconds": seconds, "phase": peak and peak.phase, "reason": found.reason}
         row["by_category"] = peak and peak.by_category
         rows.append(row)
-        print(row)  # noqa: T201
     table = [
         [
             r["row"],

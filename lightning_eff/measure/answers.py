@@ -171,10 +171,11 @@ def _asker() -> str:
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         parts = path.parts
-        optimizer = "torch" in parts and "optim" in parts and path.name != "lbfgs.py"
-        if optimizer or "lightning" in parts or "torchmetrics" in parts:
+        decides = path.name == "lbfgs.py"  # by values, how often it evaluates
+        known = "lightning" in parts or "torchmetrics" in parts or ("torch" in parts and "optim" in parts)
+        if known and not decides:
             return ""
-        if ("torch" not in parts or path.name == "lbfgs.py") and path.parent != Path(__file__).parent:
+        if decides or ("torch" not in parts and path.parent != Path(__file__).parent):
             return f"{frame.f_code.co_name} ({path.name}:{frame.f_lineno})"
         frame = frame.f_back
     return ""

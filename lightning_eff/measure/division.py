@@ -22,9 +22,7 @@ from lightning_eff.measure.weights import Model, OptimizerState
 MOST_DEVICES = 1024
 RING = "each device sends what a ring does, in a flat network"
 UNCOUNTED = "activations are not counted"
-PREDICTED = (
-    "activations are what passes in the step of one device, as predicted: activations, temporaries, batch"
-)
+PREDICTED = "activations are what passes in the predicted step: activations, temporaries and the batch"
 
 
 def part(numel: int, devices: int) -> int:

@@ -91,8 +91,9 @@ class Fakes(AbstractContextManager["Fakes"]):
         return run
 
     def of(self, value: Any) -> Any:
-        """Return fakes of the tensors in a value, new ones at every call, which share memory as they do."""
-        return self._copy(value)
+        """Copy a module, or anything that holds tensors, with new fakes that share memory as they do."""
+        shared: dict[Any, Any] = {}
+        return _copied(value, lambda real, _: self._fake(real, shared))
 
     def _fake(self, leaf: Any, memo: dict[Any, Any]) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
@@ -103,30 +104,11 @@ class Fakes(AbstractContextManager["Fakes"]):
         self._answers.learn(fake, leaf)
         return fake
 
-    def module(self, module: nn.Module) -> nn.Module:
-        """Return a copy of a module of real tensors with fakes in their place."""
-        return self._copy(module)
-
-    def _copy(self, value: Any) -> Any:
-        shared: dict[Any, Any] = {}
-
-        def fake(real: Tensor, memo: dict[int, Any]) -> Tensor:
-            new = self._fake(real, shared)
-            new = nn.Parameter(new, real.requires_grad) if isinstance(real, nn.Parameter) else new
-            memo[id(real)] = new
-            return new
-
-        with ExitStack() as stack:
-            for kind in (Tensor, nn.Parameter):
-                stack.enter_context(_replaced(kind, "__deepcopy__", fake))
-            stack.enter_context(_replaced(FakeTensor, "__deepcopy__", lambda each, _: each))
-            return copy.deepcopy(value)
-
 
 def skeleton(value: Any) -> Any:
     """Copy what holds tensors, a batch say, with no memory but that of small whole numbers.
 
-    What is left can wait on any machine until `Fakes.module` or `Fakes.of` takes it.
+    What is left can wait on any machine until `Fakes.of` takes it.
 
     Example:
         >>> layer = skeleton(nn.Linear(4, 2))
@@ -140,17 +122,26 @@ def skeleton(value: Any) -> Any:
         if real.layout != torch.strided or type(real) not in {Tensor, nn.Parameter}:
             return by_torch(real, memo)
         if not real.is_floating_point() and real.numel() <= SMALL:
-            new = real.detach().cpu().clone()
-        else:
-            new = _like(real, shared, torch.device("meta"))
+            return real.detach().cpu().clone()
+        return _like(real, shared, torch.device("meta"))
+
+    with real_tensors():  # who counts operations does not hear of this
+        return _copied(value, bare)
+
+
+def _copied(value: Any, make: Callable[[Tensor, dict[int, Any]], Any]) -> Any:
+    """Copy a value with other tensors in the place of its own; fakes stay."""
+
+    def one(real: Tensor, memo: dict[int, Any]) -> Tensor:
+        new = make(real, memo)
         new = nn.Parameter(new, real.requires_grad) if isinstance(real, nn.Parameter) else new
         memo[id(real)] = new
         return new
 
     with ExitStack() as stack:
-        stack.enter_context(real_tensors())  # who counts operations does not hear of this
         for kind in (Tensor, nn.Parameter):
-            stack.enter_context(_replaced(kind, "__deepcopy__", bare))
+            stack.enter_context(_replaced(kind, "__deepcopy__", one))
+        stack.enter_context(_replaced(FakeTensor, "__deepcopy__", lambda each, _: each))
         return copy.deepcopy(value)
 
 

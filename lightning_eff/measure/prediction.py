@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch import callbacks as upstream
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,7 +28,7 @@ from typing_extensions import override
 from lightning_eff.errors import root_cause_line
 from lightning_eff.measure.duration import Work
 from lightning_eff.measure.fakes import Fakes
-from lightning_eff.measure.memory import state_bytes
+from lightning_eff.measure.lasting import lasting_bytes
 from lightning_eff.measure.peak import Peak
 from lightning_eff.measure.probe import Probe
 from lightning_eff.measure.recording import Recorder
@@ -120,7 +119,7 @@ def predict(
         recorder = Recorder()
         built: Any = None
         try:
-            built = fakes.module(model) if isinstance(model, nn.Module) else model()
+            built = fakes.of(model) if isinstance(model, nn.Module) else model()
             loader = Served(lambda: fakes.of(batch), batch_size or _length(batch), num_batches)
             _fit(made, built, loader, data, recorder)
             return Prediction.of(recorder, [*fakes.assumed, *_uncounted(built)])
@@ -153,7 +152,7 @@ def predict_step(
         recorder = Recorder()
         built, made = None, []
         try:
-            built = fakes.module(model) if isinstance(model, nn.Module) else model()
+            built = fakes.of(model) if isinstance(model, nn.Module) else model()
             made = [optimizer([p for p in built.parameters() if p.requires_grad])]
             probe = Probe(count_flops=False, count_bytes=True, live=recorder)
             for _ in range(2):
@@ -267,13 +266,7 @@ def _without(error: Exception, model: Any, optimizers: Sequence[Optimizer], assu
     reason = root_cause_line(error).removeprefix("error: ").splitlines()[0]
     if not isinstance(model, nn.Module):
         return Prediction(reason=reason, assumed=assumed, error=error)
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    lasting = {
-        "parameters": sum(p.nbytes for p in model.parameters()),
-        "buffers": sum(b.nbytes for b in model.buffers()),
-        "gradients": trained,
-        "optimizer state": _state_bytes(optimizers),
-    }
+    lasting = lasting_bytes(model, optimizers)
     return Prediction(reason=reason, assumed=assumed, lasting_bytes=lasting, error=error)
 
 
@@ -281,18 +274,6 @@ def _uncounted(model: nn.Module) -> list[str]:
     """Name what a CPU would keep and fakes do not."""
     found = any(isinstance(each, nn.LSTM) for each in model.modules())
     return ["what oneDNN keeps of an LSTM on a CPU for its backward pass is not counted"] if found else []
-
-
-def _state_bytes(optimizers: Sequence[Optimizer]) -> int:
-    """Step on gradients that mean nothing, and return the bytes that are kept for the next step."""
-    try:
-        for optimizer in optimizers:
-            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-                parameter.grad = torch.empty_like(parameter)
-            optimizer.step()
-    except Exception:  # noqa: BLE001 - an optimizer of the user's may need more than a gradient
-        return 0
-    return sum(sum(state_bytes(optimizer).values()) for optimizer in optimizers)
 
 
 @contextmanager

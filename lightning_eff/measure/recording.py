@@ -128,7 +128,8 @@ class Recorder(LiveBytes):
 
     def _parked(self, tensor: Tensor) -> None:
         """Hear of a tensor that waits in the host's memory."""
-        self.on_host.add(self._number_of(tensor))
+        index = self._number_of(tensor)
+        self.on_host.update([index] if index >= 0 else [])
 
     def _mark(self, tensors: Iterable[Any], category: str, path: str = "") -> None:
         """Say what tensors are for, as far as they are counted."""

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from lightning_eff.errors import ConfigError, ConflictError, EnvironmentLacksError, UsageError
+from lightning_eff.errors import REFUSALS
 from lightning_eff.measure.room import Expectation, Room
 from lightning_eff.measure.tables import human_bytes, text_table
 
-REFUSALS = (ConfigError, ConflictError, EnvironmentLacksError, UsageError)
 LEAST_SHARE = 0.01
 """Share of the peak that is worth a technique."""
 
@@ -59,7 +58,7 @@ class Subject(Protocol):
         ...
 
     def expect(self, words: Words) -> Expectation:
-        """Predict the step with some techniques; one of `REFUSALS` where they cannot be on."""
+        """Predict the step with some techniques; one of `errors.REFUSALS` where they cannot be on."""
         ...
 
     def instead(self, one: Words, other: Words) -> bool:

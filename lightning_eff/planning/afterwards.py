@@ -42,13 +42,13 @@ class Advise(pl.Callback):
 
     def __init__(self) -> None:
         self._batch: Any = None
-        self._reason = "no batch was trained on"
+        self._reason = ""
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._batch is None and batch_idx == 0:
+        if self._batch is None and not self._reason:
             try:
                 self._batch = skeleton(batch)
             except Exception as error:  # noqa: BLE001 - a batch may be anything
@@ -74,7 +74,7 @@ class Advise(pl.Callback):
         if trainer.world_size > 1:
             return "no advice: it is for one device, and this run has several"
         if self._batch is None:
-            return f"no advice: {self._reason}"
+            return f"no advice: {self._reason or 'no batch was trained on'}"
         batch = self._batch
         return in_a_fork(lambda: _advice(trainer, batch), limit_s=LIMIT_S)
 

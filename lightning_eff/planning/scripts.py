@@ -1,14 +1,12 @@
 """A script's own training as the subject of advice: techniques are what would be added to its Trainer.
 
 The Trainer is made anew for one CPU with what decides over memory: precision, accumulation, clipping, and the
-suite's techniques. The script's other callbacks are left out: they may do anything, and have no part in a
-step.
+suite's techniques. The script's other callbacks are left out: they may do anything, and none of the step.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,7 @@ from lightning_eff import plan
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.facts import Technique
+from lightning_eff.facts import Technique, arguments
 from lightning_eff.measure.meter import batch_size
 from lightning_eff.measure.prediction import predict
 from lightning_eff.measure.room import Expectation, Room
@@ -143,9 +141,5 @@ def _is_ours(each: object) -> bool:
     )
 
 
-def _anew(technique: Any) -> Any:
-    """Make a technique once more, by what it keeps of what it was asked."""
-    names = inspect.signature(type(technique)).parameters
-    return type(technique)(
-        **{name: getattr(technique, f"given_{name}", getattr(technique, name)) for name in names}
-    )
+def _anew(technique: object) -> Any:
+    return type(technique)(**arguments(technique))

@@ -24,9 +24,7 @@ from lightning_eff.composing.place import Place
 from lightning_eff.errors import (
     EXIT_FAILED,
     EXIT_OK,
-    ConfigError,
-    ConflictError,
-    EnvironmentLacksError,
+    REFUSALS,
     UsageError,
     root_cause_line,
 )
@@ -162,7 +160,7 @@ class _Work:
             with redirect_stdout(sys.stderr):
                 trainer = build_trainer(values)
             plan.raise_refused(plan.check(plan.objects_of(trainer), plan.run_facts(trainer)))
-        except (ConfigError, ConflictError, EnvironmentLacksError, UsageError) as error:
+        except REFUSALS as error:
             return root_cause_line(error).removeprefix("error: ").splitlines()[0]
         return None
 

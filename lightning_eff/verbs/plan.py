@@ -15,14 +15,7 @@ from lightning_eff import config
 from lightning_eff.catalog import MANY
 from lightning_eff.composing.overrides import parse_overrides, recipe_and_overrides
 from lightning_eff.composing.place import Place, listed_options, recipe_chain
-from lightning_eff.errors import (
-    EXIT_OK,
-    ConfigError,
-    ConflictError,
-    EnvironmentLacksError,
-    UsageError,
-    root_cause_line,
-)
+from lightning_eff.errors import EXIT_OK, REFUSALS, ConfigError, UsageError, root_cause_line
 from lightning_eff.measure.tables import text_table
 
 if TYPE_CHECKING:
@@ -172,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
 
     raise_refused(findings)
     error = looks.expected.prediction.error
-    if isinstance(error, (ConfigError, ConflictError, EnvironmentLacksError)):
+    if isinstance(error, REFUSALS):
         raise error  # `train` would say the same
     return EXIT_OK
 

@@ -6,6 +6,8 @@ import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -101,3 +103,22 @@ def _is_gone(pid: int) -> None:
         time.sleep(0.02)
     os.kill(pid, signal.SIGKILL)
     pytest.fail("it is still there")
+
+
+@pytest.mark.slow
+def test_a_trial_ends_with_the_process_that_compares(tmp_path: Path) -> None:
+    note, script = tmp_path / "trial", tmp_path / "compare.py"
+    code = f"open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(120)"
+    script.write_text(
+        f"import functools, pathlib, sys\nsys.path.insert(0, {str(Path.cwd())!r})\n"
+        "from lightning_eff.comparison import apart\nfrom tests.comparison.test_apart import work\n"
+        f"if __name__ == '__main__':\n    apart.run(functools.partial(work, {code!r}), "
+        f"folder=pathlib.Path({str(tmp_path)!r}) / 'run', limit_s=100)\n"
+    )
+    with subprocess.Popen([sys.executable, "-W", "ignore", str(script)]) as compares:
+        for _ in range(600):
+            if note.exists() and note.read_text():
+                break
+            time.sleep(0.1)
+        compares.kill()
+    _is_gone(int(note.read_text()))

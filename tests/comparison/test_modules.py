@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 import lightning_eff
 from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.comparison import modules
 from lightning_eff.comparison.rows import FAILED, MEASURED
 from lightning_eff.errors import ConfigError
 from tests.conftest import Net, make_loader
@@ -78,3 +80,18 @@ def test_trials_are_trained_alike_and_compared(tmp_path: Path) -> None:
 def test_what_cannot_be_measured_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="expected at least"):
         lightning_eff.compare(build, {}, **wrong)
+
+
+def test_a_build_that_no_other_process_can_call_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected a function of a module or script"):
+        lightning_eff.compare(lambda: None, {})  # pyright: ignore[reportArgumentType]
+
+
+def test_other_code_and_other_settings_have_other_results(tmp_path: Path) -> None:
+    one, other = modules._fingerprint(build), modules._fingerprint(build_nothing)
+    assert one != other
+    schedules = [{"callbacks": [GradientAccumulationScheduler({0: size})]} for size in (2, 4)]
+    assert modules._described(schedules[0]) != modules._described(schedules[1])
+    assert modules._described(schedules[0]) == modules._described(
+        {"callbacks": [GradientAccumulationScheduler({0: 2})]}
+    )

@@ -131,3 +131,13 @@ def test_techniques_without_effect_are_named(tmp_path: Path) -> None:
     assert (
         rows.cells(rows.row("x", [], [report(1.0, first_batch_s=31.0)]))[-1] == "measured, first batch 31 s"
     )
+
+
+@pytest.mark.parametrize("damaged", ['{"status": "meas', '{"status": "measured"}', "[]", ""])
+def test_a_result_that_cannot_be_read_is_measured_again(tmp_path: Path, damaged: str) -> None:
+    table(tmp_path, Turns(baseline=[report(10.0)], one=[report(20.0)], other=[report(9.0)]), rounds=1)
+    (tmp_path / "rounds" / "1-one.json").write_text(damaged)
+    again = Turns(one=[report(30.0)])
+    found = {each.technique: each for each in table(tmp_path, again, rounds=1).rows()}
+    assert again.asked == ["one"]
+    assert found["one"].samples_per_s == 30.0

@@ -29,7 +29,7 @@ def test_a_module_is_copied_and_stays_as_it_is() -> None:
     real.register_buffer("mask", real[1].running_mean)
     real.scale = torch.ones(2)
     with Fakes() as fakes:
-        fake = fakes.module(real)
+        fake = fakes.of(real)
         assert fake[2].weight is fake[0].weight
         assert fake.mask is fake[1].running_mean
         assert isinstance(fake.scale, FakeTensor)
@@ -73,7 +73,7 @@ def test_nothing_is_compiled() -> None:
 def test_torch_is_as_before_afterwards() -> None:
     before = (nn.Module._apply, torch.compile, Tensor._make_subclass, Tensor.__deepcopy__)
     with Fakes() as fakes:
-        fakes.module(nn.Linear(1, 1))
+        fakes.of(nn.Linear(1, 1))
         with real_tensors():
             assert type(torch.ones(1)) is Tensor
     assert (nn.Module._apply, torch.compile, Tensor._make_subclass, Tensor.__deepcopy__) == before

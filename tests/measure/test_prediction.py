@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_eff.activations import HostMemory
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -324,3 +325,19 @@ class Closing:
         step = optimizer.step
         optimizer.step = lambda: step(lambda: torch.zeros(()))
         return optimizer
+
+
+def test_what_waits_on_the_host_is_not_on_the_device() -> None:
+    """Blocks' inputs under `offload`: of eight, all but the ones in use, at the end of the forward pass."""
+    batch = next(iter(loader_for(GPT_OF)))
+    peaks = []
+    for policy in ("full", "offload"):
+        extra = {"callbacks": [GradientCheckpointing(policy=policy)]}
+        make = functools.partial(GPT_OF, num_layers=8)
+        peaks.append(predict(make, batch, trainer=functools.partial(trainer_of, extra)))
+    full, offload = (each.in_blocks for each in peaks)
+    assert full is not None
+    assert offload is not None
+    kept = [sum(each.by_phase["forward"].values()) for each in (full, offload)]
+    assert kept[0] - kept[1] >= 6 * batch[0].numel() * 32 * 4
+    assert HostMemory.heard == []

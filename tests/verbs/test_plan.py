@@ -479,3 +479,10 @@ def test_the_peak_of_a_model_of_the_hub_is_predicted_without_its_weights(
         kept.rename(weights)
     assert found["reason"] == ""
     assert found["tensors"]["num_bytes"] > 0
+
+
+def test_a_peak_that_the_run_itself_refuses_ends_the_plan(command: Command) -> None:
+    code, out, err = command("plan", "lm", "data.micro_batch_size=24", "trainer.accelerator=cpu")
+    assert code == 2
+    assert "peak not predicted: " in out
+    assert "try: callbacks.gradient_accumulation.global_batch_size=24" in err
