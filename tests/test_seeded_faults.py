@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LOOP, TWO, CUT = "tests/test_loop.py", "tests/test_ranks.py", "tests/callbacks/test_micro_batch.py"
+LOOP, TWO, CUT = "tests/test_loop.py", "tests/steps/test_ranks.py", "tests/callbacks/test_micro_batch.py"
 STEP = f"{LOOP}::test_a_step_is_that_of_the_window_as_one_batch"
 WHOLE = f"{CUT}::test_the_step_is_that_of_the_whole_batch"
 TRACE = f"{CUT}::test_running_out_in_a_later_step_leaves_no_trace"
@@ -20,40 +20,40 @@ TOGETHER = f"{TWO}::test_two_ranks_step_as_one_would_on_all_samples"
 
 # name: (file, what stands there, what is put there, the test that finds it)
 FAULTS = {
-    "no division": ("window.py", "loss if divisor == 1.0 else loss / divisor", "loss", STEP),
+    "no division": ("steps/window.py", "loss if divisor == 1.0 else loss / divisor", "loss", STEP),
     "mean of means": (
-        "window.py",
+        "steps/window.py",
         "counted = part / self._samples if part is not None and self._samples else share",
         "counted = 1.0",
         WHOLE,
     ),
-    "weights ignored": ("window.py", "loss * (weight / self.reference) if", "loss / self._length if", STEP),
+    "weights ignored": ("steps/window.py", "loss * (weight / self.reference) if", "loss / self._length if", STEP),
     "a cut window divided by its nominal length": (
-        "window.py",
+        "steps/window.py",
         "self._length / self._count if self._count else 1.0",
         "1.0",
         STEP,
     ),
     "a reference of each rank's own": (
-        "window.py",
+        "steps/window.py",
         "self._over_ranks(expected) / self._num_ranks",
         "expected",
         f"{LOOP}::test_two_ranks_step_as_one_would_on_all_samples",
     ),
     "last micro-batch dropped": (
-        "micro_batches.py",
+        "steps/micro_batches.py",
         "enumerate(parts)\n",
         "enumerate(parts[:-1] or parts)\n",
         WHOLE,
     ),
     "gradients cleared in each micro-batch": (
-        "in_parts.py",
+        "steps/in_parts.py",
         "if first and passes.zero_grad is not None",
         "if passes.zero_grad is not None",
         WHOLE,
     ),
     "clipped in each micro-batch": (
-        "in_parts.py",
+        "steps/in_parts.py",
         "                    passes.backward(result.closure_loss)\n",
         "                    passes.backward(result.closure_loss)\n"
         "                    import torch\n"
@@ -79,74 +79,82 @@ FAULTS = {
         LOOP,
     ),
     "synchronized in the wrong micro-batch": (
-        "in_parts.py",
+        "steps/in_parts.py",
         "synchronize=last and passes.complete",
         "synchronize=first and passes.complete",
         TOGETHER,
     ),
     "gradients not averaged": (
-        "ranks.py",
+        "steps/ranks.py",
         "dist.all_reduce(flat.div_(num_ranks), group=model.process_group)",
         "flat.div_(num_ranks)",
         TOGETHER,
     ),
     "buffers not taken over": (
-        "micro_batches.py",
+        "steps/micro_batches.py",
         "            ranks.take_buffers(self.replica)\n",
         "            pass\n",
         f"{TWO}::test_batches_that_fit_train_as_under_plain_ddp",
     ),
     "the others keep their size": (
-        "fitting.py",
+        "steps/fitting.py",
         "self.size = int(ranks.extremes(self.size or self.largest, model)[0])",
         "pass",
         f"{TWO}::test_a_rank_that_runs_out_of_memory_leaves_no_trace",
     ),
     "random state not brought back": (
-        "rollback.py",
+        "steps/rollback.py",
         "yield lambda: torch.set_rng_state(state)",
         "yield int",
         TRACE,
     ),
-    "batch norm twice": ("rollback.py", "self.tensor.copy_(self.values)", "pass", TRACE),
+    "batch norm twice": ("steps/rollback.py", "self.tensor.copy_(self.values)", "pass", TRACE),
     "metrics twice": (
-        "rollback.py",
+        "steps/rollback.py",
         "states[name].data = value.clone()",
         "pass",
-        "tests/test_rollback.py",
+        "tests/steps/test_rollback.py",
     ),
-    "weights of a failed try counted": ("micro_batches.py", "self._window.back(self._mark)", "pass", TRACE),
+    "weights of a failed try counted": ("steps/micro_batches.py", "self._window.back(self._mark)", "pass", TRACE),
     "gradients of a failed try kept": (
-        "in_parts.py",
+        "steps/in_parts.py",
         "        zero_grad()\n",
         "        self._zeroed or zero_grad()\n",
         TRACE,
     ),
     "update not undone": (
-        "update.py",
+        "steps/update.py",
         "tensor.copy_(value)",
         "pass",
         f"{CUT}::test_running_out_in_the_update_leaves_no_trace",
     ),
     "step logged as of the last micro-batch": (
-        "logged.py",
+        "steps/logged.py",
         "metric._forward_cache = _combined(",
         "_combined(",
         f"{CUT}::test_what_is_logged_is_that_of_the_whole_batch",
     ),
     "find: a size that failed": (
-        "search.py",
+        "steps/search.py",
         "best = max(fitting,",
         "best = max(trials,",
-        "tests/test_fitting.py",
+        "tests/steps/test_fitting.py",
     ),
     "find: the state stays": (
-        "trials.py",
+        "steps/trials.py",
         "            undo.restore()\n",
         "",
         f"{CUT}::test_find_gives_the_largest_and_leaves_no_trace",
     ),
 }
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_has_its_place_and_its_test(name: str) -> None:
+    file, there, _, test = FAULTS[name]
+    assert (ROOT / "lightning_eff" / file).read_text().count(there) == 1
+    module, _, function = test.partition("::")
+    assert f"def {function}(" in (ROOT / module).read_text() if function else (ROOT / module).exists()
 
 
 @pytest.mark.slow
@@ -157,9 +165,7 @@ def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     path = tmp_path / "lightning_eff" / file
-    text = path.read_text()
-    assert text.count(there) == 1, "the fault has no place any more"
-    path.write_text(text.replace(there, instead))
+    path.write_text(path.read_text().replace(there, instead))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "-x", "-q", test]
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(

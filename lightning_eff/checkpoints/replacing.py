@@ -160,20 +160,28 @@ def make_folder(folder: Path) -> None:
 
 
 def _open_temporary(folder: Path) -> tuple[int, Path]:
-    """Open a temporary file and hold its lock; again, if someone tidied up between the two."""
+    """Open a temporary file and hold its lock; again, if another process removed it between the two."""
     while True:
         path = folder / f".durable-{secrets.token_hex(8)}.tmp"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(fd)
-                path.unlink()
-                raise
-        if os.fstat(fd).st_nlink:
-            return fd, path
+            _lock(fd)
+            if os.fstat(fd).st_nlink:
+                return fd, path
+        except OSError:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
         os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    """Wait for the lock of an open file, where its file system has locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
 
 
 def _mode(path: Path) -> int:

@@ -256,6 +256,7 @@ REFUSALS = {
     "full while replacing": (refusing("replace", errno.ENOSPC), "No space left"),
     "no permission to set permissions": (refusing("fchmod", errno.EPERM), "not permitted"),
     "broken lock": (refusing("flock", errno.EIO), "Input/output error"),
+    "stale network file at once": (refusing("fstat", errno.ESTALE), "Stale file handle"),
     "stale network file": (refusing("write", errno.ESTALE, call=2), "Stale file handle"),
 }
 
@@ -284,10 +285,12 @@ def test_a_refusal_is_an_error_at_that_save_and_the_old_one_is_as_it_was(
         io.save_checkpoint(state(2), path)
         io.teardown()
 
+    num_open = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
         prepare(patch, path)
         with pytest.raises(CheckpointError, match=message) as caught:
             save_behind_or_not()
+    assert len(os.listdir("/proc/self/fd")) == num_open, "a file is left open"
     assert str(path) in str(caught.value)
     assert "was not saved" in str(caught.value)
     assert "it needs 21.1 KiB, " in str(caught.value)
