@@ -4,7 +4,7 @@ The model is a GPT of 12 layers, d_model=512, 8 heads, 50,304 tokens of vocabula
 parameters), trained in float32 with AdamW. The step runs on fake tensors, which have shapes and no memory;
 `--real 1` runs the smallest batch with memory too and checks that both counts agree to the byte.
 
-    python docs/benchmarks/live_bytes.py --real 1 --json docs/benchmarks/live_bytes.json
+    python benchmarks/live_bytes.py --real 1 --json benchmarks/live_bytes.json
 """
 
 from __future__ import annotations
@@ -78,15 +78,16 @@ def measure(policy: dict[str, Any], batch_size: int, *, fake: bool, fused: bool)
 
 def main() -> None:
     """Print the table; write it as JSON where asked."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--real", type=int, default=0, help="check the count of this batch size with real memory"
     )
     parser.add_argument("--foreach", action="store_true", help="AdamW over lists of tensors instead of fused")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for batch_size in (1, 4, 16):
+    for batch_size in given.batch_sizes:
         for name, policy in POLICIES.items():
             peaks = measure(policy, batch_size, fake=True, fused=not given.foreach)
             if batch_size == given.real:

@@ -3,7 +3,7 @@
 A small model is trained for one epoch at a time, the variants in turns, A B C A B C; the smallest time of
 `--repeats` counts; measuring and the start of workers are shown apart (`setup`). Wall time.
 
-    OMP_NUM_THREADS=1 python docs/benchmarks/data_preload.py --json docs/benchmarks/data_preload.json
+    OMP_NUM_THREADS=1 python benchmarks/data_preload.py --json benchmarks/data_preload.json
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ bf16, and takes a step of AdamW on 2 x 4096 tokens, all of it on fake tensors. E
 those above, as the published ladder does. Its compiled rows are stood for by what a compiler leaves in
 memory: a loss in chunks that keeps its logits in bf16 and nothing in float32.
 
-    python docs/benchmarks/planner_ladder.py --json docs/benchmarks/planner_ladder.json
+    python benchmarks/planner_ladder.py --json benchmarks/planner_ladder.json
 """
 
 from __future__ import annotations
@@ -111,10 +111,14 @@ def predicted(name: str) -> tuple[Prediction, float]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--only", nargs="+", choices=LADDER, default=list(LADDER), help="rows; all by default"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for name, (published, *_) in LADDER.items():
+    for name in given.only:
+        published = LADDER[name][0]
         found, seconds = predicted(name)
         peak = found.in_blocks
         gib = None if peak is None else peak.num_bytes / GIB

@@ -5,7 +5,7 @@ float32, with gradients that are there already; the optimizers are called in tur
 and the smallest of `--repeats` times counts. Bytes are those that a step needs beyond parameters, gradients
 and state (temporaries), counted storage by storage; compiled steps (torchao) are timed and not counted.
 
-    OMP_NUM_THREADS=1 python docs/benchmarks/optimizers.py --json docs/benchmarks/optimizers.json
+    OMP_NUM_THREADS=1 python benchmarks/optimizers.py --json benchmarks/optimizers.json
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_eff.configure_optimizers import build
 
 from lightning_eff.measure.memory import LiveBytes, state_bytes
 from lightning_eff.measure.tables import text_table
 from lightning_eff.models.gpt import GPT
+from lightning_eff.optimization.configure_optimizers import build
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.optimizer.muon import Muon
@@ -102,9 +102,13 @@ def main() -> None:
     """Measure, print a table, and write the raw figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="optimizers beside the base; all by default"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    trials = {name: Trial(factory) for name, factory in factories().items() if factory is not None}
+    names = list(factories()) if given.only is None else ["adamw loop", *given.only]
+    trials = {name: Trial(factory) for name, factory in factories().items() if name in names and factory}
     for _ in range(given.repeats):
         for trial in trials.values():
             trial.step()

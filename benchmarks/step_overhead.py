@@ -4,7 +4,7 @@ One training; from batch to batch the loops take turns in an order drawn anew ea
 machine does meanwhile meets all of them alike. Lightning's own takes two turns: their difference is noise.
 Timed is the part of a step that is the loop's.
 
-    OMP_NUM_THREADS=1 python docs/benchmarks/step_overhead.py --json docs/benchmarks/step_overhead.json
+    OMP_NUM_THREADS=1 python benchmarks/step_overhead.py --json benchmarks/step_overhead.json
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning_eff.fitting import Fitting
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff import loop
 from lightning_eff.measure.tables import text_table
+from lightning_eff.steps.fitting import Fitting
 
 WARM_UP = 200
+"""Steps of each loop that are not counted."""
 
 
 class Model(pl.LightningModule):
