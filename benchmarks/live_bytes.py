@@ -84,11 +84,15 @@ def main() -> None:
     )
     parser.add_argument("--foreach", action="store_true", help="AdamW over lists of tensors instead of fused")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument(
+        "--only", nargs="+", choices=[*POLICIES][1:], default=list(POLICIES)[1:], help="beside plain"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for batch_size in given.batch_sizes:
-        for name, policy in POLICIES.items():
+        for name in ("plain", *given.only):
+            policy = POLICIES[name]
             peaks = measure(policy, batch_size, fake=True, fused=not given.foreach)
             if batch_size == given.real:
                 real = measure(policy, batch_size, fake=False, fused=not given.foreach)

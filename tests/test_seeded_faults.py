@@ -27,7 +27,12 @@ FAULTS = {
         "counted = 1.0",
         WHOLE,
     ),
-    "weights ignored": ("steps/window.py", "loss * (weight / self.reference) if", "loss / self._length if", STEP),
+    "weights ignored": (
+        "steps/window.py",
+        "loss * (weight / self.reference) if",
+        "loss / self._length if",
+        STEP,
+    ),
     "a cut window divided by its nominal length": (
         "steps/window.py",
         "self._length / self._count if self._count else 1.0",
@@ -115,7 +120,12 @@ FAULTS = {
         "pass",
         "tests/steps/test_rollback.py",
     ),
-    "weights of a failed try counted": ("steps/micro_batches.py", "self._window.back(self._mark)", "pass", TRACE),
+    "weights of a failed try counted": (
+        "steps/micro_batches.py",
+        "self._window.back(self._mark)",
+        "pass",
+        TRACE,
+    ),
     "gradients of a failed try kept": (
         "steps/in_parts.py",
         "        zero_grad()\n",

@@ -285,12 +285,12 @@ def test_a_refusal_is_an_error_at_that_save_and_the_old_one_is_as_it_was(
         io.save_checkpoint(state(2), path)
         io.teardown()
 
-    num_open = len(os.listdir("/proc/self/fd"))
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
     with monkeypatch.context() as patch:
         prepare(patch, path)
         with pytest.raises(CheckpointError, match=message) as caught:
             save_behind_or_not()
-    assert len(os.listdir("/proc/self/fd")) == num_open, "a file is left open"
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open, "a file is left open"
     assert str(path) in str(caught.value)
     assert "was not saved" in str(caught.value)
     assert "it needs 21.1 KiB, " in str(caught.value)
