@@ -88,9 +88,9 @@ def compare(
 
 
 def _fingerprint(build: Callable[..., Any]) -> str:
-    """Name a function and the state of its file: other code has other results."""
+    """Name a function, its arguments and the state of its file: other code has other results."""
     try:
-        pickle.dumps(build)
+        named = pickle.dumps(build)  # a function by its name, a partial with its arguments
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         allowed = f"a function of a module or script, which another process can call ({error})"
         raise ConfigError(key="build", value=getattr(build, "__qualname__", build), allowed=allowed) from None
@@ -99,7 +99,7 @@ def _fingerprint(build: Callable[..., Any]) -> str:
         text = Path(inspect.getfile(inner)).read_bytes()
     except (TypeError, OSError):
         text = b""
-    return f"{getattr(inner, '__qualname__', inner)}-{hashlib.sha256(text).hexdigest()[:8]}"
+    return f"{getattr(inner, '__qualname__', inner)}-{hashlib.sha256(text + named).hexdigest()[:8]}"
 
 
 def _described(keywords: Mapping[str, Any]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from pathlib import Path
@@ -22,6 +23,12 @@ CPU = {"accelerator": "cpu", "devices": 1}
 
 def build() -> tuple[Any, Any]:
     return Net(dropout=0.0), make_loader()
+
+
+def build_and_note(notes: Path) -> tuple[Any, Any]:
+    with notes.open("a") as file:
+        file.write("built\n")
+    return build()
 
 
 def build_slowly() -> tuple[Any, Any]:
@@ -63,7 +70,9 @@ def test_trials_are_trained_alike_and_compared(tmp_path: Path) -> None:
         "double": CPU | {"precision": "64-true"},
         "wrong": CPU | {"precision": "7"},
     }
-    rows = lightning_eff.compare(build, trials, max_steps=8, rounds=1, folder=tmp_path)
+    notes = tmp_path / "built"
+    noting = functools.partial(build_and_note, notes)
+    rows = lightning_eff.compare(noting, trials, max_steps=8, rounds=1, folder=tmp_path)
     found = {row.technique: row for row in rows}
     assert [found[name].status for name in trials] == [MEASURED, MEASURED, MEASURED, FAILED]
     assert found["parts"].loss_difference == pytest.approx(0.0, abs=1e-5)
@@ -71,9 +80,10 @@ def test_trials_are_trained_alike_and_compared(tmp_path: Path) -> None:
     assert found["double"].peak_ratio is not None
     assert found["double"].peak_ratio > 1.5
     assert "precision" in found["wrong"].reason.lower()
-    again = lightning_eff.compare(build_nothing, trials, max_steps=8, rounds=1, folder=tmp_path)
-    assert [row.as_dict() for row in again[:3]] == [row.as_dict() for row in rows[:3]], "measured already"
-    assert again[3].reason == "ValueError: there is no model", "tried again"
+    assert len(notes.read_text().splitlines()) == len(trials)
+    again = lightning_eff.compare(noting, trials, max_steps=8, rounds=1, folder=tmp_path)
+    assert [row.as_dict() for row in again] == [row.as_dict() for row in rows]
+    assert len(notes.read_text().splitlines()) == len(trials) + 1, "only what failed is tried again"
 
 
 @pytest.mark.parametrize("wrong", [{"max_steps": 3}, {"rounds": 0}])
@@ -90,6 +100,9 @@ def test_a_build_that_no_other_process_can_call_is_refused() -> None:
 def test_other_code_and_other_settings_have_other_results(tmp_path: Path) -> None:
     one, other = modules._fingerprint(build), modules._fingerprint(build_nothing)
     assert one != other
+    noting = [functools.partial(build_and_note, Path(name)) for name in ("a", "b", "a")]
+    marks = [modules._fingerprint(each) for each in noting]
+    assert marks[0] == marks[2] != marks[1]
     schedules = [{"callbacks": [GradientAccumulationScheduler({0: size})]} for size in (2, 4)]
     assert modules._described(schedules[0]) != modules._described(schedules[1])
     assert modules._described(schedules[0]) == modules._described(

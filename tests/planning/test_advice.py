@@ -11,12 +11,15 @@ import pytest
 from lightning_eff import config
 from lightning_eff.composing.place import Place
 from lightning_eff.kernels.devices import this_cpu
+from lightning_eff.measure import duration
+from lightning_eff.measure.duration import Rates
 from lightning_eff.measure.room import Room
 from lightning_eff.planning.advice import Advice
 from lightning_eff.planning.advice import advise as advise_on
 from lightning_eff.planning.dry_run import Example, dry_run
 from lightning_eff.planning.recipes import Recipe
 
+FIXED = Rates(flops_per_s=dict.fromkeys(duration.MEASURED, 1e11), bytes_per_s=1e10, call_s=2e-6)
 SMALL = ["trainer.accelerator=cpu", "model.num_layers=2", "model.d_model=32", "data.context_length=32"]
 
 
@@ -71,7 +74,8 @@ def test_what_fits_needs_nothing_and_the_largest_batch_is_exact() -> None:
 
 
 @pytest.mark.slow
-def test_the_best_comes_first_until_it_fits() -> None:
+def test_the_best_comes_first_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duration, "_of_this_cpu", lambda: FIXED)  # times by arithmetic, not by a clock
     compose = composer("data.micro_batch_size=16")
     taken = dry_run(compose([])).peak
     assert taken is not None
