@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +33,53 @@ os.environ.pop("PL_GLOBAL_SEED", None)
 LOGGERS = ("lightning", "lightning.fabric", "lightning.pytorch", "lightning_eff.config", "torch")
 
 
+def adopt_orphans() -> None:
+    """Become the parent of processes whose own parent dies, so that none escapes `children`."""
+    set_child_subreaper = 36
+    with contextlib.suppress(OSError, AttributeError):  # not on Linux
+        ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+adopt_orphans()
+SHARED = ("resource_tracker", "forkserver", "compile_worker")
+"""Processes that multiprocessing and torch start once and keep for later tests."""
+
+
+def children() -> set[int]:
+    """Return the processes that this one started, or that came to it."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return {int(word) for path in lists for word in path.read_text().split()}
+
+
+def command_of(process: int) -> str:
+    """Return what a process was started with; nothing of one that has ended, and of one that is shared."""
+    try:
+        command = Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+    return "" if any(name in command for name in SHARED) else command
+
+
+def end_children(before: set[int]) -> list[str]:
+    """Return the new processes that do not end by themselves, and end them."""
+    left: dict[int, str] = {}
+    for attempt in range(500):
+        left = {process: command for process in children() - before if (command := command_of(process))}
+        if not left:
+            return []
+        if attempt == 0:
+            gc.collect()  # workers end with their loader
+        time.sleep(0.02)
+    found = list(left.values())
+    while left:  # what they had started comes to this process
+        for process in left:
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+        left = {process: command for process in children() - before if (command := command_of(process))}
+    return found
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Let no later test be seeded by this one, be silent as its rank, or start ranks of its job.
@@ -36,7 +88,10 @@ def nothing_is_left_behind() -> Iterator[None]:
     """
     levels = {name: logging.getLogger(name).level for name in LOGGERS}
     environ = {name: value for name, value in os.environ.items() if name != "PL_GLOBAL_SEED"}
+    processes = children()
     yield
+    left = end_children(processes)
+    assert not left, f"processes that this test left behind: {left}"
     for name in os.environ.keys() - environ.keys() - {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}:
         del os.environ[name]
     os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,14 +44,12 @@ def test_every_verb_has_help(verb: str, command: Command) -> None:
         ["train", "-h"],
     ],
 )
-def test_answers_come_without_torch_lightning_or_a_second(words: list[str]) -> None:
+def test_answers_come_without_torch_or_lightning(words: list[str]) -> None:
     program = (
-        "import sys, time; from lightning_eff import cli; code = cli.main(sys.argv[1:]);"
+        "import sys; from lightning_eff import cli; code = cli.main(sys.argv[1:]);"
         "assert code == 0; loaded = {'torch', 'lightning'} & set(sys.modules); assert not loaded, loaded"
     )
-    start = time.perf_counter()
     subprocess.run([sys.executable, "-c", program, *words], check=True, stdout=subprocess.DEVNULL)
-    assert time.perf_counter() - start < 5.0, "a second on an idle machine; the bound allows for a busy one"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import resource
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,8 +245,8 @@ def test_a_trainer_for_something_else_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_three_billion_parameters_take_seconds_and_no_memory() -> None:
-    """Goal G2: at most 5 s of this process a step and 1 GiB, for 28 layers of 3072 on 2 x 4096 tokens."""
+def test_three_billion_parameters_take_no_memory() -> None:
+    """At most 1 GiB for 28 layers of 3072 on 2 x 4096 tokens; benchmarks/planner_ladder.py has the time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -256,20 +255,18 @@ def test_three_billion_parameters_take_seconds_and_no_memory() -> None:
     )  # fmt: skip
     tokens = torch.zeros(2, 4096, dtype=torch.int64)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.process_time()
     found = predict_step(
         lambda: LlamaForCausalLM(config).to(torch.bfloat16),
         tokens,
         lambda net, batch: net(input_ids=batch, labels=batch).loss,
         functools.partial(torch.optim.AdamW, fused=True),
     )
-    took_s = time.process_time() - began
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert found.peak is not None, found.reason
     weights = 2 * (128256 * 3072 + 28 * (2 * 3072**2 + 2 * 3072 * 1024 + 3 * 3072 * 8192 + 2 * 3072) + 3072)
     assert found.peak.by_category["parameters"] == weights
     assert found.peak.by_category["optimizer state"] >= 2 * weights
-    assert (took_s / 2 < 5.0, grown < GIB) == (True, True), (took_s, grown)  # two steps are run
+    assert grown < GIB
     assert 60.0 * GIB < found.peak.num_bytes < 62.5 * GIB, "60.0 GiB are published of torchtune's, on an A100"
 
 

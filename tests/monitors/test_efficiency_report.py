@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.errors import ConfigError
+from lightning_eff.measure import throughput
 from lightning_eff.monitors.efficiency_report import LEDGER_FILE, PAGE_FILE, EfficiencyReport
 from lightning_eff.precision.mixed import Mixed
 from tests.conftest import Net, make_loader, make_trainer
@@ -80,32 +82,47 @@ def test_a_failed_run_is_reported_with_its_reason(net: Callable[..., Net], tmp_p
     assert report["num_steps"] == 6
 
 
-def test_validation_is_not_part_of_a_batchs_time(net: Callable[..., Net], tmp_path: Path) -> None:
-    class SlowValidation(Net):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            import time
-
-            time.sleep(0.3)
-
-    measured = fit(SlowValidation(), tmp_path, val_check_interval=2, num_sanity_val_steps=0)["measured"]
-    assert measured["batch_time_p90_s"] < 0.3
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return a clock that stands still until `now` is set."""
+    watch = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: watch.now))
+    return watch
 
 
-def test_waiting_for_data_is_seen(net: Callable[..., Net], tmp_path: Path) -> None:
+class Timed(Net):
+    """Takes a second for a training step and a hundred for a validation step, by a clock that is given."""
+
+    def __init__(self, clock: SimpleNamespace) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.clock.now += 1.0
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.clock.now += 100.0
+
+
+def test_validation_is_not_part_of_a_batchs_time(clock: SimpleNamespace, tmp_path: Path) -> None:
+    measured = fit(Timed(clock), tmp_path, val_check_interval=2, num_sanity_val_steps=0)["measured"]
+    assert measured["batch_time_s"] == measured["batch_time_p90_s"] == 1.0
+
+
+def test_waiting_for_data_is_seen(clock: SimpleNamespace, tmp_path: Path) -> None:
     class SlowData(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
             return 40
 
         def __getitem__(self, index: int) -> Any:
-            import time
-
-            time.sleep(0.01)
+            clock.now += 1.0
             return torch.zeros(8), torch.tensor(0)
 
     report = EfficiencyReport(dirpath=str(tmp_path))
     loader = torch.utils.data.DataLoader(SlowData(), batch_size=4)
-    make_trainer(callbacks=[report]).fit(net(), loader)
-    assert report.report["measured"]["data_wait_share"] > 0.5
+    make_trainer(callbacks=[report]).fit(Timed(clock), loader)
+    assert report.report["measured"]["data_wait_share"] == 0.8, "four samples a batch, one step"
 
 
 def test_a_run_too_short_to_time_says_so(net: Callable[..., Net], tmp_path: Path) -> None:

@@ -122,9 +122,8 @@ def test_work_in_a_fork_writes_nothing_and_ends_in_time(tmp_path: Path) -> None:
     assert not (tmp_path / "file").exists()
     assert in_a_fork(lambda: sys.exit(7), limit_s=30.0) == "no advice: SystemExit: 7"
     assert in_a_fork(lambda: os._exit(7), limit_s=30.0) == "no advice: its process died"
-    began = time.monotonic()
-    assert in_a_fork(lambda: str(time.sleep(60)), limit_s=0.5) == "no advice: none was found within 0.5 s"
-    assert time.monotonic() - began < 10
+    endless = in_a_fork(lambda: str(time.sleep(3600)), limit_s=0.5)
+    assert endless == "no advice: none was found within 0.5 s"
 
 
 class OutOfMemory(Deep):
