@@ -287,5 +287,5 @@ def in_interpreter(*words: str) -> subprocess.CompletedProcess[str]:
     """Run Python where Triton's interpreter runs the kernels: it is chosen when they are imported."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", *words], cwd=Path(__file__).parent.parent,
-        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=1700, check=False,
+        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip

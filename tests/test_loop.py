@@ -328,7 +328,6 @@ def test_two_ranks_step_as_one_would_on_all_samples(tmp_path: Path) -> None:
         [sys.executable, "-W", "ignore", str(script)],
         capture_output=True,
         text=True,
-        timeout=280,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS")]

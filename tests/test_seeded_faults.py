@@ -178,8 +178,6 @@ def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
     path.write_text(path.read_text().replace(there, instead))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "-x", "-q", test]
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1, f"{name} is not found by {test}:\n{done.stdout[-1500:]}"
     assert "AssertionError" in done.stdout or "Error" in done.stdout

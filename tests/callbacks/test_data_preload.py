@@ -455,7 +455,7 @@ def test_two_ranks_agree_and_see_the_samples_that_they_would_see(tmp_path: Path)
         """)
     )
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, timeout=240, check=True
+        [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, check=True
     )
     losses = [line for line in done.stdout.splitlines() if line.startswith("LOSSES")]
     assert len(losses) == 3

@@ -139,7 +139,7 @@ def test_two_that_build_the_same_entry_both_succeed(
     make: Callable[..., PythonSource], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = make(cache_dir=str(tmp_path / "alone")).folder
-    together, write = threading.Barrier(2, timeout=10), python_source._write_tokens
+    together, write = threading.Barrier(2, timeout=60), python_source._write_tokens
     monkeypatch.setattr(python_source, "_write_tokens", lambda *rest: (together.wait(), write(*rest))[1])
     with ThreadPoolExecutor(2) as pool:
         first, second = (job.result().folder for job in [pool.submit(make), pool.submit(make)])

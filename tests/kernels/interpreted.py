@@ -14,6 +14,7 @@ import json
 import random
 import sys
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -223,25 +224,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--stop", action="store_true", help="stop at the first wrong result")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     failures: list[dict[str, Any]] = []
     worst: dict[str, float] = {}
-    seen: dict[str, int] = {}
+    seen = Counter[str]()
     for number in range(arguments.cases):
-        seed = arguments.seed * 1_000_003 + number
-        case = Case(seed)
+        case = Case(seed := arguments.seed * 1_000_003 + number)
         row = "gemm" if case.tile is None else str(case.tile)
-        names = {"gradient": case.gradient, "sums": case.sums, "saves": case.saves}
-        for key in (
-            case.kind,
-            str(case.dtype),
-            row,
-            str(case.activation),
-            *(n for n, on in names.items() if on),
-        ):
-            seen[key] = seen.get(key, 0) + 1
+        parts = [name for name in ("gradient", "sums", "saves") if getattr(case, name)]
+        seen.update([case.kind, str(case.dtype), row, str(case.activation), *parts])
         try:
             result = case.run()
         except Exception:  # noqa: BLE001 - a case that raises is a failure with a name
@@ -250,12 +244,12 @@ def main() -> None:
         name = str(case.out_dtype).removeprefix("torch.")
         worst[name] = max(worst.get(name, 0.0), result["ratio"])
         if result["ratio"] > 1.0 or not result["untouched"]:
-            size = [case.M, case.N, case.K, *case.batch]
-            failures.append({"seed": seed, "row": row, "size": size, "kind": case.kind, **result})
-    text = json.dumps(
-        {"cases": arguments.cases, "failures": failures, "worst": worst, "seen": seen}, indent=1
-    )
-    arguments.json.write_text(text)
+            failure = {"seed": seed, "row": row, "size": [case.M, case.N, case.K, *case.batch]}
+            failures.append({**failure, "kind": case.kind, **result})
+            if arguments.stop:
+                break
+    results = {"cases": arguments.cases, "failures": failures, "worst": worst, "seen": seen}
+    arguments.json.write_text(json.dumps(results, indent=1))
     sys.exit(bool(failures))
 
 

@@ -55,7 +55,6 @@ def test_the_bound_is_no_wider_than_needed(results: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_four_thousand_more(tmp_path: Path) -> None:
     results = interpreted(tmp_path / "results.json", cases=4000, seed=1)
     assert results["failures"] == []

@@ -109,7 +109,6 @@ def test_a_fault_has_its_place(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
     file, there, instead = FAULTS[name]
@@ -118,13 +117,11 @@ def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
     path = tmp_path / "lightning_eff" / "kernels" / file
     path.write_text(path.read_text().replace(there, instead))
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.interpreted"]
-    command += ["--cases", "300", "--json", "results.json"]
+    command += ["--stop", "--cases", "300", "--json", "results.json"]
     environment = os.environ | {
         "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "TRITON_INTERPRET": "1"
     }  # fmt: skip
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     if done.returncode < 0:
         return  # it wrote where other things are, and that was the end of the process
     results = tmp_path / "results.json"

@@ -18,8 +18,6 @@ LAUNCHERS = {
     "lightning": [sys.executable, "-m"],
     "torchrun": [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "-m"],
 }
-LIMIT_S = 200.0
-"""Time for a whole run on a busy machine. A rank that waits for one that is gone waits for half an hour."""
 FAULTY = """
 import os, signal, time
 from pathlib import Path
@@ -93,11 +91,7 @@ def start(launcher: str, strategy: str, fault: str, *more: str) -> subprocess.Po
 def end_of(process: subprocess.Popen[str]) -> list[str]:
     """Wait for its end; return the lines that it wrote."""
     with process:
-        try:
-            _, err = process.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            raise
+        _, err = process.communicate()
     assert process.returncode, err
     assert left_over(str(Path.cwd())) == []
     return [line for line in err.splitlines() if line.strip(" =")]
@@ -173,7 +167,7 @@ def check_run(launcher: str, words: Sequence[str]) -> None:
     """Train a recipe on two ranks: one folder, one report, one JSON document."""
     done = subprocess.run(
         [*LAUNCHERS[launcher], "lightning_eff", "train", *words, "--json"],
-        capture_output=True, text=True, check=False, timeout=250,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["measured"]["world_size"] == 2
@@ -202,7 +196,7 @@ def test_ranks_share_one_folder_and_one_screen(launcher: str, recipe: str, tiny:
 def test_each_run_of_a_sweep_starts_its_own_ranks(tiny: list[str]) -> None:
     words = [*LAUNCHERS["lightning"], "lightning_eff", "train", "baseline", *tiny, "-m", "seed=1,2"]
     words += ["trainer.devices=2", "strategy=ddp", "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert [row["measured"]["world_size"] for row in json.loads(done.stdout)["rows"]] == [2, 2]
     assert len(list(Path("outputs/baseline").glob("sweep_*/*/checkpoints/step-2.ckpt"))) == 2
