@@ -78,6 +78,9 @@ def _run_verb(words: list[str]) -> int:
     if "--help" in rest or "-h" in rest:
         sys.stdout.write(f"{module.__doc__}\n\n{module.USAGE.strip()}\n")
         return EXIT_OK
+    from lightning_eff.noise import leave_out_noise
+
+    leave_out_noise()
     return int(module.main(rest))
 
 
