@@ -7,7 +7,9 @@ neither torch nor Lightning. A technique is found by its file: `lightning_eff.Em
 
 from __future__ import annotations
 
+import functools
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +29,25 @@ FUNCTIONS = {"compare": "lightning_eff.comparison.modules"}
 """Public functions by their modules."""
 
 
-def _modules() -> dict[str, str]:
-    """Map the lower-case class name that each technique file promises to its module."""
-    root = Path(__file__).parent
-    return {
-        file.stem.replace("_", ""): f"{__name__}.{folder}.{file.stem}"
-        for folder in TECHNIQUE_FOLDERS
-        for file in sorted((root / folder).glob("[a-z]*.py"))
-    }
+@functools.cache
+def _classes() -> dict[str, str]:
+    """Map each technique's class to its module, read from the files without running them."""
+    found: dict[str, str] = {}
+    for folder in TECHNIQUE_FOLDERS:
+        for file in sorted((Path(__file__).parent / folder).glob("[a-z]*.py")):
+            names = re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+            promised = [name for name in names if name.lower() == file.stem.replace("_", "")]
+            found |= dict.fromkeys(promised, f"{__name__}.{folder}.{file.stem}")
+    return found
 
 
 def __getattr__(name: str) -> Any:
-    module_name = FUNCTIONS.get(name) or _modules().get(name.lower())
-    if module_name is None or name.startswith("_"):
+    module_name = None if name.startswith("_") else FUNCTIONS.get(name) or _classes().get(name)
+    if module_name is None:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
     return getattr(importlib.import_module(module_name), name)
 
 
 def __dir__() -> list[str]:
-    names = [module.rpartition(".")[2] for module in _modules().values()]
-    return ["__version__", *FUNCTIONS, *("".join(word.title() for word in name.split("_")) for name in names)]
+    return ["__version__", *FUNCTIONS, *_classes()]

@@ -10,6 +10,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 from lightning_eff import __version__, catalog
@@ -78,6 +79,10 @@ def _run_verb(words: list[str]) -> int:
     if "--help" in rest or "-h" in rest:
         sys.stdout.write(f"{module.__doc__}\n\n{module.USAGE.strip()}\n")
         return EXIT_OK
+    from lightning_eff.noise import leave_out_noise
+
+    leave_out_noise()
+    sys.path.insert(0, str(Path.cwd()))  # for classes of the user's own: a console script is started without
     return int(module.main(rest))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 EXIT_OK = 0
@@ -121,21 +122,32 @@ class SlowPathWarning(UserWarning):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a half-sentence with the closest spelling, or with what there is when nothing is close.
+    """Return a half-sentence with names that have the word in them, the closest spelling, or what there is.
 
     Example:
+        >>> nearest("epochs", ["max_epochs", "max_steps", "min_epochs"])
+        "did you mean 'max_epochs' or 'min_epochs'?"
         >>> nearest("emty_cache", ["empty_cache", "mixed"])
         "did you mean 'empty_cache'?"
         >>> nearest("x", ["bf16_mixed", "fp32"])
         'there are: bf16_mixed, fp32'
     """
     options = sorted(set(known))
-    close = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    close = _with_word(word, options)[:2] or difflib.get_close_matches(word, options, n=1, cutoff=0.6)
     if close:
-        return f"did you mean {close[0]!r}?"
+        return f"did you mean {' or '.join(map(repr, close))}?"
     if len(options) > 24:
         options = [*options[:24], "..."]
     return f"there are: {', '.join(options)}" if options else "there are none"
+
+
+def _with_word(word: str, options: Iterable[str]) -> list[str]:
+    """Return options with a part that begins like the word: at the front first, then with fewer parts."""
+    if len(word) < 2:
+        return []
+    begins = re.compile(rf"(?:^|[\W_]){re.escape(word)}", re.IGNORECASE)
+    found = [option for option in options if begins.search(option)]
+    return sorted(found, key=lambda option: (begins.match(option) is None, len(re.split(r"[\W_]", option))))
 
 
 def check_flags(**flags: object) -> None:

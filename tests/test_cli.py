@@ -62,6 +62,11 @@ def test_answers_come_without_torch_or_lightning(words: list[str]) -> None:
         (["train", "lm", "--cfg", "jobs"], "invalid choice: 'jobs'"),
         (["train", "lm", "--config-dir", "nowhere"], "--config-dir nowhere: no such folder"),
         (["train", "lm", "-m", "precision=fp32,fp23"], "precision=fp23: no such option"),
+        (["train", "lm", "precision=bf16"], "precision=bf16: no such option; did you mean 'bf16_mixed' or"),
+        (
+            ["train", "lm", "trainer.epochs=3"],
+            "trainer.epochs=3: expected a parameter of Trainer; did you mean 'max_epochs'",
+        ),
         (["train", "lm", "ckpt_path=last"], "a checkpoint; there is none under outputs/lm"),
         (["train", "lm", "ckpt_path=a.ckpt"], "an existing checkpoint, or last"),
         (

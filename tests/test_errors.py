@@ -94,6 +94,17 @@ def test_under_puts_a_path_in_front_and_leaves_the_error_as_it_was() -> None:
     [
         ("emty_cache", ["mixed", "empty_cache"], "did you mean 'empty_cache'?"),
         ("zzz", ["b", "a", "b"], "there are: a, b"),
+        ("bf16", ["bf16_true", "bf16_mixed", "fp16_mixed"], "did you mean 'bf16_mixed' or 'bf16_true'?"),
+        (
+            "epochs",
+            ["every_n_epochs", "min_epochs", "max_epochs"],
+            "did you mean 'max_epochs' or 'min_epochs'?",
+        ),
+        ("Linear", ["x.linear", "linearity", "bilinear"], "did you mean 'linearity' or 'x.linear'?"),
+        ("a.*", ["a.bcde", "abcdef"], "there are: a.bcde, abcdef"),
+        ("b", ["a", "bcde"], "there are: a, bcde"),
+        ("", ["a"], "there are: a"),
+        ("mixd", ["mixed", "bf16_mixed"], "did you mean 'mixed'?"),
         ("zzz", [], "there are none"),
         ("zzz", [f"a{i:02}" for i in range(24)], f"there are: {', '.join(f'a{i:02}' for i in range(24))}"),
         (

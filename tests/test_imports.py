@@ -18,9 +18,9 @@ def test_imports_run_one_way() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_importing_the_package_loads_neither_torch_nor_lightning_nor_hydra() -> None:
+def test_importing_the_package_and_its_dir_load_neither_torch_nor_lightning_nor_hydra() -> None:
     program = (
-        "import sys, lightning_eff; "
+        "import sys, lightning_eff; dir(lightning_eff); "
         "assert not {'torch', 'lightning', 'hydra', 'omegaconf'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

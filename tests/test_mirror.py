@@ -125,3 +125,10 @@ def test_lazy_names_are_the_classes() -> None:
         assert getattr(lightning_eff, class_of(name).__name__) is class_of(name)
     with pytest.raises(AttributeError, match="no attribute 'EmptyCash'"):
         _ = lightning_eff.EmptyCash
+
+
+def test_dir_lists_every_technique_and_nothing_that_cannot_be_had() -> None:
+    functions = list(lightning_eff.FUNCTIONS)
+    expected = ["__version__", *functions, *(class_of(name).__name__ for name in TECHNIQUES)]
+    assert sorted(dir(lightning_eff)) == sorted(expected)
+    assert [name for name in dir(lightning_eff) if not hasattr(lightning_eff, name)] == []

@@ -67,7 +67,6 @@ def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
     given = _parse(arguments)
     place = Place.of(given.config_dir)
-    sys.path.insert(0, str(Path.cwd()))
     values = config.compose_recipe(given.recipe, given.overrides, place).values
     folder = _folder(given, Path(values["output_root"]))
     work = _Work(given, place)

@@ -41,7 +41,6 @@ def main(arguments: Sequence[str]) -> int:
     kind = "adapter" if adapted and not given.merge else "model"
     out = Path(given.out) if given.out else run_dir / "export" / kind
     _check_out(out, root)
-    sys.path.insert(0, str(Path.cwd()))
     notes = _write(values, path, out, merge=given.merge, adapted=adapted)
     files = {each.name: each.stat().st_size for each in sorted(out.iterdir())}
     if given.json:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_eff import config
@@ -142,7 +141,6 @@ def main(arguments: Sequence[str]) -> int:
     device, words = _named_device(words)
     recipe, overrides = recipe_and_overrides("plan", words)
     place = Place.of(given.config_dir)
-    sys.path.insert(0, str(Path.cwd()))
     values = config.compose_recipe(recipe, overrides, place).values
     from lightning_eff.run import build_trainer
 

@@ -69,7 +69,6 @@ def _train(given: argparse.Namespace, launch: Launch, arguments: Sequence[str]) 
     if given.multirun:
         check_sweep(launch, given.recipe, given.overrides, as_json=given.json)
     place = Place.of(given.config_dir)
-    sys.path.insert(0, str(Path.cwd()))
     jobs = _Jobs(given.recipe, place)
     if given.multirun:
         runs = [config.compose_recipe(given.recipe, each, place) for each in sweep(given.overrides)]
@@ -160,9 +159,9 @@ class _Jobs:
         Returns:
             The overrides that let Hydra compose the same again.
         """
-        from lightning_eff import run
-
         composed = config.compose_recipe(self.recipe, overrides, self.place)
+        from lightning_eff import run  # takes seconds, after what is refused without it
+
         launch = Launch.of()
         check_tasks(composed.values["trainer"], launch)
         by_time = any(line.startswith("hydra.run.dir=") for line in composed.hydra)
