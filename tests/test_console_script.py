@@ -32,7 +32,7 @@ OWN += ["trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.val_check_int
 
 
 def script(*words: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([SCRIPT, *words], cwd=cwd, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([SCRIPT, *words], cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     return done
 
