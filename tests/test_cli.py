@@ -111,6 +111,17 @@ def test_a_run_that_fails_exits_1_root_cause_first(tiny: list[str], command: Com
     assert "Traceback" in command("train", "lm", *tiny, "model._target_=my_failing_model.Fails", "--debug")[2]
 
 
+def test_a_run_reports_the_checkpoint_that_it_ends_with(tiny: list[str], command: Command) -> None:
+    """No schedule of the recipe's own saves before the run ends."""
+    code, out, err = command("train", "lm", *tiny, "trainer.val_check_interval=100", "--json")
+    assert code == 0, err
+    (path,) = Path("outputs").rglob("*.ckpt")
+    assert path.name == "step-2.ckpt"
+    (row,) = [row for row in json.loads(out)["ledger"] if row["technique"] == "checkpoint_io/durable"]
+    assert (row["status"], row["numbers"]["num_saves"]) == ("applied", 1)
+    assert row["numbers"]["saved_bytes"] == path.stat().st_size
+
+
 def test_running_out_of_memory_exits_4(tiny: list[str], command: Command) -> None:
     Path("my_hungry_model.py").write_text(
         "import torch\nfrom lightning_eff.models.gpt import GPT\n"
