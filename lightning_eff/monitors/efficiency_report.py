@@ -216,7 +216,7 @@ class EfficiencyReport(pl.Callback):
 
 
 def _after_teardown(strategy: Strategy, act: Callable[[], None]) -> None:
-    """Call `act` once, after the strategy's teardown: it waits for saves, and no callback's hook comes later."""
+    """Call `act` once, after the strategy's teardown: it waits for saves and follows all callbacks' hooks."""
     teardown = strategy.teardown
 
     def torn_down() -> None:
