@@ -52,7 +52,7 @@ def memory(root: Path = ROOT) -> Limit:
         >>> memory().num_bytes <= installed_bytes()
         True
     """
-    taken = _taken(root)
+    taken = read_taken(root)
     resident = taken.get("VmRSS", 0)
     limits = [Limit(INSTALLED, installed_bytes(), resident)]
     limits += [Limit(f"cgroup {path}", size, resident) for path, size in _of_cgroups(root)]
@@ -65,7 +65,7 @@ def installed_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _taken(root: Path) -> dict[str, int]:
+def read_taken(root: Path) -> dict[str, int]:
     """Return what this process takes, by the names of /proc/self/status."""
     found = re.findall(r"^(Vm\w+):\s+(\d+) kB", _text(root / "proc/self/status"), re.MULTILINE)
     return {name: int(size) * 1024 for name, size in found}
