@@ -219,6 +219,8 @@ class _Jobs:
             return error
         from lightning_eff.planning.out_of_memory import explained
 
+        sys.stderr.write(" out of memory: looking for an override that fits, for about a minute at most\n")
+
         def compose(words: Sequence[str]) -> dict[str, Any]:
             return config.compose_recipe(self.recipe, [*overrides, *words], self.place).values
 

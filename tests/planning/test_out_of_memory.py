@@ -75,7 +75,7 @@ def message(err: str) -> list[str]:
 def test_an_override_that_fits_is_named_and_trains_to_the_end(
     tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sample takes seven arrays of 256 KiB at the peak, in the backward pass, and five in the forward pass."""
+    """A sample takes seven arrays of 256 KiB in the backward pass, and five in the forward pass."""
     monkeypatch.setattr(host, "memory", lambda: Limit("cgroup /box", 105 * MIB, 100 * MIB))
     words = words_for("SmallTwo", tiny)
     code, _, err = command(*words)
