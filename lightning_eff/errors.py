@@ -99,6 +99,12 @@ class RankError(Exception):
         self.exit_code = exit_code
 
 
+class RunOutOfMemoryError(Exception):
+    """A run that was out of memory; its text names phase, holders and an override that fits."""
+
+    exit_code = EXIT_OUT_OF_MEMORY
+
+
 class CheckpointError(Exception):
     """A checkpoint that cannot be written, or must not be read; its text names file, cause and remedy."""
 

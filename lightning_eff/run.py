@@ -19,6 +19,7 @@ from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
 
 from lightning_eff import plan, transform
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
@@ -73,11 +74,11 @@ class Run:
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
             # DeepSpeed 0.19.8 calls it by the name that torch 2.13 deprecates.
             warnings.filterwarnings("ignore", r"`torch.distributed.all_gather_into_tensor` is deprecated")
+            callbacks_of(self.trainer).append(_LastStep(self.run_dir / "checkpoints"))
             self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path, weights_only=True)
         if self.trainer.fit_loop.total_batch_idx < 0:
             text = "the run trained on nothing: its data has no batches"
             raise UsageError(text)
-        self._ensure_checkpoint()
         reports = [m.report for m in callbacks_of(self.trainer) if isinstance(m, EfficiencyReport)]
         return reports[0] if reports else {}
 
@@ -87,14 +88,25 @@ class Run:
             for path in remove_orphans(folder):
                 log.info("removed %s, which a run left that died while it saved", path)
 
-    def _ensure_checkpoint(self) -> None:
-        """Every run ends with a checkpoint of its last step, whatever schedule its monitors save by."""
-        step = self.trainer.global_step
-        savers = [c for c in callbacks_of(self.trainer) if isinstance(c, Checkpoint)]
-        if step and step not in [getattr(saver, "_last_global_step_saved", None) for saver in savers]:
-            self.trainer.save_checkpoint(
-                self.run_dir / "checkpoints" / f"step-{step}.ckpt", weights_only=False
-            )
+
+class _LastStep(Checkpoint):
+    """Ends every run with a checkpoint of its last step, whatever schedule the other callbacks save by.
+
+    Lightning puts callbacks of this base class behind all others, and the report comes after them.
+
+    Args:
+        folder: Where it goes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        step = trainer.global_step
+        savers = [each for each in callbacks_of(trainer) if isinstance(each, Checkpoint)]
+        if step and step not in [getattr(each, "_last_global_step_saved", None) for each in savers]:
+            trainer.save_checkpoint(self._folder / f"step-{step}.ckpt", weights_only=False)
 
 
 def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:

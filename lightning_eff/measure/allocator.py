@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from lightning_eff.measure import host
+
 
 @dataclass(frozen=True)
 class AllocatorState:
@@ -109,12 +111,12 @@ def empty_cache(device: torch.device) -> None:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Memory that the device has."""
+    """Memory that the device has; of a CPU what this process may use."""
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     if device.type in {"cuda", "xpu"}:
         return torch.accelerator.get_memory_info(device)[1]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host.memory().num_bytes
 
 
 def reset_peak(device: torch.device) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from lightning_eff.catalog import CONSTRAINTS
+from lightning_eff.measure import host
 from lightning_eff.measure.environment import find_compiler
 from lightning_eff.measure.formats import support
 from lightning_eff.measure.tables import human_bytes
@@ -130,6 +131,9 @@ def _communication() -> Iterator[Finding]:
 
 
 def _room() -> Iterator[Finding]:
+    limit, installed = host.memory(), human_bytes(host.installed_bytes())
+    words = f"{human_bytes(limit.num_bytes)} by {limit.name}, of {installed}" if limit.name else installed
+    yield Finding("memory", words)
     here, shared = Path.cwd(), Path("/dev/shm")  # noqa: S108 - looked at, not written to
     free = shutil.disk_usage(here).free
     room = f"{human_bytes(free)} free here"

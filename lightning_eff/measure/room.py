@@ -3,7 +3,8 @@
 What a CUDA device takes beside the step's tensors is added, by these assumptions. Each tensor is rounded up
 to 512 bytes. cuBLAS keeps a workspace: 32 MiB on Hopper and 8.1 MiB elsewhere, unless the environment's
 CUBLAS_WORKSPACE_CONFIG says otherwise (torch's defaults, not measured here). The driver's
-own context, which torch does not count as allocated, is left free of what is there.
+own context, which torch does not count as allocated, is left free of what is there. Of a host's memory, which
+a cgroup or a ulimit may make less (measure/host.py), what this process takes already is left to it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import Device
+from lightning_eff.measure import host
 from lightning_eff.measure.duration import Rates
 from lightning_eff.measure.peak import Peak
 from lightning_eff.measure.prediction import Prediction
@@ -44,6 +46,7 @@ class Room:
         is_cuda: Whether CUDA's allocator hands it out.
         workspace_bytes: What cuBLAS keeps.
         device: What else is known of it.
+        taken_bytes: What this process takes of it, beside a step's tensors.
     """
 
     name: str
@@ -51,14 +54,16 @@ class Room:
     is_cuda: bool = False
     workspace_bytes: int = 0
     device: Device | None = None
+    taken_bytes: int = 0
 
     @classmethod
-    def of(cls, device: str, root: torch.device) -> Room:
+    def of(cls, device: str, root: torch.device, *, held_bytes: int = 0) -> Room:
         """Look a device up.
 
         Args:
             device: A name that is known; empty for the one that the run is on.
             root: The run's.
+            held_bytes: What this process has in memory already that a prediction counts too.
 
         Example:
             >>> room = Room.of("h200", torch.device("cpu"))
@@ -67,14 +72,17 @@ class Room:
         """
         found = devices.named(device) if device else devices.of(root)
         if not found.capability:
-            return cls(found.name, found.memory_bytes, device=found)
+            limit = host.memory()
+            name = f"{found.name} ({limit.name})" if limit.name else found.name
+            taken = max(0, limit.taken_bytes - held_bytes)
+            return cls(name, limit.num_bytes, device=found, taken_bytes=taken)
         workspace = HOPPER_WORKSPACE_BYTES if found.capability == HOPPER else WORKSPACE_BYTES
         return cls(found.name, found.memory_bytes, is_cuda=True, workspace_bytes=workspace, device=found)
 
     @property
     def free_bytes(self) -> int:
         """What a run may allocate."""
-        return self.memory_bytes - (CONTEXT_BYTES if self.is_cuda else 0)
+        return self.memory_bytes - self.taken_bytes - (CONTEXT_BYTES if self.is_cuda else 0)
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,8 @@ class Expectation:
     def assumed(self) -> list[str]:
         """What the figure rests on."""
         if not self.room.is_cuda:
-            return self.prediction.assumed
+            taken = f"this process takes {human_bytes(self.room.taken_bytes)} besides"
+            return [*([taken] if self.room.taken_bytes else []), *self.prediction.assumed]
         workspace = f"{human_bytes(self.room.workspace_bytes)} for cuBLAS are in it"
         context = f"the driver keeps {human_bytes(CONTEXT_BYTES)} for itself"
         return [f"{workspace}; {context}", DIFFERENT_ON_CUDA, *self.prediction.assumed]

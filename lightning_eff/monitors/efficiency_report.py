@@ -1,9 +1,10 @@
 """One table per run: what was asked, what was applied, and the time, FLOPs and memory that it took.
 
 Printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `report.html` beside the
-run's other files; a run that fails writes both too, with the reason. Measured are all training batches
-after the first ones, validation left out. Peak memory is the allocator's where it keeps one; on the CPU it
-is the live bytes of the first batches, counted storage by storage.
+run's other files; a run that fails writes both too, with the reason, and again when its last checkpoint is
+on the disk. Measured are all training batches after the first ones, validation left out. Peak memory is the
+allocator's where it keeps one; on the CPU it is the live bytes of the first batches, counted storage by
+storage.
 A compiled model is timed and not counted: it is not dispatched operation by operation.
 
 Costs: a few Python calls a batch; the first batches run slower while they are counted.
@@ -17,6 +18,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -129,7 +133,9 @@ class EfficiencyReport(pl.Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._finish(trainer, status="finished", reason="")
+        if self._meter is not None:
+            self._finish(trainer, self._meter, status="finished", reason="")
+            self._print()
 
     @override
     def on_exception(
@@ -137,12 +143,20 @@ class EfficiencyReport(pl.Callback):
     ) -> None:
         reason = f"{type(exception).__name__}: {exception}".splitlines()[0]
         stopped = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
-        self._finish(trainer, status="stopped" if stopped else "failed", reason=reason)
+        if self._meter is not None:
+            meter = self._meter
+            self._finish(trainer, meter, status="stopped" if stopped else "failed", reason=reason)
+            # Callbacks after this one save checkpoints now, in the background too.
+            _after_teardown(trainer.strategy, partial(self._update, trainer, meter))
 
-    def _finish(self, trainer: pl.Trainer, *, status: str, reason: str) -> None:
-        if self._meter is None:
-            return
-        meter, self._meter = self._meter, None
+    def _update(self, trainer: pl.Trainer, meter: Meter) -> None:
+        """Write the report once more, with what techniques did since; print it."""
+        self.report["ledger"] = report.plain(self._ledger(trainer))
+        self._write(meter)
+        self._print()
+
+    def _finish(self, trainer: pl.Trainer, meter: Meter, *, status: str, reason: str) -> None:
+        self._meter = None
         meter.close()
         findings = {
             "title": "Efficiency report",
@@ -151,10 +165,7 @@ class EfficiencyReport(pl.Callback):
             "num_steps": trainer.global_step - self._first_step,
             "measured": meter.summary(dtype=_compute_dtype(trainer), world_size=trainer.world_size)
             | {"optimizer_state_bytes": _state_bytes(trainer)},
-            "ledger": [
-                _entry(technique, arguments, ran=trainer.global_step > self._first_step)
-                for technique, arguments in self._asked
-            ],
+            "ledger": self._ledger(trainer),
             "losses": self._losses.curve(),
             "memory": {} if (held := meter.memory()) is None else held.as_dict(),
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -163,6 +174,10 @@ class EfficiencyReport(pl.Callback):
         }
         self.report = report.plain(findings)
         self._write(meter)
+
+    def _ledger(self, trainer: pl.Trainer) -> list[dict[str, Any]]:
+        ran = trainer.global_step > self._first_step
+        return [_entry(technique, arguments, ran=ran) for technique, arguments in self._asked]
 
     def _folder_of(self, trainer: pl.Trainer) -> Path:
         """Return where to write; on all ranks, which Lightning lets agree on it.
@@ -183,7 +198,9 @@ class EfficiencyReport(pl.Callback):
         config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
         page = report.page(self.report, meter.throughput, config)
         (folder / PAGE_FILE).write_text(page, encoding="utf-8")
-        rank_zero_info("\n%s\n report: %s", report.text(self.report), folder / PAGE_FILE)
+
+    def _print(self) -> None:
+        rank_zero_info("\n%s\n report: %s", report.text(self.report), self._folder / PAGE_FILE)
 
     def outcome_of(self, name: str) -> dict[str, Any]:
         """Return the ledger's row of one technique after `fit`.
@@ -196,6 +213,20 @@ class EfficiencyReport(pl.Callback):
         """
         rows = {row["technique"]: row for row in self.report.get("ledger", [])}
         return rows[name]
+
+
+def _after_teardown(strategy: Strategy, act: Callable[[], None]) -> None:
+    """Call `act` once, after the strategy's teardown: it waits for saves and follows all callbacks' hooks."""
+    teardown = strategy.teardown
+
+    def torn_down() -> None:
+        vars(strategy).pop("teardown", None)
+        try:
+            teardown()
+        finally:
+            act()
+
+    strategy.teardown = torn_down
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -19,6 +19,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.facts import Technique, arguments
+from lightning_eff.measure.memory import state_bytes
 from lightning_eff.measure.meter import batch_size
 from lightning_eff.measure.prediction import predict
 from lightning_eff.measure.room import Expectation, Room
@@ -63,7 +64,14 @@ class Script:
     @property
     def room(self) -> Room:
         """The memory of the device that it is trained on."""
-        return Room.of("", self.trainer.strategy.root_device)
+        return Room.of("", self.trainer.strategy.root_device, held_bytes=self._held_bytes())
+
+    def _held_bytes(self) -> int:
+        """Return what the training has in memory now and a prediction counts once more."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        tensors += [each.grad for each in self.module.parameters() if each.grad is not None]
+        state = (sum(state_bytes(optimizer).values()) for optimizer in self.trainer.optimizers)
+        return sum(each.nbytes for each in tensors) + sum(state)
 
     @property
     def candidates(self) -> Sequence[Words]:

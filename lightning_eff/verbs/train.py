@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from lightning_eff.errors import (
     SlowPathWarning,
     UsageError,
     exit_code,
+    is_out_of_memory,
     root_cause_line,
 )
 from lightning_eff.processes.command import train_apart
@@ -169,7 +170,13 @@ class _Jobs:
         here = [f'hydra.run.dir="{run_dir}"']
         if run_dir != composed.run_dir:
             composed = config.compose_recipe(self.recipe, [*overrides, *here], self.place)
-        self._prepared = run.build(composed.values, recipe=self.recipe, run_dir=run_dir)
+        try:
+            self._prepared = run.build(composed.values, recipe=self.recipe, run_dir=run_dir)
+        except (MemoryError, RuntimeError) as error:
+            told = self._told(error, overrides)
+            if told is error:
+                raise
+            raise told from None
         _make_root(run_dir)
         here += ["hydra.output_subdir=null"] if launch.rank else []
         return [*composed.overrides, *composed.hydra, *here]
@@ -183,8 +190,9 @@ class _Jobs:
         if elsewhere:
             _speak_with_one_voice(Launch.of())
         folder = Path(hydra.runtime.output_dir)
-        with _Kept(self.failures, folder):
-            self.reports.append(self._run(list(hydra.overrides.task), folder))
+        overrides = list(hydra.overrides.task)
+        with _Kept(self.failures, folder, lambda error: self._told(error, overrides)):
+            self.reports.append(self._run(overrides, folder))
         if self.failures and elsewhere:
             raise self.failures[0]  # a launcher took this job elsewhere, and brings what is raised back
 
@@ -193,6 +201,7 @@ class _Jobs:
         from lightning_eff.processes.together import Together
 
         launch, prepared = Launch.of(), self._prepared
+        self._prepared = None  # nothing but this run holds its tensors
         if prepared is None:
             here = f'hydra.run.dir="{folder}"'
             composed = config.compose_recipe(self.recipe, [*overrides, here], self.place)
@@ -202,6 +211,19 @@ class _Jobs:
             prepared = run.build(composed.values, recipe=self.recipe, run_dir=composed.run_dir)
         with Together(prepared.trainer, prepared.run_dir, launch):
             return prepared.fit()
+
+    def _told(self, error: BaseException, overrides: Sequence[str]) -> BaseException:
+        """Return the error to show: out of memory is explained, anything else speaks for itself."""
+        if hasattr(error, "exit_code") or not is_out_of_memory(error):
+            return error
+        from lightning_eff.planning.out_of_memory import explained
+
+        sys.stderr.write(" out of memory: looking for an override that fits, for about a minute at most\n")
+
+        def compose(words: Sequence[str]) -> dict[str, Any]:
+            return config.compose_recipe(self.recipe, [*overrides, *words], self.place).values
+
+        return explained(error, compose)
 
     def finish(self, *, as_json: bool) -> int:
         """Print what was asked for; raise the only failure, or name each of several."""
@@ -219,11 +241,22 @@ class _Kept:
     """Keep a job's exception for later, its traceback in `error.log`.
 
     Why not `except`: also what is no `Exception` must not pass Hydra, which prints its own frames around it.
+
+    Args:
+        failures: Where it is kept.
+        folder: Of the log.
+        told: Returns the error to keep, after the log is written.
     """
 
-    def __init__(self, failures: list[BaseException], folder: Path) -> None:
+    def __init__(
+        self,
+        failures: list[BaseException],
+        folder: Path,
+        told: Callable[[BaseException], BaseException],
+    ) -> None:
         self._failures = failures
         self._folder = folder
+        self._told = told
 
     def __enter__(self) -> None:
         return None
@@ -233,11 +266,11 @@ class _Kept:
     ) -> bool:
         if error is None:
             return False
-        self._failures.append(error)
         if exit_code(error) != EXIT_OK and not error.__dict__.get("told"):
             path = self._folder / "error.log"
             path.write_text("".join(traceback.format_exception(kind, error, trace)))
             error.__dict__["error_log"] = str(path)
+        self._failures.append(self._told(error))
         return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_eff.callbacks.empty_cache import EmptyCache
+from lightning_eff.checkpoint_io import durable
+from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.errors import ConfigError
 from lightning_eff.measure import throughput
 from lightning_eff.monitors.efficiency_report import LEDGER_FILE, PAGE_FILE, EfficiencyReport
@@ -80,6 +84,64 @@ def test_a_failed_run_is_reported_with_its_reason(net: Callable[..., Net], tmp_p
     assert report["status"] == "failed"
     assert report["reason"] == "RuntimeError: the disk is full"
     assert report["num_steps"] == 6
+
+
+class FailsAtFive(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 5:
+            msg = "the label is missing"
+            raise RuntimeError(msg)
+        return super().training_step(batch, batch_idx)
+
+
+def written_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a save in the background be under way when the run ends."""
+    whole = durable.write_sealed
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.5)
+        return whole(*arguments)
+
+    monkeypatch.setattr(durable, "write_sealed", slow)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_that_is_saved_when_the_run_fails_is_in_the_report(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written_slowly(monkeypatch)
+    saver = ModelCheckpoint(tmp_path, save_on_exception=True)
+    plugins = [Durable(asynchronous=asynchronous)]
+    with caplog.at_level("INFO"), pytest.raises(RuntimeError, match="the label is missing"):
+        fit(FailsAtFive(), tmp_path, saver, plugins=plugins, enable_checkpointing=True)
+    (row,) = json.loads((tmp_path / LEDGER_FILE).read_text())["ledger"]
+    assert (row["status"], row["numbers"]["num_saves"]) == ("applied", 1)
+    (path,) = tmp_path.glob("*.ckpt")
+    assert row["numbers"]["saved_bytes"] == path.stat().st_size
+    printed = [record.getMessage() for record in caplog.records if "Efficiency report" in record.getMessage()]
+    assert len(printed) == 1
+    assert "saved 1 times" in printed[0]
+
+
+def test_a_checkpoint_in_the_background_is_written_before_the_report(
+    net: Callable[..., Net], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written_slowly(monkeypatch)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=10)
+    report = fit(net(), tmp_path, saver, plugins=[Durable(asynchronous=True)], enable_checkpointing=True)
+    assert report["ledger"][0]["numbers"]["num_saves"] == 1
+
+
+def test_a_failed_run_is_reported_when_its_last_checkpoint_fails_too(tmp_path: Path) -> None:
+    class CannotSave(ModelCheckpoint):
+        def on_exception(self, *_: Any) -> None:
+            msg = "the disk is full"
+            raise OSError(msg)
+
+    with pytest.raises(OSError, match="the disk is full"):
+        fit(FailsAtFive(), tmp_path, CannotSave(tmp_path), enable_checkpointing=True)
+    report = json.loads((tmp_path / LEDGER_FILE).read_text())
+    assert report["reason"] == "RuntimeError: the label is missing"
 
 
 @pytest.fixture
