@@ -42,8 +42,6 @@ OTHER_LOOPS = (
 """Methods that need more than layers in place: arguments of every call, a model around, tensors beside it."""
 BUILDS = ("boft",)
 """Methods whose layers compile an extension when they are made."""
-IN_PLACE = ("adalora", "c3a", "gralora", "tinylora")
-"""Methods that add to the result of the layer that they adapt, in place."""
 BY_NAME = ("ln_tuning", "trainable_tokens")
 """Methods for other layers than linear ones."""
 QUANTIZED = (
