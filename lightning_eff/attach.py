@@ -13,6 +13,28 @@ VARIABLE = "LIGHTNING_EFF_REPORT"
 OFF = ("", "0", "false", "no", "off")
 
 
+def _asked() -> bool:
+    return os.environ.get(VARIABLE, "").strip().lower() not in OFF
+
+
+def refuse_legacy() -> list[Any]:
+    """Refuse to report on a Trainer of the package `pytorch_lightning`, which asks an entry point of its own.
+
+    Raises:
+        ConflictError: The environment asks for a report.
+
+    Example:
+        >>> refuse_legacy()
+        []
+    """
+    if not _asked():
+        return []
+    from lightning_eff.errors import legacy_package
+
+    setting = f"{VARIABLE}={os.environ[VARIABLE]}"
+    raise legacy_package(setting)
+
+
 def callbacks() -> list[Any]:
     """Return the callbacks that report and advise, where the environment asks for them.
 
@@ -20,7 +42,7 @@ def callbacks() -> list[Any]:
         >>> callbacks()
         []
     """
-    if os.environ.get(VARIABLE, "").strip().lower() in OFF:
+    if not _asked():
         return []
     from lightning_eff.monitors.efficiency_report import EfficiencyReport
     from lightning_eff.planning.afterwards import Advise

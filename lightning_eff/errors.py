@@ -14,6 +14,8 @@ EXIT_OUT_OF_MEMORY = 4
 EXIT_REFUSED = 5
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+LEGACY = "pytorch_lightning"
+"""The package that Lightning was before, with classes of its own by the same names."""
 OUT_OF_MEMORY = (
     "out of memory",  # CUDA, HIP, XPU and MPS, and CUDA's own calls
     "can't allocate memory",  # torch's allocator on the CPU
@@ -125,6 +127,21 @@ class ConflictWarning(UserWarning):
 
 class SlowPathWarning(UserWarning):
     """What was asked for works here, but slower than doing without it."""
+
+
+def legacy_package(name: str) -> ConflictError:
+    """Return the refusal of a Trainer whose classes have Lightning's names and are others.
+
+    Args:
+        name: What was given to it.
+
+    Example:
+        >>> raise legacy_package("EmptyCache")
+        Traceback (most recent call last):
+        lightning_eff.errors.ConflictError: EmptyCache: this Trainer comes from the package ...
+    """
+    text = f"{name}: this Trainer comes from the package {LEGACY}, which lightning_eff does not support"
+    return ConflictError(f"{text}: import lightning.pytorch instead")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

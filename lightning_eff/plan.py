@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from lightning_eff.errors import ConflictError, ConflictWarning, EnvironmentLacksError
+from lightning_eff.errors import LEGACY, ConflictError, ConflictWarning, EnvironmentLacksError, legacy_package
 from lightning_eff.facts import (
     PACKAGE,
     SUITE,
@@ -199,16 +199,41 @@ def raise_refused(findings: Iterable[Finding]) -> None:
         raise error("\n".join(map(str, refused)))
 
 
+def refuse_legacy(self: object, trainer: object, pl_module: object = None, stage: str | None = None) -> None:
+    """Refuse a Trainer of the package `pytorch_lightning`; the `setup` of a callback that has no other.
+
+    Raises:
+        ConflictError: It is one.
+    """
+    del pl_module, stage
+    if any(base.__module__.partition(".")[0] == LEGACY for base in type(trainer).__mro__):
+        raise legacy_package(type(self).__name__)
+
+
+def shown(self: object) -> str:
+    """Return what a strategy or a plugin is shown as: its `__repr__`.
+
+    A Trainer of the package `pytorch_lightning` refuses it before any code of ours runs, and quotes this.
+
+    Example:
+        >>> from lightning_eff.precision.mixed import Mixed
+        >>> Mixed()
+        <lightning_eff.Mixed, for a Trainer of lightning.pytorch and not of pytorch_lightning>
+    """
+    return f"<{PACKAGE}.{type(self).__name__}, for a Trainer of lightning.pytorch and not of {LEGACY}>"
+
+
 def enforce(technique: object, trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Check a Trainer's techniques; each calls it in `setup` and, with more known, in `on_fit_start`.
 
     Raises:
-        ConflictError: Some combination is refused.
+        ConflictError: Some combination is refused, or the Trainer is one of `pytorch_lightning`.
         EnvironmentLacksError: The machine lacks something that is needed.
 
     Warns:
         ConflictWarning: `technique` states that a combination works, and not as one would expect.
     """
+    refuse_legacy(technique, trainer)
     findings = check(objects_of(trainer), run_facts(trainer, module))
     raise_refused(findings)
     if not trainer.optimizers:

@@ -216,7 +216,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     A block is a module with parameters and children that has a brother of its class, outermost first. Where
     the blocks of a stack hold directly a stack of their own (the stages of a Swin or a ConvNeXt), those inner
-    ones are meant.
+    ones are meant. A layer with an adapter counts as the layer: what PEFT has in it is no block.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(8, 2)
@@ -234,7 +234,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 def _collect(module: nn.Module, prefix: str, found: dict[str, nn.Module]) -> None:
     """Add the blocks below `module`; a module that is used in two places counts once."""
     brothers = _brothers(module)
-    for name, child in module.named_children():
+    for name, child in _children(module).items():
         path = f"{prefix}{name}"
         if child in found.values():
             continue
@@ -248,11 +248,24 @@ def _brothers(module: nn.Module) -> set[str]:
     """Return the names of children that are layers (not leaves, not without parameters) of a shared class."""
     layers = {
         name: type(child)
-        for name, child in module.named_children()
-        if any(True for _ in child.children()) and any(True for _ in child.parameters())
+        for name, child in _children(module).items()
+        if _children(child) and any(True for _ in child.parameters()) and not _is_adapted(child)
     }
     kinds = list(layers.values())
     return {name for name, kind in layers.items() if kinds.count(kind) > 1}
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    """Return a module's children by name; of one of PEFT's, only copies of modules that are trained whole."""
+    adapted = _is_adapted(module)
+    return {
+        name: child for name, child in module.named_children() if not adapted or name == "modules_to_save"
+    }
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Say whether a module is one of PEFT's around a layer, by PEFT's mark: importing PEFT takes seconds."""
+    return hasattr(module, "adapter_layer_names")
 
 
 def _is_stage(module: nn.Module) -> bool:

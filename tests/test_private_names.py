@@ -44,6 +44,7 @@ USED_IN = {
     "_dynamo.utils": "measure/compilation.py",
     "_dynamo": "callbacks/torch_compile.py",
     "_functorch": "callbacks/gradient_checkpointing.py",
+    "_RECOMPUTE": "callbacks/gradient_checkpointing.py",
     "_scaled_mm": "callbacks/gradient_checkpointing.py",
     "_ddp_kwargs": "plan.py",
     "_BatchNorm": "plan.py",

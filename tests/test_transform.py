@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from lightning_eff import transform
+from lightning_eff.callbacks.peft_adapter import adapt
 from lightning_eff.errors import ConfigError
 from lightning_eff.transform import Stage, repeated_blocks, select
 from tests.conftest import Net, make_loader, make_trainer
@@ -233,6 +234,16 @@ TREES = {
         [f"encoder.layers.{i}" for i in range(2)] + [f"decoder.layers.{i}" for i in range(3)],
     ),
     "attributes": (lambda: with_attributes(Layer(), Layer()), ["part0", "part1"]),
+    "adapters": (lambda: adapted(stack(*(Layer() for _ in range(2)))), ["layers.0", "layers.1"]),
+    "adapters alone": (lambda: adapted(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), []),
+    "a stack trained whole": (
+        lambda: adapted(
+            nn.Sequential(nn.Linear(2, 2), nn.Sequential(Layer(), Layer())),
+            target_modules="0",
+            modules_to_save=["1"],
+        ),
+        ["1.modules_to_save.default.0", "1.modules_to_save.default.1"],
+    ),
     "a stack used twice": (lambda: twice(stack(Layer(), Layer())), ["a.layers.0", "a.layers.1"]),
 }
 
@@ -241,6 +252,11 @@ def with_attributes(*parts: nn.Module) -> nn.Module:
     model = nn.Module()
     for index, part in enumerate(parts):
         setattr(model, f"part{index}", part)
+    return model
+
+
+def adapted(model: nn.Module, **keywords: Any) -> nn.Module:
+    adapt(model, **keywords)
     return model
 
 

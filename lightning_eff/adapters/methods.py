@@ -42,8 +42,6 @@ OTHER_LOOPS = (
 """Methods that need more than layers in place: arguments of every call, a model around, tensors beside it."""
 BUILDS = ("boft",)
 """Methods whose layers compile an extension when they are made."""
-IN_PLACE = ("adalora", "c3a", "gralora", "tinylora")
-"""Methods that add to the result of the layer that they adapt, in place."""
 BY_NAME = ("ln_tuning", "trainable_tokens")
 """Methods for other layers than linear ones."""
 QUANTIZED = (
@@ -53,6 +51,12 @@ QUANTIZED = (
 """Methods that leave the base layer's weight to its layer, or know how to read one of a few bits."""
 IDENTITY: dict[str, dict[str, Any]] = {"fourierft": {"init_weights": True}}
 """Options without which a method would not begin at the model as it is, unless they are given."""
+TASK_HEADS = {
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
+"""Ends of the names of modules that PEFT trains whole for a task: its model around a model says so."""
 FLAGS = {"dora": "use_dora", "rslora": "use_rslora", "qalora": "use_qalora"}
 """Names of variants that are options of LoRA's."""
 
@@ -155,6 +159,8 @@ def resolve(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> dic
     """
     fields: Any = config
     named = {name: module for name, module in model.named_modules() if name}
+    _check_names("modules_to_save", getattr(config, "modules_to_save", None), named)
+    _add_heads(model, config)
     if fields.target_modules is None and not getattr(config, "target_parameters", None):
         of_ia3 = TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING  # kept elsewhere for this one alone
         fields.target_modules = _chosen_by_peft(model, getattr(tuner, "target_module_mapping", of_ia3))
@@ -164,7 +170,6 @@ def resolve(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> dic
     if fields.target_modules == ALL_LINEAR:
         fields.target_modules = _all_linear(model, config)
     _check_names("target_modules", fields.target_modules, named)
-    _check_names("modules_to_save", getattr(config, "modules_to_save", None), named)
     _check_names("options.exclude_modules", getattr(config, "exclude_modules", None), named)
     _refuse_tied(model, config, named)
     found = {name: part for name, part in named.items() if check_target_module_exists(config, name)}
@@ -175,6 +180,48 @@ def resolve(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> dic
     _check_linear(found)
     _check_built(found)
     return found
+
+
+def task_heads(model: nn.Module, task_type: str | None) -> list[str]:
+    """Return the names of the modules that are trained whole for a task, outermost.
+
+    A metric that is called `score` has no parameters, and is none.
+
+    Example:
+        >>> task_heads(nn.ModuleDict({"body": nn.Linear(1, 1), "classifier": nn.Linear(1, 1)}), "SEQ_CLS")
+        ['classifier']
+    """
+    found: list[str] = []
+    for name, part in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in found)
+        named = name.endswith(TASK_HEADS.get(task_type or "", ()))
+        if named and not inside and any(True for _ in part.parameters()):
+            found.append(name)
+    return found
+
+
+def _add_heads(model: nn.Module, config: PeftConfig) -> None:
+    """Have the head of the config's task trained, as PEFT's own model around a model has it.
+
+    Raises:
+        ConfigError: There is none of a known name, and no other module is to be trained whole.
+    """
+    fields: Any = config
+    if config.task_type not in TASK_HEADS or not hasattr(config, "modules_to_save"):
+        return
+    saved = list(fields.modules_to_save or ())
+    new = [
+        name
+        for name in task_heads(model, config.task_type)
+        if not any(f".{word}." in f".{name}." for word in saved)
+    ]
+    if not saved and not new:
+        task = str(getattr(config.task_type, "value", config.task_type))
+        names = " or ".join(TASK_HEADS[task])
+        allowed = f"a model with a head called {names}, which PEFT trains for this task; name any other one"
+        remedies = ["callbacks.peft_adapter.modules_to_save=[NAME_OF_THE_HEAD]"]
+        raise ConfigError(key="options.task_type", value=task, allowed=allowed, remedies=remedies)
+    fields.modules_to_save = [*saved, *new]
 
 
 def _check_built(found: Mapping[str, nn.Module]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_eff.adapters.methods import IN_PLACE
-from lightning_eff.facts import KEEPS_PRODUCTS, SHARDING, Rule, Verdict
+from lightning_eff.facts import SHARDING, Rule, Verdict
 
 
 def rules(method: str) -> tuple[Rule, ...]:
@@ -11,7 +10,7 @@ def rules(method: str) -> tuple[Rule, ...]:
 
     Example:
         >>> [rule.name for rule in rules("adalora")][-1]
-        'recomputing that keeps matrix products'
+        'run/manual_optimization'
     """
     thaws = Rule(
         name="lightning/BaseFinetuning",
@@ -30,8 +29,5 @@ def rules(method: str) -> tuple[Rule, ...]:
         "run/manual_optimization": ("ranks are allotted once a step, which is the module's own", lora),
     }
     reasons = reasons if method == "adalora" else {}
-    if method in IN_PLACE:
-        full = "callbacks.gradient_checkpointing.policy=full"
-        reasons[KEEPS_PRODUCTS] = (f"{method} adds to a product of its layer in place", full)
     own = [Rule(name=name, reason=why, remedies=(remedy,)) for name, (why, remedy) in reasons.items()]
     return (thaws, *whole, *own)

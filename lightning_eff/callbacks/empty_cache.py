@@ -27,6 +27,7 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
+from lightning_eff import plan
 from lightning_eff.checkpoints import saved_with
 from lightning_eff.errors import ConfigError, NoEffectWarning
 from lightning_eff.facts import Outcome
@@ -90,6 +91,7 @@ class EmptyCache(pl.Callback):
 
     on_save_checkpoint = saved_with.save
     on_load_checkpoint = saved_with.load
+    setup = plan.refuse_legacy
 
     def __init__(
         self,

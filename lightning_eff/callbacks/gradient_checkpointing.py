@@ -2,9 +2,10 @@
 
 A block's forward keeps its inputs alone; when the backward pass needs what is inside, the block runs once
 more. Policies: `full` does so for every repeated block, `every_n` for one block in n, `selective` for all but
-matrix products, convolutions and attention, which are kept, `offload` as `full` with the inputs waiting in
-host memory, and `budget` leaves it to the compiler which share of the activations is kept. Random numbers,
-autocast and buffers (batch statistics) are those of the first run, so the result is the same to the bit.
+matrix products, convolutions and attention, which are kept unless something is written to them in place (as
+recurrent layers do), `offload` as `full` with the inputs waiting in host memory, and `budget` leaves it to
+the compiler which share of the activations is kept. Random numbers, autocast and buffers (batch statistics)
+are those of the first run, so the result is the same to the bit.
 
 Costs: one more forward of the recomputed blocks, by operations a third of a step for `full`; its pointwise
     part for `selective`; `offload` adds two copies of each block's inputs over the bus. Forward hooks that
@@ -19,12 +20,15 @@ from __future__ import annotations
 
 import functools
 import warnings
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.utils import checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from typing_extensions import override
 
@@ -32,7 +36,7 @@ from lightning_eff import plan, transform
 from lightning_eff.activations import Contexts, HostMemory, Recomputed, noop_context_fn
 from lightning_eff.checkpoints import saved_with
 from lightning_eff.errors import ConfigError, NoEffectWarning
-from lightning_eff.facts import BUDGET, KEEPS_PRODUCTS, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.facts import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.transform import Blocks, Stage
 
 POLICIES = ("full", "every_n", "selective", "budget", "offload")
@@ -52,6 +56,55 @@ KEPT_OPERATIONS = [
     ),
 ]
 """What `selective` keeps: the operations that take most of the time for their bytes."""
+_RECOMPUTE: object = checkpoint._RECOMPUTE  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+
+
+def keep_outputs(
+    operations: Collection[object],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return contexts for a forward that keeps what operations return, and for its recomputation.
+
+    What the forward writes to in place after all is recomputed with the rest. Recurrent layers do so to every
+    product; a GRU through views without a common version counter, which PyTorch's own check does not see.
+
+    Args:
+        operations: Overloads of operators.
+    """
+
+    def policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> bool:
+        for tensor in _written(operation, args, kwargs):
+            _forget(forward.storage, tensor)
+        return operation in operations
+
+    forward, recomputation = create_selective_checkpoint_contexts(policy)
+    return forward, recomputation
+
+
+def _written(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation changes in place."""
+    schema = getattr(operation, "_schema", None)  # a higher-order operator has none
+    if schema is None or not schema.is_mutable:
+        return []
+    given = [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.is_write
+    ]
+    return [part for part in _parts(given) if isinstance(part, Tensor)]
+
+
+def _forget(storage: dict[Any, dict[int, Any]], written: Tensor) -> None:
+    """Have what was kept, and shares memory with a tensor, recomputed."""
+    memory = written.untyped_storage()
+    for outputs in storage.values():
+        for index, output in outputs.items():
+            kept = [getattr(part, "val", None) for part in _parts([output])]
+            if any(isinstance(tensor, Tensor) and tensor.untyped_storage() is memory for tensor in kept):
+                outputs[index] = _RECOMPUTE
+
+
+def _parts(values: Iterable[Any]) -> list[Any]:
+    return [part for value in values for part in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def recompute(
@@ -82,7 +135,7 @@ def recompute(
     if policy == "selective":
         own = getattr(torch.ops.lightning_eff, "gemm", None)  # there as soon as a layer uses it
         kept = [*KEPT_OPERATIONS, *([own.default] if own is not None else [])]
-        keep = functools.partial(create_selective_checkpoint_contexts, kept)
+        keep = functools.partial(keep_outputs, kept)
     host = HostMemory() if policy == "offload" else None
     return {
         name: Recomputed(block, contexts=keep, host=host)
@@ -167,8 +220,7 @@ class GradientCheckpointing(pl.Callback):
             reason = "compiled blocks hide the products that are to be kept"
             remedies = tuple(f"callbacks.gradient_checkpointing.policy={name}" for name in ("budget", "full"))
             excludes.append(Rule(name="callbacks/torch_compile", reason=reason, remedies=remedies))
-        keeps = (KEEPS_PRODUCTS,) if self.policy == "selective" else ()
-        return Facts(provides=(TRANSFORM, RECOMPUTE, *keeps), excludes=tuple(excludes))
+        return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=tuple(excludes))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -37,7 +37,7 @@ from lightning_eff.adapters import placing as adapters
 from lightning_eff.adapters import quantized
 from lightning_eff.adapters import rules as adapter_rules
 from lightning_eff.adapters import state as adapter_state
-from lightning_eff.adapters.methods import Targets, as_list, configure
+from lightning_eff.adapters.methods import Targets, as_list, configure, task_heads
 from lightning_eff.adapters.rank_schedule import RankSchedule
 from lightning_eff.checkpoints import saved_with, stored
 from lightning_eff.errors import ConfigError, check_flags
@@ -95,7 +95,8 @@ class PeftAdapter(pl.Callback):
         method: PEFT's name of it: `lora`, `adalora`, `ia3`, `vera`, `oft`, `loha`, `lokr`, ...
         target_modules: `all-linear`, names of layers or the ends of names, a regular expression for whole
             names, or None for what PEFT chooses for a Hugging Face model.
-        modules_to_save: Names, or the ends of them, of modules that are trained themselves, a new head say.
+        modules_to_save: Names, or the ends of them, of modules that are trained themselves, a new head say;
+            `task_type` among the options adds the head that PEFT trains for that task.
         options: Fields of the method's config by PEFT's names: `{"r": 16, "use_dora": true}`.
         autocast_adapter_dtype: Keep adapters of half-precision layers in float32.
         unused: Patterns of names of trainable parameters that need not have a gradient in the first step.
@@ -168,10 +169,11 @@ class PeftAdapter(pl.Callback):
         return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=adapter_rules.rules(self.method))
 
     def keeps_trainable(self, model: nn.Module, names: Iterable[str]) -> set[str]:
-        """Return what is among `modules_to_save`, or in one: all others get frozen, once adapters are in."""
+        """Return what is trained whole, or in such a module: all others get frozen, once adapters are in."""
         if adapters.of(model):
             return transform.trainable(model, names)
-        saved = as_list(self.modules_to_save)
+        heads = task_heads(model, (self.options or {}).get("task_type"))
+        saved = [*as_list(self.modules_to_save), *heads]
         return {name for name in names if any(f".{word}." in f".{name}." for word in saved)}
 
     @override

@@ -41,6 +41,7 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from typing_extensions import override
 
+from lightning_eff import plan
 from lightning_eff.checkpoints import saved_with
 from lightning_eff.checkpoints.in_order import InOrder
 from lightning_eff.checkpoints.plain_values import load_plain
@@ -111,6 +112,8 @@ class Durable(CheckpointIO):
         Traceback (most recent call last):
         lightning_eff.errors.CheckpointError: checkpoint ...one.ckpt is not loaded: it is cut off, ...
     """
+
+    __repr__ = plan.shown
 
     def __init__(self, *, asynchronous: bool = False, require_digest: bool = False) -> None:
         check_flags(asynchronous=asynchronous, require_digest=require_digest)

@@ -32,6 +32,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_eff import plan
 from lightning_eff.compiled import is_compiled
 from lightning_eff.errors import ConfigError
 from lightning_eff.facts import Technique, asked, name_of, techniques
@@ -85,6 +86,7 @@ class EfficiencyReport(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Remember what was asked, before anything settles what `auto` means."""
+        plan.refuse_legacy(self, trainer)
         if stage == "fit":
             self.report = {}
             strategy = trainer.strategy

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_eff import plan
 from lightning_eff.optimization.first_gradients import FirstGradients
 
 
@@ -32,6 +33,8 @@ class GradientCheck(pl.Callback):
         >>> check = GradientCheck(unused=["teacher.*"])
         >>> trainer = pl.Trainer(callbacks=[check], logger=False, accelerator="cpu")
     """
+
+    setup = plan.refuse_legacy
 
     def __init__(self, *, unused: Sequence[str] | None = None) -> None:
         self.unused = unused

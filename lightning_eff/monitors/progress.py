@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 from typing_extensions import override
 
+from lightning_eff import plan
 from lightning_eff.errors import ConfigError
 from lightning_eff.measure.meter import batch_size
 
@@ -44,6 +45,11 @@ class Progress(ProgressBar):
         self._due_s = self._line_s = 0.0
         self._begin_s, self._begin_step = 0.0, 0
         self._num_samples = 0
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        plan.refuse_legacy(self, trainer)
+        super().setup(trainer, pl_module, stage)
 
     @override
     def enable(self) -> None:

@@ -24,6 +24,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_eff import plan
 from lightning_eff.errors import is_out_of_memory, root_cause_line
 from lightning_eff.measure.fakes import skeleton
 from lightning_eff.measure.prediction import quietly
@@ -39,6 +40,8 @@ POLL_S = 0.05
 
 class Advise(pl.Callback):
     """Print what would save memory in this training, when it has ended."""
+
+    setup = plan.refuse_legacy
 
     def __init__(self) -> None:
         self._batch: Any = None

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_eff import transform
+from lightning_eff import plan, transform
 from lightning_eff.adapters import frozen, quantized
 from lightning_eff.errors import ConfigError, EnvironmentLacksError, SlowPathWarning
 from lightning_eff.facts import NEW_PARAMETERS, SHARDING, TRANSFORM, Facts, Outcome, Rule, Verdict
@@ -82,6 +82,7 @@ class FrozenLow(Mixed):
         lightning_eff.errors.ConfigError: weights='int4': expected one of nf4, fp4, int8, bf16, fp16
     """
 
+    __repr__ = plan.shown
     stage = Stage.QUANTIZE
 
     def __init__(

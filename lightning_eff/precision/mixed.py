@@ -35,6 +35,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff import plan
 from lightning_eff.checkpoints import saved_with
 from lightning_eff.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.facts import Facts, Outcome, Rule, Verdict
@@ -111,6 +112,8 @@ class Mixed(Precision):
         Traceback (most recent call last):
         lightning_eff.errors.ConfigError: precision='bf16': expected one of auto, bf16-mixed, ...
     """
+
+    __repr__ = plan.shown
 
     def __init__(
         self,

@@ -93,6 +93,7 @@ class FSDP2(ModelParallelStrategy):
         lightning_eff.errors.ConfigError: param_dtype='int4': expected bf16, fp16, fp32 or None
     """
 
+    __repr__ = plan.shown
     whole_checkpoints = True
     """Checkpoints hold what those of one device hold: techniques look into them as anywhere."""
 

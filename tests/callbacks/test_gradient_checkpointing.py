@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -130,6 +131,59 @@ def test_frozen_blocks_and_tied_weights_get_the_same_gradients(policy: str) -> N
     for plain, ours in zip(*results, strict=True):
         assert (plain is None) == (ours is None)
         assert plain is None or torch.equal(plain, ours)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer over whole or packed sequences, and a linear one."""
+
+    def __init__(self, kind: type[nn.RNNBase], *, packed: bool) -> None:
+        super().__init__()
+        self.recurrent = kind(6, 3, num_layers=2, batch_first=True, bidirectional=True)
+        self.linear = nn.Linear(6, 6)
+        self.packed = packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = pack_padded_sequence(x, torch.tensor([5, 3, 2]), batch_first=True) if self.packed else x
+        y = self.recurrent(given)[0]
+        y = pad_packed_sequence(y, batch_first=True, total_length=5)[0] if self.packed else y
+        return x + self.linear(y)
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    for parameter in model.parameters():
+        parameter.grad = None
+    model(x).square().sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_selective_gives_recurrent_blocks_their_gradients(kind: type[nn.RNNBase], packed: bool) -> None:
+    """They add to products in place, a GRU through views that share no version counter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Recurrent(kind, packed=packed) for _ in range(2))).double()
+    x = torch.randn(3, 5, 6, dtype=torch.float64)
+    plain = gradients(model, x)
+    assert len(recompute(model, policy="selective")) == 2
+    torch.testing.assert_close(gradients(model, x), plain, rtol=0.0, atol=0.0)
+
+
+def test_selective_recomputes_a_product_that_is_written_to_in_place_and_no_other() -> None:
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.GELU()) for _ in range(2)
+    ]
+    model = nn.Sequential(*blocks).double()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    plain = gradients(model, x)
+    recompute(model, policy="selective")
+    loss = model(x).square().sum()
+    model.zero_grad()
+    with Operations() as operations:
+        loss.backward()
+    assert operations.counts["addmm"] == len(blocks), "one product of two"
+    assert operations.counts["mm"] == len(blocks) * 2 * 2, "two for the gradients of each product"
+    torch.testing.assert_close([p.grad for p in model.parameters()], plain, rtol=0.0, atol=0.0)
 
 
 def test_blocks_that_are_recomputed_already_are_left_alone() -> None:

@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +19,23 @@ from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 from lightning_eff import plan
 from lightning_eff.adapters import placing as adapters
-from lightning_eff.adapters.methods import BUILDS, IN_PLACE, OTHER_LOOPS, methods
+from lightning_eff.adapters.methods import BUILDS, OTHER_LOOPS, methods
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -572,16 +585,12 @@ def test_tile_comes_after_adapters_and_compile_last(method: str, r: int) -> None
 
 @pytest.mark.parametrize("policy", ["full", "selective", "offload"])
 def test_recomputed_blocks_train_their_adapters(policy: str, chosen: tuple[str, dict[str, Any]]) -> None:
-    """To the bit, or refused: what is kept of a product must not be added to in place."""
-    method, keywords = chosen
+    """To the bit; some methods add in place to a product that `selective` would keep."""
+    _, keywords = chosen
     results = []
     for others in ([], [GradientCheckpointing(policy=policy)]):
         model = exact()
         trainer = make_trainer(callbacks=[*others, PeftAdapter(**keywords)], max_steps=5)
-        if policy == "selective" and method in IN_PLACE and others:
-            with pytest.raises(ConflictError, match="adds to a product"):
-                trainer.fit(model, make_loader())
-            return
         trainer.fit(model, make_loader())
         results.append(model.losses)
     assert results[0] == results[1]
@@ -737,3 +746,97 @@ def test_a_layer_with_its_activation_inside_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 has silu inside; options"):
         adapt(model)
     assert list(adapt(model, options={"exclude_modules": ["0"]})) == ["1"]
+
+
+TINY = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY |= {"intermediate_size": 8, "max_position_embeddings": 16}
+DISTIL = {"vocab_size": 20, "dim": 8, "n_layers": 1, "n_heads": 2, "hidden_dim": 8}
+HEADS: dict[str, tuple[str, Callable[[], nn.Module], Any]] = {
+    "sequences": ("SEQ_CLS", lambda: BertForSequenceClassification(BertConfig(**TINY)), ["query", "value"]),
+    "all linear": ("SEQ_CLS", lambda: BertForSequenceClassification(BertConfig(**TINY)), "all-linear"),
+    "tokens": ("TOKEN_CLS", lambda: BertForTokenClassification(BertConfig(**TINY)), ["query", "value"]),
+    "answers": ("QUESTION_ANS", lambda: BertForQuestionAnswering(BertConfig(**TINY)), ["query", "value"]),
+    "a decoder": ("SEQ_CLS", lambda: LlamaForSequenceClassification(LlamaConfig(**TINY)), ["q_proj"]),
+    "two modules": (
+        "SEQ_CLS",
+        lambda: DistilBertForSequenceClassification(DistilBertConfig(**DISTIL)),
+        ["q_lin"],
+    ),
+    "no head": ("FEATURE_EXTRACTION", lambda: BertForTokenClassification(BertConfig(**TINY)), ["query"]),
+}
+
+
+def trained_names(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("named", list(HEADS))
+def test_a_task_trains_the_head_that_plain_peft_trains(named: str) -> None:
+    task, make, targets = HEADS[named]
+    with adapters.without_noise():
+        theirs = peft.get_peft_model(make(), peft.LoraConfig(r=2, target_modules=targets, task_type=task))
+    ours = make()
+    adapt(ours, target_modules=targets, options={"r": 2, "task_type": task})
+    expected = {name.removeprefix("base_model.model.") for name in trained_names(theirs)}
+    assert trained_names(ours) == expected
+    assert any("modules_to_save" in name for name in expected) == (named != "no head")
+
+
+@pytest.mark.parametrize("task", ["TOKEN_CLS", "QUESTION_ANS"])
+def test_all_linear_leaves_the_head_of_a_task_to_be_trained_whole(task: str) -> None:
+    """Plain PEFT raises a TypeError here: it puts an adapter around the head before it would copy it."""
+    kind = BertForTokenClassification if task == "TOKEN_CLS" else BertForQuestionAnswering
+    model = kind(BertConfig(**TINY))
+    head = "classifier" if task == "TOKEN_CLS" else "qa_outputs"
+    adapt(model, options={"r": 2, "task_type": task})
+    names = {name for name in trained_names(model) if not name.startswith("bert.")}
+    assert names == {f"{head}.modules_to_save.default.{each}" for each in ("weight", "bias")}
+
+
+def test_a_head_of_another_name_is_asked_for_and_a_metric_is_none() -> None:
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "output": nn.Linear(4, 2), "f1_score": nn.Identity()})
+    options = {"r": 2, "task_type": "SEQ_CLS"}
+    with pytest.raises(
+        ConfigError, match=r"task_type='SEQ_CLS': .*classifier or score.*\n.*modules_to_save="
+    ):
+        adapt(model, target_modules="body", options=options)
+    adapt(model, target_modules="body", modules_to_save=["output"], options=options)
+    trained = [name for name in trained_names(model) if "lora" not in name]
+    assert sorted(trained) == [f"output.modules_to_save.default.{each}" for each in ("bias", "weight")]
+    assert type(model["f1_score"]) is nn.Identity
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_the_head_of_a_task_is_known_before_adapters_are_in_and_is_in_the_checkpoint(tmp_path: Path) -> None:
+    class Classifier(Net):
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            super().__init__()
+            self.classifier = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.classifier(super().forward(x))
+
+    technique = PeftAdapter(target_modules=["first"], options={"r": 2, "task_type": "SEQ_CLS"})
+    model = Classifier()
+    assert technique.keeps_trainable(model, ["first", "second", "classifier"]) == {"classifier"}
+    before = model.classifier.weight.detach().clone()
+    trainer = make_trainer(callbacks=[technique], max_steps=2)
+    trainer.fit(model, make_loader())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    state = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
+    head = {f"classifier.modules_to_save.default.{each}" for each in ("weight", "bias")}
+    assert set(state) == head | {f"first.lora_{each}.default.weight" for each in "AB"}
+    assert not torch.equal(state["classifier.modules_to_save.default.weight"], before)
+    again = Classifier()
+    make_trainer(callbacks=[technique], max_steps=3).fit(
+        again, make_loader(), ckpt_path=tmp_path / "one.ckpt"
+    )
+
+
+def test_adapters_are_no_blocks() -> None:
+    """There were two in each adapted layer, its containers `lora_A` and `lora_B`: 7 of 7 with these three."""
+    recomputing = GradientCheckpointing()
+    adapter = PeftAdapter(options={"r": 2}, modules_to_save=["norm"])
+    make_trainer(callbacks=[recomputing, adapter], max_steps=1).fit(Deep(), make_loader())
+    assert recomputing.outcome().did == "3 of 3 blocks recomputed (full), 3 times"

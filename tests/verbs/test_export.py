@@ -16,13 +16,20 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, load_model
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from lightning_eff import run
 from lightning_eff.adapters import export as adapter_export
+from lightning_eff.adapters import placing as adapters
 from lightning_eff.adapters import state as adapter_state
 from lightning_eff.callbacks.peft_adapter import adapt
 from lightning_eff.checkpoints import replacing, stored
@@ -73,7 +80,7 @@ found = [name for name in sys.modules if name.partition(".")[0] in ("lightning_e
 assert not found, found
 """
 PEFT = """
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 base = AutoModelForCausalLM.from_pretrained(sys.argv[3])
 model = PeftModel.from_pretrained(base, sys.argv[1])
@@ -334,6 +341,27 @@ def test_merging_leaves_the_layer_alone_that_shares_the_weight(
 def test_what_a_shared_weight_cannot_stand_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.embed_tokens shares its weight(.|\n)*try: --merge"):
         adapter_export.save_adapter(trained(Llama(), **TOKENS), tmp_path)
+
+
+def test_the_head_of_a_task_is_written_as_plain_peft_writes_it(tmp_path: Path) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        small = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        return BertForTokenClassification(BertConfig(**small, intermediate_size=8)).eval()
+
+    options = {"r": 2, "task_type": "TOKEN_CLS"}
+    config = LoraConfig(target_modules=["query", "value"], **options)
+    with adapters.without_noise():
+        get_peft_model(make(), config).save_pretrained(tmp_path / "theirs")
+    model, ids = trained(make(), target_modules=["query", "value"], options=options), torch.arange(8)[None]
+    expected, head = model(input_ids=ids).logits, model.classifier.modules_to_save.default.weight.detach()
+    adapter_export.save_adapter(model, tmp_path / "ours")
+    ours, theirs = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("ours", "theirs"))
+    assert set(ours) == set(theirs)
+    assert torch.equal(ours["base_model.model.classifier.weight"], head), "as it was trained"
+    with adapters.without_noise():
+        again: Any = PeftModel.from_pretrained(make(), tmp_path / "ours")
+    torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=0.0, atol=1e-6)
 
 
 def test_an_adapter_is_written_for_the_layers_that_have_one(tmp_path: Path) -> None:

@@ -1,0 +1,110 @@
+"""A Trainer of the package `pytorch_lightning` has classes of its own: every technique refuses it."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as legacy
+import torch
+from torch import Tensor, nn
+
+from lightning_eff import attach
+from lightning_eff.errors import ConflictError
+from lightning_eff.planning.afterwards import Advise
+from tests.conftest import make_loader
+from tests.test_mirror import TECHNIQUES, class_of
+
+ROOT = Path(__file__).parent.parent
+SENTENCE = (
+    "{}: this Trainer comes from the package pytorch_lightning, which lightning_eff does not support: "
+    "import lightning.pytorch instead"
+)
+GIVEN: dict[str, dict[str, Any]] = {
+    "callbacks/optimizer_choice": {"optimizer": functools.partial(torch.optim.SGD, lr=0.1)},
+    "callbacks/gradient_accumulation": {"global_batch_size": 8},
+}
+"""What must be given to techniques that have no default for it."""
+CALLBACKS = [name for name in TECHNIQUES if name.startswith(("callbacks/", "monitors/"))]
+PLUGINS = [name for name in TECHNIQUES if name.startswith(("strategy/", "precision/", "checkpoint_io/"))]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers", "ignore:.*isinstance.*LeafSpec"
+)
+
+
+class LegacyNet(legacy.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def legacy_trainer(**keywords: Any) -> legacy.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return legacy.Trainer(
+        accelerator="cpu", devices=1, max_steps=1, enable_model_summary=False, **quiet, **keywords
+    )
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_every_callback_and_monitor_says_so_in_one_sentence(name: str) -> None:
+    made = class_of(name)(**GIVEN.get(name, {}))
+    with pytest.raises(ConflictError) as raised:
+        legacy_trainer(callbacks=[made]).fit(LegacyNet(), make_loader())
+    assert str(raised.value) == SENTENCE.format(type(made).__name__)
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_strategy_or_plugin_is_refused_by_that_trainer_with_the_reason(name: str) -> None:
+    """No code of ours runs before: its own refusal quotes what it was given."""
+    made = class_of(name)()
+    keywords: dict[str, Any] = {"strategy": made} if name.startswith("strategy/") else {"plugins": [made]}
+    reason = f"lightning_eff.{type(made).__name__}, for a Trainer of lightning.pytorch and not of pytorch_"
+    with pytest.raises((ValueError, legacy.utilities.exceptions.MisconfigurationException), match=reason):
+        legacy_trainer(**keywords)
+
+
+def test_advice_says_so_too() -> None:
+    with pytest.raises(ConflictError, match=r"^Advise: this Trainer comes from"):
+        legacy_trainer(callbacks=[Advise()]).fit(LegacyNet(), make_loader())
+
+
+@pytest.fixture
+def entry_points_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Install the entry points of the project's file, whatever is installed."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    group = "pytorch_lightning.callbacks_factory"
+    lines = [f"[{group}]", *(f"{name} = {value}" for name, value in groups[group].items())]
+    folder = tmp_path / "declared_entry_points-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: declared-entry-points\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return groups[group]
+
+
+def test_a_report_that_the_environment_asks_for_is_refused(
+    entry_points_of_the_project: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(entry_points_of_the_project) == ["lightning-eff"]
+    monkeypatch.setenv(attach.VARIABLE, "1")
+    with pytest.raises(ConflictError) as raised:
+        legacy_trainer()
+    assert str(raised.value) == SENTENCE.format("LIGHTNING_EFF_REPORT=1")
+
+
+@pytest.mark.usefixtures("entry_points_of_the_project")
+def test_without_the_variable_that_trainer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(attach.VARIABLE, raising=False)
+    trainer = legacy_trainer()
+    trainer.fit(LegacyNet(), make_loader())
+    assert trainer.global_step == 1
+    assert not any(type(each).__module__.startswith("lightning_eff.") for each in trainer.callbacks)
