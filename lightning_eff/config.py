@@ -24,12 +24,14 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from typing_extensions import override
+from yaml import YAMLError
 
 from lightning_eff.catalog import CONF, MANY, RECIPES, parameter_keys, recipes
 from lightning_eff.composing import signatures
 from lightning_eff.composing.folders import check_folders, check_inside
+from lightning_eff.composing.hydra_section import check_hydra
 from lightning_eff.composing.overrides import loosened, parse_overrides
-from lightning_eff.composing.place import Place, listed_groups, listed_options, recipe_chain
+from lightning_eff.composing.place import FOLDER, Chain, Place, listed_groups, listed_options, recipe_chain
 from lightning_eff.composing.signatures import TOP_LEVEL
 from lightning_eff.errors import ConfigError, EnvironmentLacksError, UsageError, nearest
 
@@ -57,7 +59,7 @@ class ConfSearchPath(SearchPathPlugin):
     @override
     def manipulate_search_path(self, search_path: Any) -> None:
         for folder in (CONF, RECIPES):
-            search_path.append(provider="lightning_eff", path=folder.as_uri())
+            search_path.append(provider="lightning_eff", path=f"{FOLDER}{folder}")
 
 
 def register() -> None:
@@ -101,9 +103,16 @@ def compose_recipe(recipe: str, overrides: Sequence[str], place: Place | None = 
         EnvironmentLacksError: Its launcher for SLURM is asked for and not installed.
         ConfigError: It composes, and a key, class, type or path in it is not usable.
     """
-    place = place or Place()
+    try:
+        return _composed(recipe, overrides, place or Place())
+    except OmegaConfBaseException as error:
+        raise UsageError(_unresolved(error)) from error
+
+
+def _composed(recipe: str, overrides: Sequence[str], place: Place) -> Composed:
     parsed = parse_overrides([*overrides, *place.overrides(recipe)])
-    lines = loosened(parsed, listed=listed_groups(recipe, place))
+    chain = recipe_chain(recipe, place, parsed)
+    lines = loosened(parsed, listed=listed_groups(chain))
     cfg = _compose(recipe, lines, place.main(recipe))
     hydra = _replace_defaults(cfg)
     _check_hydra(cfg.hydra)
@@ -112,11 +121,19 @@ def compose_recipe(recipe: str, overrides: Sequence[str], place: Place | None = 
     _check_asked(cfg, parsed)
     explicit = {str(item.key_or_group) for item in parsed if not item.is_delete()}
     _drop_foreign(cfg, explicit=explicit)
-    _drop_settings_of_absent(cfg, explicit, list(recipe_chain(recipe, place)))
+    _drop_settings_of_absent(cfg, explicit, chain)
     values = _resolve(cfg)
     signatures.check_groups(values)
     check_folders(values, Path(values["output_root"]))
     return Composed(values, run_dir, lines, hydra)
+
+
+def _unresolved(error: OmegaConfBaseException) -> str:
+    """Say which key has no value, or none that can be made out."""
+    key = str(getattr(error, "full_key", "") or "config")
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key}: this recipe needs a value of yours\n  try: {key}=..."
+    return f"{key}: {next(iter(str(error).splitlines()), type(error).__name__)}"
 
 
 def _replace_defaults(cfg: DictConfig) -> list[str]:
@@ -145,7 +162,7 @@ def _compose(recipe: str, overrides: Sequence[str], folder: Path) -> DictConfig:
             text += "\n  try: pip install 'lightning-eff[slurm]'"
             raise EnvironmentLacksError(text) from error
         raise UsageError(_missing(recipe, error)) from error
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, RecursionError) as error:
         raise UsageError(_compose_error(error)) from error
 
 
@@ -172,7 +189,10 @@ def _missing(recipe: str, error: MissingConfigException) -> str:
 
 def _compose_error(error: Exception) -> str:
     """Say what Hydra could not do, with the nearest key; its advice to append a misspelt key is left out."""
-    first = str(error).splitlines()[0]
+    if isinstance(error, RecursionError):
+        return "the config is nested too deep, or its defaults never end"
+    cause = error.__cause__
+    first = next(iter(str(error).splitlines() or str(cause or "").splitlines()), type(error).__name__)
     if first.startswith("Could not override '"):
         key = first.split("'")[1]
         paths = [path for path in parameter_keys() if path.endswith(f".{key}")]
@@ -182,8 +202,7 @@ def _compose_error(error: Exception) -> str:
     if first.startswith("Multiple values for "):
         key = first.split()[3].rstrip(".")
         return f"{key} is given more than once; try: {key}=[one,other] in one list, with + to append"
-    cause = error.__cause__
-    reason = f" ({str(cause).splitlines()[0]})" if cause is not None and str(cause) else ""
+    reason = f" ({str(cause).splitlines()[0]})" if str(error) and cause is not None and str(cause) else ""
     return f"{first}{reason}"
 
 
@@ -202,9 +221,7 @@ def _drop_foreign(cfg: DictConfig, *, explicit: set[str]) -> None:
             log.warning("%s: %s has no %s; left out", group, node.get("_target_"), ", ".join(foreign))
 
 
-def _drop_settings_of_absent(
-    cfg: DictConfig, explicit: Collection[str], chain: Sequence[tuple[str, list[Any]]]
-) -> None:
+def _drop_settings_of_absent(cfg: DictConfig, explicit: Collection[str], chain: Chain) -> None:
     """Leave out what a recipe sets of an option that it lists, and that an override took out of the list."""
     for group in MANY:
         node = cfg.get(group)
@@ -255,16 +272,7 @@ def _check_asked(cfg: DictConfig, overrides: Sequence[Override]) -> None:
 
 def _resolve(cfg: DictConfig) -> dict[str, Any]:
     own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-    try:
-        resolved = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        key = str(error.full_key)
-        text = f"{key}: this recipe needs a value of yours\n  try: {key}=..."
-        raise UsageError(text) from error
-    except OmegaConfBaseException as error:
-        key = str(getattr(error, "full_key", "") or "config")
-        text = f"{key}: {str(error).splitlines()[0]}"
-        raise UsageError(text) from error
+    resolved = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
     if not isinstance(resolved, dict):
         raise ConfigError(key="config", value=resolved, allowed="a mapping")
     return {str(key): value for key, value in resolved.items()}
@@ -272,11 +280,11 @@ def _resolve(cfg: DictConfig) -> dict[str, Any]:
 
 def _run_dir(cfg: DictConfig) -> Path:
     """Return the run's folder, under `output_root`, and let `${run_dir}` mean it."""
-    if not str(cfg.output_root).strip():
-        raise ConfigError(
-            key="output_root", value=cfg.output_root, allowed="a folder", remedies=["output_root=outputs"]
-        )
-    root = Path(str(cfg.output_root)).resolve()
+    root = cfg.get("output_root")
+    if not str(root or "").strip():
+        allowed = "a folder; a recipe that builds on baseline has one"
+        raise ConfigError(key="output_root", value=root, allowed=allowed, remedies=["output_root=outputs"])
+    root = Path(str(root)).resolve()
     subdir = cfg.hydra.output_subdir
     folders = {"hydra.run.dir": cfg.hydra.run.dir, "hydra.sweep.dir": cfg.hydra.sweep.dir}
     if subdir is not None:
@@ -294,4 +302,4 @@ def _check_hydra(hydra: DictConfig) -> None:
     """Hold Hydra's own section to the same rule: only classes of the expected base, no factories."""
     plain = OmegaConf.to_container(hydra, resolve=False)
     if isinstance(plain, dict):
-        signatures.check_hydra({str(key): value for key, value in plain.items()})
+        check_hydra({str(key): value for key, value in plain.items()})

@@ -29,6 +29,10 @@ OUT_OF_MEMORY = (
 """How back ends without a class of their own say it, in lower case."""
 
 
+MAX_VALUE_CHARACTERS = 300
+"""Of a value in a message."""
+
+
 class ConfigError(ValueError):
     """A setting that cannot be used, found before anything ran.
 
@@ -54,7 +58,9 @@ class ConfigError(ValueError):
         super().__init__(self._text())
 
     def _text(self) -> str:
-        given = f"{self.key}={self.value!r}" if self.key else str(self.value)
+        value = repr(self.value) if self.key else str(self.value)
+        value = value if len(value) <= MAX_VALUE_CHARACTERS else f"{value[:MAX_VALUE_CHARACTERS]}..."
+        given = f"{self.key}={value}" if self.key else value
         lines = [f"{given}: expected {self.allowed}"]
         lines += [f"  try: {remedy}" for remedy in self.remedies[:3]]
         return "\n".join(lines)

@@ -27,6 +27,7 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.checkpoints.resume import (
     RESOLVED,
     callbacks_of,
+    check_base,
     check_something_left,
     find_checkpoint,
     with_base,
@@ -125,6 +126,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     """
     ckpt_path = find_checkpoint(values["ckpt_path"], Path(values["output_root"]) / recipe)
     values = with_base(values, ckpt_path)
+    check_base(values)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(values)
     plan.raise_refused(plan.check(plan.objects_of(trainer), plan.run_facts(trainer)))

@@ -171,7 +171,11 @@ CONFIG_ERRORS = [
     (["optimizer._target_=torch.optim.lr_scheduler.StepLR"], "optimizer._target_", "torch.optim.Optimizer"),
     (["logger._target_=${model._target_}"], "logger._target_", "loggers.Logger"),
     (["model._args_=[1]"], "model._args_", "a parameter of GPT"),
-    (["+hydra.callbacks.x._target_=subprocess.Popen"], "hydra.callbacks.x._target_", "Hydra's Callback"),
+    (
+        ["+hydra.callbacks.x._target_=subprocess.Popen"],
+        "hydra.callbacks.x._target_",
+        "hydra.experimental.callback.Callback",
+    ),
     (
         ["+hydra.job_logging.handlers.x.class=subprocess.Popen"],
         "hydra.job_logging.handlers.x.class",

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import yaml
 
 from lightning_eff.adapters import state as adapter_state
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.checkpoints.newest import newest_whole
-from lightning_eff.checkpoints.plain_values import load_plain
+from lightning_eff.checkpoints.plain_values import LIGHTNING_VERSION, load_plain
 from lightning_eff.checkpoints.saved_with import inside
-from lightning_eff.checkpoints.sealed import verify_path
-from lightning_eff.errors import CheckpointError, ConfigError
+from lightning_eff.checkpoints.sealed import check_regular, verify_path
+from lightning_eff.composing.reading import read
+from lightning_eff.errors import CheckpointError, ConfigError, UsageError
 from lightning_eff.sharding import folder as parts
 
 RESOLVED = "resolved.yaml"
@@ -79,6 +79,31 @@ def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str,
     return {**values, "callbacks": {**values["callbacks"], "peft_adapter": adapter}}
 
 
+def check_base(values: Mapping[str, Any]) -> None:
+    """Refuse a damaged file as an adapter's base before anything is made; one that is missing is told later.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    given = _base_in(values)
+    if given is None or not Path(given).expanduser().exists():
+        return
+    path = Path(given).expanduser()
+    try:
+        if path.suffix == ".safetensors":
+            check_regular(path)
+        elif not path.is_dir() or parts.is_one(path):
+            _outline(path)
+    except (CheckpointError, OSError) as error:
+        allowed = f"a checkpoint of tensors and plain values ({_reason(error)})"
+        key = "callbacks.peft_adapter.base_checkpoint"
+        raise ConfigError(key=key, value=given, allowed=allowed) from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0].partition(". ")[0]
+
+
 def _base_in(values: Any) -> str | None:
     """Return what a config names as an adapter's base; it may be any file's content."""
     for key in ("callbacks", "peft_adapter", "base_checkpoint"):
@@ -88,8 +113,8 @@ def _base_in(values: Any) -> str | None:
 
 def _base_of_run(run_dir: Path) -> str | None:
     try:
-        return _base_in(yaml.safe_load((run_dir / RESOLVED).read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError):
+        return _base_in(read(run_dir / RESOLVED).content)
+    except UsageError:
         return None
 
 
@@ -103,10 +128,9 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
     try:
         saved = _outline(path)
     except (CheckpointError, OSError) as error:
-        reason = str(error).splitlines()[0].partition(". ")[0]
-        allowed = f"a checkpoint of tensors and plain values ({reason})"
+        allowed = f"a checkpoint of tensors and plain values ({_reason(error)})"
         raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed) from error
-    if not isinstance(saved, Mapping):
+    if not isinstance(saved, Mapping) or LIGHTNING_VERSION not in saved:
         allowed = "a checkpoint of a Trainer; this file holds something else"
         raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed)
     _refuse_adapter(saved, path, trainer)

@@ -12,8 +12,10 @@ and names are not covered by any.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 import struct
 import zipfile
 import zlib
@@ -31,6 +33,7 @@ FIRST_BYTES = b"PK\x03\x04"
 END_RECORD = b"PK\x05\x06"
 NUM_END_BYTES = 22
 """An archive's last record without its comment; the last two bytes are the comment's length."""
+_KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFCHR: "character device", stat.S_IFBLK: "block device"}
 _PIECE_BYTES = 1 << 22
 _UNZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError)
 """What Python's reader of archives raises about a damaged one."""
@@ -169,15 +172,24 @@ def verify_path(path: Path) -> str | None:
     return read(path, verify)
 
 
+def check_regular(path: Path) -> None:
+    """Refuse what is no file that can be read to its end; the content is not looked at.
+
+    Raises:
+        CheckpointError, FileNotFoundError: As `read`.
+    """
+    read(path, lambda _: None)
+
+
 def read(path: Path, how: Callable[[IO[bytes]], Any]) -> Any:
     """Open a checkpoint file and return what `how` makes of it; every complaint names the file.
 
     Raises:
-        CheckpointError: It is a folder, cannot be read, or `how` says so.
+        CheckpointError: It is no regular file, cannot be read, or `how` says so.
         FileNotFoundError: There is none.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return how(file)
     except FileNotFoundError as error:
         text = f"checkpoint {path}: there is no such file"
@@ -190,15 +202,38 @@ def read(path: Path, how: Callable[[IO[bytes]], Any]) -> Any:
         raise CheckpointError(text) from error
 
 
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file for reading: a FIFO would wait for a writer, and a device need not end.
+
+    Raises:
+        CheckpointError: It is no regular file.
+        OSError: It cannot be opened.
+
+    Example:
+        >>> open_regular(Path("/dev/zero"))
+        Traceback (most recent call last):
+        lightning_eff.errors.CheckpointError: it is a character device, and no regular file
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = stat.S_IFMT(os.fstat(fd).st_mode)
+    if kind == stat.S_IFREG:
+        return os.fdopen(fd, "rb")
+    os.close(fd)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    text = f"it is a {_KINDS.get(kind, 'special file')}, and no regular file"
+    raise CheckpointError(text)
+
+
 def looks_like_one(path: Path) -> bool:
     """Say whether a file begins as `torch.save` begins, or is empty: then it may be replaced."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(512)
     return not head or (head.startswith(FIRST_BYTES) and b"/data.pkl" in head)
 
 
 def bears_seal(path: Path) -> bool:
     """Say whether a file was written here, by its last bytes alone."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - NUM_COMMENT_BYTES))
         return file.read().startswith(SEAL)

@@ -18,7 +18,7 @@ from torch import nn
 from lightning_eff.adapters.state import load_weights
 from lightning_eff.checkpoints.newest import newest_whole
 from lightning_eff.checkpoints.plain_values import load_plain
-from lightning_eff.checkpoints.sealed import verify_path
+from lightning_eff.checkpoints.sealed import check_regular, verify_path
 from lightning_eff.errors import CheckpointError, ConfigError
 from lightning_eff.sharding import folder
 from lightning_eff.sharding.in_rows import assembled
@@ -58,6 +58,7 @@ def weights(path: Path) -> Mapping[str, Any]:
     if path.suffix != ".safetensors":
         state = checkpoint(path).get("state_dict")
         return state if isinstance(state, dict) else {}
+    check_regular(path)
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:

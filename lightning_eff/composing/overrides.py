@@ -13,6 +13,15 @@ from lightning_eff.catalog import MANY
 from lightning_eff.composing.signatures import TOP_LEVEL
 from lightning_eff.errors import UsageError
 
+NO_OVERRIDE = "not an override; expected key=value, group=option, +key=value or ~key"
+REASONS: dict[type[Exception], str] = {
+    RecursionError: "nested too deep",
+    ValueError: "a number of too many digits",
+}
+"""What Hydra's parser raises besides, of Python's own."""
+MAX_SHOWN = 100
+"""Characters of an override in a message."""
+
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides of Hydra's grammar.
@@ -20,11 +29,15 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     Raises:
         UsageError: One of them is not of that grammar.
     """
-    try:
-        return OverridesParser.create().parse_overrides(list(overrides))
-    except OverrideParseException as error:
-        text = f"{error.override}: not an override; expected key=value, group=option, +key=value or ~key"
-        raise UsageError(text) from error
+    parser, parsed = OverridesParser.create(), list[Override]()
+    for line in overrides:
+        try:
+            parsed += parser.parse_overrides([line])
+        except (OverrideParseException, RecursionError, ValueError) as error:
+            shown = line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}..."
+            text = f"{shown}: {REASONS.get(type(error), NO_OVERRIDE)}"
+            raise UsageError(text) from error
+    return parsed
 
 
 def recipe_and_overrides(verb: str, words: Sequence[str]) -> tuple[str, list[str]]:

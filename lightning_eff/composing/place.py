@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from hydra.core.override_parser.types import Override
+from omegaconf import ListConfig, OmegaConf
 
-from lightning_eff.catalog import MANY, RECIPES
-from lightning_eff.errors import UsageError
+from lightning_eff.catalog import CONF, MANY, RECIPES
+from lightning_eff.composing.reading import MAX_DEPTH, Document, is_file, read, read_mapping
+from lightning_eff.errors import ConfigError, UsageError
+
+PACKAGE, FOLDER = "pkg://", "file://"
+"""How Hydra's search path marks a Python package, which it imports, and a folder."""
+SEARCH_PATH = "hydra.searchpath"
+Chain = Sequence[tuple[str, Sequence[Any]]]
+"""A recipe and those that it builds on, each with its list of defaults, the last word first."""
 
 
 @dataclass(frozen=True)
@@ -20,49 +28,146 @@ class Place:
 
     Args:
         folders: What `--config-dir` named.
+        packages: Python packages with options that it named, as `pkg://NAME`.
     """
 
     folders: tuple[Path, ...] = ()
+    packages: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, folders: Iterable[str]) -> Place:
-        """Return the place of folders that must exist.
+    def of(cls, words: Sequence[str]) -> Place:
+        """Return the place of packages, and of folders that must exist.
 
         Raises:
             UsageError: One does not.
         """
+        packages = tuple(word for word in words if word.startswith(PACKAGE))
+        folders = [word for word in words if word not in packages]
         for folder in folders:
             if not Path(folder).is_dir():
                 text = f"--config-dir {folder}: no such folder"
                 raise UsageError(text)
-        return cls(tuple(Path(folder).resolve() for folder in folders))
+        return cls(tuple(Path(folder).resolve() for folder in folders), packages)
+
+    def words(self) -> list[str]:
+        """Return what names the same place on another command line."""
+        return [word for each in (*self.folders, *self.packages) for word in ("--config-dir", str(each))]
 
     def main(self, recipe: str) -> Path:
         """Return the folder that holds the recipe; Hydra wants a primary config in its main folder."""
-        found = (folder for folder in self.folders if (folder / f"{recipe}.yaml").is_file())
+        found = (folder for folder in self.folders if is_file(folder / f"{recipe}.yaml"))
         return next(found, RECIPES)
 
     def overrides(self, recipe: str) -> list[str]:
-        """Return the override that lets Hydra look into the other folders too."""
-        others = [folder.as_uri() for folder in self.folders if folder != self.main(recipe)]
-        return [f"hydra.searchpath={json.dumps(others)}"] if others else []
+        """Return the override that lets Hydra look into the other folders and packages too."""
+        others = [f"{FOLDER}{folder}" for folder in self.folders if folder != self.main(recipe)]
+        others += self.packages
+        return [f"{SEARCH_PATH}={json.dumps(others)}"] if others else []
 
 
-def recipe_chain(recipe: str, place: Place) -> Iterator[tuple[str, list[Any]]]:
-    """Yield a recipe and those that it builds on, each with its list of defaults, the last word first."""
-    own, shipped = place.main(recipe) / f"{recipe}.yaml", RECIPES / f"{recipe}.yaml"
-    file = own if own.is_file() else shipped
-    if not file.is_file():
-        return
-    written: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-    defaults: list[Any] = written.get("defaults", []) if isinstance(written, dict) else []
-    yield recipe, defaults
-    for entry in reversed(defaults):
-        if isinstance(entry, str) and entry not in ("_self_", recipe):
-            yield from recipe_chain(entry, place)
+def recipe_chain(recipe: str, place: Place, overrides: Iterable[Override] = ()) -> Chain:
+    """Read the files that Hydra will compose; return the recipe and those that it builds on.
+
+    Args:
+        recipe: Its name; a chain without files, if there is none.
+        place: Where it is looked for.
+        overrides: Whose options are read too.
+
+    Raises:
+        UsageError: A file cannot be read, or builds on itself; file and line are named.
+        ConfigError: Hydra is to look into a package that the user did not name.
+    """
+    chosen = list(overrides)
+    main = place.main(recipe)
+    searched = [item.value() for item in chosen if item.key_or_group == SEARCH_PATH]
+    primary = main / f"{recipe}.yaml"
+    searched += [_search_path_of(read_mapping(primary))] if is_file(primary) else []
+    more = [_checked(entry, place) for entries in searched if isinstance(entries, list) for entry in entries]
+    walk = _Walk([main, CONF, RECIPES, *more])
+    found = [pair for name in (recipe, *_options_in(chosen)) for pair in walk.visit(name)]
+    return [(name, [entry for _, entry in document.defaults]) for name, document in found if "/" not in name]
 
 
-def listed_options(defaults: list[Any], group: str) -> list[str] | None:
+def _search_path_of(primary: Document) -> Any:
+    """Return where a recipe lets Hydra look, as Hydra reads it."""
+    found = OmegaConf.select(OmegaConf.create(primary.content), SEARCH_PATH)
+    return list(found) if isinstance(found, ListConfig) else found
+
+
+def _checked(entry: object, place: Place) -> Path:
+    """Return a folder of Hydra's search path; anything else would be imported.
+
+    Raises:
+        ConfigError: It is no folder, and no package that the user named.
+    """
+    folder = Path(str(entry).removeprefix(FOLDER))
+    if not folder.is_dir() and entry not in place.packages:
+        allowed = "folders, and packages that --config-dir names: looking into a package imports it"
+        remedies = [f"--config-dir {entry}"] if str(entry).startswith(PACKAGE) else []
+        raise ConfigError(key=SEARCH_PATH, value=entry, allowed=allowed, remedies=remedies)
+    return folder
+
+
+def _options_in(overrides: Iterable[Override]) -> Iterator[str]:
+    """Yield the files that overrides choose, if they choose any: `group=option`, `group=[one,other]`."""
+    for item in overrides:
+        value: Any = item.value()
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and "." not in item.key_or_group:
+                yield f"{item.key_or_group}/{name}"
+
+
+class _Walk:
+    """Reads files and those in their lists of defaults, each once.
+
+    Args:
+        folders: Where they lie, in the order in which Hydra looks.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+        self._done: set[str] = set()
+
+    def visit(self, name: str, above: tuple[str, ...] = ()) -> Iterator[tuple[str, Document]]:
+        """Yield a file and those that it lists, the last word first; nothing, where Hydra will miss it.
+
+        Raises:
+            UsageError: One cannot be read, or lists itself.
+        """
+        files = (folder / f"{name.removesuffix('.yaml')}.yaml" for folder in self._folders)
+        file = next((each for each in files if is_file(each)), None)
+        if file is None or name in self._done:
+            return
+        document = read_mapping(file) if "/" not in name else read(file)
+        yield name, document
+        above = (*above, name)
+        for line, entry in reversed(document.defaults):
+            for child in _children(entry, name.rpartition("/")[0]):
+                if child in above or len(above) > MAX_DEPTH:
+                    circle = " -> ".join([*above[-3:], child])
+                    raise document.refusal(line, f"defaults that never end: {circle}")
+                yield from self.visit(child, above)
+        self._done.add(name)
+
+
+def _children(entry: Any, group: str) -> list[str]:
+    """Return the files that an entry of a list of defaults names.
+
+    Example:
+        >>> _children({"override /model@net": "gpt"}, "data"), _children("lm", ""), _children("_self_", "")
+        (['model/gpt'], ['lm'], [])
+    """
+    if isinstance(entry, str):
+        names = [entry.partition("@")[0]]
+    else:
+        ((key, options),) = entry.items()
+        inner = key.split()[-1].partition("@")[0]
+        names = [f"{inner}/{each}" for each in (options if isinstance(options, list) else [options]) if each]
+    absolute = [name if name.startswith("/") or not group else f"{group}/{name}" for name in names]
+    return [name.lstrip("/") for name in absolute if name.rpartition("/")[2] != "_self_"]
+
+
+def listed_options(defaults: Sequence[Any], group: str) -> list[str] | None:
     """Return the options of a group that a list of defaults names; None where it does not name the group.
 
     Example:
@@ -78,7 +183,6 @@ def listed_options(defaults: list[Any], group: str) -> list[str] | None:
     return None
 
 
-def listed_groups(recipe: str, place: Place) -> set[str]:
+def listed_groups(chain: Chain) -> set[str]:
     """Return the groups of many options that a recipe lists, itself or by what it builds on."""
-    chain = list(recipe_chain(recipe, place))
     return {group for group in MANY if any(listed_options(d, group) is not None for _, d in chain)}

@@ -9,8 +9,7 @@ What an annotation cannot say, the constructor checks itself.
 from __future__ import annotations
 
 import inspect
-import logging
-import re
+import math
 import typing
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,6 +59,7 @@ def check_groups(values: dict[str, Any]) -> None:
     Raises:
         ConfigError: Something cannot be used.
     """
+    _check_numbers(values)
     _check_run(values)
     _check_trainer(values)
     for required in ("model", "data", "optimizer"):
@@ -89,6 +89,15 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{group}.{name}", node
 
 
+def _check_numbers(values: dict[str, Any]) -> None:
+    """Refuse numbers that no setting means: what is no number, and whole ones of more than 64 bits."""
+    for path, _, value in walk_leaves(values):
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigError(path, value, allowed="a number")
+        if isinstance(value, int) and abs(value) >= 2**64:
+            raise ConfigError(path, f"{str(value)[:12]}...", allowed="a whole number of at most 64 bits")
+
+
 def _check_run(values: dict[str, Any]) -> None:
     hints = {"seed": int, "ckpt_path": str | None, "output_root": str, "run_dir": str}
     for key, hint in hints.items():
@@ -112,6 +121,10 @@ def _check_trainer(values: dict[str, Any]) -> None:
         )
         raise ConfigError(key=f"trainer.{key}", value=trainer[key], allowed=text)
     _check_parameters("trainer", trainer, Trainer, skip_first=False, partial=True)
+    clip = trainer.get("gradient_clip_val")
+    if clip is not None and clip < 0:
+        allowed = "a number of at least 0, or null for no clipping"
+        raise ConfigError(key="trainer.gradient_clip_val", value=clip, allowed=allowed)
 
 
 def foreign_keys(path: str, target: object, keys: Iterable[object]) -> list[str]:
@@ -232,39 +245,6 @@ def _hints(owner: type) -> Mapping[str, Any]:
         return typing.get_type_hints(owner.__init__)
     except (NameError, TypeError, AttributeError):
         return {}
-
-
-def check_hydra(section: Mapping[str, Any]) -> None:
-    """Check the classes in Hydra's own section: its callbacks and its log handlers.
-
-    Launcher and sweeper need no check here: Hydra takes only plugins that are installed as such.
-
-    Raises:
-        ConfigError: A class is not of the expected base, or a log configuration names a factory.
-    """
-    for name, node in (section.get("callbacks") or {}).items():
-        path = f"hydra.callbacks.{name}"
-        if node is not None:
-            base = resolve_class(path, "hydra.experimental.callback.Callback")
-            target = node.get("_target_") if isinstance(node, dict) else node
-            if not issubclass(resolve_class(path, target), base):
-                raise ConfigError(
-                    key=f"{path}._target_", value=target, allowed="a class derived from Hydra's Callback"
-                )
-    for part in ("job_logging", "hydra_logging"):
-        _check_logging(section.get(part) or {}, f"hydra.{part}")
-
-
-def _check_logging(node: Any, part: str) -> None:
-    for path, key, value in walk_leaves(node, part):
-        if key == "()":
-            raise ConfigError(path, value, allowed="no factory in a log configuration")
-        if key == "class" and not issubclass(resolve_class(path, value), logging.Handler):
-            raise ConfigError(path, value, allowed="a class derived from logging.Handler")
-        if key == "filename" and not re.fullmatch(r"\$\{hydra\.runtime\.output_dir\}/[^/]+", str(value)):
-            raise ConfigError(
-                path, value, allowed="a file ${hydra.runtime.output_dir}/NAME in the run's folder"
-            )
 
 
 def walk_leaves(node: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -14,15 +14,13 @@ from lightning_eff.errors import EXIT_FAILED, RankError
 from lightning_eff.processes.watch import PARENT, killed_by
 
 
-def train_apart(
-    recipe: str, overrides: Iterable[str], places: Iterable[Path], folder: Path
-) -> dict[str, Any]:
+def train_apart(recipe: str, overrides: Iterable[str], place: Iterable[str], folder: Path) -> dict[str, Any]:
     """Train a recipe in another process, which starts the other ranks with its own words and not with ours.
 
     Args:
         recipe: Its name.
         overrides: Of this run, its folder among them.
-        places: Folders in which recipes and options are looked for.
+        place: Words that name where recipes and options are looked for.
         folder: The run's.
 
     Returns:
@@ -31,8 +29,7 @@ def train_apart(
     Raises:
         RankError: The run failed; it has said why.
     """
-    folders = [word for each in places for word in ("--config-dir", str(each))]
-    words = [sys.executable, "-m", "lightning_eff", "train", recipe, *overrides, *folders]
+    words = [sys.executable, "-m", "lightning_eff", "train", recipe, *overrides, *place]
     environment = os.environ | {PARENT: str(os.getpid())}
     with subprocess.Popen(words, env=environment) as process:  # noqa: S603
         code = process.wait()

@@ -26,7 +26,7 @@ from typing import IO, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from lightning_eff.checkpoints.plain_values import load_plain
+from lightning_eff.checkpoints.plain_values import check_version, load_plain
 from lightning_eff.checkpoints.sealed import read, verify, verify_path
 from lightning_eff.errors import CheckpointError
 from lightning_eff.sharding.in_rows import Piece, in_rows, mapped
@@ -120,7 +120,9 @@ def read_index(path: Path) -> Index:
         if verify(file) is None:
             text = "it has no SHA-256"
             raise CheckpointError(text)
-        return load_plain(file)
+        said = load_plain(file)
+        check_version(said.get("checkpoint") if isinstance(said, dict) else None)
+        return said
 
     return _index(path, read(path / INDEX, content))
 
@@ -129,7 +131,7 @@ def _index(path: Path, said: Any) -> Index:
     """Return an index of what a file holds, which may be anything."""
     said = said if isinstance(said, dict) else {}
     version = said.get("version")
-    if said.get("format") != FORMAT or version != VERSION:
+    if said.get("format") != FORMAT or type(version) is not int or version != VERSION:
         newer = f", of format {version}" if isinstance(version, int) and version > VERSION else ""
         text = f"checkpoint {path / INDEX} is not loaded: it is no index of this version{newer}"
         raise CheckpointError(text)

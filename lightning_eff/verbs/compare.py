@@ -50,7 +50,7 @@ options:
   --row 'OVERRIDES'       a row of your own; several are possible
   --optimizers            all optimizers, not only those that save memory by how they work
   --fresh                 measure everything anew; else what was measured before stays
-  --config-dir DIR        a folder of your own with groups and recipes
+  --config-dir DIR        a folder of your own with groups and recipes, or a package of options: pkg://NAME
   --json                  print the rows as JSON on the standard output
   --debug                 whole tracebacks"""
 
@@ -166,8 +166,7 @@ class _Work:
     def run(self, trial: Trial, folder: Path) -> rows.Result:
         """Train a trial in a process of its own."""
         here = [f'hydra.run.dir="{folder / "run"}"']
-        places = [word for each in self._place.folders for word in ("--config-dir", str(each))]
-        words = [self._given.recipe, *self.overrides(trial), *here, *places, "--json"]
+        words = [self._given.recipe, *self.overrides(trial), *here, *self._place.words(), "--json"]
         return apart.run(functools.partial(train, words), folder=folder, limit_s=self._given.limit_s)
 
     def predict(self, tried: Sequence[Trial], comparison: Comparison) -> None:

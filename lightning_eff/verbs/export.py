@@ -82,7 +82,6 @@ def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
     """Return a run's folder and the checkpoint that is meant."""
     from lightning_eff.checkpoints.newest import newest_whole
     from lightning_eff.run import RESOLVED
-    from lightning_eff.sharding import folder as parts
 
     folder = Path(run)
     if not (folder / RESOLVED).is_file():
@@ -96,7 +95,7 @@ def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
             raise ConfigError(key="RUN", value=run, allowed=f"{allowed}; {hint}")
         folder = newest.parent.parent
     if which not in ("last", "best"):
-        if not (Path(which).is_file() or parts.is_one(Path(which))):
+        if not Path(which).exists():
             raise ConfigError(
                 key="--checkpoint", value=which, allowed="last, best, or an existing checkpoint"
             )
@@ -121,9 +120,7 @@ def _folders(root: Path) -> set[str]:
 
 def _best(last: Path) -> Path:
     """Return the best checkpoint that a run kept: a file beside its last one, whatever that one names."""
-    from lightning_eff.checkpoints import stored
-
-    states: Any = stored.checkpoint(last).get("callbacks")
+    states: Any = _checkpoint(last).get("callbacks")
     callbacks: Mapping[Any, Any] = states if isinstance(states, Mapping) else {}
     savers: list[Any] = [state for name, state in callbacks.items() if "ModelCheckpoint" in str(name)]
     named = {
@@ -140,16 +137,14 @@ def _best(last: Path) -> Path:
 
 def _values(run_dir: Path) -> dict[str, Any]:
     """Return what a run was built from, held to the same rules as a config that is trained."""
-    import yaml
-
-    from lightning_eff.composing import folders, signatures
+    from lightning_eff.composing import folders, reading, signatures
     from lightning_eff.run import RESOLVED
 
     path = run_dir / RESOLVED
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        allowed = f"a run's config ({str(error).splitlines()[0]})"
+        values = reading.read(path).content
+    except UsageError as error:
+        allowed = f"a run's config ({error})"
         raise ConfigError(key="RUN", value=str(path), allowed=allowed) from error
     if not isinstance(values, dict) or not {*signatures.RUN_KEYS, "trainer"} <= values.keys():
         raise ConfigError(key="RUN", value=str(path), allowed="a run's config, which `train` wrote")
@@ -195,9 +190,8 @@ def _write(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, ada
 def _load(model: Any, path: Path, *, adapted: bool) -> list[str]:
     from lightning_eff.adapters import state as adapter_state
     from lightning_eff.adapters.frozen_base import Fingerprint
-    from lightning_eff.checkpoints import stored
 
-    checkpoint = stored.checkpoint(path)
+    checkpoint = _checkpoint(path)
     fingerprint = Fingerprint(exact=False)
     try:
         if adapted:
@@ -211,6 +205,17 @@ def _load(model: Any, path: Path, *, adapted: bool) -> list[str]:
         return []
     rounded = "quantized here, the base is not the run's to the bit, as on another device"
     return [f"{rounded}; what is frozen beside its {len(fingerprint.others)} tensors is the same"]
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    from lightning_eff.checkpoints import stored
+
+    try:
+        return stored.checkpoint(path)
+    except CheckpointError as error:
+        what, *ways = str(error).split("\n  try: ")
+        allowed = f"a checkpoint of tensors and plain values ({what})"
+        raise ConfigError(key="--checkpoint", value=str(path), allowed=allowed, remedies=ways) from error
 
 
 def _merge(model: Any) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_eff import config
 from lightning_eff.catalog import MANY
 from lightning_eff.composing.overrides import parse_overrides, recipe_and_overrides
-from lightning_eff.composing.place import Place, listed_options, recipe_chain
+from lightning_eff.composing.place import Chain, Place, listed_options, recipe_chain
 from lightning_eff.errors import EXIT_OK, REFUSALS, ConfigError, UsageError, root_cause_line
 from lightning_eff.measure.tables import text_table
 
@@ -41,7 +41,7 @@ USAGE = """lightning-eff plan RECIPE [overrides] [options]
 Exit code 5 when a combination is refused, 3 when this machine lacks something; each with a remedy.
 
 options:
-  --config-dir DIR        a folder of your own with groups and recipes
+  --config-dir DIR        a folder of your own with groups and recipes, or a package of options: pkg://NAME
   --advice                try techniques that save memory, and the largest micro-batch that fits (a minute)
   --json                  print the rows as JSON on the standard output
   --debug                 whole tracebacks"""
@@ -149,7 +149,8 @@ def main(arguments: Sequence[str]) -> int:
 
     with redirect_stdout(sys.stderr):  # DeepSpeed speaks on the standard output, where JSON may be wanted
         trainer = build_trainer(values)
-    rows, findings = _judge(trainer, lambda group, name: _set_by(recipe, overrides, place, group, name))
+    chain = recipe_chain(recipe, place)
+    rows, findings = _judge(trainer, lambda group, name: _set_by(chain, overrides, group, name))
     if not given.json:
         sys.stdout.write(f"{_text(rows)}\n\n")
         sys.stdout.flush()
@@ -272,12 +273,11 @@ def _text(rows: Iterable[Row]) -> str:
     return text_table(["technique", "asked", "will be", "set by", "why"], table)
 
 
-def _set_by(recipe: str, overrides: Sequence[str], place: Place, group: str, name: str) -> str:
+def _set_by(chain: Chain, overrides: Sequence[str], group: str, name: str) -> str:
     """Return who lists a group's option, a recipe or an override, and the overrides that change it."""
     many = group in MANY
-    chain = recipe_chain(recipe, place)
     listing = ((each, listed_options(defaults, group)) for each, defaults in chain)
-    setters = [f"recipe {next((each for each, o in listing if o and (not many or name in o)), recipe)}"]
+    setters = [f"recipe {next((each for each, o in listing if o and (not many or name in o)), chain[0][0])}"]
     for item in parse_overrides(overrides):
         path, _, rest = str(item.key_or_group).partition(".")
         if path != group:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from lightning_eff import config
 from lightning_eff.composing.overrides import loosened, parse_overrides, recipe_and_overrides, sweep
-from lightning_eff.composing.place import Place, listed_groups
+from lightning_eff.composing.place import Place, listed_groups, recipe_chain
 from lightning_eff.errors import (
     EXIT_OK,
     ConfigError,
@@ -49,7 +49,7 @@ options:
   -m, --multirun          one run for each combination of comma-separated values
   -c, --cfg job|all       print the composed config and stop (--resolve, --package PATH)
   -i, --info [WHAT]       print what Hydra knows and stop
-  --config-dir DIR        a folder of your own with groups and recipes
+  --config-dir DIR        a folder of your own with groups and recipes, or a package of options: pkg://NAME
   --json                  print the efficiency report as JSON on the standard output
   --debug                 whole tracebacks"""
 
@@ -73,9 +73,9 @@ def _train(given: argparse.Namespace, launch: Launch, arguments: Sequence[str]) 
     jobs = _Jobs(given.recipe, place)
     if given.multirun:
         runs = [config.compose_recipe(given.recipe, each, place) for each in sweep(given.overrides)]
-        overrides = [*given.overrides, *place.overrides(given.recipe)]
-        listed = listed_groups(given.recipe, place)
-        lines = [*loosened(parse_overrides(overrides), listed=listed), *runs[0].hydra]
+        parsed = parse_overrides([*given.overrides, *place.overrides(given.recipe)])
+        listed = listed_groups(recipe_chain(given.recipe, place))
+        lines = [*loosened(parsed, listed=listed), *runs[0].hydra]
     elif given.cfg or given.info:
         composed = config.compose_recipe(given.recipe, given.overrides, place)
         lines = [*composed.overrides, *composed.hydra]
@@ -207,7 +207,7 @@ class _Jobs:
             composed = config.compose_recipe(self.recipe, [*overrides, here], self.place)
             check_tasks(composed.values["trainer"], launch)
             if launch.num_tasks is None and num_ranks(composed.values["trainer"]) > 1:
-                return train_apart(self.recipe, [*overrides, here], self.place.folders, folder)
+                return train_apart(self.recipe, [*overrides, here], self.place.words(), folder)
             prepared = run.build(composed.values, recipe=self.recipe, run_dir=composed.run_dir)
         with Together(prepared.trainer, prepared.run_dir, launch):
             return prepared.fit()

@@ -447,7 +447,9 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["RUN", "--checkpoint", "beste"], 2, "--checkpoint='beste': expected last, best, or an existing"),
     (["RUN", "--out", "/tmp/elsewhere"], 2, "--out='/tmp/elsewhere': expected a folder under output_root"),
     (["RUN", "--out", "outputs"], 2, "--out='outputs': expected a folder that is not there yet"),
-    (["RUN", "--checkpoint", "notes/0.txt"], 1, "it is no checkpoint"),
+    (["RUN", "--checkpoint", "notes/0.txt"], 2, "it is no checkpoint"),
+    (["RUN", "--checkpoint", "pipe.ckpt"], 2, "--checkpoint='pipe.ckpt': .* it is a FIFO, and no regular"),
+    (["RUN", "--checkpoint", "banana.ckpt"], 2, "its pytorch-lightning_version is 'banana', which is no"),
     (["RUN", "--checkpoint", "wrong.ckpt"], 1, "is not exported: .* missing: 'model.model.layers.0"),
     (["RUN", "--checkpoint", "base.ckpt"], 1, "is not exported: it holds an adapter for another base"),
 ]
@@ -458,6 +460,8 @@ def test_what_it_cannot_do_is_told_in_five_lines(texts: None, tiny_llama: Path, 
     path = folder / "checkpoints" / "step-2.ckpt"
     edited(path, Path("wrong.ckpt"), lambda c: c["state_dict"].pop(next(iter(c["state_dict"]))))
     edited(path, Path("base.ckpt"), lambda c: c["peft_adapter"]["base"].update(sha256="0" * 64))
+    edited(path, Path("banana.ckpt"), lambda c: c.update({"pytorch-lightning_version": "banana"}))
+    os.mkfifo("pipe.ckpt")
     before = sorted(Path().rglob("*"))
     for words, code, text in WRONG:
         given = [str(folder) if word == "RUN" else word for word in words]

@@ -85,7 +85,12 @@ def check_weights(name: str, config: Any) -> None:
     if (folder / "adapter_config.json").is_file():
         text = f"name={name!r} holds an adapter beside its weights, which would be loaded unasked: move it"
         raise ValueError(text)
-    if any(folder.glob("*.safetensors")):
+    weights = list(folder.glob("*.safetensors"))
+    odd = [file.name for file in weights if not file.is_file()]
+    if odd:  # a FIFO would wait for a writer, a device need not end
+        text = f"name={name!r} has weights in what is no regular file: {odd[0]}"
+        raise ValueError(text)
+    if weights:
         return
     pickles = sorted(file.name for kind in PICKLES for file in folder.glob(kind))
     if pickles:

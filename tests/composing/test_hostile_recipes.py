@@ -1,0 +1,199 @@
+"""Recipes that YAML or Hydra cannot read, and search paths that would import: refused by name, exit 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_eff import cli
+
+Command = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).parent.parent.parent
+TOP = "defaults: [lm, _self_]\n"
+ALIASES = "".join(
+    f"  {b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+CHAIN = "".join(f"  a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 400))
+
+HOSTILE: dict[str, tuple[str | bytes, str]] = {
+    "tab": (f"{TOP}trainer:\n\tmax_steps: 2\n", "mine/tab.yaml:3: found character '\\t'"),
+    "duplicate": (f"{TOP}seed: 1\nseed: 2\n", "mine/duplicate.yaml:3: duplicate key 'seed'"),
+    "nul": (f"{TOP}seed: 1\0\n", "mine/nul.yaml:2: character 0x00 is not allowed"),
+    "latin": (f"{TOP}output_root: café\n".encode("latin-1"), "mine/latin.yaml:2: byte 0xe9 is not UTF-8"),
+    "tag": (
+        f"{TOP}seed: !!python/object/apply:os.system ['touch touched']\n",
+        "mine/tag.yaml:2: tag !!python/",
+    ),
+    "path": (
+        f"{TOP}output_root: !!python/object/apply:pathlib.Path [a]\n",
+        "mine/path.yaml:2: tag !!python/",
+    ),
+    "set": (f"{TOP}output_root: !!set {{a}}\n", "mine/set.yaml:2: tag !!set"),
+    "alias": (f"{TOP}trainer: &a\n  x: *a\n", "mine/alias.yaml:2: an alias inside what it stands for"),
+    "aliases": (f"{TOP}trainer:\n  a: &a [1]\n{ALIASES}", "mine/aliases.yaml:8: more than 100000 values"),
+    "chain": (f"{TOP}trainer:\n  a0: &a0 1\n{CHAIN}", "mine/chain.yaml:54: nested deeper than 50 levels"),
+    "nested": (f"{TOP}seed: {'[' * 3000}{']' * 3000}\n", "mine/nested.yaml:2: nested deeper than 50 levels"),
+    "digits": (f"{TOP}seed: {'1' * 5000}\n", "mine/digits.yaml:2: a number of 5000 characters"),
+    "hex": (f"{TOP}seed: 0x_\n", "mine/hex.yaml:2: '0x_' is no number"),
+    "keys": (f"{TOP}? [a, b]\n: 1\n", "mine/keys.yaml:2: a key must be a text"),
+    "two": (f"{TOP}---\nseed: 3\n", "mine/two.yaml:2: but found another document"),
+    "undefined": (f"{TOP}seed: *a\n", "mine/undefined.yaml:2: found undefined alias 'a'"),
+    "itself": ("defaults: [itself]\n", "mine/itself.yaml:1: defaults that never end: itself -> itself"),
+    "circle": (
+        "defaults:\n  - lm\n  - other\n",
+        "mine/other.yaml:2: defaults that never end: circle -> other -> circle",
+    ),
+    "option": (
+        "defaults:\n  - lm\n  - override logger: circle\n",
+        "mine/logger/circle.yaml:1: defaults that never end: option -> logger/circle -> logger/circle",
+    ),
+    "seven": ("# a recipe\ndefaults: 7\n", "mine/seven.yaml:2: defaults: expected a list"),
+    "null": ("defaults:\n", "mine/null.yaml:1: defaults: expected a list"),
+    "entry": ("defaults:\n  - lm\n  - 7\n", "mine/entry.yaml:3: defaults: 7: expected a name"),
+    "listed": (
+        "defaults:\n  - {model: [7]}\n",
+        "mine/listed.yaml:2: defaults: {'model': [7]}: expected a name",
+    ),
+    "list": ("- 1\n", "mine/list.yaml:1: expected lines of key: value"),
+    "empty": ("", "mine/empty.yaml:1: expected lines of key: value"),
+    "folderless": ("seed: 1\n", "output_root=None: expected a folder; a recipe that builds on baseline"),
+    "unset": (f"{TOP}output_root: ${{oc.env:NO_SUCH_VARIABLE}}\n", "'NO_SUCH_VARIABLE' not found"),
+    "infinite": (f"{TOP}seed: ${{seed}}\n", "seed: Recursive interpolation detected"),
+    "long": (f"defaults: [{'a' * 5000}]\n", "File name too long"),
+}
+"""A recipe's content, and what is said about it."""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a folder with the hostile recipes in `mine`."""
+    monkeypatch.chdir(tmp_path)
+    mine = Path("mine")
+    (mine / "logger").mkdir(parents=True)
+    for name, (content, _) in HOSTILE.items():
+        data = content if isinstance(content, bytes) else content.encode()
+        (mine / f"{name}.yaml").write_bytes(data)
+    (mine / "other.yaml").write_text("defaults:\n  - circle\n")
+    (mine / "logger" / "circle.yaml").write_text("defaults: [circle]\n")
+    (mine / "logger" / "broken.yaml").write_text("name: x\n\ty: 1\n")
+    return tmp_path
+
+
+def check_refused(answer: tuple[int, str, str], text: str) -> None:
+    code, out, err = answer
+    assert text in err
+    assert code == 2, err
+    assert out == ""
+    said = err[err.index("error: ") :]  # behind what optional packages print when they are first imported
+    assert len(said.strip().splitlines()) <= cli.MAX_ERROR_LINES
+    assert "Traceback" not in err
+    assert not Path("outputs").exists()
+    assert not Path("touched").exists()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_recipe_that_cannot_be_read_is_refused_by_file_and_line(name: str, command: Command) -> None:
+    for verb in ("train", "plan", "compare"):
+        check_refused(command(verb, name, "--config-dir", "mine"), HOSTILE[name][1])
+
+
+def test_an_option_that_an_override_chooses_is_read_too(command: Command) -> None:
+    answer = command("plan", "lm", "logger=broken", "--config-dir", "mine")
+    check_refused(answer, "mine/logger/broken.yaml:2: found character '\\t'")
+
+
+def test_a_recipe_as_deep_as_is_allowed_is_hydras_to_judge(command: Command) -> None:
+    Path("mine/deep.yaml").write_text(f"{TOP}trainer:\n  x: {'[' * 48}{']' * 48}\n")
+    check_refused(command("plan", "deep", "--config-dir", "mine"), "expected a parameter of Trainer")
+
+
+def test_a_recipe_of_anchors_merged_keys_and_dates_is_none_of_these(command: Command) -> None:
+    Path("mine/good.yaml").write_text(
+        f"{TOP}output_root: &root 2026-01-01\ntrainer: &t\n  max_steps: 7\nlogger: {{<<: {{name: *root}}}}\n"
+    )
+    code, out, err = command("train", "good", "--config-dir", "mine", "--cfg", "job")
+    assert code == 0, err
+    assert "output_root: '2026-01-01'" in out
+
+
+def test_the_installed_command_says_it_too(folder: Path) -> None:
+    script = Path(sys.executable).parent / "lightning-eff"
+    words = [str(script), "train", "circle", "--config-dir", "mine"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    said = f"error: {folder / 'mine'}/other.yaml:2: defaults that never end: circle -> other -> circle\n"
+    assert done.stderr.endswith(said)
+    assert "Traceback" not in done.stderr
+    assert not Path("outputs").exists()
+
+
+OVERRIDES: dict[str, str] = {
+    f"seed={'1' * 5000}": "...: a number of too many digits",
+    f"seed={'1' * 4000}": "seed='111111111111...': expected a whole number of at most 64 bits",
+    f"trainer.max_steps={2**64}": "trainer.max_steps='184467440737...': expected a whole number of at most",
+    f"seed={'[' * 3000}{']' * 3000}": "...: nested too deep",
+    f"seed={'a' * 5000}": "expected a whole number",
+    "trainer.gradient_clip_val=nan": "trainer.gradient_clip_val=nan: expected a number",
+    "trainer.gradient_clip_val=-1": "trainer.gradient_clip_val=-1: expected a number of at least 0",
+    "optimizer.betas=[nan,0.9]": "optimizer.betas[0]=nan: expected a number",
+    "hydra.launcher._target_=os.system": "_target_='os.system': expected a Launcher",
+    "hydra.sweeper._target_=subprocess.Popen": "_target_='subprocess.Popen': expected a Sweeper",
+    "hydra.launcher=${hydra.sweeper}": "hydra.launcher._target_='${hydra.sweeper}': expected a Launcher",
+    "hydra.sweeper=7": "hydra.sweeper._target_=7: expected a Sweeper",
+    "+hydra.launcher.x._target_=os.system": "hydra.launcher.x._target_='os.system': expected no class here",
+    "+hydra.sweeper.x=${oc.create:a}": "hydra.sweeper.x='${oc.create:a}': expected a value",
+}
+
+
+@pytest.mark.parametrize("override", OVERRIDES, ids=lambda each: each[:40])
+def test_a_value_that_nothing_can_use_is_refused_before_a_folder_is_made(
+    override: str, command: Command
+) -> None:
+    check_refused(command("train", "lm", override), OVERRIDES[override])
+
+
+@pytest.fixture
+def package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a package of options that leaves a file when it is imported."""
+    (folder / "sly" / "logger").mkdir(parents=True)
+    (folder / "sly" / "__init__.py").write_text("from pathlib import Path\nPath('touched').touch()\n")
+    (folder / "sly" / "logger" / "slow.yaml").write_text((ROOT / "conf" / "logger" / "csv.yaml").read_text())
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "sly", raising=False)
+    return "sly"
+
+
+@pytest.mark.parametrize("scheme", ["pkg", "structured"])
+def test_a_package_on_the_search_path_is_not_imported(package: str, scheme: str, command: Command) -> None:
+    entry = f"{scheme}://{package}"
+    for override in (f"hydra.searchpath=[{entry}]", f"++hydra.searchpath=['{entry}']"):
+        check_refused(command("plan", "lm", override), f"hydra.searchpath='{entry}': expected folders")
+    Path("mine/sly.yaml").write_text(f"{TOP}hydra:\n  searchpath: ['{entry}']\n")
+    check_refused(command("plan", "sly", "--config-dir", "mine"), f"hydra.searchpath='{entry}': expected")
+    Path("mine/sly.yaml").write_text(f"{TOP}x: '{entry}'\nhydra:\n  searchpath: ['${{x}}']\n")
+    check_refused(command("plan", "sly", "--config-dir", "mine"), f"hydra.searchpath='{entry}': expected")
+    assert package not in sys.modules
+
+
+def test_a_package_that_the_user_names_is_searched(package: str, command: Command) -> None:
+    named = ["--config-dir", f"pkg://{package}", "--config-dir", "mine"]
+    Path("mine/sly.yaml").write_text(f"{TOP}hydra:\n  searchpath: ['pkg://{package}']\n")
+    for recipe in ("lm", "sly"):
+        code, _, err = command("train", recipe, "logger=slow", *named, "--cfg", "job")
+        assert code == 0, err
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
+def test_a_folder_on_the_search_path_is_searched_whatever_its_name(form: str, command: Command) -> None:
+    own = Path("a folder", "logger")
+    own.mkdir(parents=True)
+    (own / "slow.yaml").write_text((ROOT / "conf" / "logger" / "csv.yaml").read_text())
+    override = f"hydra.searchpath=['{form.format(own.parent.resolve())}']"
+    code, _, err = command("train", "lm", override, "logger=slow", "--cfg", "job")
+    assert code == 0, err
