@@ -73,10 +73,11 @@ def keep_outputs(
 
     def policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> bool:
         for tensor in _written(operation, args, kwargs):
-            _forget(forward.storage, tensor)
+            _forget(storage, tensor)
         return operation in operations
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
+    storage = forward.storage  # `policy` holds it and not `forward`, which would be a cycle that keeps all
     return forward, recomputation
 
 
