@@ -115,7 +115,7 @@ def _composed(recipe: str, overrides: Sequence[str], place: Place) -> Composed:
     lines = loosened(parsed, listed=listed_groups(chain))
     cfg = _compose(recipe, lines, place.main(recipe))
     hydra = _replace_defaults(cfg)
-    _check_hydra(cfg.hydra)
+    check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
     run_dir = _run_dir(cfg)
     _check_keys(cfg)
     _check_asked(cfg, parsed)
@@ -296,10 +296,3 @@ def _run_dir(cfg: DictConfig) -> Path:
         cfg.hydra.runtime.output_dir = str(run_dir)
     HydraConfig.instance().set_config(cfg)
     return run_dir
-
-
-def _check_hydra(hydra: DictConfig) -> None:
-    """Hold Hydra's own section to the same rule: only classes of the expected base, no factories."""
-    plain = OmegaConf.to_container(hydra, resolve=False)
-    if isinstance(plain, dict):
-        check_hydra({str(key): value for key, value in plain.items()})

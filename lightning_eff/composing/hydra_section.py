@@ -26,8 +26,11 @@ _MAKES_A_MAPPING = re.compile(r"\$\{(?!(now|hydra|oc\.env|python_version):|[\w.@
 """A value that is one interpolation, and not of a resolver that returns texts: it may bring a `_target_`."""
 
 
-def check_hydra(section: Mapping[str, Any]) -> None:
+def check_hydra(section: Any) -> None:
     """Check the classes in Hydra's own section: plugins, callbacks and log handlers.
+
+    Args:
+        section: Plain dictionaries, interpolations as they are written.
 
     Raises:
         ConfigError: A class is not of the expected base, is where none is expected, or cannot be told before
