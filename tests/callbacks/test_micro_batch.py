@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassAccuracy
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.errors import ConfigError, ConflictError, ConflictWarning, NoEffectWarning
 from lightning_eff.kernels.devices import DEVICES
+from lightning_eff.steps.logged import BatchMetrics
 from tests.conftest import make_trainer
 from tests.test_loop import assert_t1, loader, plain, speaker
 
@@ -358,6 +360,88 @@ def test_with_weights_an_epochs_mean_is_by_weight_too() -> None:
     for ours in seen[1:]:
         for one, other in zip(ours, seen[0], strict=True):
             assert one == pytest.approx(other, rel=1e-5)
+
+
+class Measures(pl.LightningModule):
+    """Logs metrics in each way: accuracies of a fixed guess, and some that are no mean over samples."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self.fault = fault
+        self.layer = nn.Linear(6, 1)
+        accuracy = {"num_classes": 3, "average": "micro"}
+        self.step = MulticlassAccuracy(**accuracy)
+        self.both = MulticlassAccuracy(**accuracy)
+        self.epoch = MulticlassAccuracy(**accuracy)
+        self.twice = MulticlassAccuracy(**accuracy) * 2
+        self.largest = MaxMetric()  # needs its state of the epoch in each update
+        self.many = MetricCollection({"f1": BinaryF1Score(), "auc": BinaryAUROC()})
+        self.logged: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch["x"], batch["y"]
+        guess = torch.full_like(y, 1)
+        for metric in (self.step, self.both, self.epoch, self.twice):
+            metric(guess, y)
+        self.largest(x)
+        self.many(x[:, 0].sigmoid(), y > 0)
+        self.log("step", self.step, on_step=True, on_epoch=False)
+        self.log("both", self.both, on_step=True, on_epoch=True)
+        self.log("epoch", self.epoch, on_step=False, on_epoch=True)
+        self.log("twice", self.twice, on_step=True, on_epoch=False)
+        self.log("largest", self.largest, on_step=True, on_epoch=True)
+        self.log_dict(self.many, on_step=True, on_epoch=True)
+        self.fault.meet("forward", len(x))
+        return self.layer(x).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.logged.append({key: float(value) for key, value in self.trainer.callback_metrics.items()})
+
+    def on_train_epoch_end(self) -> None:
+        self.on_train_batch_end(None, None, 0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:No (negative|positive) samples in targets")
+@pytest.mark.parametrize(
+    ("callbacks", "fault"),
+    [
+        ([MicroBatch(micro_batch_size=5)], Fault()),
+        ([MicroBatch(micro_batch_size=1)], Fault()),
+        ([MicroBatch()], Fault("forward", limit=5)),
+        ([MicroBatch()], Fault("forward", limit=5, at=9)),
+        ([GradientAccumulation(global_batch_size=2 * BATCH), MicroBatch()], Fault("forward", at=1)),
+        ([GradientAccumulation(global_batch_size=2 * BATCH), MicroBatch(micro_batch_size=5)], Fault()),
+    ],
+)
+def test_a_metric_object_is_logged_of_the_whole_batch(callbacks: list[Any], fault: Fault) -> None:
+    expected, model = Measures(Fault()), Measures(fault)
+    make_trainer(max_epochs=2, max_steps=-1).fit(expected, data())
+    make_trainer(callbacks=callbacks, max_epochs=2, max_steps=-1).fit(model, data())
+    first: Any = next(iter(data()))
+    assert model.logged[0]["step"] == float((first["y"] == 1).float().mean())
+    assert len(model.logged) == len(expected.logged)
+    for ours, theirs in zip(model.logged, expected.logged, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_the_value_of_a_batch_is_not_synchronized_unless_the_metric_asks_for_it() -> None:
+    def meet(*_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+    metric = MeanMetric(distributed_available_fn=lambda: True, dist_sync_fn=meet)
+    metrics = BatchMetrics(nn.ModuleList([metric]))
+    metrics.begin()
+    with metrics.observe():
+        metric(torch.tensor([1.0, 2.0]))
+        assert float(metric(torch.tensor([6.0]))) == 6.0
+    assert float(metrics.value(metric)) == 3.0
+    metric(torch.tensor([9.0]))  # not observed
+    assert float(metrics.value(metric)) == 3.0
+    metrics.begin()
+    assert float(metrics.value(metric)) == 9.0
 
 
 class Counting(torch.optim.SGD):
