@@ -102,7 +102,7 @@ class BatchMetrics:
                     each.distributed_available_fn = None  # as in `forward`, a rank's value is its own
         return self._copies[id(metric)]
 
-    def value(self, metric: Metric) -> Any:
+    def value(self, metric: Any) -> Any:
         """Return a metric's value over the batch; its last one if it was not called."""
         twin = self._copies.get(id(metric))
         return twin.compute() if twin is not None and twin.update_called else metric._forward_cache  # noqa: SLF001

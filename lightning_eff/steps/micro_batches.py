@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_eff.errors import is_out_of_memory
 from lightning_eff.steps import ranks
@@ -184,5 +185,6 @@ def _total(parts: Sequence[Part], whole: int | None) -> int | None:
 
 def _versions(batch: Any) -> list[int]:
     """Return how often each tensor of a batch was changed in place."""
-    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+    values = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves(batch)]
+    tensors = [value for value in values if isinstance(value, Tensor)]
     return [tensor._version for tensor in tensors if not tensor.is_inference()]  # noqa: SLF001
