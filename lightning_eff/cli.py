@@ -16,6 +16,7 @@ from types import TracebackType
 from lightning_eff import __version__, catalog
 from lightning_eff.errors import EXIT_OK, UsageError, exit_code, nearest, root_cause_line
 from lightning_eff.measure.tables import text_table
+from lightning_eff.remedies import as_overrides
 
 MAX_ERROR_LINES = 5
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         True
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with _Boundary(debug="--debug" in words) as boundary:
+    with _Boundary(debug="--debug" in words) as boundary, as_overrides():
         boundary.exit_code = _dispatch(words)
     return boundary.exit_code
 

@@ -34,6 +34,7 @@ from lightning_eff.composing.overrides import loosened, parse_overrides
 from lightning_eff.composing.place import FOLDER, Chain, Place, listed_groups, listed_options, recipe_chain
 from lightning_eff.composing.signatures import TOP_LEVEL
 from lightning_eff.errors import ConfigError, EnvironmentLacksError, UsageError, nearest
+from lightning_eff.remedies import as_overrides
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Composed:
     hydra: list[str]
 
 
+@as_overrides()
 def compose_recipe(recipe: str, overrides: Sequence[str], place: Place | None = None) -> Composed:
     """Compose and check one run; nothing is created or instantiated.
 
@@ -255,6 +257,7 @@ def _check_keys(cfg: DictConfig) -> None:
 
 def _check_asked(cfg: DictConfig, overrides: Sequence[Override]) -> None:
     """Hold what was asked for against what is there: Hydra drops some forms without a word."""
+    removed = {str(item.key_or_group) for item in overrides if item.is_delete()}
     for item in overrides:
         group = str(item.key_or_group)
         if group in MANY and not item.is_delete():
@@ -262,7 +265,7 @@ def _check_asked(cfg: DictConfig, overrides: Sequence[Override]) -> None:
             names = value if isinstance(value, list) else [value]
             present = list(cfg.get(group) or {})
             for name in names:
-                if name is not None and str(name) not in present:
+                if name is not None and str(name) not in present and f"{group}.{name}" not in removed:
                     whole = ",".join([*present, str(name)])
                     text = f"{group} that holds {name!r}; Hydra left it out of {present}"
                     raise ConfigError(

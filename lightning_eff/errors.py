@@ -6,6 +6,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
+from lightning_eff.remedies import shown
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
@@ -33,7 +35,18 @@ MAX_VALUE_CHARACTERS = 300
 """Of a value in a message."""
 
 
-class ConfigError(ValueError):
+class HasRemedies:
+    """What is wrong, with remedies that a plain Trainer's user can paste too.
+
+    Args:
+        text: Its lines; those that begin with `try:` are remedies, stated as a recipe's overrides.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(shown(text))  # pyright: ignore[reportCallIssue] - it stands before an exception
+
+
+class ConfigError(HasRemedies, ValueError):
     """A setting that cannot be used, found before anything ran.
 
     Args:
@@ -72,19 +85,19 @@ class ConfigError(ValueError):
         )
 
 
-class UsageError(Exception):
+class UsageError(HasRemedies, Exception):
     """The command line asks for something that does not exist; its text says what does."""
 
     exit_code = EXIT_CONFIG
 
 
-class ConflictError(Exception):
+class ConflictError(HasRemedies, Exception):
     """Two settings that are fine alone and wrong together; its text says which to change."""
 
     exit_code = EXIT_REFUSED
 
 
-class EnvironmentLacksError(Exception):
+class EnvironmentLacksError(HasRemedies, Exception):
     """Something that must be installed is not there; its text gives the command that adds it."""
 
     exit_code = EXIT_ENVIRONMENT
@@ -113,13 +126,13 @@ class RunOutOfMemoryError(Exception):
     exit_code = EXIT_OUT_OF_MEMORY
 
 
-class CheckpointError(Exception):
+class CheckpointError(HasRemedies, Exception):
     """A checkpoint that cannot be written, or must not be read; its text names file, cause and remedy."""
 
     exit_code = EXIT_FAILED
 
 
-class CheckpointWarning(UserWarning):
+class CheckpointWarning(HasRemedies, UserWarning):
     """A checkpoint is not what it should be, or is left where it is, and the run goes on."""
 
 
@@ -127,7 +140,7 @@ class NoEffectWarning(UserWarning):
     """A technique was asked for and changed nothing."""
 
 
-class ConflictWarning(UserWarning):
+class ConflictWarning(HasRemedies, UserWarning):
     """Two settings work together, and not as one would expect."""
 
 

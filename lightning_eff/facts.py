@@ -149,7 +149,8 @@ class Rule:
         name: A technique (`callbacks/torch_compile`), something that one provides (`recompute`), a class of
             Lightning's (`lightning/BatchSizeFinder`), a fact of the run (`run/clipping`) or of the machine.
         reason: What would happen.
-        remedies: Up to three overrides or commands that help, each of which then works.
+        remedies: Up to three overrides or commands that help, each of which then works; remedies.py shows
+            overrides as Python where no recipe runs.
         verdict: What follows from it.
     """
 
@@ -182,7 +183,7 @@ SHARDING = tuple(
 PROJECTS = Rule(
     name="callbacks/peft_adapter",
     reason="an adapter's matrices have a low rank already, so there is nothing to project",
-    remedies=("optimizer=adamw", "callbacks=[]"),
+    remedies=("optimizer=adamw", "~callbacks.peft_adapter"),
 )
 """For optimizers that project gradients onto fewer dimensions."""
 

@@ -26,7 +26,7 @@ _LATE_CONVERSION = Rule(
 _SEARCH = Rule(
     name=SUITE,
     reason="its trials switch all callbacks off and may return a size that was never tried",
-    remedies=("remove it and set data.micro_batch_size",),
+    remedies=("remove it and add: +callbacks=micro_batch",),
 )
 _COPIES = Rule(
     name=NEW_PARAMETERS,
@@ -81,7 +81,7 @@ _NO_PAGES = Rule(
 _OTHER_RATE = Rule(
     name="callbacks/optimizer_choice",
     reason="it tries rates with callbacks off, and sets one of the module's that this optimizer ignores",
-    remedies=("remove it and sweep: -m optimizer.lr=1e-4,1e-3",),
+    remedies=("remove it",),
 )
 _NO_SWITCH = Rule(
     name="strategy/deepspeed_zero",

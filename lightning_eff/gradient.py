@@ -144,7 +144,7 @@ class ExactGradient:
         def run_part(
             part: Part, whole: int | None, *, first: bool, last: bool
         ) -> tuple[Tensor, float | None]:
-            del first  # the gradients of the step before are gone already
+            del first
             with self._quiet(synchronize=last and complete):
                 output = step(part.batch)
                 loss, weight = _loss_of(output), weight_of(output)

@@ -34,6 +34,7 @@ from lightning_eff.facts import (
 )
 from lightning_eff.foreign import RULES
 from lightning_eff.measure.environment import machine_facts
+from lightning_eff.remedies import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Finding:
         found = f"{self.rule.name} ({self.found})" if in_words else self.found
         met = f"with {found}" if self.found else f"without {self.rule.name}"
         lines = [f"{self.technique} {met}: {self.rule.reason}"]
-        return "\n".join([*lines, *(f"  try: {remedy}" for remedy in self.rule.remedies[:3])])
+        return shown("\n".join([*lines, *(f"  try: {remedy}" for remedy in self.rule.remedies[:3])]))
 
 
 def check(objects: Iterable[object], run: Mapping[str, str]) -> list[Finding]:
@@ -171,8 +172,8 @@ def _module_facts(module: pl.LightningModule) -> dict[str, tuple[bool, str]]:
         "run/model_checkpointing": (bool(own), f"gradient checkpointing of the model's own ({own})"),
         "run/batch_norm": (bool(normed), f"batch norms ({normed})"),
     }
-    clipping = {"run/clipping": (True, f"{type(module).__name__}.configure_gradient_clipping")}
-    return facts | (clipping if clips else {})
+    own_clipping = f"{type(module).__name__}.configure_gradient_clipping"
+    return facts | {"run/clipping_by_module": (clips, own_clipping)}
 
 
 def objects_of(trainer: pl.Trainer) -> list[object]:

@@ -34,6 +34,7 @@ from lightning_eff.checkpoints.resume import (
 )
 from lightning_eff.errors import ConfigError, EnvironmentLacksError, UsageError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
+from lightning_eff.remedies import as_overrides
 from lightning_eff.sharding.saving import remove_orphans
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Run:
     ckpt_path: Path | None
     values: Mapping[str, Any]
 
+    @as_overrides()
     def fit(self) -> dict[str, Any]:
         """Train; return the efficiency report, empty without that monitor."""
         if self.trainer.is_global_zero:
@@ -110,6 +112,7 @@ class _LastStep(Checkpoint):
             trainer.save_checkpoint(self._folder / f"step-{step}.ckpt", weights_only=False)
 
 
+@as_overrides()
 def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     """Instantiate a checked config; nothing is written.
 
@@ -225,6 +228,7 @@ def _try_optimizer(optimizer: Any) -> None:
         raise UsageError(text) from error
 
 
+@as_overrides()
 def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
     """Instantiate the techniques and the Trainer that holds them; neither model nor data is touched.
 

@@ -87,9 +87,15 @@ def config_class(method: str) -> type[PeftConfig]:
         allowed = (
             "a method that compiles nothing: PEFT builds a CUDA extension for it, in a cache outside the run"
         )
-        raise ConfigError(key="method", value=method, allowed=allowed, remedies=["method=oft"])
+        raise ConfigError(
+            key="method", value=method, allowed=allowed, remedies=["callbacks.peft_adapter.method=oft"]
+        )
     flag = FLAGS.get(method, "")
-    remedies = [f"method=lora and options={{{flag}: true}}"] if flag else []
+    remedies = (
+        [f"callbacks.peft_adapter.method=lora callbacks.peft_adapter.options={{{flag}: true}}"]
+        if flag
+        else []
+    )
     hint = f"{method} is an option of lora" if flag else nearest(method, methods())
     allowed = f"one of PEFT's methods; {hint}"
     raise ConfigError(key="method", value=method, allowed=allowed, remedies=remedies)

@@ -37,7 +37,9 @@ def check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> set[str
     """
     if not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         allowed = f"fields of {kind.__name__} by name"
-        raise ConfigError(key="options", value=options, allowed=allowed, remedies=["options={r: 8}"])
+        raise ConfigError(
+            key="options", value=options, allowed=allowed, remedies=["callbacks.peft_adapter.options={r: 8}"]
+        )
     fields = {field.name for field in dataclasses.fields(kind) if field.init}
     hints = typing.get_type_hints(kind)
     for key, value in options.items():

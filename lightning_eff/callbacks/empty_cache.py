@@ -117,7 +117,9 @@ class EmptyCache(pl.Callback):
                 key="every_n_steps",
                 value=None,
                 allowed="a number of steps when max_cached_share is None too: nothing would ever be emptied",
-                remedies=["every_n_steps=100", "max_cached_share=0.3"],
+                remedies=[
+                    f"callbacks.empty_cache.{each}" for each in ("every_n_steps=100", "max_cached_share=0.3")
+                ],
             )
         self.every_n_steps = every_n_steps
         self.max_cached_share = max_cached_share

@@ -75,7 +75,9 @@ class GradientAccumulation(pl.Callback):
                 key="global_batch_size",
                 value=global_batch_size,
                 allowed="a number, or None beside a schedule: one of the two",
-                remedies=["global_batch_size=null"] if schedule is not None else [],
+                remedies=["callbacks.gradient_accumulation.global_batch_size=null"]
+                if schedule is not None
+                else [],
             )
         sizes: Any = {0: global_batch_size} if schedule is None else schedule
         if not isinstance(sizes, Mapping) or 0 not in sizes:

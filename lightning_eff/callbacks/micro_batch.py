@@ -120,7 +120,9 @@ class MicroBatch(pl.Callback):
         for name, value in (("find", find), ("grow_after_n_steps", grow_after_n_steps)):
             if size != "auto" and value is not None:
                 allowed = f"null beside micro_batch_size={size}"
-                raise ConfigError(name, value, allowed=allowed, remedies=["micro_batch_size=auto"])
+                raise ConfigError(
+                    name, value, allowed=allowed, remedies=["callbacks.micro_batch.micro_batch_size=auto"]
+                )
 
     @property
     def adapts(self) -> bool:
@@ -140,7 +142,8 @@ class MicroBatch(pl.Callback):
             "run/dataloader_iter": "the module fetches its batches itself",
         }
         rules = [
-            Rule(name=name, reason=reason, remedies=("callbacks=[]",)) for name, reason in reasons.items()
+            Rule(name=name, reason=reason, remedies=("~callbacks.micro_batch",))
+            for name, reason in reasons.items()
         ]
         rules.append(
             Rule(

@@ -79,7 +79,7 @@ class OptimizerChoice(pl.Callback):
                 key="optimizer",
                 value=None,
                 allowed="an optimizer",
-                remedies=["optimizer=adamw (a recipe's own group)"],
+                remedies=["optimizer=adamw"],
             )
         if isinstance(optimizer, Optimizer):
             allowed = "a class, or functools.partial(AdamW, lr=1e-3): it is called with groups later"

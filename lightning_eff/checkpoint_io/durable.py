@@ -231,7 +231,7 @@ class Durable(CheckpointIO):
             self._done.num_verified += 1
             return
         if self.require_digest:
-            text = "it has no SHA-256, and require_digest=True\n  try: require_digest=False"
+            text = "it has no SHA-256, and require_digest=True\n  try: checkpoint_io.require_digest=false"
             raise CheckpointError(text)
         self._done.num_without_digest += 1
         text = f"checkpoint {target} has no SHA-256 (stock Lightning's have none): its CRC-32s were compared"

@@ -12,13 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_eff.errors import EXIT_FAILED, ConfigError, nearest
+from lightning_eff.errors import EXIT_FAILED, ConfigError, HasRemedies, nearest
 from lightning_eff.optimization.facade import FreesGradients
 
 MAX_NAMES = 5
 
 
-class GradientError(RuntimeError):
+class GradientError(HasRemedies, RuntimeError):
     """The first gradients show that the run would not learn what it should; names the parameters."""
 
     exit_code = EXIT_FAILED

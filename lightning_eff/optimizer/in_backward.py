@@ -89,7 +89,6 @@ class InBackward(PerParameter):
             "callbacks/micro_batch": "it would step on every micro-batch",
             "run/scaler": "it would step on scaled gradients, before anyone can look for overflow",
             "run/many_devices": "each replica would step on its own gradients, before they are averaged",
-            "run/manual_optimization": "it would step in every backward pass of the module's own",
         }
         clipping = Rule(
             name="run/clipping",
@@ -105,7 +104,20 @@ class InBackward(PerParameter):
             Rule(name=name, reason=reason, remedies=(*single.get(name, ()), plain))
             for name, reason in reasons.items()
         ]
-        return Facts(excludes=(clipping, *others))
+        # A recipe's optimizer, and so OptimizerChoice, would refuse such modules too.
+        own = (
+            Rule(
+                name="run/clipping_by_module",
+                reason="there are no gradients left to clip when the module would",
+                remedies=("optimizer.max_parameter_norm=1.0 in place of that method", plain),
+            ),
+            Rule(
+                name="run/manual_optimization",
+                reason="it would step in every backward pass of the module's own",
+                remedies=("an optimizer of torch.optim in configure_optimizers",),
+            ),
+        )
+        return Facts(excludes=(clipping, *others, *own))
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:

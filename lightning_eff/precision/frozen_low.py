@@ -48,7 +48,7 @@ COMPUTE = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 MOST_LOST = 0.5
 """Share of a weight's norm: several times what a format loses of any weights that were trained."""
-ADAPTERS = ("callbacks=[peft_adapter]", "callbacks=[PeftAdapter()] in a plain Trainer")
+ADAPTERS = ("+callbacks=peft_adapter",)
 
 
 class FrozenLow(Mixed):

@@ -158,7 +158,7 @@ def check_run(trainer: pl.Trainer) -> None:
         )
     if is_overridden("configure_gradient_clipping", module):
         text = f"{NAME}: {type(module).__name__}.configure_gradient_clipping would not be called"
-        text += "\n  try: trainer.gradient_clip_val=1.0"
+        text += "\n  try: trainer.gradient_clip_val=1.0 and no method of that name"
         raise ConflictError(text)
     _refuse_batch_norm(trainer)
     if is_overridden("backward", module):

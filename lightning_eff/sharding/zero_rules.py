@@ -8,7 +8,7 @@ _ALWAYS = (
     Rule(
         name="callbacks/torch_compile",
         reason="its hooks on weights are in the middle of what is compiled",
-        remedies=("callbacks=[]", "strategy=fsdp2"),
+        remedies=("~callbacks.torch_compile", "strategy=fsdp2"),
     ),
     Rule(
         name="lightning/StochasticWeightAveraging",
@@ -18,7 +18,7 @@ _ALWAYS = (
     Rule(
         name="lightning/LearningRateFinder",
         reason="it puts a schedule around the optimizer, which is DeepSpeed's own here",
-        remedies=("remove it and sweep: -m optimizer.lr=1e-4,1e-3", "strategy=fsdp2"),
+        remedies=("remove it", "strategy=fsdp2"),
     ),
     Rule(
         name="lightning/BaseFinetuning",

@@ -81,6 +81,7 @@ class InParts:
         self._device = strategy.root_device
         self._rollback = Rollback(trainer.lightning_module, self._device, self._results)
         self._micro = MicroBatches(fitting, window, self._rollback, self._model, self._device)
+        self._metrics = logged.BatchMetrics(trainer.lightning_module)
         self._num_updates = 0
 
     @property
@@ -110,7 +111,10 @@ class InParts:
             logged.show(results, part)
             alone = first and last
             before = {} if alone else logged.state(results)
-            with self._quiet(synchronize=last and passes.complete):
+            if first and not last:
+                self._metrics.begin()
+            observing = nullcontext() if alone else self._metrics.observe()
+            with observing, self._quiet(synchronize=last and passes.complete):
                 result = passes.forward(OrderedDict(arguments, batch=part.batch), part, whole)
                 if first and passes.zero_grad is not None:
                     self._zero_grad(passes.zero_grad)
@@ -155,7 +159,7 @@ class InParts:
         weights = [weight_of(result.extra) for result in results]
         shares = [part.num_samples for part in parts] if None in weights else weights
         states = [values[0][0], *(after for _, after in values)]
-        logged.combine(self._results, states, shares, weighted=None not in weights)
+        logged.combine(self._results, states, shares, self._metrics, weighted=None not in weights)
         extra = join([result.extra for result in results], parts)
         return ClosureResult(mean([result.loss for result in results], shares), extra=extra)
 

@@ -2,18 +2,21 @@
 
 Lightning adds up what is logged over an epoch by the number of samples, which it takes from the batch: it is
 shown each part. What is logged by step would be the last part's; it becomes the mean over the parts, or the
-sum, the smallest, the largest, as `reduce_fx` says. Where parts have weights, means are by weight.
+sum, the smallest, the largest, as `reduce_fx` says. Where parts have weights, means are by weight. A metric
+of torchmetrics that is logged by step is computed from all parts of the batch.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_eff.errors import ConflictError
 from lightning_eff.steps.batches import Part, mean
@@ -55,13 +58,71 @@ def state(results: Any) -> dict[str, Logged]:
     }
 
 
-def combine(results: Any, states: Sequence[State], shares: Sequence[float | None], *, weighted: bool) -> None:
+class BatchMetrics:
+    """Computes a module's metrics over the parts of one batch.
+
+    What `metric(...)` returns, and Lightning logs by step, is of the last part. A copy of each metric that is
+    called is updated with the parts of the batch at hand alone. Only calls are observed, `metric.update(...)`
+    gives Lightning nothing to log by step.
+
+    Args:
+        module: Has the metrics.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._metrics: list[Metric] = []
+        self._copies: dict[int, Metric] = {}  # by identity: a metric's own hash changes with its state
+
+    def begin(self) -> None:
+        """Start a batch, or start it once more."""
+        self._metrics = [each for each in self._module.modules() if isinstance(each, Metric)]
+        for each in self._copies.values():
+            each.reset()
+
+    @contextmanager
+    def observe(self) -> Generator[None]:
+        """Update the copies with what the metrics are called with."""
+
+        def update(metric: nn.Module, args: Any, keywords: Any, output: Any) -> None:
+            del output
+            self._copy_of(metric).update(*args, **keywords)
+
+        with ExitStack() as stack:
+            for each in self._metrics:
+                stack.callback(each.register_forward_hook(update, with_kwargs=True).remove)
+            yield
+
+    def _copy_of(self, metric: Any) -> Metric:
+        if id(metric) not in self._copies:
+            twin = self._copies[id(metric)] = metric.clone()
+            twin.reset()
+            for each in twin.modules():
+                if isinstance(each, Metric) and not each.dist_sync_on_step:
+                    each.distributed_available_fn = None  # as in `forward`, a rank's value is its own
+        return self._copies[id(metric)]
+
+    def value(self, metric: Any) -> Any:
+        """Return a metric's value over the batch; its last one if it was not called."""
+        twin = self._copies.get(id(metric))
+        return twin.compute() if twin is not None and twin.update_called else metric._forward_cache  # noqa: SLF001
+
+
+def combine(
+    results: Any,
+    states: Sequence[State],
+    shares: Sequence[float | None],
+    metrics: BatchMetrics,
+    *,
+    weighted: bool,
+) -> None:
     """Set what parts have logged to what the batch as a whole would have.
 
     Args:
         results: Lightning's collection.
         states: What was logged before the first part, and after each.
         shares: What each part weighs.
+        metrics: Has observed the parts.
         weighted: Whether these are weights, by which an epoch's mean has to count too.
     """
     for key in states[-1]:
@@ -71,7 +132,10 @@ def combine(results: Any, states: Sequence[State], shares: Sequence[float | None
             for (before, after), share in zip(itertools.pairwise(states), shares, strict=True)
             if key in after and _is_new(before.get(key), after[key])
         ]
-        if len(changed) < 2 or not metric.is_tensor:
+        if len(changed) < 2:
+            continue
+        if not metric.is_tensor:
+            metric._forward_cache = metric.value._forward_cache = metrics.value(metric.value)  # noqa: SLF001
             continue
         known = [share for *_, share in changed]
         if metric.meta.on_step:

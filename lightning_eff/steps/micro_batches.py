@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_eff.errors import is_out_of_memory
 from lightning_eff.steps import ranks
@@ -39,7 +40,7 @@ class RunPart(Protocol):
         Args:
             part: The micro-batch.
             whole: Samples of the batch that it is a part of.
-            first: Whether it is the first of the step, where old gradients go.
+            first: Whether it is the first of its batch.
             last: Whether it is the last of its batch.
         """
         ...
@@ -105,7 +106,7 @@ class MicroBatches:
         one = _Batch(batch, fitting.samples(batch), run_part, _versions(batch))
         if self._finished or not fitting.adapts:  # the second evaluation of a closure has no way back
             try:
-                one.done = self._run_parts(one, fitting.size, first=not self._before)
+                one.done = self._run_parts(one, fitting.size)
             except Exception as error:
                 if is_out_of_memory(error) and not fitting.adapts:
                     error.add_note("micro_batch_size=auto would have halved the micro-batch and gone on")
@@ -119,7 +120,7 @@ class MicroBatches:
         def attempt(size: int | None) -> list[tuple[Part, Any]]:
             if self._again:
                 self._run_those_before(size)
-            return self._run_parts(one, size, first=not self._before)
+            return self._run_parts(one, size)
 
         def undo() -> None:
             self._undo([*self._before, one])
@@ -132,18 +133,18 @@ class MicroBatches:
         self._before.append(one)
         return one.done
 
-    def _run_parts(self, one: _Batch, size: int | None, *, first: bool) -> list[tuple[Part, Any]]:
+    def _run_parts(self, one: _Batch, size: int | None) -> list[tuple[Part, Any]]:
         parts = self.fitting.parts(one.batch, size)
         whole = _total(parts, one.whole)
         last = len(parts) - 1
         return [
-            (part, one.run_part(part, whole, first=first and index == 0, last=index == last))
+            (part, one.run_part(part, whole, first=index == 0, last=index == last))
             for index, part in enumerate(parts)
         ]
 
     def _run_those_before(self, size: int | None) -> None:
-        for index, one in enumerate(self._before):
-            one.done[:] = self._run_parts(one, size, first=index == 0)
+        for one in self._before:
+            one.done[:] = self._run_parts(one, size)
         self._rollback.restore_visible()
 
     def _undo(self, batches: Iterable[_Batch]) -> None:
@@ -184,5 +185,6 @@ def _total(parts: Sequence[Part], whole: int | None) -> int | None:
 
 def _versions(batch: Any) -> list[int]:
     """Return how often each tensor of a batch was changed in place."""
-    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+    values = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves(batch)]
+    tensors = [value for value in values if isinstance(value, Tensor)]
     return [tensor._version for tensor in tensors if not tensor.is_inference()]  # noqa: SLF001

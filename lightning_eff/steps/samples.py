@@ -184,8 +184,10 @@ def _build(value: Any) -> tuple[Any, ...]:
         return "dict", *((name, _build(item)[0]) for name, item in _members(value))
     if _is_list(value):
         return "list", *(_build(item)[0] for item in value[:LOOKED_AT]), len(value)
+    if isinstance(value, PackedSequence):
+        return ("packed",)
     if _is_tensor(value):
-        return "tensor", len(value.shape)
+        return "tensor", value.ndim
     return ("plain",) if _is_plain(value) else ("unknown",)
 
 
@@ -237,7 +239,7 @@ def _count(value: Any) -> tuple[int, bool] | None:
     if _is_tensordict(value):
         return (int(value.batch_size[0]), False) if len(value.batch_size) else None
     if isinstance(value, PackedSequence):
-        return len(pad_packed_sequence(value, batch_first=True)[1]), False
+        return int(value.batch_sizes[0]), False
     if isinstance(value, np.ndarray):
         return (len(value), False) if value.ndim else None
     if not isinstance(value, Tensor) or not value.dim():
@@ -307,6 +309,7 @@ def _cut_nested(value: Tensor, first: int, last: int, offsets: dict[int, Tensor]
 
 
 def _cut_packed(value: PackedSequence, first: int, last: int) -> PackedSequence:
+    """Cut a packed sequence in the order that its sequences were given in, and pack them as it was packed."""
     padded, lengths = pad_packed_sequence(value, batch_first=True)
     kept = lengths[first:last]
     rows = padded[first:last, : int(kept.max())]

@@ -57,7 +57,7 @@ _AVERAGES = tuple(
     Rule(
         name=f"lightning/{name}",
         reason="it copies a model that is divided, or puts whole averages into parts",
-        remedies=("strategy=ddp", "strategy=deepspeed_zero strategy.stage=2", "remove it"),
+        remedies=("strategy=ddp", "strategy=deepspeed_zero", "remove it"),
     )
     for name in ("WeightAveraging", "StochasticWeightAveraging")
 )

@@ -92,7 +92,7 @@ def test_a_remainder_is_refused_with_the_numbers_that_fit(
 ) -> None:
     with pytest.raises(ConfigError, match="a multiple of 4") as error:
         make_trainer(callbacks=[GradientAccumulation(global_batch_size=size)]).fit(net(), make_loader())
-    words = f": {fits[0]}\n  try: callbacks.gradient_accumulation.global_batch_size={fits[1]}"
+    words = f": {fits[0]}\n  try: GradientAccumulation(global_batch_size={fits[1]})"
     assert words in str(error.value)
 
 

@@ -13,13 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassAccuracy
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.errors import ConfigError, ConflictError, ConflictWarning, NoEffectWarning
 from lightning_eff.kernels.devices import DEVICES
+from lightning_eff.steps.logged import BatchMetrics
 from tests.conftest import make_trainer
 from tests.test_loop import assert_t1, loader, plain, speaker
 
@@ -358,6 +361,164 @@ def test_with_weights_an_epochs_mean_is_by_weight_too() -> None:
     for ours in seen[1:]:
         for one, other in zip(ours, seen[0], strict=True):
             assert one == pytest.approx(other, rel=1e-5)
+
+
+class Measures(pl.LightningModule):
+    """Logs metrics in each way: accuracies of a fixed guess, and some that are no mean over samples."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self.fault = fault
+        self.layer = nn.Linear(6, 1)
+        accuracy = {"num_classes": 3, "average": "micro"}
+        self.step = MulticlassAccuracy(**accuracy)
+        self.both = MulticlassAccuracy(**accuracy)
+        self.epoch = MulticlassAccuracy(**accuracy)
+        self.twice = MulticlassAccuracy(**accuracy) * 2
+        self.largest = MaxMetric()  # needs its state of the epoch in each update
+        self.many = MetricCollection({"f1": BinaryF1Score(), "auc": BinaryAUROC()})
+        self.logged: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch["x"], batch["y"]
+        guess = torch.full_like(y, 1)
+        for metric in (self.step, self.both, self.epoch, self.twice):
+            metric(guess, y)
+        self.largest(x)
+        self.many(x[:, 0].sigmoid(), y > 0)
+        self.log("step", self.step, on_step=True, on_epoch=False)
+        self.log("both", self.both, on_step=True, on_epoch=True)
+        self.log("epoch", self.epoch, on_step=False, on_epoch=True)
+        self.log("twice", self.twice, on_step=True, on_epoch=False)
+        self.log("largest", self.largest, on_step=True, on_epoch=True)
+        self.log_dict(self.many, on_step=True, on_epoch=True)
+        self.fault.meet("forward", len(x))
+        return self.layer(x).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.logged.append({key: float(value) for key, value in self.trainer.callback_metrics.items()})
+
+    def on_train_epoch_end(self) -> None:
+        self.on_train_batch_end(None, None, 0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:No (negative|positive) samples in targets")
+@pytest.mark.parametrize(
+    ("callbacks", "fault"),
+    [
+        ([MicroBatch(micro_batch_size=5)], Fault()),
+        ([MicroBatch(micro_batch_size=1)], Fault()),
+        ([MicroBatch()], Fault("forward", limit=5)),
+        ([MicroBatch()], Fault("forward", limit=5, at=9)),
+        ([GradientAccumulation(global_batch_size=2 * BATCH), MicroBatch()], Fault("forward", at=1)),
+        ([GradientAccumulation(global_batch_size=2 * BATCH), MicroBatch(micro_batch_size=5)], Fault()),
+    ],
+)
+def test_a_metric_object_is_logged_of_the_whole_batch(callbacks: list[Any], fault: Fault) -> None:
+    expected, model = Measures(Fault()), Measures(fault)
+    make_trainer(max_epochs=2, max_steps=-1).fit(expected, data())
+    make_trainer(callbacks=callbacks, max_epochs=2, max_steps=-1).fit(model, data())
+    first: Any = next(iter(data()))
+    assert model.logged[0]["step"] == float((first["y"] == 1).float().mean())
+    assert len(model.logged) == len(expected.logged)
+    for ours, theirs in zip(model.logged, expected.logged, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_the_value_of_a_batch_is_not_synchronized_unless_the_metric_asks_for_it() -> None:
+    def meet(*_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+    metric = MeanMetric(distributed_available_fn=lambda: True, dist_sync_fn=meet)
+    metrics = BatchMetrics(nn.ModuleList([metric]))
+    metrics.begin()
+    with metrics.observe():
+        metric(torch.tensor([1.0, 2.0]))
+        assert float(metric(torch.tensor([6.0]))) == 6.0
+    assert float(metrics.value(metric)) == 3.0
+    metric(torch.tensor([9.0]))  # not observed
+    assert float(metrics.value(metric)) == 3.0
+    metrics.begin()
+    assert float(metrics.value(metric)) == 9.0
+
+
+class Reader(pl.LightningModule):
+    """An LSTM over packed sequences; its loss is a mean over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 5, batch_first=True)
+        self.out = nn.Linear(5, 1)
+        self.gradients: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        packed, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+        output, (last, _) = self.lstm(packed)
+        assert torch.equal(pad_packed_sequence(output)[1], pad_packed_sequence(packed)[1])
+        return F.mse_loss(self.out(last[0]).squeeze(1), y)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters()]).clone())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def packed_loader(form: str, batch_size: int) -> DataLoader[Any]:
+    """Serve 24 sequences of 1 to 7 places, packed in the order they came in, or sorted beforehand."""
+    generator = torch.Generator().manual_seed(6)
+    lengths = torch.randint(1, 8, (24,), generator=generator).tolist()
+    if form == "sorted":
+        lengths = sorted(lengths, reverse=True)
+    rows = [torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in lengths]
+
+    def pack(samples: list[Tensor]) -> Any:
+        packed = pack_sequence(samples, enforce_sorted=form == "sorted")
+        y = torch.stack([sample.sum() for sample in samples])
+        return {"x": packed, "y": y} if form == "dict" else (packed, y)
+
+    return DataLoader(rows, batch_size=batch_size, collate_fn=pack)  # pyright: ignore[reportArgumentType]
+
+
+def read_by(callbacks: list[Any], form: str = "tuple", batch_size: int = 12) -> Reader:
+    torch.manual_seed(1)
+    model = Reader().double()
+    trainer = make_trainer(callbacks=callbacks, max_steps=50)
+    trainer.fit(model, packed_loader(form, batch_size))
+    assert trainer.global_step == len(model.gradients) == 50
+    return model
+
+
+def halves(batch: Any, size: int) -> list[Any]:
+    """Cut packed sequences in the order they came in, the long ones first."""
+    packed, y = batch
+    rows, lengths = pad_packed_sequence(packed, batch_first=True)
+    cuts = [slice(first, first + size) for first in range(0, len(y), size)]
+    each = [pack_padded_sequence(rows[c], lengths[c], batch_first=True, enforce_sorted=False) for c in cuts]
+    return [(part, y[c]) for part, c in zip(each, cuts, strict=True)]
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict", "sorted"])
+@pytest.mark.parametrize("size", [1, 5, "auto"])
+def test_packed_sequences_are_cut_by_their_samples(form: str, size: Any) -> None:
+    """T1. Lengths are uneven, so that counting their places in place of samples is off by 1e-2."""
+    auto = MicroBatch(micro_batch_size=size)
+    if size == "auto":
+        auto.load_state_dict({"micro_batch_size": 7})
+    assert_t1(read_by([auto], form), read_by([], form), None)
+
+
+def test_a_splitter_may_cut_packed_sequences() -> None:
+    assert_t1(read_by([MicroBatch(micro_batch_size=5, splitter=halves)]), read_by([]), None)
+
+
+def test_packed_batches_are_accumulated_and_cut() -> None:
+    accumulation = GradientAccumulation(global_batch_size=12)
+    model = read_by([accumulation, MicroBatch(micro_batch_size=4)], batch_size=6)
+    assert_t1(model, read_by([]), None)
 
 
 class Counting(torch.optim.SGD):

@@ -302,7 +302,7 @@ def test_a_part_that_is_never_called_says_so(net: Callable[..., Net]) -> None:
 def test_something_larger_around_recomputed_blocks_is_refused_and_the_remedy_works(
     deep: Callable[..., Deep],
 ) -> None:
-    with pytest.raises(ConflictError, match=r"try: callbacks\.torch_compile\.target=blocks"):
+    with pytest.raises(ConflictError, match=r'try: TorchCompile\(target="blocks"\)'):
         fit(deep(), compiler(target="forward"), GradientCheckpointing())
     fit(deep(), compiler(target="blocks"), GradientCheckpointing())
 

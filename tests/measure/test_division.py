@@ -303,6 +303,27 @@ def test_an_optimizers_state_is_found_by_a_step() -> None:
             1,
             1,
         ),
+        # What does not divide evenly: a last micro-batch of two, a last batch of 16, both.
+        ({"data": {"micro_batch_size": 10}, "callbacks": {"micro_batch": {"micro_batch_size": 4}}}, 1, 3),
+        (
+            {
+                "data": {"micro_batch_size": 16},
+                "callbacks": {"gradient_accumulation": {"global_batch_size": 256}},
+            },
+            3,
+            6,
+        ),
+        (
+            {
+                "data": {"micro_batch_size": 10},
+                "callbacks": {
+                    "gradient_accumulation": {"global_batch_size": 45},
+                    "micro_batch": {"micro_batch_size": 4},
+                },
+            },
+            2,
+            9,
+        ),
     ],
 )
 def test_micro_batches_are_read_off_the_config(values: dict[str, Any], devices: int, expected: int) -> None:

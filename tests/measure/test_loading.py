@@ -205,6 +205,7 @@ def test_batches_have_the_loaders_size_however_it_makes_them() -> None:
     forms = {
         "batch_size": DataLoader(dataset, batch_size=3),
         "batch_sampler": DataLoader(dataset, batch_sampler=BatchSampler(range(7), 3, drop_last=False)),
+        "batches in a list": DataLoader(dataset, batch_sampler=[[0, 1, 2], [3, 4, 5], [6]]),
         "no batches": DataLoader(dataset, batch_size=None),
     }
     asked = []
@@ -212,7 +213,7 @@ def test_batches_have_the_loaders_size_however_it_makes_them() -> None:
         dataset.asked = []
         loading.choose(loader, max_workers=0, budget_s=0.1)
         asked.append(dataset.asked[:4])
-    assert asked == [[0, 3, 4, 5], [0, 3, 4, 5], [0, 1, 2, 3]]
+    assert asked == [[0, 3, 4, 5], [0, 3, 4, 5], [0, 3, 4, 5], [0, 1, 2, 3]]
 
 
 def test_cores_are_divided_among_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,17 @@ def test_the_replay_is_the_count(block_bytes: int) -> None:
         assert 0 <= peak.num_bytes - recorder.peak_bytes < 512 * len(recorder.holdings)
 
 
+@pytest.mark.parametrize(("most", "expected"), [(1, 1), (5, 5), (7, 6), (10, 8), (200, 24)])
+def test_a_timeline_has_at_most_so_many_points(
+    most: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Net()
+    recorder = record(net, torch.ones(5, 10), SGD(net.parameters()), 1)
+    monkeypatch.setattr("lightning_eff.measure.peak.POINTS", most)
+    assert len(recorder.events) == 24
+    assert len(Peak.of(recorder).timeline) == expected
+
+
 def test_layers_that_differ_in_number_are_one_holder() -> None:
     net = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(3)))
     holders = Peak.of(record(net, torch.ones(5, 10), None, 1)).holders

@@ -135,7 +135,10 @@ def test_afterwards_backward_leaves_gradients_alone(end: str) -> None:
     ("keywords", "found"),
     [
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
-        ({"gradient_clip_val": 1.0}, "max_parameter_norm=1.0 trainer.gradient_clip_val=null"),
+        (
+            {"gradient_clip_val": 1.0},
+            r"InBackward\(max_parameter_norm=1.0\) Trainer\(gradient_clip_val=None\)",
+        ),
         ({"plugins": [Mixed(precision="16-mixed")]}, "a gradient scaler"),
         ({"strategy": "ddp", "devices": 2}, "2 devices"),
         (

@@ -81,7 +81,7 @@ CHECKS: dict[str, Callable[[Any], object]] = {
         (
             lambda deep: setattr(deep, "first", torch.compile(deep.first, backend="eager")),
             "wrapped",
-            r"first is compiled[\s\S]*try: strategy\.stage=2",
+            r"first is compiled[\s\S]*try: DeepSpeedZero\(stage=2\)",
         ),
     ],
 )

@@ -33,7 +33,7 @@ def test_what_a_step_would_not_see_is_refused(change: Callable[[Any], object], m
     unseen = Unseen(net)
     unseen.check()
     change(net)
-    with pytest.raises(ConflictError, match=rf"{message}[\s\S]*try: strategy=fsdp2"):
+    with pytest.raises(ConflictError, match=rf"{message}[\s\S]*try: FSDP2\(\)"):
         unseen.check()
 
 
@@ -50,9 +50,7 @@ def test_what_is_frozen_may_be_changed() -> None:
 @pytest.mark.parametrize("name", ["on_after_backward", "on_before_optimizer_step"])
 def test_hooks_that_look_for_gradients_are_told_that_there_are_none(name: str) -> None:
     net: Any = type("Watched", (Net,), {name: lambda self, *_: None})()
-    with pytest.warns(
-        ConflictWarning, match=rf"Watched\.{name} finds no gradients[\s\S]*try: strategy=fsdp2"
-    ):
+    with pytest.warns(ConflictWarning, match=rf"Watched\.{name} finds no gradients[\s\S]*try: FSDP2\(\)"):
         warn_of_hooks(net)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

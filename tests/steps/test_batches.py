@@ -88,6 +88,11 @@ BATCHES: dict[str, Any] = {
     "jagged": torch.nested.nested_tensor([t.float() for t in ragged()], layout=torch.jagged),
     "packed": pack_sequence([t.float() for t in ragged()], enforce_sorted=False),
     "packed and sorted": pack_sequence([t.float() for t in ragged((5, 4, 3, 2, 1))]),
+    "packed beside targets": (pack_sequence([t.float() for t in ragged()], enforce_sorted=False), x()),
+    "packed beside targets in a list": [x(), pack_sequence(ragged(), enforce_sorted=False)],
+    "packed beside targets in a dict": {"x": pack_sequence(ragged(), enforce_sorted=False), "y": x()},
+    "packed pairs": (pack_sequence(ragged(), enforce_sorted=False), pack_sequence(ragged((5, 4, 3, 2, 1)))),
+    "strided nested beside targets": (strided(), x()),
     "images that differ beside labels": ([torch.full((3, 4, 4 + i), i) for i in range(B)], list(range(B))),
     "targets with as many boxes as channels": (
         [torch.full((3, 4, 4 + i), i) for i in range(B)],
@@ -166,6 +171,24 @@ def test_samples_stay_in_their_order_and_together() -> None:
         [[2, 2, 2, 2], [3]],
         [[4] * 5],
     ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "enforce_sorted"),
+    [((5, 4, 3, 2, 1), True), ((5, 4, 3, 2, 1), False), ((3, 1, 4, 1, 5), False)],
+)
+def test_packed_sequences_stay_in_their_order_beside_targets(
+    lengths: tuple[int, ...], enforce_sorted: bool
+) -> None:
+    sequences = ragged(lengths)
+    batch = (pack_sequence(sequences, enforce_sorted=enforce_sorted), x())
+    parts = [part.batch for part in split(batch, 2)]
+    for first, (packed, targets) in zip((0, 2, 4), parts, strict=True):
+        expected = pack_sequence(sequences[first : first + 2], enforce_sorted=enforce_sorted)
+        assert (packed.sorted_indices is None) is enforce_sorted
+        for one, other in zip(packed, expected, strict=True):
+            assert one is other if other is None else torch.equal(one, other)
+        assert targets.tolist() == x()[first : first + 2].tolist()
 
 
 def test_jagged_tensors_that_share_offsets_still_do() -> None:
