@@ -211,7 +211,7 @@ def refuse_legacy(self: object, trainer: object, pl_module: object = None, stage
         raise legacy_package(type(self).__name__)
 
 
-def shown(self: object) -> str:
+def repr_of_plugin(self: object) -> str:
     """Return what a strategy or a plugin is shown as: its `__repr__`.
 
     A Trainer of the package `pytorch_lightning` refuses it before any code of ours runs, and quotes this.

@@ -113,7 +113,7 @@ class Durable(CheckpointIO):
         lightning_eff.errors.CheckpointError: checkpoint ...one.ckpt is not loaded: it is cut off, ...
     """
 
-    __repr__ = plan.shown
+    __repr__ = plan.repr_of_plugin
 
     def __init__(self, *, asynchronous: bool = False, require_digest: bool = False) -> None:
         check_flags(asynchronous=asynchronous, require_digest=require_digest)

@@ -82,7 +82,7 @@ class FrozenLow(Mixed):
         lightning_eff.errors.ConfigError: weights='int4': expected one of nf4, fp4, int8, bf16, fp16
     """
 
-    __repr__ = plan.shown
+    __repr__ = plan.repr_of_plugin
     stage = Stage.QUANTIZE
 
     def __init__(

@@ -113,7 +113,7 @@ class Mixed(Precision):
         lightning_eff.errors.ConfigError: precision='bf16': expected one of auto, bf16-mixed, ...
     """
 
-    __repr__ = plan.shown
+    __repr__ = plan.repr_of_plugin
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
         lightning_eff.errors.ConfigError: stage=4: expected 1 (optimizer state), 2 (and gradients) or ...
     """
 
-    __repr__ = plan.shown
+    __repr__ = plan.repr_of_plugin
     whole_checkpoints = True
     """Every tensor is whole in a checkpoint, whatever the stage."""
 

@@ -93,7 +93,7 @@ class FSDP2(ModelParallelStrategy):
         lightning_eff.errors.ConfigError: param_dtype='int4': expected bf16, fp16, fp32 or None
     """
 
-    __repr__ = plan.shown
+    __repr__ = plan.repr_of_plugin
     whole_checkpoints = True
     """Checkpoints hold what those of one device hold: techniques look into them as anywhere."""
 
