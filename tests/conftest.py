@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning_utilities.core import rank_zero
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -89,6 +90,7 @@ def nothing_is_left_behind() -> Iterator[None]:
     levels = {name: logging.getLogger(name).level for name in LOGGERS}
     environ = {name: value for name, value in os.environ.items() if name != "PL_GLOBAL_SEED"}
     processes = children()
+    rank_zero.log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # pytorch_lightning takes it
     yield
     left = end_children(processes)
     assert not left, f"processes that this test left behind: {left}"

@@ -215,10 +215,12 @@ def open_regular(path: Path) -> IO[bytes]:
         lightning_eff.errors.CheckpointError: it is a character device, and no regular file
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    kind = stat.S_IFMT(os.fstat(fd).st_mode)
-    if kind == stat.S_IFREG:
-        return os.fdopen(fd, "rb")
-    os.close(fd)
+    try:
+        kind = stat.S_IFMT(os.fstat(fd).st_mode)
+        if kind == stat.S_IFREG:
+            return os.fdopen(os.dup(fd), "rb")
+    finally:
+        os.close(fd)
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     text = f"it is a {_KINDS.get(kind, 'special file')}, and no regular file"
