@@ -49,11 +49,6 @@ REFUSED = {
         "callbacks.peft_adapter.method=adalora",
         "precision=fp16_mixed",
     ],
-    "products that are added to": [
-        "callbacks=[peft_adapter,gradient_checkpointing]",
-        "callbacks.peft_adapter.method=c3a",
-        "callbacks.gradient_checkpointing.policy=selective",
-    ],
     "a budget without a compiler": [
         "callbacks=[gradient_checkpointing]",
         "callbacks.gradient_checkpointing.policy=budget",
