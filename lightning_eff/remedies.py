@@ -29,6 +29,7 @@ _TOKEN = re.compile(
 )
 _ONE_CALL = re.compile(r"\b(\w+)\(([^()]+)\) \1\(")
 """Two calls of one class in a row, up to the arguments of the second."""
+_NEXT_CALL = re.compile(r"\) (?=[\w.]+\()")
 _TRY = re.compile(r"^  try: (.*)$", re.MULTILINE)
 _OWN = f"{__name__.partition('.')[0]}."
 
@@ -59,12 +60,12 @@ def in_python(remedy: str) -> str:
 
     Example:
         >>> in_python("optimizer.max_parameter_norm=1.0 trainer.gradient_clip_val=null")
-        'InBackward(max_parameter_norm=1.0) Trainer(gradient_clip_val=None)'
+        'partial(InBackward, max_parameter_norm=1.0) and Trainer(gradient_clip_val=None)'
         >>> in_python("~callbacks.micro_batch"), in_python("precision=bf16_mixed"), in_python("remove it")
         ('remove MicroBatch', 'Mixed(precision="bf16-mixed")', 'remove it')
     """
     text = _TOKEN.sub(lambda match: _written(**match.groupdict()), remedy)
-    return _ONE_CALL.sub(r"\1(\2, ", text)
+    return _NEXT_CALL.sub(") and ", _ONE_CALL.sub(r"\1(\2, ", text))
 
 
 def _written(left_out: str | None, key: str, value: str) -> str:
@@ -81,6 +82,8 @@ def _written(left_out: str | None, key: str, value: str) -> str:
     for name in reversed(inside):
         given = {name: given}
     argument = f"{parameter}={_literal(given)}"
+    if group == "optimizer" and made:
+        return f"partial({made}, {argument})"  # its parameters and rate are given by OptimizerChoice
     return f"{made}({argument})" if made else argument
 
 
@@ -120,7 +123,8 @@ def _option(group: str, name: str) -> str:
         return f"Trainer(strategy={_literal(name)})"
     if group == "optimizer":
         made = short if target.startswith(_OWN) else target
-        return f"OptimizerChoice(optimizer=partial({made}, lr=...))"
+        rate = dict(_parameters(file)).get("lr", 1e-3)
+        return f"OptimizerChoice(optimizer=partial({made}, lr={rate}))"
     changed = (
         "" if _has_target(file) else ", ".join(f"{key}={_literal(value)}" for key, value in _parameters(file))
     )

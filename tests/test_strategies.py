@@ -582,7 +582,7 @@ def test_what_zero_would_change_is_refused(results: dict[str, Any]) -> None:
     assert "trainer.gradient_clip_algorithm='value': expected norm" in clipping
     assert len(optimizers) == 2
     for message in optimizers:
-        assert "try: OptimizerChoice(optimizer=partial(torch.optim.AdamW, lr=...))" in message
+        assert "try: OptimizerChoice(optimizer=partial(torch.optim.AdamW, lr=0.003))" in message
 
 
 @pytest.mark.parametrize("name", SHARDED)

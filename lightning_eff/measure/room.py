@@ -57,13 +57,16 @@ class Room:
     taken_bytes: int = 0
 
     @classmethod
-    def of(cls, device: str, root: torch.device, *, held_bytes: int = 0) -> Room:
+    def of(
+        cls, device: str, root: torch.device, *, held_bytes: int = 0, limit: host.Limit | None = None
+    ) -> Room:
         """Look a device up.
 
         Args:
             device: A name that is known; empty for the one that the run is on.
             root: The run's.
             held_bytes: What this process has in memory already that a prediction counts too.
+            limit: Of the host's memory, as it was before the run; None for now.
 
         Example:
             >>> room = Room.of("h200", torch.device("cpu"))
@@ -72,7 +75,7 @@ class Room:
         """
         found = devices.named(device) if device else devices.of(root)
         if not found.capability:
-            limit = host.memory()
+            limit = limit or host.memory()
             name = f"{found.name} ({limit.name})" if limit.name else found.name
             taken = max(0, limit.taken_bytes - held_bytes)
             return cls(name, limit.num_bytes, device=found, taken_bytes=taken)

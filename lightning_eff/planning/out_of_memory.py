@@ -18,6 +18,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 
 from lightning_eff.errors import REFUSALS, RunOutOfMemoryError, root_cause_line
+from lightning_eff.measure.host import Limit
 from lightning_eff.measure.meter import batch_size
 from lightning_eff.measure.peak import Peak
 from lightning_eff.measure.prediction import quietly
@@ -54,12 +55,13 @@ BUDGET_S = 60.0
 """Seconds after which no further override is tried."""
 
 
-def explained(error: BaseException, compose: Compose) -> RunOutOfMemoryError:
+def explained(error: BaseException, compose: Compose, limit: Limit) -> RunOutOfMemoryError:
     """Free what a failed run holds, and return the error that is shown in its place.
 
     Args:
         error: The allocator's; its traceback is emptied.
         compose: Composes the run's recipe with more overrides.
+        limit: Of the host's memory before the run: an allocator keeps addresses of what is freed.
     """
     phase = phase_of(error)
     asked = re.search(r"tried to allocate ([\d.]+) ?(\w+)", str(error), re.IGNORECASE)
@@ -71,7 +73,7 @@ def explained(error: BaseException, compose: Compose) -> RunOutOfMemoryError:
     free(error)
     try:
         with quietly(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            lines = _lines(phase, compose)
+            lines = _lines(phase, compose, limit)
     except Exception as failed:  # noqa: BLE001 - whatever fails now, the run's own error must be shown
         lines = [f"no advice: {root_cause_line(failed).removeprefix('error: ')}"]
     return RunOutOfMemoryError("\n  ".join([first, *lines]))
@@ -102,11 +104,11 @@ def free(error: BaseException | None) -> None:
     gc.collect()
 
 
-def _lines(phase: str, compose: Compose) -> list[str]:
+def _lines(phase: str, compose: Compose, limit: Limit) -> list[str]:
     trainer = build_trainer(compose(()))
     if trainer.world_size > 1:
         return ["no advice: it is for one device, and this run has several"]
-    recipe = Recipe.of(compose, Room.of("", trainer.strategy.root_device))
+    recipe = Recipe.of(compose, Room.of("", trainer.strategy.root_device, limit=limit))
     if recipe is None:
         return ["no advice: the data gives no batch"]
     now = recipe.expect(())
@@ -116,8 +118,8 @@ def _lines(phase: str, compose: Compose) -> list[str]:
     held = _held(now.peak, phase, recipe.room)
     if phase not in PREDICTED and phase != SETUP:
         return [held, "no advice: training steps are all that is predicted"]
-    limit = int(USABLE * min(now.num_bytes, recipe.room.free_bytes))
-    found = _override(recipe, now.num_bytes, limit)
+    usable = int(USABLE * min(now.num_bytes, recipe.room.free_bytes))
+    found = _override(recipe, now.num_bytes, usable)
     if found is None:
         return [held, "no override was found with which a step fits"]
     words, peak_bytes = found

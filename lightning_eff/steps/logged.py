@@ -8,14 +8,18 @@ of torchmetrics that is logged by step is computed from all parts of the batch.
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from lightning_eff.errors import ConflictError
@@ -61,9 +65,9 @@ def state(results: Any) -> dict[str, Logged]:
 class BatchMetrics:
     """Computes a module's metrics over the parts of one batch.
 
-    What `metric(...)` returns, and Lightning logs by step, is of the last part. A copy of each metric that is
-    called is updated with the parts of the batch at hand alone. Only calls are observed, `metric.update(...)`
-    gives Lightning nothing to log by step.
+    What `metric(...)` returns, and Lightning logs by step, is of the last part. A copy of the metric is
+    updated with the parts of the batch at hand alone, one copy for the first call in each part, one for the
+    second and so on. Only calls are observed, `metric.update(...)` gives Lightning nothing to log by step.
 
     Args:
         module: Has the metrics.
@@ -72,7 +76,9 @@ class BatchMetrics:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._metrics: list[Metric] = []
-        self._copies: dict[int, Metric] = {}  # by identity: a metric's own hash changes with its state
+        # By identity: a metric's hash changes with its state.
+        self._copies: dict[tuple[int, int], Metric] = {}
+        self._returned: dict[tuple[int, int], Any] = {}
 
     def begin(self) -> None:
         """Start a batch, or start it once more."""
@@ -82,30 +88,42 @@ class BatchMetrics:
 
     @contextmanager
     def observe(self) -> Generator[None]:
-        """Update the copies with what the metrics are called with."""
+        """Update the copies with what the metrics are called with in one part."""
+        calls = Counter[int]()
+        self._returned.clear()
 
         def update(metric: nn.Module, args: Any, keywords: Any, output: Any) -> None:
-            del output
-            self._copy_of(metric).update(*args, **keywords)
+            call = id(metric), calls[id(metric)]
+            calls[id(metric)] += 1
+            if call not in self._copies:
+                self._copies[call] = _reset_copy(metric)
+            args, keywords = apply_to_collection((args, keywords), Tensor, Tensor.detach)
+            self._copies[call].update(*args, **keywords)
+            self._returned[call] = output
 
         with ExitStack() as stack:
             for each in self._metrics:
                 stack.callback(each.register_forward_hook(update, with_kwargs=True).remove)
             yield
 
-    def _copy_of(self, metric: Any) -> Metric:
-        if id(metric) not in self._copies:
-            twin = self._copies[id(metric)] = metric.clone()
-            twin.reset()
-            for each in twin.modules():
-                if isinstance(each, Metric) and not each.dist_sync_on_step:
-                    each.distributed_available_fn = None  # as in `forward`, a rank's value is its own
-        return self._copies[id(metric)]
+    def value(self, metric: Any, of_last_part: Any) -> Any:
+        """Return a metric's value over the batch, by what the same call returned in the last part."""
+        for call, returned in self._returned.items():
+            if call[0] == id(metric) and returned is of_last_part:
+                return self._copies[call].compute()
+        return of_last_part
 
-    def value(self, metric: Any) -> Any:
-        """Return a metric's value over the batch; its last one if it was not called."""
-        twin = self._copies.get(id(metric))
-        return twin.compute() if twin is not None and twin.update_called else metric._forward_cache  # noqa: SLF001
+
+def _reset_copy(metric: Any) -> Metric:
+    """Copy a metric without its state, of which some may carry the graph of a loss that was given to it."""
+    states = [tensor for each in metric.modules() for tensor in tree_leaves(dict(vars(each)))]
+    memo = {id(each): each.detach() for each in states if isinstance(each, Tensor) and not each.is_leaf}
+    twin: Metric = copy.deepcopy(metric, memo)
+    twin.reset()
+    for each in twin.modules():
+        if isinstance(each, Metric) and not each.dist_sync_on_step:
+            each.distributed_available_fn = None  # as in `forward`, a rank's value is its own
+    return twin
 
 
 def combine(
@@ -135,7 +153,7 @@ def combine(
         if len(changed) < 2:
             continue
         if not metric.is_tensor:
-            metric._forward_cache = metric.value._forward_cache = metrics.value(metric.value)  # noqa: SLF001
+            metric._forward_cache = metrics.value(metric.value, metric._forward_cache)  # noqa: SLF001
             continue
         known = [share for *_, share in changed]
         if metric.meta.on_step:

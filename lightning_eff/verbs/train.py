@@ -31,6 +31,7 @@ from lightning_eff.errors import (
     is_out_of_memory,
     root_cause_line,
 )
+from lightning_eff.measure import host
 from lightning_eff.processes.command import train_apart
 from lightning_eff.processes.launch import Launch, check_sweep, check_tasks, common_folder, num_ranks
 from lightning_eff.processes.watch import end_with_parent
@@ -152,6 +153,7 @@ class _Jobs:
         self.reports: list[dict[str, Any]] = []
         self.failures: list[BaseException] = []
         self._prepared: Any = None
+        self._memory = host.memory()
         self._home = os.getpid()
 
     def prepare(self, overrides: Sequence[str]) -> list[str]:
@@ -170,6 +172,7 @@ class _Jobs:
         here = [f'hydra.run.dir="{run_dir}"']
         if run_dir != composed.run_dir:
             composed = config.compose_recipe(self.recipe, [*overrides, *here], self.place)
+        self._memory = host.memory()  # with all that is imported, and nothing of the run
         try:
             self._prepared = run.build(composed.values, recipe=self.recipe, run_dir=run_dir)
         except (MemoryError, RuntimeError) as error:
@@ -208,6 +211,7 @@ class _Jobs:
             check_tasks(composed.values["trainer"], launch)
             if launch.num_tasks is None and num_ranks(composed.values["trainer"]) > 1:
                 return train_apart(self.recipe, [*overrides, here], self.place.words(), folder)
+            self._memory = host.memory()
             prepared = run.build(composed.values, recipe=self.recipe, run_dir=composed.run_dir)
         with Together(prepared.trainer, prepared.run_dir, launch):
             return prepared.fit()
@@ -218,12 +222,12 @@ class _Jobs:
             return error
         from lightning_eff.planning.out_of_memory import explained
 
-        sys.stderr.write(" out of memory: looking for an override that fits, for about a minute at most\n")
+        sys.stderr.write(" out of memory: looking for an override that fits, for a minute or two\n")
 
         def compose(words: Sequence[str]) -> dict[str, Any]:
             return config.compose_recipe(self.recipe, [*overrides, *words], self.place).values
 
-        return explained(error, compose)
+        return explained(error, compose, self._memory)
 
     def finish(self, *, as_json: bool) -> int:
         """Print what was asked for; raise the only failure, or name each of several."""

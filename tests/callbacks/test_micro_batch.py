@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric, MeanMetric, MetricCollection
+from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, MetricCollection
 from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassAccuracy
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
@@ -369,12 +369,15 @@ class Measures(pl.LightningModule):
     def __init__(self, fault: Fault) -> None:
         super().__init__()
         self.fault = fault
+        torch.manual_seed(3)
         self.layer = nn.Linear(6, 1)
         accuracy = {"num_classes": 3, "average": "micro"}
         self.step = MulticlassAccuracy(**accuracy)
         self.both = MulticlassAccuracy(**accuracy)
         self.epoch = MulticlassAccuracy(**accuracy)
         self.twice = MulticlassAccuracy(**accuracy) * 2
+        self.again = MulticlassAccuracy(**accuracy)
+        self.error = MeanSquaredError()  # keeps the graph of what it is given
         self.largest = MaxMetric()  # needs its state of the epoch in each update
         self.many = MetricCollection({"f1": BinaryF1Score(), "auc": BinaryAUROC()})
         self.logged: list[dict[str, float]] = []
@@ -384,6 +387,12 @@ class Measures(pl.LightningModule):
         guess = torch.full_like(y, 1)
         for metric in (self.step, self.both, self.epoch, self.twice):
             metric(guess, y)
+        self.again((guess + 1) % 3, y)
+        self.log("first", self.again, on_step=True, on_epoch=True)
+        self.again(guess, y)
+        self.log("second", self.again, on_step=True, on_epoch=True)
+        self.error(self.layer(x)[:, 0], x[:, 0])
+        self.log("error", self.error, on_step=True, on_epoch=True)
         self.largest(x)
         self.many(x[:, 0].sigmoid(), y > 0)
         self.log("step", self.step, on_step=True, on_epoch=False)
@@ -402,7 +411,7 @@ class Measures(pl.LightningModule):
         self.on_train_batch_end(None, None, 0)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=0.0)  # windows step less often
 
 
 @pytest.mark.filterwarnings("ignore:No (negative|positive) samples in targets")
@@ -425,7 +434,7 @@ def test_a_metric_object_is_logged_of_the_whole_batch(callbacks: list[Any], faul
     assert model.logged[0]["step"] == float((first["y"] == 1).float().mean())
     assert len(model.logged) == len(expected.logged)
     for ours, theirs in zip(model.logged, expected.logged, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6)
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_the_value_of_a_batch_is_not_synchronized_unless_the_metric_asks_for_it() -> None:
@@ -437,12 +446,12 @@ def test_the_value_of_a_batch_is_not_synchronized_unless_the_metric_asks_for_it(
     metrics.begin()
     with metrics.observe():
         metric(torch.tensor([1.0, 2.0]))
-        assert float(metric(torch.tensor([6.0]))) == 6.0
-    assert float(metrics.value(metric)) == 3.0
-    metric(torch.tensor([9.0]))  # not observed
-    assert float(metrics.value(metric)) == 3.0
-    metrics.begin()
-    assert float(metrics.value(metric)) == 9.0
+    with metrics.observe():
+        of_last_part = metric(torch.tensor([6.0]))
+        assert float(of_last_part) == 6.0
+    assert float(metrics.value(metric, of_last_part)) == 3.0
+    not_observed = metric(torch.tensor([9.0]))
+    assert float(metrics.value(metric, not_observed)) == 9.0
 
 
 class Reader(pl.LightningModule):
