@@ -135,9 +135,8 @@ def _held(peak: Peak, phase: str, room: Room) -> str:
     step_phase = PREDICTED.get(phase)
     lasting = {name: peak.by_category[name] for name in (PARAMETERS, BUFFERS, STATE)}
     sizes = lasting if step_phase is None else peak.by_phase[step_phase]
-    text = (
-        f"predicted: {human_bytes(sum(sizes.values()))} of {human_bytes(room.free_bytes)} free on {room.name}"
-    )
+    needed, free_bytes = human_bytes(sum(sizes.values())), human_bytes(room.free_bytes)
+    text = f"it needs {needed}, and {free_bytes} is free on {room.name}"
     text += f": {_largest(sizes)}"
     if step_phase == peak.phase and peak.holders:
         most = peak.holders[0]
