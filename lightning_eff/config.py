@@ -8,7 +8,7 @@ parameter of the class behind it, and every key, class and type is held against 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from lightning_eff.composing.folders import check_folders, check_inside
 from lightning_eff.composing.hydra_section import check_hydra
 from lightning_eff.composing.overrides import loosened, parse_overrides
 from lightning_eff.composing.place import FOLDER, Chain, Place, listed_groups, listed_options, recipe_chain
+from lightning_eff.composing.reading import check_path
 from lightning_eff.composing.signatures import TOP_LEVEL
 from lightning_eff.errors import ConfigError, EnvironmentLacksError, UsageError, nearest
 from lightning_eff.remedies import as_overrides
@@ -113,9 +114,9 @@ def compose_recipe(recipe: str, overrides: Sequence[str], place: Place | None = 
 
 def _composed(recipe: str, overrides: Sequence[str], place: Place) -> Composed:
     parsed = parse_overrides([*overrides, *place.overrides(recipe)])
-    chain = recipe_chain(recipe, place, parsed)
+    chain, missed = recipe_chain(recipe, place, parsed)
     lines = loosened(parsed, listed=listed_groups(chain))
-    cfg = _compose(recipe, lines, place.main(recipe))
+    cfg = _compose(recipe, lines, place.main(recipe), missed)
     hydra = _replace_defaults(cfg)
     check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
     run_dir = _run_dir(cfg)
@@ -153,7 +154,7 @@ def _replace_defaults(cfg: DictConfig) -> list[str]:
     return [f"{key}={mine}" for key, mine in ours.items()]
 
 
-def _compose(recipe: str, overrides: Sequence[str], folder: Path) -> DictConfig:
+def _compose(recipe: str, overrides: Sequence[str], folder: Path, missed: Mapping[str, str]) -> DictConfig:
     register()
     try:
         with _no_hydra_yet(), initialize_config_dir(str(folder), version_base=VERSION_BASE):
@@ -163,7 +164,7 @@ def _compose(recipe: str, overrides: Sequence[str], folder: Path) -> DictConfig:
             text = f"{error.missing_cfg_file}: hydra's launcher for SLURM is missing"
             text += "\n  try: pip install 'lightning-eff[slurm]'"
             raise EnvironmentLacksError(text) from error
-        raise UsageError(_missing(recipe, error)) from error
+        raise UsageError(_missing(recipe, error, missed)) from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, RecursionError) as error:
         raise UsageError(_compose_error(error)) from error
 
@@ -179,14 +180,18 @@ def _no_hydra_yet() -> Generator[None]:
         running.hydra = before
 
 
-def _missing(recipe: str, error: MissingConfigException) -> str:
+def _missing(recipe: str, error: MissingConfigException, missed: Mapping[str, str]) -> str:
     wanted = str(error.missing_cfg_file or recipe)
+    known = [entry.name for entry in recipes()]
     if wanted == recipe:
-        known = nearest(recipe, [entry.name for entry in recipes()])
-        return f"recipe {recipe!r} does not exist: {known} (--config-dir DIR adds a folder of your own)"
+        way = "--config-dir DIR adds a folder of your own"
+        return f"recipe {recipe!r} does not exist: {nearest(recipe, known)} ({way})"
+    where = f"{missed[wanted]}: " if wanted in missed else ""
     group, _, option = wanted.rpartition("/")
+    if not group:
+        return f"{where}{wanted}: no such recipe; {nearest(wanted, known)}"
     options = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]
-    return f"{group}={option}: no such option; {nearest(option, options)}"
+    return f"{where}{group}={option}: no such option; {nearest(option, options)}"
 
 
 def _compose_error(error: Exception) -> str:
@@ -196,16 +201,28 @@ def _compose_error(error: Exception) -> str:
     cause = error.__cause__
     first = next(iter(str(error).splitlines() or str(cause or "").splitlines()), type(error).__name__)
     if first.startswith("Could not override '"):
-        key = first.split("'")[1]
-        paths = [path for path in parameter_keys() if path.endswith(f".{key}")]
-        if paths and key not in TOP_LEVEL:
-            return f"{key}: no such key; did you mean {' or '.join(paths[:3])}?"
-        return f"{key}: no such key; {nearest(key, TOP_LEVEL)}"
+        return _unknown_key(first.split("'")[1])
     if first.startswith("Multiple values for "):
-        key = first.split()[3].rstrip(".")
-        return f"{key} is given more than once; try: {key}=[one,other] in one list, with + to append"
+        return _given_twice(first.split()[3].rstrip("."))
     reason = f" ({str(cause).splitlines()[0]})" if str(error) and cause is not None and str(cause) else ""
     return f"{first}{reason}"
+
+
+def _unknown_key(key: str) -> str:
+    """Say what could be meant by a key that a recipe does not have."""
+    if key in TOP_LEVEL:
+        return f"{key}: this recipe does not have it\n  try: +{key}=..."
+    paths = [path for path in parameter_keys() if path.endswith(f".{key}")]
+    close = f"did you mean {' or '.join(paths[:3])}?" if paths else nearest(key, TOP_LEVEL)
+    return f"{key}: no such key; {close}"
+
+
+def _given_twice(group: str) -> str:
+    """Say how a group is chosen once."""
+    if group in MANY:
+        return f"{group} is given more than once; try: {group}=[one,other] in one list, with + to append"
+    way = f"leave one of them out, or write `override {group}: OPTION`"
+    return f"{group} is given more than once, and takes one option: {way}"
 
 
 def _drop_foreign(cfg: DictConfig, *, explicit: set[str]) -> None:
@@ -242,13 +259,13 @@ def _drop_settings_of_absent(cfg: DictConfig, explicit: Collection[str], chain: 
 
 def _check_keys(cfg: DictConfig) -> None:
     """Refuse top-level keys that nothing reads, and options that did not land under their name."""
-    for key in cfg:
+    content: Any = OmegaConf.to_container(cfg, resolve=False)
+    for key in content:
         if key not in (*TOP_LEVEL, "hydra"):
             group, _, option = str(key).partition("/")
             remedy = [f"{group}=[{option}] or +{group}={option}"] if option and group in MANY else []
-            raise ConfigError(
-                str(key), "", allowed=f"a known key; {nearest(str(key), TOP_LEVEL)}", remedies=remedy
-            )
+            allowed = f"a known key; {nearest(str(key), TOP_LEVEL)}"
+            raise ConfigError(str(key), content[key], allowed=allowed, remedies=remedy)
     for group in MANY:
         if "_target_" in (cfg.get(group) or {}):
             allowed = f"options that land under their name: begin the YAML with `# @package {group}.NAME`"
@@ -287,6 +304,7 @@ def _run_dir(cfg: DictConfig) -> Path:
     if not str(root or "").strip():
         allowed = "a folder; a recipe that builds on baseline has one"
         raise ConfigError(key="output_root", value=root, allowed=allowed, remedies=["output_root=outputs"])
+    check_path("output_root", str(root))
     root = Path(str(root)).resolve()
     subdir = cfg.hydra.output_subdir
     folders = {"hydra.run.dir": cfg.hydra.run.dir, "hydra.sweep.dir": cfg.hydra.sweep.dir}

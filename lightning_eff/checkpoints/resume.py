@@ -14,10 +14,11 @@ from lightning_eff.checkpoints.newest import newest_whole
 from lightning_eff.checkpoints.plain_values import LIGHTNING_VERSION, load_plain
 from lightning_eff.checkpoints.saved_with import inside
 from lightning_eff.checkpoints.sealed import check_regular, verify_path
-from lightning_eff.composing.reading import read
+from lightning_eff.composing.reading import check_path, read
 from lightning_eff.errors import CheckpointError, ConfigError, UsageError
 from lightning_eff.sharding import folder as parts
 
+BASE = "callbacks.peft_adapter.base_checkpoint"
 RESOLVED = "resolved.yaml"
 """What a run was built from, in its folder: `export` builds its model from it again."""
 
@@ -45,6 +46,7 @@ def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
                 key="ckpt_path", value=ckpt_path, allowed=f"a checkpoint; there is none under {folder}"
             )
         return found
+    check_path("ckpt_path", ckpt_path)
     path = Path(ckpt_path)
     if not path.exists():
         raise ConfigError(key="ckpt_path", value=ckpt_path, allowed="an existing checkpoint, or last")
@@ -64,11 +66,16 @@ def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str,
         values: A checked config.
         ckpt_path: Checkpoint that the run goes on from.
 
+    Raises:
+        ConfigError: It names no path.
+
     Example:
         >>> with_base({"callbacks": {}}, None)
         {'callbacks': {}}
     """
     given = _base_in(values)
+    if given is not None:
+        check_path(BASE, given)
     if given is None or Path(given).suffix:
         return values
     before = _base_of_run(ckpt_path.parent.parent) if ckpt_path is not None else None
@@ -96,8 +103,7 @@ def check_base(values: Mapping[str, Any]) -> None:
             _outline(path)
     except (CheckpointError, OSError) as error:
         allowed = f"a checkpoint of tensors and plain values ({_reason(error)})"
-        key = "callbacks.peft_adapter.base_checkpoint"
-        raise ConfigError(key=key, value=given, allowed=allowed) from error
+        raise ConfigError(key=BASE, value=given, allowed=allowed) from error
 
 
 def _reason(error: Exception) -> str:
@@ -106,7 +112,7 @@ def _reason(error: Exception) -> str:
 
 def _base_in(values: Any) -> str | None:
     """Return what a config names as an adapter's base; it may be any file's content."""
-    for key in ("callbacks", "peft_adapter", "base_checkpoint"):
+    for key in BASE.split("."):
         values = values.get(key) if isinstance(values, Mapping) else None
     return values if isinstance(values, str) else None
 

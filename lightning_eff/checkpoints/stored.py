@@ -19,6 +19,7 @@ from lightning_eff.adapters.state import load_weights
 from lightning_eff.checkpoints.newest import newest_whole
 from lightning_eff.checkpoints.plain_values import load_plain
 from lightning_eff.checkpoints.sealed import check_regular, verify_path
+from lightning_eff.composing.reading import check_path
 from lightning_eff.errors import CheckpointError, ConfigError
 from lightning_eff.sharding import folder
 from lightning_eff.sharding.in_rows import assembled
@@ -78,6 +79,7 @@ def load_base(model: nn.Module, path: Path, *, key: str) -> int:
         ConfigError: There is no such file, it is damaged, or of another model; nothing was assigned.
     """
     path = path.expanduser()
+    check_path(key, path)
     runs = path.is_dir() and not folder.is_one(path)
     file = newest_whole(path) if runs or not (path.suffix or path.exists()) else path
     if file is None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_eff.composing.reading import check_path
 from lightning_eff.composing.signatures import walk_leaves
 from lightning_eff.errors import ConfigError
 
@@ -20,8 +21,9 @@ def check_inside(key: str, value: str, root: Path) -> None:
     """Refuse a path that is not below `root` when links are followed.
 
     Raises:
-        ConfigError: It is elsewhere.
+        ConfigError: It is elsewhere, or no path.
     """
+    check_path(key, value)
     if not Path(value).resolve().is_relative_to(root):
         raise ConfigError(
             key,
@@ -37,6 +39,7 @@ def check_folders(values: Mapping[str, Any], root: Path) -> None:
     Raises:
         ConfigError: One of them is there; its key is named.
     """
+    check_path("output_root", root)
     for path, key, value in walk_leaves(values):
         if key in WRITTEN_FOLDERS and isinstance(value, str):
             check_inside(path, value, root.resolve())

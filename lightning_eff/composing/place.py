@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import ListConfig, OmegaConf
 
 from lightning_eff.catalog import CONF, MANY, RECIPES
-from lightning_eff.composing.reading import MAX_DEPTH, Document, is_file, read, read_mapping
+from lightning_eff.composing.reading import MAX_DEPTH, Document, check_path, is_file, read, read_mapping
 from lightning_eff.errors import ConfigError, UsageError
 
 PACKAGE, FOLDER = "pkg://", "file://"
@@ -36,14 +37,20 @@ class Place:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Place:
-        """Return the place of packages, and of folders that must exist.
+        """Return the place of packages and of folders, all of which must exist.
 
         Raises:
             UsageError: One does not.
+            ConfigError: One is no path.
         """
         packages = tuple(word for word in words if word.startswith(PACKAGE))
         folders = [word for word in words if word not in packages]
+        for package in packages:
+            if not _is_package(package.removeprefix(PACKAGE)):
+                text = f"--config-dir {package}: no such package"
+                raise UsageError(text)
         for folder in folders:
+            check_path("--config-dir", folder)
             if not Path(folder).is_dir():
                 text = f"--config-dir {folder}: no such folder"
                 raise UsageError(text)
@@ -65,13 +72,27 @@ class Place:
         return [f"{SEARCH_PATH}={json.dumps(others)}"] if others else []
 
 
-def recipe_chain(recipe: str, place: Place, overrides: Iterable[Override] = ()) -> Chain:
-    """Read the files that Hydra will compose; return the recipe and those that it builds on.
+def _is_package(name: str) -> bool:
+    """Say whether there is a package with a folder; a module has none. Its parents alone are imported."""
+    try:
+        spec = importlib.util.find_spec(name.replace("/", "."))
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.submodule_search_locations is not None
+
+
+def recipe_chain(
+    recipe: str, place: Place, overrides: Iterable[Override] = ()
+) -> tuple[Chain, Mapping[str, str]]:
+    """Read the files that Hydra will compose.
 
     Args:
         recipe: Its name; a chain without files, if there is none.
         place: Where it is looked for.
         overrides: Whose options are read too.
+
+    Returns:
+        The recipe and those that it builds on; and each file that is listed and not there, with FILE:LINE.
 
     Raises:
         UsageError: A file cannot be read, or builds on itself; file and line are named.
@@ -85,7 +106,8 @@ def recipe_chain(recipe: str, place: Place, overrides: Iterable[Override] = ()) 
     more = [_checked(entry, place) for entries in searched if isinstance(entries, list) for entry in entries]
     walk = _Walk([main, CONF, RECIPES, *more])
     found = [pair for name in (recipe, *_options_in(chosen)) for pair in walk.visit(name)]
-    return [(name, [entry for _, entry in document.defaults]) for name, document in found if "/" not in name]
+    chain = [(name, [entry for _, entry in doc.defaults]) for name, doc in found if "/" not in name]
+    return chain, walk.missed
 
 
 def _search_path_of(primary: Document) -> Any:
@@ -101,6 +123,7 @@ def _checked(entry: object, place: Place) -> Path:
         ConfigError: It is no folder, and no package that the user named.
     """
     folder = Path(str(entry).removeprefix(FOLDER))
+    check_path(SEARCH_PATH, folder)
     if not folder.is_dir() and entry not in place.packages:
         allowed = "folders, and packages that --config-dir names: looking into a package imports it"
         remedies = [f"--config-dir {entry}"] if str(entry).startswith(PACKAGE) else []
@@ -127,8 +150,12 @@ class _Walk:
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
         self._done: set[str] = set()
+        self.missed: dict[str, str] = {}
+        """Files that are listed and not there, each with FILE:LINE of where."""
 
-    def visit(self, name: str, above: tuple[str, ...] = ()) -> Iterator[tuple[str, Document]]:
+    def visit(
+        self, name: str, above: tuple[str, ...] = (), listed: str | None = None
+    ) -> Iterator[tuple[str, Document]]:
         """Yield a file and those that it lists, the last word first; nothing, where Hydra will miss it.
 
         Raises:
@@ -136,6 +163,8 @@ class _Walk:
         """
         files = (folder / f"{name.removesuffix('.yaml')}.yaml" for folder in self._folders)
         file = next((each for each in files if is_file(each)), None)
+        if file is None and listed is not None:
+            self.missed[name] = listed
         if file is None or name in self._done:
             return
         document = read_mapping(file) if "/" not in name else read(file)
@@ -146,7 +175,7 @@ class _Walk:
                 if child in above or len(above) > MAX_DEPTH:
                     circle = " -> ".join([*above[-3:], child])
                     raise document.refusal(line, f"defaults that never end: {circle}")
-                yield from self.visit(child, above)
+                yield from self.visit(child, above, f"{document.file}:{line}")
         self._done.add(name)
 
 

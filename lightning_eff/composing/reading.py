@@ -16,7 +16,7 @@ import yaml
 from yaml.error import MarkedYAMLError
 from yaml.reader import ReaderError
 
-from lightning_eff.errors import UsageError
+from lightning_eff.errors import ConfigError, UsageError
 
 MAX_DEPTH = 50
 MAX_NUM_NODES = 100_000
@@ -59,6 +59,21 @@ class Document:
 def is_file(path: Path) -> bool:
     """Say whether there is a regular file, also of a name that no file can have."""
     return os.path.isfile(path)  # noqa: PTH113 - pathlib raises about such a name
+
+
+def check_path(key: str, path: str | Path) -> None:
+    """Refuse a path that the system cannot even look up: one that is too long, say; it need not exist.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    try:
+        os.stat(path)  # noqa: PTH116 - as above
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        allowed = f"a path that can be looked up ({getattr(error, 'strerror', None) or error})"
+        raise ConfigError(key, str(path), allowed=allowed) from error
 
 
 def read(file: Path) -> Document:

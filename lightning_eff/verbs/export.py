@@ -81,8 +81,11 @@ def _usage_error(message: str) -> NoReturn:
 def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
     """Return a run's folder and the checkpoint that is meant."""
     from lightning_eff.checkpoints.newest import newest_whole
+    from lightning_eff.composing.reading import check_path
     from lightning_eff.run import RESOLVED
 
+    for key, path in (("--output-root", root), ("RUN", run), ("--checkpoint", which)):
+        check_path(key, path)
     folder = Path(run)
     if not (folder / RESOLVED).is_file():
         newest = newest_whole(root / run) if not folder.is_absolute() and ".." not in folder.parts else None
@@ -150,7 +153,11 @@ def _values(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(key="RUN", value=str(path), allowed="a run's config, which `train` wrote")
     unknown = [str(key) for key in values if key not in signatures.TOP_LEVEL]
     if unknown:
-        raise ConfigError(unknown[0], "", allowed=f"a known key; {nearest(unknown[0], signatures.TOP_LEVEL)}")
+        raise ConfigError(
+            unknown[0],
+            values[unknown[0]],
+            allowed=f"a known key; {nearest(unknown[0], signatures.TOP_LEVEL)}",
+        )
     signatures.check_groups(values)
     folders.check_folders(values, Path(values["output_root"]))
     return values

@@ -158,6 +158,77 @@ def test_a_value_that_nothing_can_use_is_refused_before_a_folder_is_made(
     check_refused(command("train", "lm", override), OVERRIDES[override])
 
 
+LONG = "a" * 5000
+LONG_PATHS: dict[str, tuple[str, ...]] = {
+    "ckpt_path": ("train", "lm", f"ckpt_path={LONG}"),
+    "output_root": ("train", "lm", f"output_root=/tmp/{LONG}"),
+    "logger.save_dir": ("train", "lm", f"logger.save_dir=outputs/{LONG}"),
+    "hydra.searchpath": ("train", "lm", f"hydra.searchpath=[{LONG}]"),
+    "--config-dir": ("train", "lm", "--config-dir", LONG),
+    "callbacks.peft_adapter.base_checkpoint": (
+        "train",
+        "lora",
+        "trainer.accelerator=cpu",
+        f"callbacks.peft_adapter.base_checkpoint={LONG}",
+    ),
+    "RUN": ("export", LONG),
+    "--checkpoint": ("export", "lm", "--checkpoint", LONG),
+    "--output-root": ("export", "lm", "--output-root", LONG),
+}
+
+
+@pytest.mark.parametrize("key", LONG_PATHS)
+def test_a_path_that_no_file_can_have_is_refused_by_its_key(key: str, command: Command) -> None:
+    answer = command(*LONG_PATHS[key])
+    check_refused(answer, "...: expected a path that can be looked up (File name too long)")
+    assert f"error: {key}='" in answer[2]
+    assert len(answer[2][answer[2].index("error: ") :]) < 500
+
+
+@pytest.mark.parametrize("name", ["nope", "", "os", "nope.conf", "nope/conf"])
+def test_a_package_that_is_none_is_refused(name: str, command: Command) -> None:
+    for verb in ("train", "plan", "compare"):
+        answer = command(verb, "lm", "--config-dir", f"pkg://{name}")
+        check_refused(answer, f"error: --config-dir pkg://{name}: no such package\n")
+
+
+DEFAULTS: dict[str, tuple[str, str]] = {
+    "a recipe that is not there": (
+        "defaults: [baselin, _self_]\n",
+        "mine/own.yaml:1: baselin: no such recipe; did you mean 'baseline'?",
+    ),
+    "an option that is not there": (
+        "defaults:\n  - lm\n  - override precision: mixd\n",
+        "mine/own.yaml:3: precision=mixd: no such option; did you mean 'mixed'?",
+    ),
+    "two recipes that choose": (
+        "defaults: [lm, baseline]\n",
+        "precision is given more than once, and takes one option: leave one of them out, or write `override",
+    ),
+    "two options of a group of one": (
+        "defaults:\n  - baseline\n  - data: text\n",
+        "data is given more than once, and takes one option: leave one of them out, or write `override data:",
+    ),
+    "a mapping that nothing reads": (f"{TOP}x: {{a: 1}}\n", "x={'a': 1}: expected a known key"),
+}
+
+
+@pytest.mark.parametrize("what", DEFAULTS)
+def test_a_list_of_defaults_that_does_not_fit_is_told_with_what_helps(what: str, command: Command) -> None:
+    content, text = DEFAULTS[what]
+    Path("mine/own.yaml").write_text(content)
+    answer = command("train", "own", "--config-dir", "mine")
+    check_refused(answer, text)
+    assert "[one,other]" not in answer[2]
+
+
+def test_a_key_that_a_recipe_does_not_have_is_not_advised_as_it_was_typed(command: Command) -> None:
+    Path("mine/own.yaml").write_text("output_root: outputs\n")
+    for key, value in (("seed", "3"), ("precision", "fp32")):
+        answer = command("train", "own", f"{key}={value}", "--config-dir", "mine")
+        check_refused(answer, f"error: {key}: this recipe does not have it\n  try: +{key}=...\n")
+
+
 @pytest.fixture
 def package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return a package of options that leaves a file when it is imported."""
