@@ -116,7 +116,7 @@ def _composed(recipe: str, overrides: Sequence[str], place: Place) -> Composed:
     parsed = parse_overrides([*overrides, *place.overrides(recipe)])
     chain, missed = recipe_chain(recipe, place, parsed)
     lines = loosened(parsed, listed=listed_groups(chain))
-    cfg = _compose(recipe, lines, place.main(recipe), missed)
+    cfg = _compose(recipe, lines, place, missed)
     hydra = _replace_defaults(cfg)
     check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
     run_dir = _run_dir(cfg)
@@ -154,17 +154,17 @@ def _replace_defaults(cfg: DictConfig) -> list[str]:
     return [f"{key}={mine}" for key, mine in ours.items()]
 
 
-def _compose(recipe: str, overrides: Sequence[str], folder: Path, missed: Mapping[str, str]) -> DictConfig:
+def _compose(recipe: str, overrides: Sequence[str], place: Place, missed: Mapping[str, str]) -> DictConfig:
     register()
     try:
-        with _no_hydra_yet(), initialize_config_dir(str(folder), version_base=VERSION_BASE):
+        with _no_hydra_yet(), initialize_config_dir(str(place.main(recipe)), version_base=VERSION_BASE):
             return compose(recipe, overrides=list(overrides), return_hydra_config=True)
     except MissingConfigException as error:
         if str(error.missing_cfg_file).startswith("hydra/launcher/submitit"):
             text = f"{error.missing_cfg_file}: hydra's launcher for SLURM is missing"
             text += "\n  try: pip install 'lightning-eff[slurm]'"
             raise EnvironmentLacksError(text) from error
-        raise UsageError(_missing(recipe, error, missed)) from error
+        raise UsageError(_missing(recipe, place, error, missed)) from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, RecursionError) as error:
         raise UsageError(_compose_error(error)) from error
 
@@ -180,12 +180,13 @@ def _no_hydra_yet() -> Generator[None]:
         running.hydra = before
 
 
-def _missing(recipe: str, error: MissingConfigException, missed: Mapping[str, str]) -> str:
+def _missing(recipe: str, place: Place, error: MissingConfigException, missed: Mapping[str, str]) -> str:
     wanted = str(error.missing_cfg_file or recipe)
-    known = [entry.name for entry in recipes()]
+    own = [file.stem for folder in place.folders for file in folder.glob("*.yaml")]
+    known = [*own, *(entry.name for entry in recipes())]
     if wanted == recipe:
-        way = "--config-dir DIR adds a folder of your own"
-        return f"recipe {recipe!r} does not exist: {nearest(recipe, known)} ({way})"
+        way = " (--config-dir DIR adds a folder of your own)" if not place.folders else ""
+        return f"recipe {recipe!r} does not exist: {nearest(recipe, known)}{way}"
     where = f"{missed[wanted]}: " if wanted in missed else ""
     group, _, option = wanted.rpartition("/")
     if not group:

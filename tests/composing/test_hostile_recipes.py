@@ -268,3 +268,9 @@ def test_a_folder_on_the_search_path_is_searched_whatever_its_name(form: str, co
     override = f"hydra.searchpath=['{form.format(own.parent.resolve())}']"
     code, _, err = command("train", "lm", override, "logger=slow", "--cfg", "job")
     assert code == 0, err
+
+
+def test_a_mistyped_recipe_of_ones_own_is_suggested(command: Command) -> None:
+    Path("mine/numbers.yaml").write_text("defaults: [baseline]\n")
+    answer = command("train", "numbrs", "--config-dir", "mine")
+    check_refused(answer, "error: recipe 'numbrs' does not exist: did you mean 'numbers'?\n")

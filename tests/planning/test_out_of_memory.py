@@ -82,7 +82,8 @@ def test_an_override_that_fits_is_named_and_trains_to_the_end(
     assert code == 4
     first, held, remedy, fits = message(err)
     assert first == "error: out of memory during the forward pass: tried to allocate 2.00 GiB"
-    assert re.match(r"  it needs 10\.\d MiB, and 5\.0 MiB is free on CPU \(cgroup /box\): activations 8\.", held)
+    needed = r"  it needs 10\.\d MiB, and 5\.0 MiB is free on CPU \(cgroup /box\): activations 8\."
+    assert re.match(needed, held)
     assert remedy == "  try: +callbacks=micro_batch callbacks.micro_batch.micro_batch_size=2"
     assert re.fullmatch(r"  predicted with it: a peak of 3\.\d MiB, it fits", fits)
     assert "Traceback" in next(Path("outputs").rglob("error.log")).read_text()
