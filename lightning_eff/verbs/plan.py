@@ -149,7 +149,7 @@ def main(arguments: Sequence[str]) -> int:
 
     with redirect_stdout(sys.stderr):  # DeepSpeed speaks on the standard output, where JSON may be wanted
         trainer = build_trainer(values)
-    chain = recipe_chain(recipe, place)
+    chain, _ = recipe_chain(recipe, place)
     rows, findings = _judge(trainer, lambda group, name: _set_by(chain, overrides, group, name))
     if not given.json:
         sys.stdout.write(f"{_text(rows)}\n\n")

@@ -75,7 +75,7 @@ def _train(given: argparse.Namespace, launch: Launch, arguments: Sequence[str]) 
     if given.multirun:
         runs = [config.compose_recipe(given.recipe, each, place) for each in sweep(given.overrides)]
         parsed = parse_overrides([*given.overrides, *place.overrides(given.recipe)])
-        listed = listed_groups(recipe_chain(given.recipe, place))
+        listed = listed_groups(recipe_chain(given.recipe, place)[0])
         lines = [*loosened(parsed, listed=listed), *runs[0].hydra]
     elif given.cfg or given.info:
         composed = config.compose_recipe(given.recipe, given.overrides, place)
