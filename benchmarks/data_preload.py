@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_eff.callbacks.data_preload import DataPreload
-from lightning_eff.measure.tables import text_table
+from lightning_eff.core.text import text_table
 
 SECONDS = {"waits 2 ms": 0.002, "computes 2 ms": 0.002, "tiny": 0.0}
 VARIANTS: dict[str, dict[str, Any] | None] = {

@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_eff.callbacks.gradient_checkpointing import recompute
-from lightning_eff.measure.memory import LiveBytes
-from lightning_eff.measure.tables import text_table
+from lightning_eff.core.text import text_table
 from lightning_eff.models.gpt import GPT
+from lightning_eff.report.live_bytes import LiveBytes
 
 LENGTH, VOCABULARY = 512, 50_304
 POLICIES: dict[str, dict[str, Any]] = {

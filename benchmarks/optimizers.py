@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from lightning_eff.measure.memory import LiveBytes, state_bytes
-from lightning_eff.measure.tables import text_table
+from lightning_eff.core.text import text_table
 from lightning_eff.models.gpt import GPT
-from lightning_eff.optimization.configure_optimizers import build
+from lightning_eff.optimization.build import build
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.optimizer.muon import Muon
+from lightning_eff.report.live_bytes import LiveBytes, state_bytes
 
 
 def optional(module: str, name: str, **keywords: Any) -> Callable[..., Any] | None:

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_eff.callbacks.gradient_checkpointing import recompute
-from lightning_eff.measure.prediction import Prediction, predict_step
-from lightning_eff.measure.tables import text_table
+from lightning_eff.core.text import text_table
 from lightning_eff.optimizer.in_backward import InBackward
+from lightning_eff.planner.prediction import Prediction, predict_step
 
 GIB = 2**30
 ROWS, LENGTH, NUM_CHUNKS = 2, 4096, 8

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from lightning_eff import __version__, catalog
-from lightning_eff.errors import EXIT_OK, UsageError, exit_code, nearest, root_cause_line
-from lightning_eff.measure.tables import text_table
-from lightning_eff.remedies import as_overrides
+from lightning_eff import __version__
+from lightning_eff.core import catalog
+from lightning_eff.core.errors import EXIT_OK, UsageError, exit_code, nearest, root_cause_line
+from lightning_eff.core.remedies import as_overrides
+from lightning_eff.core.text import text_table
 
 MAX_ERROR_LINES = 5
 
@@ -76,11 +77,11 @@ def _run_verb(words: list[str]) -> int:
         text = f"{verb!r} is no verb; {nearest(verb, verbs)}"
         raise UsageError(text)
     rest = words[: found[0]] + words[found[0] + 1 :]
-    module = importlib.import_module(f"lightning_eff.verbs.{verb}")
+    module = importlib.import_module(f"lightning_eff.commands.{verb}")
     if "--help" in rest or "-h" in rest:
         sys.stdout.write(f"{module.__doc__}\n\n{module.USAGE.strip()}\n")
         return EXIT_OK
-    from lightning_eff.noise import leave_out_noise
+    from lightning_eff.core.noise import leave_out_noise
 
     leave_out_noise()
     sys.path.insert(0, str(Path.cwd()))  # for classes of the user's own: a console script is started without

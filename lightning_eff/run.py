@@ -21,10 +21,10 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_eff import plan, transform
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
-from lightning_eff.checkpoints.resume import (
+from lightning_eff.checkpoint.saving import remove_orphans
+from lightning_eff.config.ckpt_path import (
     RESOLVED,
     callbacks_of,
     check_base,
@@ -32,10 +32,10 @@ from lightning_eff.checkpoints.resume import (
     find_checkpoint,
     with_base,
 )
-from lightning_eff.errors import ConfigError, EnvironmentLacksError, UsageError
+from lightning_eff.core import model_surgery, rules
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
+from lightning_eff.core.remedies import as_overrides
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
-from lightning_eff.remedies import as_overrides
-from lightning_eff.sharding.saving import remove_orphans
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     check_base(values)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(values)
-    plan.raise_refused(plan.check(plan.objects_of(trainer), plan.run_facts(trainer)))
+    rules.raise_refused(rules.check(rules.objects_of(trainer), rules.run_facts(trainer)))
     data = make("data", values["data"])
     # The model's first weights depend on the seed alone, whatever the techniques before it have drawn.
     pl.seed_everything(values["seed"], workers=True, verbose=False)
@@ -171,7 +171,7 @@ def model_without_memory(
         model.configure_model()
         for technique in callbacks_of(adapted_by) if adapted_by is not None else ():
             if isinstance(technique, PeftAdapter):
-                transform.apply(model, technique.changes(base=False))
+                model_surgery.apply(model, technique.changes(base=False))
     return model
 
 
@@ -198,7 +198,7 @@ def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
     adapters = [each for each in callbacks_of(trainer) if isinstance(each, PeftAdapter)]
     changes = [change for technique in adapters for change in technique.changes()]
     model.trainer = trainer  # whose callbacks say what will be frozen, and so may be quantized
-    transform.apply(model, [*transform.changes_of(trainer.precision_plugin), *changes])
+    model_surgery.apply(model, [*model_surgery.changes_of(trainer.precision_plugin), *changes])
     return model
 
 

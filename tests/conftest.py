@@ -31,7 +31,7 @@ from lightning_eff import cli
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 os.environ.pop("PL_GLOBAL_SEED", None)
-LOGGERS = ("lightning", "lightning.fabric", "lightning.pytorch", "lightning_eff.config", "torch")
+LOGGERS = ("lightning", "lightning.fabric", "lightning.pytorch", "lightning_eff.config.composition", "torch")
 
 
 def adopt_orphans() -> None:

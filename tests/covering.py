@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_eff import transform
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.core import model_surgery
 from lightning_eff.precision.mixed import Mixed
 from tests.conftest import make_trainer
-from tests.test_loop import Speaker, texts, windows
+from tests.microbatching.test_lightning_loop import Speaker, texts, windows
 
 STEPS, NUM_BATCHES, BATCH = 20, 15, 8
 
@@ -98,7 +98,7 @@ class Draws(pl.Callback):
     """Gives adapters first values that a loop can draw too, and that are not nothing."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        transform.queue(trainer, pl_module, transform.Stage.ADAPT, draw)
+        model_surgery.queue(trainer, pl_module, model_surgery.Stage.ADAPT, draw)
 
 
 def draw(model: nn.Module) -> int:
@@ -142,7 +142,7 @@ def expected(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Train on each window as one batch, on one device, in float64; return the weights before and after."""
     model = built(case.weighted)
     if case.lora:
-        transform.apply(model, adapter().changes())
+        model_surgery.apply(model, adapter().changes())
         draw(model)
     start = {name: value.clone() for name, value in model.state_dict().items()}
     x, y = texts(NUM_BATCHES * BATCH * 2)

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_eff import catalog, cli
+from lightning_eff import cli
+from lightning_eff.core import catalog
 
 Command = Callable[..., tuple[int, str, str]]
-pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 
 
 def test_help_lists_verbs_and_recipes(command: Command) -> None:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import WeightAveraging
 
-from lightning_eff import plan
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
@@ -26,8 +25,9 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.errors import ConflictError, NoEffectWarning
-from lightning_eff.facts import Technique, Verdict, asked, name_of
+from lightning_eff.core import rules
+from lightning_eff.core.errors import ConflictError, NoEffectWarning
+from lightning_eff.core.technique import Technique, Verdict, asked, name_of
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
 from lightning_eff.precision.frozen_low import FrozenLow
@@ -119,7 +119,7 @@ CASES = {
     ),
 }
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning_eff.errors.SlowPathWarning"),
+    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning"),
     # Batches that fit, as in the plain loop: what is left is what it does to a step.
     pytest.mark.filterwarnings("ignore:callbacks/micro_batch with callbacks/torch_compile"),
 ]
@@ -336,7 +336,7 @@ def test_every_pair_trains_like_a_plain_loop_or_is_refused(
     num_steps = 20  # each of the two alone: NUM_STEPS
     bar = {"enable_progress_bar": "progress" in (one, other)}
     trainer = make_trainer(default_root_dir=tmp_path, max_steps=num_steps, **objects, **bar)
-    findings = plan.check(plan.objects_of(trainer), plan.run_facts(trainer))
+    findings = rules.check(rules.objects_of(trainer), rules.run_facts(trainer))
     if any(finding.rule.verdict == Verdict.REFUSED for finding in findings):
         model = deep()
         with pytest.raises(ConflictError, match="try: "):
@@ -376,7 +376,7 @@ def test_few_pairs_are_refused() -> None:
     refused = []
     for one, other in PAIRS:
         objects = [CASES[one].make(), CASES[other].make()]
-        found = plan.check(objects, {"machine/compiler": "c++"})
+        found = rules.check(objects, {"machine/compiler": "c++"})
         if any(finding.rule.verdict == Verdict.REFUSED for finding in found):
             refused.append((one, other))
     assert refused == [("gradient_checkpointing selective", "torch_compile")]

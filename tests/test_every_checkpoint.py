@@ -27,7 +27,7 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.errors import CheckpointError
+from lightning_eff.core.errors import CheckpointError
 from lightning_eff.precision.mixed import Mixed
 from tests import conftest
 from tests.conftest import Deep, make_trainer
@@ -93,10 +93,10 @@ MODES = {
     "everything": Mode(everything, lambda: [Durable(), Mixed(precision="32-true")], exact=False),
 }
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning_eff.errors.SlowPathWarning"),
-    pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning"),
-    pytest.mark.filterwarnings("ignore::lightning_eff.errors.ConflictWarning"),
-    pytest.mark.filterwarnings("ignore::lightning_eff.errors.CheckpointWarning"),
+    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning"),
+    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning"),
+    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning"),
+    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.CheckpointWarning"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 on torch 2.13
 ]
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 
-from lightning_eff import transform
 from lightning_eff.callbacks.empty_cache import release
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.callbacks.torch_compile import compile_in_place
-from lightning_eff.optimization.configure_optimizers import build
+from lightning_eff.core import model_surgery
+from lightning_eff.core.model_surgery import Change, Stage
+from lightning_eff.optimization.build import build
 from lightning_eff.precision.mixed import step_context
-from lightning_eff.transform import Change, Stage
 from tests.conftest import Deep, make_loader
 from tests.test_contract import SGD, assert_equal, plain_loop
 
@@ -50,8 +50,8 @@ def test_a_loop_of_ones_own_equals_the_plain_one(
     fabric = Fabric(accelerator="cpu", devices=1)
     model = deep()
     todo = changes(policy, compiled=compiled)
-    assert transform.apply(model, todo) == [2 if policy == "every_n" else 3] * len(todo)
-    assert transform.apply(model, todo) == [0] * len(todo), "a second time there is nothing to do"
+    assert model_surgery.apply(model, todo) == [2 if policy == "every_n" else 3] * len(todo)
+    assert model_surgery.apply(model, todo) == [0] * len(todo), "a second time there is nothing to do"
     ours, optimizer = fabric.setup(model, build(model, SGD))
     while len(model.losses) < NUM_STEPS:
         for x, y in fabric.setup_dataloaders(make_loader()):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -16,6 +19,38 @@ def test_imports_run_one_way() -> None:
         [Path(sys.executable).parent / "lint-imports"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout
+
+
+def imports() -> Iterator[tuple[str, str]]:
+    """Yield which module of the package imports which, without the package's own name."""
+    graph = grimp.build_graph("lightning_eff", cache_dir=None)
+    for importer in graph.modules:
+        for imported in graph.find_modules_directly_imported_by(importer):
+            yield importer.removeprefix("lightning_eff."), imported.removeprefix("lightning_eff.")
+
+
+def test_a_private_folder_is_its_own_techniques() -> None:
+    users: dict[str, set[str]] = {}
+    for importer, imported in imports():
+        folder = re.match(r"\w+\._\w+", imported)
+        if folder is not None and not importer.startswith(folder[0]):
+            users.setdefault(folder[0], set()).add(importer)
+    assert "strategy._zero" in users
+    for folder, found in users.items():
+        slot, _, private = folder.partition(".")
+        assert all(user.startswith(f"{slot}.") for user in found), folder
+        public = {user for user in found if "._" not in user}
+        assert len(public) <= 1 or private == "_shared", (folder, public)
+
+
+def test_models_and_data_import_nothing_of_the_suite_and_it_imports_none_of_them() -> None:
+    trained = ("models", "data")
+    crossing = [
+        pair
+        for pair in imports()
+        if (pair[0].split(".")[0] in trained) is not (pair[1].split(".")[0] in trained)
+    ]
+    assert crossing == []
 
 
 def test_importing_the_package_and_its_dir_load_neither_torch_nor_lightning_nor_hydra() -> None:

@@ -12,9 +12,9 @@ import pytorch_lightning as legacy
 import torch
 from torch import Tensor, nn
 
-from lightning_eff import attach
-from lightning_eff.errors import ConflictError
-from lightning_eff.planning.afterwards import Advise
+from lightning_eff.core.errors import ConflictError
+from lightning_eff.planner import attach
+from lightning_eff.planner.advise_after import Advise
 from tests.conftest import make_loader
 from tests.test_mirror import TECHNIQUES, class_of
 

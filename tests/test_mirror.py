@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import lightning_eff
-from lightning_eff import catalog
+from lightning_eff.core import catalog
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_eff"

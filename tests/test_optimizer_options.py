@@ -13,16 +13,17 @@ import torch.nn.functional as F
 from hydra.utils import instantiate
 from torch import nn
 
-from lightning_eff import catalog, config
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.composing.place import Place
-from lightning_eff.measure.memory import state_bytes
+from lightning_eff.config import composition
+from lightning_eff.config.recipes import Place
+from lightning_eff.core import catalog
+from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
 from tests.conftest import Deep, make_loader, make_trainer
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning"),
-    pytest.mark.filterwarnings("ignore::lightning_eff.errors.ConflictWarning"),
+    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning"),
+    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning"),
     pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU"),
     pytest.mark.filterwarnings("ignore:OptimState\\w+ does not implement _stable_hash_for_caching"),
 ]
@@ -54,7 +55,7 @@ BYTES_PER_PARAMETER = {
 
 def option(name: str) -> Any:
     overrides = [f"optimizer={name}", *OVERRIDES.get(name, [])]
-    return config.compose_recipe("baseline", overrides, Place()).values["optimizer"]
+    return composition.compose_recipe("baseline", overrides, Place()).values["optimizer"]
 
 
 def marked(names: Sequence[str]) -> Iterator[Any]:

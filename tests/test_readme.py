@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_eff.comparison import apart
+from lightning_eff.comparison import subprocess_trial
 from lightning_eff.comparison.rows import MEASURED, Result
 from tests.conftest import TINY, make_trainer
 
@@ -23,8 +23,8 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 Command = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::lightning_eff.errors.NoEffectWarning",
-    "ignore::lightning_eff.errors.SlowPathWarning",
+    "ignore::lightning_eff.core.errors.NoEffectWarning",
+    "ignore::lightning_eff.core.errors.SlowPathWarning",
     "ignore:You're resuming from a checkpoint that ended before the epoch ended",
     "ignore:Experiment logs directory",
 )
@@ -108,7 +108,7 @@ def test_every_command_runs(
     tiny: list[str], tiny_llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = {"measured": {"samples_per_s": 1.0, "peak_bytes": 1}}
-    monkeypatch.setattr(apart, "run", lambda *_, **__: Result(MEASURED, report=report))
+    monkeypatch.setattr(subprocess_trial, "run", lambda *_, **__: Result(MEASURED, report=report))
     write_files()
     write_own_data(tiny_llama)
     own_data = [word for word in TINY if word.startswith("trainer.accelerator")]
@@ -137,7 +137,7 @@ def test_every_command_runs(
 
 
 def test_every_technique_is_in_the_table() -> None:
-    from lightning_eff import catalog
+    from lightning_eff.core import catalog
 
     for entry in catalog.options():
         if entry.kind == "technique":

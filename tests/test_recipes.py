@@ -13,8 +13,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from lightning_eff import catalog, config
-from lightning_eff.checkpoints import stored
+from lightning_eff.checkpoint import stored_weights
+from lightning_eff.config import composition
+from lightning_eff.core import catalog
 
 SMALL_IMAGES = [
     *(
@@ -58,7 +59,7 @@ def test_recipe_is_a_flat_list_of_options(name: str) -> None:
     assert not any("override callbacks" in str(line) for line in defaults)
 
 
-@pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning")
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ON_TWO_RANKS])
 def test_recipe_trains_two_steps(
     name: str, tiny: list[str], tiny_llama: Path, command: Callable[..., tuple[int, str, str]]
@@ -114,11 +115,11 @@ def test_a_run_in_parts_goes_on_as_one_in_a_file_and_is_exported(
     folders = [train(in_parts), train(in_parts, *more)]
     assert [path.is_dir() for path in files + folders] == [False, False, True, True]
     for file, folder in zip(files, folders, strict=True):
-        one, other = (stored.checkpoint(path)["state_dict"] for path in (file, folder))
+        one, other = (stored_weights.checkpoint(path)["state_dict"] for path in (file, folder))
         assert list(one) == list(other)
         assert all(torch.equal(value, other[key]) for key, value in one.items())
     first = next(iter(one))
-    assert not torch.equal(stored.weights(files[0])[first], one[first]), "it trained on"
+    assert not torch.equal(stored_weights.weights(files[0])[first], one[first]), "it trained on"
     code, _, err = command("export", str(folders[1].parent.parent))
     assert code == 0, err
     written = load_file(folders[1].parent.parent / "export" / "model" / "model.safetensors")
@@ -130,7 +131,9 @@ def test_only_a_technique_differs_between_lm_and_baseline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    lm, baseline = (config.compose_recipe(name, ["run_dir=outputs/x"]).values for name in ("lm", "baseline"))
+    lm, baseline = (
+        composition.compose_recipe(name, ["run_dir=outputs/x"]).values for name in ("lm", "baseline")
+    )
     differing = {key for key in {*lm, *baseline} if lm.get(key) != baseline.get(key)}
     assert differing == {"precision", "callbacks"}
     assert (
@@ -159,7 +162,7 @@ def test_a_missing_package_is_the_environments_fault(
     assert "pip install 'lightning-eff[hf]'" in err
 
 
-@pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning")
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 def test_lora_begins_at_the_newest_base_and_is_exported(
     tiny: list[str], command: Callable[..., tuple[int, str, str]]
 ) -> None:
@@ -185,7 +188,7 @@ def test_lora_begins_at_the_newest_base_and_is_exported(
     assert any(not torch.equal(value, before[name]) for name, value in merged.items())
 
 
-@pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning")
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_lora_stays_with_the_base_that_it_found(
     tiny: list[str], command: Callable[..., tuple[int, str, str]]
@@ -215,7 +218,7 @@ def test_lora_stays_with_the_base_that_it_found(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning")
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 def test_images_are_learnt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LOOP, TWO, CUT = "tests/test_loop.py", "tests/steps/test_ranks.py", "tests/callbacks/test_micro_batch.py"
+LOOP, TWO, CUT = (
+    "tests/microbatching/test_lightning_loop.py",
+    "tests/microbatching/test_ddp.py",
+    "tests/callbacks/test_micro_batch.py",
+)
 STEP = f"{LOOP}::test_a_step_is_that_of_the_window_as_one_batch"
 WHOLE = f"{CUT}::test_the_step_is_that_of_the_whole_batch"
 TRACE = f"{CUT}::test_running_out_in_a_later_step_leaves_no_trace"
@@ -20,45 +24,45 @@ TOGETHER = f"{TWO}::test_two_ranks_step_as_one_would_on_all_samples"
 
 # name: (file, what stands there, what is put there, the test that finds it)
 FAULTS = {
-    "no division": ("steps/window.py", "loss if divisor == 1.0 else loss / divisor", "loss", STEP),
+    "no division": ("microbatching/window.py", "loss if divisor == 1.0 else loss / divisor", "loss", STEP),
     "mean of means": (
-        "steps/window.py",
+        "microbatching/window.py",
         "counted = part / self._samples if part is not None and self._samples else share",
         "counted = 1.0",
         WHOLE,
     ),
     "weights ignored": (
-        "steps/window.py",
+        "microbatching/window.py",
         "loss * (weight / self.reference) if",
         "loss / self._length if",
         STEP,
     ),
     "a cut window divided by its nominal length": (
-        "steps/window.py",
+        "microbatching/window.py",
         "self._length / self._count if self._count else 1.0",
         "1.0",
         STEP,
     ),
     "a reference of each rank's own": (
-        "steps/window.py",
+        "microbatching/window.py",
         "self._over_ranks(expected) / self._num_ranks",
         "expected",
         f"{LOOP}::test_two_ranks_step_as_one_would_on_all_samples",
     ),
     "last micro-batch dropped": (
-        "steps/micro_batches.py",
+        "microbatching/oom_retry.py",
         "enumerate(parts)\n",
         "enumerate(parts[:-1] or parts)\n",
         WHOLE,
     ),
     "gradients cleared in each micro-batch": (
-        "steps/in_parts.py",
+        "microbatching/in_parts.py",
         "if first and passes.zero_grad is not None",
         "if passes.zero_grad is not None",
         WHOLE,
     ),
     "clipped in each micro-batch": (
-        "steps/in_parts.py",
+        "microbatching/in_parts.py",
         "                    passes.backward(result.closure_loss)\n",
         "                    passes.backward(result.closure_loss)\n"
         "                    import torch\n"
@@ -66,92 +70,92 @@ FAULTS = {
         WHOLE,
     ),
     "clipped before the correction": (
-        "loop.py",
+        "microbatching/lightning_loop.py",
         "            self._window.correct()\n            return loss\n",
         "            return loss\n",
         WINDOWS,
     ),
     "scheduler in each batch": (
-        "loop.py",
+        "microbatching/lightning_loop.py",
         "return not self._complete or self._skipped",
         "return self._skipped",
         STEP,
     ),
     "a skipped step counts": (
-        "loop.py",
+        "microbatching/lightning_loop.py",
         "            self._take_back_the_step()\n",
         "            pass\n",
         LOOP,
     ),
     "synchronized in the wrong micro-batch": (
-        "steps/in_parts.py",
+        "microbatching/in_parts.py",
         "synchronize=last and passes.complete",
         "synchronize=first and passes.complete",
         TOGETHER,
     ),
     "gradients not averaged": (
-        "steps/ranks.py",
+        "microbatching/ddp.py",
         "dist.all_reduce(flat.div_(num_ranks), group=model.process_group)",
         "flat.div_(num_ranks)",
         TOGETHER,
     ),
     "buffers not taken over": (
-        "steps/micro_batches.py",
-        "            ranks.take_buffers(self.replica)\n",
+        "microbatching/oom_retry.py",
+        "            ddp.take_buffers(self.replica)\n",
         "            pass\n",
         f"{TWO}::test_batches_that_fit_train_as_under_plain_ddp",
     ),
     "the others keep their size": (
-        "steps/fitting.py",
-        "self.size = int(ranks.extremes(self.size or self.largest, model)[0])",
+        "microbatching/fitting.py",
+        "self.size = int(ddp.extremes(self.size or self.largest, model)[0])",
         "pass",
         f"{TWO}::test_a_rank_that_runs_out_of_memory_leaves_no_trace",
     ),
     "random state not brought back": (
-        "steps/rollback.py",
+        "microbatching/snapshot.py",
         "yield lambda: torch.set_rng_state(state)",
         "yield int",
         TRACE,
     ),
-    "batch norm twice": ("steps/rollback.py", "self.tensor.copy_(self.values)", "pass", TRACE),
+    "batch norm twice": ("microbatching/snapshot.py", "self.tensor.copy_(self.values)", "pass", TRACE),
     "metrics twice": (
-        "steps/rollback.py",
+        "microbatching/snapshot.py",
         "states[name].data = value.clone()",
         "pass",
-        "tests/steps/test_rollback.py",
+        "tests/microbatching/test_snapshot.py",
     ),
     "weights of a failed try counted": (
-        "steps/micro_batches.py",
+        "microbatching/oom_retry.py",
         "self._window.back(self._mark)",
         "pass",
         TRACE,
     ),
     "gradients of a failed try kept": (
-        "steps/in_parts.py",
+        "microbatching/in_parts.py",
         "        zero_grad()\n",
         "        self._zeroed or zero_grad()\n",
         TRACE,
     ),
     "update not undone": (
-        "steps/update.py",
+        "microbatching/update.py",
         "tensor.copy_(value)",
         "pass",
         f"{CUT}::test_running_out_in_the_update_leaves_no_trace",
     ),
     "step logged as of the last micro-batch": (
-        "steps/logged.py",
+        "microbatching/logged.py",
         "metric._forward_cache = _combined(",
         "_combined(",
         f"{CUT}::test_what_is_logged_is_that_of_the_whole_batch",
     ),
     "find: a size that failed": (
-        "steps/search.py",
+        "microbatching/size_search.py",
         "best = max(fitting,",
         "best = max(trials,",
-        "tests/steps/test_fitting.py",
+        "tests/microbatching/test_fitting.py",
     ),
     "find: the state stays": (
-        "steps/trials.py",
+        "microbatching/trials.py",
         "            undo.restore()\n",
         "",
         f"{CUT}::test_find_gives_the_largest_and_leaves_no_trace",

@@ -32,16 +32,16 @@ from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.errors import CheckpointError, ConflictError
+from lightning_eff.commands import export
+from lightning_eff.core.errors import CheckpointError, ConflictError
+from lightning_eff.core.shards import together
 from lightning_eff.precision.mixed import Mixed
-from lightning_eff.sharding.parts import together
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
-from lightning_eff.verbs import export
 from tests import covering
 from tests.conftest import make_trainer
-from tests.steps.test_ranks import same
-from tests.test_loop import plain, speaker, texts
+from tests.microbatching.test_ddp import same
+from tests.microbatching.test_lightning_loop import plain, speaker, texts
 
 STEPS = 20
 OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}

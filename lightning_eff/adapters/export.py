@@ -23,12 +23,12 @@ from safetensors.torch import save_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_eff.adapters import placing as adapters
+from lightning_eff.adapters import inject as adapters
 from lightning_eff.adapters import quantized, tied
-from lightning_eff.adapters.frozen_base import plain_name, split
+from lightning_eff.adapters.base_fingerprint import plain_name, split
 from lightning_eff.adapters.methods import exactly
 from lightning_eff.adapters.options import sentence
-from lightning_eff.errors import ConfigError
+from lightning_eff.core.errors import ConfigError
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_eff.adapters import tied
 from lightning_eff.adapters.options import check_options, sentence, words
-from lightning_eff.errors import ConfigError, nearest
+from lightning_eff.core.errors import ConfigError, nearest
 from lightning_eff.kernels.linear import TritonLinear
 
 ALL_LINEAR = "all-linear"
@@ -121,7 +121,7 @@ def configure(
         4
         >>> configure("lora", {"lora_alfa": 4}, "all-linear", None)
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: options.lora_alfa=4: expected a field of LoraConfig; did you ...
+        lightning_eff.core.errors.ConfigError: options.lora_alfa=4: expected a field of LoraConfig; ...
     """
     kind = config_class(method)
     fields = check_options(kind, options)

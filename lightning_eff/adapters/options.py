@@ -11,7 +11,7 @@ from typing import Any
 from beartype.door import is_bearable
 from peft import PeftConfig
 
-from lightning_eff.errors import ConfigError, nearest
+from lightning_eff.core.errors import ConfigError, nearest
 
 FACTORS = ("lora_alpha", "alpha")
 """Options that what an adapter computes is multiplied by."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_eff.facts import SHARDING, Rule, Verdict
+from lightning_eff.core.technique import SHARDING, Rule, Verdict
 
 
 def rules(method: str) -> tuple[Rule, ...]:

@@ -22,10 +22,10 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from lightning_eff.adapters import placing as adapters
-from lightning_eff.adapters.frozen_base import Fingerprint, named, of_quantized, split
-from lightning_eff.errors import CheckpointError
-from lightning_eff.sharding.parts import is_part, shape_of
+from lightning_eff.adapters import inject as adapters
+from lightning_eff.adapters.base_fingerprint import Fingerprint, named, of_quantized, split
+from lightning_eff.core.errors import CheckpointError
+from lightning_eff.core.shards import is_part, shape_of
 
 KEY = "peft_adapter"
 """Under which a checkpoint keeps the method and the base's fingerprint."""

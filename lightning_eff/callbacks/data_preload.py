@@ -31,15 +31,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_eff import plan
-from lightning_eff.checkpoints import saved_with
-from lightning_eff.errors import ConfigError
-from lightning_eff.facts import Outcome
-from lightning_eff.loading import loaders
-from lightning_eff.loading.lookahead import Settings
-from lightning_eff.loading.prefetch import Ahead, is_stateful, wrap
-from lightning_eff.measure import loading
-from lightning_eff.measure.tables import human_bytes
+from lightning_eff.callbacks._data_preload import worker_trials
+from lightning_eff.callbacks._data_preload.lookahead import Settings
+from lightning_eff.callbacks._data_preload.prefetch import Ahead, is_stateful, wrap
+from lightning_eff.checkpoint import metadata
+from lightning_eff.core import dataloaders, rules
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.technique import Outcome
+from lightning_eff.core.text import human_bytes
 
 MOVES = ("transfer_batch_to_device", "on_before_batch_transfer")
 """Hooks that must see a batch before it is on the device."""
@@ -68,11 +67,11 @@ class DataPreload(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[DataPreload(num_workers=2)], logger=False, accelerator="cpu")
         >>> DataPreload(num_workers=-1)
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: num_workers=-1: expected 'auto' or a whole number of at least 0
+        lightning_eff.core.errors.ConfigError: num_workers=-1: expected 'auto' or a whole number of at least 0
     """
 
-    on_save_checkpoint = saved_with.save
-    on_load_checkpoint = saved_with.load
+    on_save_checkpoint = metadata.save
+    on_load_checkpoint = metadata.load
 
     def __init__(
         self,
@@ -109,8 +108,8 @@ class DataPreload(pl.Callback):
 
     def _forget(self) -> None:
         self._loaders: list[Ahead] = []
-        self._choices: list[loading.Choice | None] = []
-        self._measured: dict[Any, loading.Choice | None] = {}
+        self._choices: list[worker_trials.Choice | None] = []
+        self._measured: dict[Any, worker_trials.Choice | None] = {}
         self._final: Outcome | None = None
         self._epoch = 0
         self._kept_to_itself = self._untried = ""
@@ -122,9 +121,9 @@ class DataPreload(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        plan.enforce(self, trainer, pl_module)
+        rules.enforce(self, trainer, pl_module)
         self._forget()
-        self._unhook = loaders.hook(trainer, lambda loader: self._prepare(loader, trainer, pl_module))
+        self._unhook = dataloaders.hook(trainer, lambda loader: self._prepare(loader, trainer, pl_module))
 
     def _prepare(self, loader: Any, trainer: pl.Trainer, module: pl.LightningModule) -> Ahead:
         if self._loaders and trainer.current_epoch != self._epoch:
@@ -150,7 +149,7 @@ class DataPreload(pl.Callback):
         self._choices.append(choice)
         return ahead
 
-    def _choose(self, loader: Any, trainer: pl.Trainer) -> loading.Choice | None:
+    def _choose(self, loader: Any, trainer: pl.Trainer) -> worker_trials.Choice | None:
         """Return how many workers to use; None to leave the loader as it is. Rank 0 decides for all."""
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             self._untried = "its samples have no index to try"
@@ -160,20 +159,20 @@ class DataPreload(pl.Callback):
             return None
         if isinstance(self.num_workers, int):
             self._untried = "as asked for"
-            return loading.Choice(self.num_workers, {}, 0.0)
+            return worker_trials.Choice(self.num_workers, {}, 0.0)
         key = (type(loader.dataset), loader.batch_size)
         if key not in self._measured:
             self._measured[key] = self._measure(loader, trainer)
         return self._measured[key]
 
-    def _measure(self, loader: DataLoader[Any], trainer: pl.Trainer) -> loading.Choice | None:
-        most = loading.num_cores(getattr(trainer, "num_devices", 1))
-        measured: loading.Choice | None = None
-        if loading.can_be_tried(loader):
+    def _measure(self, loader: DataLoader[Any], trainer: pl.Trainer) -> worker_trials.Choice | None:
+        most = worker_trials.num_cores(getattr(trainer, "num_devices", 1))
+        measured: worker_trials.Choice | None = None
+        if worker_trials.can_be_tried(loader):
             try:
-                measured = loading.choose(loader, max_workers=most, budget_s=self.max_measure_s)
+                measured = worker_trials.choose(loader, max_workers=most, budget_s=self.max_measure_s)
                 self._untried = measured.reason
-            except loading.SAMPLE_ERRORS as error:
+            except worker_trials.SAMPLE_ERRORS as error:
                 self._untried = f"a trial failed ({type(error).__name__}: {error})".splitlines()[0]
         else:
             self._untried = "its samples have no index to try"
@@ -268,7 +267,7 @@ class DataPreload(pl.Callback):
             },
         )
 
-    def _words(self, loader: Ahead, choice: loading.Choice | None) -> str:
+    def _words(self, loader: Ahead, choice: worker_trials.Choice | None) -> str:
         words = f"{loader.seen.num_workers} workers"
         if choice is not None and choice.seconds_per_batch:
             tried = [f"{s * 1e3:.2f} ms with {count}" for count, s in choice.seconds_per_batch.items()]
@@ -299,7 +298,7 @@ def _works_ahead(loader: Ahead) -> bool:
     return loader.seen.num_workers > 0 or loader.seen.num_ahead > 0
 
 
-def _may_have_a_thread(choice: loading.Choice | None, trainer: pl.Trainer, *, moved: bool) -> bool:
+def _may_have_a_thread(choice: worker_trials.Choice | None, trainer: pl.Trainer, *, moved: bool) -> bool:
     """Say whether a thread may fetch samples that this process makes, and is worth it."""
     precision = str(trainer.precision)
     other_default_dtype = precision.endswith("-true") and precision != "32-true"

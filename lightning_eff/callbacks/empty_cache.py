@@ -27,12 +27,11 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
-from lightning_eff import plan
-from lightning_eff.checkpoints import saved_with
-from lightning_eff.errors import ConfigError, NoEffectWarning
-from lightning_eff.facts import Outcome
-from lightning_eff.measure import allocator
-from lightning_eff.measure.tables import human_bytes
+from lightning_eff.checkpoint import metadata
+from lightning_eff.core import allocator, rules
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.technique import Outcome
+from lightning_eff.core.text import human_bytes
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,12 @@ class EmptyCache(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[EmptyCache(every_n_steps=50)], logger=False, accelerator="cpu")
         >>> EmptyCache(every_n_steps=0)
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: every_n_steps=0: expected a whole number of at least 1, or None
+        lightning_eff.core.errors.ConfigError: every_n_steps=0: expected a whole number of at least 1, or None
     """
 
-    on_save_checkpoint = saved_with.save
-    on_load_checkpoint = saved_with.load
-    setup = plan.refuse_legacy
+    on_save_checkpoint = metadata.save
+    on_load_checkpoint = metadata.load
+    setup = rules.refuse_legacy
 
     def __init__(
         self,

@@ -4,7 +4,7 @@
 the loader that makes follows from its batch size and the number of ranks, so a run on more devices, or with a
 smaller batch, makes steps of the same size. Where batches weigh differently (tokens that are not padding,
 boxes, pixels), `training_step` returns the weight beside the mean loss, `{"loss": loss, "weight": tokens}`. A
-step that the end of an epoch cuts short counts what it has. See loop.py.
+step that the end of an epoch cuts short counts what it has. See microbatching/lightning_loop.py.
 
 What is logged, `val_check_interval` and `limit_train_batches` count the loader's batches as ever. Under a
 schedule `trainer.estimated_stepping_batches` counts with its first size: give `max_steps`.
@@ -26,12 +26,12 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_eff import loop, plan
-from lightning_eff.checkpoints import saved_with
-from lightning_eff.errors import ConfigError, ConflictWarning
-from lightning_eff.facts import Facts, Outcome, Rule
-from lightning_eff.loading import loaders
-from lightning_eff.steps.fitting import is_count
+from lightning_eff.checkpoint import metadata
+from lightning_eff.core import dataloaders, rules
+from lightning_eff.core.errors import ConfigError, ConflictWarning
+from lightning_eff.core.technique import Facts, Outcome, Rule
+from lightning_eff.microbatching import lightning_loop
+from lightning_eff.microbatching.fitting import is_count
 
 UNITS = ("epoch", "step")
 
@@ -55,11 +55,11 @@ class GradientAccumulation(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[accumulation], logger=False, accelerator="cpu")
         >>> GradientAccumulation(global_batch_size=0)
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: global_batch_size=0: expected a whole number of at least 1
+        lightning_eff.core.errors.ConfigError: global_batch_size=0: expected a whole number of at least 1
     """
 
-    on_save_checkpoint = saved_with.save
-    on_load_checkpoint = saved_with.load
+    on_save_checkpoint = metadata.save
+    on_load_checkpoint = metadata.load
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class GradientAccumulation(pl.Callback):
         self._lengths: dict[int, int] = {}
         self._words = ""
         self._unhook: Callable[[], None] | None = None
-        self._loop: loop.ExactStep | None = None
+        self._loop: lightning_loop.ExactStep | None = None
 
     def facts(self) -> Facts:
         """State who else would divide or step."""
@@ -111,7 +111,7 @@ class GradientAccumulation(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        plan.enforce(self, trainer, pl_module)
+        rules.enforce(self, trainer, pl_module)
         if trainer.accumulate_grad_batches != 1:
             raise ConfigError(
                 key="trainer.accumulate_grad_batches",
@@ -119,8 +119,8 @@ class GradientAccumulation(pl.Callback):
                 allowed="1 beside GradientAccumulation, which sets it by global_batch_size",
                 remedies=["trainer.accumulate_grad_batches=1"],
             )
-        self._loop = loop.install(trainer)
-        self._unhook = loaders.hook(trainer, lambda loader: self._derive(loader, trainer))
+        self._loop = lightning_loop.install(trainer)
+        self._unhook = dataloaders.hook(trainer, lambda loader: self._derive(loader, trainer))
 
     def _derive(self, loader: Any, trainer: pl.Trainer) -> Any:
         """Set the number of micro-batches, as soon as the loader is there and before anyone counts steps."""
@@ -168,7 +168,7 @@ class GradientAccumulation(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Set what holds where a run goes on, in the middle of a schedule or of an epoch."""
-        loaders.place(trainer)
+        dataloaders.place(trainer)
         self._apply(trainer)
         self._check_loaders(trainer)
         longest = max(self._lengths.values(), default=1)
@@ -210,7 +210,7 @@ class GradientAccumulation(pl.Callback):
         if self._unhook is not None:
             self._unhook()
             self._unhook = None
-            loop.uninstall(trainer)
+            lightning_loop.uninstall(trainer)
             trainer.accumulate_grad_batches = 1
 
     def outcome(self) -> Outcome:

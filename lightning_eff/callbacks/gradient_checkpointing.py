@@ -32,12 +32,12 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from typing_extensions import override
 
-from lightning_eff import plan, transform
-from lightning_eff.activations import Contexts, HostMemory, Recomputed, noop_context_fn
-from lightning_eff.checkpoints import saved_with
-from lightning_eff.errors import ConfigError, NoEffectWarning
-from lightning_eff.facts import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
-from lightning_eff.transform import Blocks, Stage
+from lightning_eff.checkpoint import metadata
+from lightning_eff.core import model_surgery, rules
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.model_surgery import Blocks, Stage
+from lightning_eff.core.recompute import Contexts, HostMemory, Recomputed, noop_context_fn
+from lightning_eff.core.technique import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 
 POLICIES = ("full", "every_n", "selective", "budget", "offload")
 aten = torch.ops.aten
@@ -129,7 +129,7 @@ def recompute(
         >>> list(recompute(model))
         ['1', '3']
     """
-    found = transform.select(model, blocks)
+    found = model_surgery.select(model, blocks)
     if policy == "every_n":
         found = dict(list(found.items())[::every_n_blocks])
     keep: Contexts = noop_context_fn
@@ -168,11 +168,11 @@ class GradientCheckpointing(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[callback], logger=False, accelerator="cpu")
         >>> GradientCheckpointing(policy="some")
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: policy='some': expected one of full, every_n, selective, ...
+        lightning_eff.core.errors.ConfigError: policy='some': expected one of full, every_n, selective, ...
     """
 
-    on_save_checkpoint = saved_with.save
-    on_load_checkpoint = saved_with.load
+    on_save_checkpoint = metadata.save
+    on_load_checkpoint = metadata.load
 
     def __init__(
         self,
@@ -225,18 +225,18 @@ class GradientCheckpointing(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        plan.enforce(self, trainer, pl_module)
+        rules.enforce(self, trainer, pl_module)
         if stage != "fit":
             return
         if self.policy == "budget":
             self._budget_set = True
             self._budget.enter_context(functorch_config.patch(activation_memory_budget=self.memory_budget))
         else:
-            transform.queue(trainer, pl_module, Stage.CHECKPOINT, self._apply)
+            model_surgery.queue(trainer, pl_module, Stage.CHECKPOINT, self._apply)
 
     def _apply(self, model: nn.Module) -> int:
         try:
-            self._num_blocks = len(transform.select(model, self.blocks))
+            self._num_blocks = len(model_surgery.select(model, self.blocks))
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         new = recompute(model, policy=self.policy, every_n_blocks=self.every_n_blocks, blocks=self.blocks)
@@ -248,7 +248,7 @@ class GradientCheckpointing(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        plan.enforce(self, trainer, pl_module)
+        rules.enforce(self, trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -267,7 +267,7 @@ class GradientCheckpointing(pl.Callback):
         self._restore(pl_module)
 
     def _restore(self, module: pl.LightningModule) -> None:
-        transform.restore(module)
+        model_surgery.restore(module)
         self._budget.close()
         for recomputed in self._recomputed.values():
             recomputed.remove()

@@ -1,11 +1,12 @@
 """A batch in micro-batches that fit, with the gradient of the whole; when memory runs out, in smaller ones.
 
-The loader yields what an optimizer step is to see; here it is cut along its samples (steps/batches.py says
-what can be cut; a `splitter` cuts the rest). Micro-batches count by their samples, or by the weight that
-`training_step` returns beside the mean loss, so the step is that of the whole batch. With `auto` the batch is
-tried as a whole; when memory runs out in the forward or the backward pass, everything that the step has
-changed is brought back (random states, buffers, metrics) and the step is computed in half the size. The
-result is to the bit that of a run which began with that size. The size is kept in the checkpoint.
+The loader yields what an optimizer step is to see; here it is cut along its samples
+(microbatching/splitting.py says what can be cut; a `splitter` cuts the rest). Micro-batches count by their
+samples, or by the weight that `training_step` returns beside the mean loss, so the step is that of the whole
+batch. With `auto` the batch is tried as a whole; when memory runs out in the forward or the backward pass,
+everything that the step has changed is brought back (random states, buffers, metrics) and the step is
+computed in half the size. The result is to the bit that of a run which began with that size. The size is kept
+in the checkpoint.
 
 `find` runs sizes for real before the first step, with an optimizer step, and brings everything back: the
 `largest` that fits, or the `fastest`; `search()` does so once more, after layers were unfrozen, say.
@@ -30,22 +31,22 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_eff import loop, plan
-from lightning_eff.checkpoints import saved_with
-from lightning_eff.errors import ConfigError, NoEffectWarning
-from lightning_eff.facts import Facts, Outcome, Rule, Verdict
-from lightning_eff.loading import loaders
-from lightning_eff.measure import explanations
-from lightning_eff.measure.formats import dtype_of
-from lightning_eff.steps.batches import Splitter
-from lightning_eff.steps.fitting import Fitting, is_count, rounding
-from lightning_eff.steps.in_parts import Search
-from lightning_eff.steps.search import OBJECTIVES, Found
+from lightning_eff.checkpoint import metadata
+from lightning_eff.core import dataloaders, rules
+from lightning_eff.core.dtypes import dtype_of
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
+from lightning_eff.microbatching import lightning_loop
+from lightning_eff.microbatching.fitting import Fitting, is_count, rounding
+from lightning_eff.microbatching.in_parts import Search
+from lightning_eff.microbatching.size_search import OBJECTIVES, Found
+from lightning_eff.microbatching.splitting import Splitter
+from lightning_eff.report import tile_explanation
 
 
 def explain(device: str) -> str:
     """Say which sizes suit a device: multiples by format, and tokens that fill it."""
-    return explanations.of_micro_batches(device)
+    return tile_explanation.of_micro_batches(device)
 
 
 class MicroBatch(pl.Callback):
@@ -70,11 +71,11 @@ class MicroBatch(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[MicroBatch(micro_batch_size=8)], logger=False, accelerator="cpu")
         >>> MicroBatch(micro_batch_size=0)
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: micro_batch_size=0: expected 'auto' or a whole number of at least 1
+        lightning_eff.core.errors.ConfigError: micro_batch_size=0: expected 'auto' or a whole number ...
     """
 
-    on_save_checkpoint = saved_with.save
-    on_load_checkpoint = saved_with.load
+    on_save_checkpoint = metadata.save
+    on_load_checkpoint = metadata.load
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class MicroBatch(pl.Callback):
         self._rounding = ""
         self._found: Found | None = None
         self._fitting: Fitting | None = None
-        self._loop: loop.ExactStep | None = None
+        self._loop: lightning_loop.ExactStep | None = None
 
     @staticmethod
     def _check(size: int | str, find: str | None, grow_after_n_steps: int | None) -> None:
@@ -158,7 +159,7 @@ class MicroBatch(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        plan.enforce(self, trainer, pl_module)
+        rules.enforce(self, trainer, pl_module)
         size = self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
         self._found = None
         self._remembered = self.current_size if self.adapts else None  # of a fit before, or of a checkpoint
@@ -170,7 +171,7 @@ class MicroBatch(pl.Callback):
             multiple_of=multiple_of,
             grow_after_n_steps=self.grow_after_n_steps,
         )
-        self._loop = loop.install(trainer)
+        self._loop = lightning_loop.install(trainer)
         self._loop.fitting = self._fitting
 
     def _settle_rounding(self, trainer: pl.Trainer) -> int:
@@ -183,11 +184,11 @@ class MicroBatch(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        plan.enforce(self, trainer, pl_module)
+        rules.enforce(self, trainer, pl_module)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        loaders.place(trainer)
+        dataloaders.place(trainer)
         if self._fitting is not None and self.adapts:
             self._fitting.size = self._remembered
         if self.find is not None and self._remembered is None:
@@ -241,7 +242,7 @@ class MicroBatch(pl.Callback):
     def _restore(self, trainer: pl.Trainer) -> None:
         if self._loop is not None:
             self._loop = None
-            loop.uninstall(trainer)
+            lightning_loop.uninstall(trainer)
 
     def outcome(self) -> Outcome:
         """Say how batches were cut, and how often memory ran out."""

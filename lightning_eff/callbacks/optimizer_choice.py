@@ -25,17 +25,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff import plan
-from lightning_eff.checkpoints import saved_with
-from lightning_eff.errors import ConfigError
-from lightning_eff.facts import PACKAGE, SCHEDULE, Facts, Outcome, Technique
-from lightning_eff.loading import loaders
-from lightning_eff.measure.memory import state_bytes
-from lightning_eff.measure.tables import human_bytes
-from lightning_eff.optimization.configure_optimizers import SchedulerFactory, attach
-from lightning_eff.optimization.facade import FreesGradients, OptimizerFactory
+from lightning_eff.checkpoint import metadata
+from lightning_eff.core import dataloaders, rules
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.shards import shape_of
+from lightning_eff.core.technique import PACKAGE, SCHEDULE, Facts, Outcome, Technique
+from lightning_eff.core.text import human_bytes
+from lightning_eff.optimization.build import SchedulerFactory, attach
+from lightning_eff.optimization.composite import FreesGradients, OptimizerFactory
 from lightning_eff.optimization.factories import classes, kind_behind, layout, settings
-from lightning_eff.sharding.parts import shape_of
+from lightning_eff.report.live_bytes import state_bytes
 
 READERS = (
     "on_train_batch_end",
@@ -68,8 +67,8 @@ class OptimizerChoice(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[choice], logger=False, accelerator="cpu")
     """
 
-    on_save_checkpoint = saved_with.save
-    on_load_checkpoint = saved_with.load
+    on_save_checkpoint = metadata.save
+    on_load_checkpoint = metadata.load
 
     def __init__(
         self, *, optimizer: OptimizerFactory | None = None, scheduler: SchedulerFactory | None = None
@@ -120,7 +119,7 @@ class OptimizerChoice(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            plan.enforce(self, trainer, pl_module)
+            rules.enforce(self, trainer, pl_module)
             self.replace(pl_module)
             self._load_by_name(trainer)
 
@@ -129,14 +128,14 @@ class OptimizerChoice(pl.Callback):
         self._built = trainer.optimizers[0]
         self._reader = _reader(trainer, pl_module)
         self._zeroed = 0
-        plan.enforce(self, trainer, pl_module)
+        rules.enforce(self, trainer, pl_module)
         if _averages(self._built):
             self._switch_around_saves(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = trainer.global_step
-        loaders.place(trainer)
+        dataloaders.place(trainer)
         self._rates = _rates(self._built)
         self._use_weights(train=True)
 

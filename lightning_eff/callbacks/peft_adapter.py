@@ -32,19 +32,19 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff import plan, transform
-from lightning_eff.adapters import placing as adapters
+from lightning_eff.adapters import inject as adapters
 from lightning_eff.adapters import quantized
 from lightning_eff.adapters import rules as adapter_rules
 from lightning_eff.adapters import state as adapter_state
+from lightning_eff.adapters.adalora import RankSchedule
 from lightning_eff.adapters.methods import Targets, as_list, configure, task_heads
-from lightning_eff.adapters.rank_schedule import RankSchedule
-from lightning_eff.checkpoints import saved_with, stored
-from lightning_eff.errors import ConfigError, check_flags
-from lightning_eff.facts import NEW_PARAMETERS, TRANSFORM, Facts, Outcome, name_of
-from lightning_eff.measure.tables import human_bytes
+from lightning_eff.checkpoint import metadata, stored_weights
+from lightning_eff.core import model_surgery, rules
+from lightning_eff.core.errors import ConfigError, check_flags
+from lightning_eff.core.model_surgery import Stage
+from lightning_eff.core.technique import NEW_PARAMETERS, TRANSFORM, Facts, Outcome, name_of
+from lightning_eff.core.text import human_bytes
 from lightning_eff.optimization.first_gradients import FirstGradients, GradientError, listed
-from lightning_eff.transform import Stage
 
 SHARDED = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 """Strategies that write checkpoints themselves, base included: left to them."""
@@ -115,11 +115,11 @@ class PeftAdapter(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[callback], logger=False, accelerator="cpu")
         >>> PeftAdapter(method="dora")
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: method='dora': expected one of PEFT's methods; ...
+        lightning_eff.core.errors.ConfigError: method='dora': expected one of PEFT's methods; ...
     """
 
-    on_save_checkpoint = saved_with.save
-    on_load_checkpoint = saved_with.load
+    on_save_checkpoint = metadata.save
+    on_load_checkpoint = metadata.load
 
     def __init__(
         self,
@@ -171,19 +171,19 @@ class PeftAdapter(pl.Callback):
     def keeps_trainable(self, model: nn.Module, names: Iterable[str]) -> set[str]:
         """Return what is trained whole, or in such a module: all others get frozen, once adapters are in."""
         if adapters.of(model):
-            return transform.trainable(model, names)
+            return model_surgery.trainable(model, names)
         heads = task_heads(model, (self.options or {}).get("task_type"))
         saved = [*as_list(self.modules_to_save), *heads]
         return {name for name in names if any(f".{word}." in f".{name}." for word in saved)}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        plan.enforce(self, trainer, pl_module)
+        rules.enforce(self, trainer, pl_module)
         self._trainer = trainer
         for when, change in self.changes():
-            transform.queue(trainer, pl_module, when, change)
+            model_surgery.queue(trainer, pl_module, when, change)
 
-    def changes(self, *, base: bool = True) -> list[tuple[Stage, transform.Change]]:
+    def changes(self, *, base: bool = True) -> list[tuple[Stage, model_surgery.Change]]:
         """Return what belongs between `configure_model` and a restore, and when.
 
         Args:
@@ -196,7 +196,7 @@ class PeftAdapter(pl.Callback):
         """Give the model its base, unless it has adapters, and so a base, already."""
         path = Path(self.base_checkpoint or "")
         key = f"{name_of(self).replace('/', '.')}.base_checkpoint"
-        return 0 if adapters.of(model) else stored.load_base(model, path, key=key)
+        return 0 if adapters.of(model) else stored_weights.load_base(model, path, key=key)
 
     def _apply(self, model: nn.Module) -> int:
         try:
@@ -237,7 +237,7 @@ class PeftAdapter(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        plan.enforce(self, trainer, pl_module)
+        rules.enforce(self, trainer, pl_module)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -288,14 +288,14 @@ class PeftAdapter(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        transform.restore(pl_module)
+        model_surgery.restore(pl_module)
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self._take_off()
-        transform.restore(pl_module)
+        model_surgery.restore(pl_module)
 
     def _take_off(self) -> None:
         self._first.take_off()

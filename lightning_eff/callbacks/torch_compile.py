@@ -28,13 +28,13 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from typing_extensions import override
 
-from lightning_eff import plan, transform
-from lightning_eff.checkpoints import saved_with
-from lightning_eff.compiled import CompiledCall
-from lightning_eff.errors import ConfigError, NoEffectWarning, nearest
-from lightning_eff.facts import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
-from lightning_eff.measure.compilation import Compilations
-from lightning_eff.transform import Blocks, Stage
+from lightning_eff.callbacks._compilation import Compilations
+from lightning_eff.checkpoint import metadata
+from lightning_eff.core import model_surgery, rules
+from lightning_eff.core.compiled_call import CompiledCall
+from lightning_eff.core.errors import ConfigError, NoEffectWarning, nearest
+from lightning_eff.core.model_surgery import Blocks, Stage
+from lightning_eff.core.technique import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 RECOMPILATIONS_PER_PART = 8
@@ -81,7 +81,7 @@ def compile_in_place(
 def _parts(model: nn.Module, target: str, blocks: Blocks) -> dict[str, Any]:
     """Return what a target means in a model, by name."""
     if target == "blocks":
-        return dict(transform.select(model, blocks))
+        return dict(model_surgery.select(model, blocks))
     if target == "forward":
         if type(model).forward is pl.LightningModule.forward:
             names = ", ".join(name for name, _ in model.named_children())
@@ -151,11 +151,11 @@ class TorchCompile(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[TorchCompile(mode="default")], logger=False, accelerator="cpu")
         >>> TorchCompile(backend="inducktor")
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: backend='inducktor': expected a backend of torch.compile's; ...
+        lightning_eff.core.errors.ConfigError: backend='inducktor': expected a backend of torch.compile's; ...
     """
 
-    on_save_checkpoint = saved_with.save
-    on_load_checkpoint = saved_with.load
+    on_save_checkpoint = metadata.save
+    on_load_checkpoint = metadata.load
 
     def __init__(
         self,
@@ -211,8 +211,8 @@ class TorchCompile(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        plan.enforce(self, trainer, pl_module)
-        transform.queue(trainer, pl_module, Stage.COMPILE, self._apply)
+        rules.enforce(self, trainer, pl_module)
+        model_surgery.queue(trainer, pl_module, Stage.COMPILE, self._apply)
         if stage == "fit":
             # Graphs of an earlier run fit this one's code, and were made under that one's settings.
             torch.compiler.reset()
@@ -247,7 +247,7 @@ class TorchCompile(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        plan.enforce(self, trainer, pl_module)
+        rules.enforce(self, trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -266,7 +266,7 @@ class TorchCompile(pl.Callback):
         self._restore(pl_module)
 
     def _restore(self, module: pl.LightningModule) -> None:
-        transform.restore(module)
+        model_surgery.restore(module)
         self._compilations.close()
         self._limits.close()
         for undo in self._undo.values():

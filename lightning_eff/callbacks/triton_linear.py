@@ -24,19 +24,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_eff import loop, plan, transform
-from lightning_eff.checkpoints import saved_with
-from lightning_eff.errors import ConfigError, NoEffectWarning
-from lightning_eff.facts import TRANSFORM, Facts, Outcome, Rule, Verdict
+from lightning_eff.checkpoint import metadata
+from lightning_eff.core import model_surgery, rules
+from lightning_eff.core.dtypes import dtype_of, product_dtype
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.model_surgery import Blocks, Stage
+from lightning_eff.core.shards import shape_of
+from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels import linear as layers
 from lightning_eff.kernels.matmul import INTERPRETED
 from lightning_eff.kernels.table import Shape
-from lightning_eff.measure import explanations
-from lightning_eff.measure.formats import dtype_of, product_dtype
-from lightning_eff.sharding.parts import shape_of
-from lightning_eff.steps.fitting import is_count
-from lightning_eff.transform import Blocks, Stage
+from lightning_eff.microbatching import lightning_loop
+from lightning_eff.microbatching.fitting import is_count
+from lightning_eff.report import tile_explanation
 
 
 def swap(
@@ -64,7 +65,7 @@ def swap(
         >>> list(swap(model))
         ['0']
     """
-    parts = {"": model} if blocks is None else transform.select(model, blocks)
+    parts = {"": model} if blocks is None else model_surgery.select(model, blocks)
     swapped: dict[str, layers.TritonLinear] = {}
     for prefix, part in parts.items():
         for name, module in part.named_modules(prefix=prefix):
@@ -91,7 +92,7 @@ def unswap(layer: layers.TritonLinear) -> None:
 
 def explain(device: str) -> str:
     """Say which tiles the layers of known models get on a device, and what is lost there."""
-    return "\n\n".join(map(str, explanations.of_layers(device)))
+    return "\n\n".join(map(str, tile_explanation.of_layers(device)))
 
 
 class TritonLinear(pl.Callback):
@@ -115,11 +116,11 @@ class TritonLinear(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[TritonLinear(min_features=64)], logger=False, accelerator="cpu")
         >>> TritonLinear(backend="cublas")
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: backend='cublas': expected one of auto, torch, triton...
+        lightning_eff.core.errors.ConfigError: backend='cublas': expected one of auto, torch, triton...
     """
 
-    on_save_checkpoint = saved_with.save
-    on_load_checkpoint = saved_with.load
+    on_save_checkpoint = metadata.save
+    on_load_checkpoint = metadata.load
 
     def __init__(
         self,
@@ -161,10 +162,10 @@ class TritonLinear(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        plan.enforce(self, trainer, pl_module)
+        rules.enforce(self, trainer, pl_module)
         if stage == "fit":
             self._swapped, self._rows, self._accumulation.num_added = {}, {}, 0
-            transform.queue(trainer, pl_module, Stage.TILE, self._apply)
+            model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
 
     def layers_of(self, model: nn.Module) -> dict[str, layers.TritonLinear]:
         """Swap the layers of a model that are meant, and return them by name; `unswap` takes it back."""
@@ -194,7 +195,7 @@ class TritonLinear(pl.Callback):
         for name, layer in self._swapped.items():
             self._look(name, layer)
         present = trainer.fit_loop.epoch_loop.automatic_optimization
-        if self.accumulate and isinstance(present, loop.ExactStep):
+        if self.accumulate and isinstance(present, lightning_loop.ExactStep):
             present.around_backward = lambda: self._adding(trainer)
 
     def _look(self, name: str, layer: nn.Module) -> None:
@@ -209,7 +210,7 @@ class TritonLinear(pl.Callback):
         model = trainer.strategy.model
         waits = isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
         several = trainer.world_size > 1 and not isinstance(model, DistributedDataParallel)
-        elsewhere = several or isinstance(trainer.strategy, loop.ScalesGradients)
+        elsewhere = several or isinstance(trainer.strategy, lightning_loop.ScalesGradients)
         return nullcontext() if waits or elsewhere else self._accumulation.open()
 
     @override
@@ -223,7 +224,7 @@ class TritonLinear(pl.Callback):
         self._restore(pl_module)
 
     def _restore(self, module: pl.LightningModule) -> None:
-        transform.restore(module)
+        model_surgery.restore(module)
         for layer in self._swapped.values():
             unswap(layer)
 

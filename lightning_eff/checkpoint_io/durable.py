@@ -2,8 +2,8 @@
 
 Lightning writes a checkpoint to the folder for temporary files and moves it over the old one. From another
 disk that move is a copy: a kill in its middle, or a full disk, destroys the checkpoint that was there. Here a
-file is written next to it, brought to the disk and renamed (checkpoints/replacing.py), and carries its own
-SHA-256 (checkpoints/sealed.py), compared before a tensor is assigned: torch itself accepts most files with a
+file is written next to it, brought to the disk and renamed (checkpoint/atomic_write.py), and carries its own
+SHA-256 (checkpoint/digest.py), compared before a tensor is assigned: torch itself accepts most files with a
 flipped bit. Loading never unpickles more than tensors and plain values. A checkpoint names other files, which
 Lightning removes as time goes on; here only a file of our own goes, in a folder that this run saves to, so
 that a checkpoint of someone else's cannot name what is deleted.
@@ -41,18 +41,17 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from typing_extensions import override
 
-from lightning_eff import plan
-from lightning_eff.checkpoints import saved_with
-from lightning_eff.checkpoints.in_order import InOrder
-from lightning_eff.checkpoints.plain_values import load_plain
-from lightning_eff.checkpoints.refusals import not_saved
-from lightning_eff.checkpoints.replacing import make_folder, write_sealed
-from lightning_eff.checkpoints.sealed import bears_seal, read, verify
-from lightning_eff.errors import CheckpointError, CheckpointWarning, check_flags
-from lightning_eff.facts import FOLDERS, SHARDING, Facts, Outcome, Rule, Verdict
-from lightning_eff.measure.tables import human_bytes
-from lightning_eff.sharding import folder, saving
-from lightning_eff.sharding.in_rows import assembled
+from lightning_eff.checkpoint import metadata, saving, sharded
+from lightning_eff.checkpoint.atomic_write import make_folder, write_sealed
+from lightning_eff.checkpoint.background_writer import InOrder
+from lightning_eff.checkpoint.digest import bears_seal, read, verify
+from lightning_eff.checkpoint.lazy_tensor import assembled
+from lightning_eff.checkpoint.refusals import not_saved
+from lightning_eff.checkpoint.safe_load import load_plain
+from lightning_eff.core import rules
+from lightning_eff.core.errors import CheckpointError, CheckpointWarning, check_flags
+from lightning_eff.core.technique import FOLDERS, SHARDING, Facts, Outcome, Rule, Verdict
+from lightning_eff.core.text import human_bytes
 
 log = logging.getLogger(__name__)
 
@@ -110,10 +109,10 @@ class Durable(CheckpointIO):
         >>> _ = path.write_bytes(path.read_bytes()[:-1])
         >>> Durable().load_checkpoint(path)
         Traceback (most recent call last):
-        lightning_eff.errors.CheckpointError: checkpoint ...one.ckpt is not loaded: it is cut off, ...
+        lightning_eff.core.errors.CheckpointError: checkpoint ...one.ckpt is not loaded: it is cut off, ...
     """
 
-    __repr__ = plan.repr_of_plugin
+    __repr__ = rules.repr_of_plugin
 
     def __init__(self, *, asynchronous: bool = False, require_digest: bool = False) -> None:
         check_flags(asynchronous=asynchronous, require_digest=require_digest)
@@ -148,7 +147,7 @@ class Durable(CheckpointIO):
             raise TypeError(text)
         start = time.perf_counter()
         target = _local(path)
-        checkpoint = saved_with.with_plugin(checkpoint, self)
+        checkpoint = metadata.with_plugin(checkpoint, self)
         self._behind.settle()
         self._tidy(target.parent)
         if self.asynchronous and not self._run_is_over:
@@ -222,7 +221,7 @@ class Durable(CheckpointIO):
         if not isinstance(map_location, (str, torch.device, type(None))):
             text = f"checkpoint {target} is not loaded: map_location of a folder is a device, or None"
             raise CheckpointError(text)
-        state = folder.joined(folder.verified(target))
+        state = sharded.joined(sharded.verified(target))
         self.folder_loaded(target)
         return assembled(state, map_location or "cpu")
 
@@ -250,7 +249,7 @@ class Durable(CheckpointIO):
             real = _real(target)
             reason = self._reason_to_keep(real)
             if not reason:
-                saving.remove(target) if folder.is_one(real) and not real.is_symlink() else target.unlink()
+                saving.remove(target) if sharded.is_one(real) and not real.is_symlink() else target.unlink()
                 self._done.num_removed += 1
                 return
         except OSError as error:
@@ -265,9 +264,9 @@ class Durable(CheckpointIO):
             return "it lies outside the folders that this run saves to"
         if real.is_symlink():
             return "" if real.readlink().name == str(real.readlink()) else "it is a link to another folder"
-        if real.is_dir() and not folder.is_one(real):
+        if real.is_dir() and not sharded.is_one(real):
             return "it is a folder, which another strategy wrote"
-        file = real / folder.INDEX if real.is_dir() else real
+        file = real / sharded.INDEX if real.is_dir() else real
         return "" if real in self._own or bears_seal(file) else "it was not written by this plugin"
 
     def _tidy(self, where: Path) -> None:

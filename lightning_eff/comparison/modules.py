@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.comparison import apart
+from lightning_eff.comparison import subprocess_trial
 from lightning_eff.comparison.rounds import Comparison
 from lightning_eff.comparison.rows import Result, Row
 from lightning_eff.comparison.trials import BASELINE, Trial
-from lightning_eff.errors import EXIT_OK, ConfigError
+from lightning_eff.core.errors import EXIT_OK, ConfigError
 
 QUIET: dict[str, Any] = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
@@ -57,7 +57,7 @@ def compare(
     Example:
         >>> compare(list, {}, max_steps=2)  # in a script: compare(build, {"bf16": {"plugins": [Mixed()]}})
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: max_steps=2: expected at least 6
+        lightning_eff.core.errors.ConfigError: max_steps=2: expected at least 6
     """
     for key, value, least in (("max_steps", max_steps, 6), ("rounds", rounds, 1)):
         if value < least:
@@ -74,7 +74,9 @@ def compare(
 
     def run(trial: Trial, where: Path) -> Result:
         given = {"max_steps": max_steps, **keywords[trial.name]}
-        return apart.run(functools.partial(_fit, build, given, seed), folder=where, limit_s=limit_s)
+        return subprocess_trial.run(
+            functools.partial(_fit, build, given, seed), folder=where, limit_s=limit_s
+        )
 
     def tell(line: str) -> None:
         sys.stderr.write(f" {line}\n")
@@ -104,7 +106,7 @@ def _fingerprint(build: Callable[..., Any]) -> str:
 
 def _described(keywords: Mapping[str, Any]) -> tuple[str, ...]:
     """Say what a trial has, in words that are the same in the next process."""
-    from lightning_eff.facts import Technique, asked, name_of
+    from lightning_eff.core.technique import Technique, asked, name_of
 
     def words(value: Any) -> str:
         if isinstance(value, (list, tuple)):
@@ -139,5 +141,5 @@ def _fit(build: Callable[[], tuple[Any, Any]], keywords: Mapping[str, Any], seed
         trainer.fit(module, datamodule=data)
     else:
         trainer.fit(module, data)
-    (folder / apart.REPORT_FILE).write_text(json.dumps(monitor.report), encoding="utf-8")
+    (folder / subprocess_trial.REPORT_FILE).write_text(json.dumps(monitor.report), encoding="utf-8")
     return EXIT_OK

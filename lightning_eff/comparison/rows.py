@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_eff.measure.tables import human_bytes, text_table
+from lightning_eff.core.text import human_bytes, text_table
 
 MEASURED, PREDICTED, NOT_RUN, FAILED = "measured", "predicted", "not run", "failed"
 HEADER = ("technique", "samples/s", "x base", "peak", "x base", "loss diff", "status")

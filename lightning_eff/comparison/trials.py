@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_eff import catalog
-from lightning_eff.composing.overrides import parse_overrides
+from lightning_eff.config.overrides import parse_overrides
+from lightning_eff.core import catalog
 
 BASELINE, AS_IT_IS, TOGETHER = "baseline", "the recipe as it is", "together"
 BARE = {"precision": "fp32", "strategy": "auto"}

@@ -32,15 +32,15 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_eff import plan
-from lightning_eff.compiled import is_compiled
-from lightning_eff.errors import ConfigError
-from lightning_eff.facts import Technique, asked, name_of, techniques
-from lightning_eff.loop import ExactStep
-from lightning_eff.measure import environment, report
-from lightning_eff.measure.losses import Losses
-from lightning_eff.measure.memory import state_bytes
-from lightning_eff.measure.meter import Meter
+from lightning_eff.core import machine, rules
+from lightning_eff.core.compiled_call import is_compiled
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.technique import Technique, asked, name_of, techniques
+from lightning_eff.microbatching.lightning_loop import ExactStep
+from lightning_eff.report import report
+from lightning_eff.report.live_bytes import state_bytes
+from lightning_eff.report.losses import Losses
+from lightning_eff.report.meter import Meter
 
 LEDGER_FILE = "efficiency.json"
 PAGE_FILE = "report.html"
@@ -86,7 +86,7 @@ class EfficiencyReport(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Remember what was asked, before anything settles what `auto` means."""
-        plan.refuse_legacy(self, trainer)
+        rules.refuse_legacy(self, trainer)
         if stage == "fit":
             self.report = {}
             strategy = trainer.strategy
@@ -171,7 +171,7 @@ class EfficiencyReport(pl.Callback):
             "losses": self._losses.curve(),
             "memory": {} if (held := meter.memory()) is None else held.as_dict(),
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            "environment": environment.describe(meter.device),
+            "environment": machine.describe(meter.device),
             "command": _command(),
         }
         self.report = report.plain(findings)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_eff import plan
+from lightning_eff.core import rules
 from lightning_eff.optimization.first_gradients import FirstGradients
 
 
@@ -34,7 +34,7 @@ class GradientCheck(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[check], logger=False, accelerator="cpu")
     """
 
-    setup = plan.refuse_legacy
+    setup = rules.refuse_legacy
 
     def __init__(self, *, unused: Sequence[str] | None = None) -> None:
         self.unused = unused

@@ -18,9 +18,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 from typing_extensions import override
 
-from lightning_eff import plan
-from lightning_eff.errors import ConfigError
-from lightning_eff.measure.meter import batch_size
+from lightning_eff.core import rules
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.report.meter import batch_size
 
 
 class Progress(ProgressBar):
@@ -48,7 +48,7 @@ class Progress(ProgressBar):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        plan.refuse_legacy(self, trainer)
+        rules.refuse_legacy(self, trainer)
         super().setup(trainer, pl_module, stage)
 
     @override

@@ -18,8 +18,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_eff import plan
-from lightning_eff.errors import ConfigError
+from lightning_eff.core import rules
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.monitors.text_sample import evaluating
 
 
@@ -37,7 +37,7 @@ class TextLosses(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[TextLosses(max_batches=5)], logger=False, accelerator="cpu")
     """
 
-    setup = plan.refuse_legacy
+    setup = rules.refuse_legacy
 
     def __init__(self, *, max_batches: int = 20) -> None:
         if max_batches < 1:

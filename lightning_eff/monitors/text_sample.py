@@ -21,8 +21,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from lightning_eff import plan
-from lightning_eff.errors import ConfigError
+from lightning_eff.core import rules
+from lightning_eff.core.errors import ConfigError
 
 
 class TextSample(pl.Callback):
@@ -41,7 +41,7 @@ class TextSample(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[TextSample(prompt="import ")], logger=False, accelerator="cpu")
     """
 
-    setup = plan.refuse_legacy
+    setup = rules.refuse_legacy
 
     def __init__(self, *, prompt: str = "def ", num_tokens: int = 120, seed: int = 0) -> None:
         if num_tokens < 1:

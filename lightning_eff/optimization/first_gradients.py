@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_eff.errors import EXIT_FAILED, ConfigError, HasRemedies, nearest
-from lightning_eff.optimization.facade import FreesGradients
+from lightning_eff.core.errors import EXIT_FAILED, ConfigError, HasRemedies, nearest
+from lightning_eff.optimization.composite import FreesGradients
 
 MAX_NAMES = 5
 

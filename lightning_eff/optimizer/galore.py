@@ -20,8 +20,8 @@ import pytorch_optimizer
 from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 from typing_extensions import override
 
-from lightning_eff.errors import ConfigError
-from lightning_eff.facts import FLATTENED, PROJECTS, Facts, Outcome
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.technique import FLATTENED, PROJECTS, Facts, Outcome
 from lightning_eff.optimizer.muon import split
 
 PROJECTOR = "projector"

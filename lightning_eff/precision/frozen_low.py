@@ -33,14 +33,15 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_eff import plan, transform
-from lightning_eff.adapters import frozen, quantized
-from lightning_eff.errors import ConfigError, EnvironmentLacksError, SlowPathWarning
-from lightning_eff.facts import NEW_PARAMETERS, SHARDING, TRANSFORM, Facts, Outcome, Rule, Verdict
-from lightning_eff.measure.formats import choose, support
-from lightning_eff.measure.tables import human_bytes
+from lightning_eff.adapters import quantized
+from lightning_eff.core import model_surgery, rules
+from lightning_eff.core.dtypes import choose, support
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, SlowPathWarning
+from lightning_eff.core.model_surgery import Stage
+from lightning_eff.core.technique import NEW_PARAMETERS, SHARDING, TRANSFORM, Facts, Outcome, Rule, Verdict
+from lightning_eff.core.text import human_bytes
+from lightning_eff.precision._quantized import frozen
 from lightning_eff.precision.mixed import COMPUTE_DTYPES, Mixed
-from lightning_eff.transform import Stage
 
 QUANTIZED = ("nf4", "fp4", "int8")
 CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,10 +80,10 @@ class FrozenLow(Mixed):
         ... )
         >>> FrozenLow(weights="int4")
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: weights='int4': expected one of nf4, fp4, int8, bf16, fp16
+        lightning_eff.core.errors.ConfigError: weights='int4': expected one of nf4, fp4, int8, bf16, fp16
     """
 
-    __repr__ = plan.repr_of_plugin
+    __repr__ = rules.repr_of_plugin
     stage = Stage.QUANTIZE
 
     def __init__(
@@ -154,7 +155,7 @@ class FrozenLow(Mixed):
         layers = frozen.linear_layers(model, self.skip or ())
         if self.weights in CAST:
             return 0
-        staying = transform.staying_frozen(model, layers)
+        staying = model_surgery.staying_frozen(model, layers)
         meant = {name: layer for name, layer in layers.items() if name in staying}
         present = {n: part for n, part in model.named_modules() if quantized.is_quantized(part)}
         if not meant and not present:
@@ -170,7 +171,7 @@ class FrozenLow(Mixed):
         return len(meant)
 
     def _quantize_layer(self, name: str, layer: nn.Linear) -> None:
-        from lightning_eff.adapters.quantized_linear import quantize
+        from lightning_eff.precision._quantized.quantized_linear import quantize
 
         if layer.weight.is_meta or layer.weight.dtype == torch.float64:
             has = "no values yet" if layer.weight.is_meta else "64 bits"

@@ -35,12 +35,12 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff import plan
-from lightning_eff.checkpoints import saved_with
-from lightning_eff.errors import ConfigError, NoEffectWarning, SlowPathWarning
-from lightning_eff.facts import Facts, Outcome, Rule, Verdict
-from lightning_eff.measure.formats import choose, support
-from lightning_eff.measure.tables import human_bytes, human_count
+from lightning_eff.checkpoint import metadata
+from lightning_eff.core import rules
+from lightning_eff.core.dtypes import choose, support
+from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
+from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
+from lightning_eff.core.text import human_bytes, human_count
 
 COMPUTE_DTYPES = {
     "bf16-mixed": torch.bfloat16,
@@ -110,10 +110,10 @@ class Mixed(Precision):
         >>> trainer = pl.Trainer(plugins=[Mixed(precision="bf16-mixed")], logger=False, accelerator="cpu")
         >>> Mixed(precision="bf16")
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: precision='bf16': expected one of auto, bf16-mixed, ...
+        lightning_eff.core.errors.ConfigError: precision='bf16': expected one of auto, bf16-mixed, ...
     """
 
-    __repr__ = plan.repr_of_plugin
+    __repr__ = rules.repr_of_plugin
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Mixed(Precision):
         """Settle format and device, convert the weights in place if the format asks for it, and count."""
         trainer: pl.Trainer | None = getattr(module, "_trainer", None)
         if trainer is not None and trainer.ckpt_path is not None:
-            saved_with.watch(trainer)
+            metadata.watch(trainer)
         device_type = self._settle_device(module)
         if self.precision == "auto":
             self.precision, self._reason = choose(device_type)
@@ -293,7 +293,7 @@ class Mixed(Precision):
         state = checkpoint.pop(type(self).__qualname__, None)
         if state is not None:
             checkpoint[OF_LIGHTNING] = state
-        checkpoint |= saved_with.with_plugin(checkpoint, self)
+        checkpoint |= metadata.with_plugin(checkpoint, self)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

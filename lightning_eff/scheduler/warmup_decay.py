@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_eff.errors import ConfigError
+from lightning_eff.core.errors import ConfigError
 
 DECAYS = ("cosine", "linear", "none")
 

@@ -7,7 +7,7 @@ DeepSpeed does it; this strategy makes it fit Lightning: on CUDA and, with gloo,
 
 Accumulation is exact: windows of unequal weights, leftovers at the end of an epoch, clipping of the whole
 gradient. DeepSpeed's own accumulation would divide by the window twice, so it is off. Checkpoints are those
-of one device (sharding/full_state.py): they go to any other strategy and back, through the run's
+of one device (checkpoint/full_state.py): they go to any other strategy and back, through the run's
 checkpoint_io. An optimizer that looks at whole matrices is refused, since a rank has stretches of vectors.
 
 Costs: communication as in DDP (stages 1, 2), half as much again (stage 3), and moving what is offloaded.
@@ -38,19 +38,20 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff import plan
-from lightning_eff.facts import Facts, Outcome
-from lightning_eff.measure.tables import human_count
-from lightning_eff.measure.zero_scheme import Zero
-from lightning_eff.sharding import full_state, zero_checks, zero_config, zero_rules
-from lightning_eff.sharding.first_values import spread
-from lightning_eff.sharding.one_optimizer import one_optimizer
-from lightning_eff.sharding.own_formats import OwnFormats
-from lightning_eff.sharding.parts import shape_of
-from lightning_eff.sharding.same_order import SameOrder
-from lightning_eff.sharding.unseen import Unseen, warn_of_hooks
-from lightning_eff.sharding.whole_shapes import whole_shapes
-from lightning_eff.sharding.zero_parts import parts_of
+from lightning_eff.checkpoint import full_state
+from lightning_eff.core import rules
+from lightning_eff.core.shards import shape_of
+from lightning_eff.core.technique import Facts, Outcome
+from lightning_eff.core.text import human_count
+from lightning_eff.strategy._shared.broadcast import spread
+from lightning_eff.strategy._shared.module_order import SameOrder
+from lightning_eff.strategy._zero import checks, zero_config, zero_rules
+from lightning_eff.strategy._zero.memory_arithmetic import Zero
+from lightning_eff.strategy._zero.one_optimizer import one_optimizer
+from lightning_eff.strategy._zero.own_formats import OwnFormats
+from lightning_eff.strategy._zero.partitions import parts_of
+from lightning_eff.strategy._zero.unseen import Unseen, warn_of_hooks
+from lightning_eff.strategy._zero.whole_shapes import whole_shapes
 
 ALL = 3
 """The stage that divides the weights too."""
@@ -78,10 +79,10 @@ class DeepSpeedZero(DeepSpeedStrategy):
         >>> deepspeed = pytest.importorskip("deepspeed")
         >>> DeepSpeedZero(stage=4)
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: stage=4: expected 1 (optimizer state), 2 (and gradients) or ...
+        lightning_eff.core.errors.ConfigError: stage=4: expected 1 (optimizer state), 2 (and gradients) or ...
     """
 
-    __repr__ = plan.repr_of_plugin
+    __repr__ = rules.repr_of_plugin
     whole_checkpoints = True
     """Every tensor is whole in a checkpoint, whatever the stage."""
 
@@ -95,9 +96,9 @@ class DeepSpeedZero(DeepSpeedStrategy):
         config: Mapping[str, Any] | None = None,
         shard_while_building: bool = False,
     ) -> None:
-        zero_checks.check_values(stage, offload_optimizer, offload_parameters, nvme_path)
+        checks.check_values(stage, offload_optimizer, offload_parameters, nvme_path)
         zero_config.check(config or {})
-        zero_checks.import_deepspeed()
+        checks.import_deepspeed()
         given = dict(config or {})
         super().__init__(
             config=zero_config.whole(
@@ -148,15 +149,15 @@ class DeepSpeedZero(DeepSpeedStrategy):
         """Put DeepSpeed's own in the place of another plugin, which would have no effect here."""
         plugin = precision_plugin
         if plugin is not None and not isinstance(plugin, DeepSpeedPrecision):
-            plugin = zero_checks.precision_like(plugin, self.root_device.type)
+            plugin = checks.precision_like(plugin, self.root_device.type)
         self._precision_plugin = plugin
 
     @override
     def setup_environment(self) -> None:
         module: Any = self.lightning_module
-        plan.enforce(self, module.trainer, module)
+        rules.enforce(self, module.trainer, module)
         device = self.root_device.type
-        zero_checks.check_accelerator(device)
+        checks.check_accelerator(device)
         DDPStrategy.setup_environment(self)
 
     @override
@@ -166,7 +167,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
             return
         reset_seed()
         self.set_world_ranks()
-        zero_checks.leave_out_shared_memory()
+        checks.leave_out_shared_memory()
         self._init_deepspeed_distributed()
 
     @contextmanager
@@ -192,7 +193,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        zero_checks.check_run(trainer)
+        checks.check_run(trainer)
         spread(trainer.lightning_module.buffers(), self.root_device)  # DeepSpeed does so with parameters
         self._formats = OwnFormats(trainer.lightning_module, str(self.precision_plugin.precision))
         super().setup(trainer)
@@ -200,7 +201,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
             warn_of_hooks(trainer.lightning_module)
             self._unseen = Unseen(trainer.lightning_module)
             self._order = SameOrder(
-                zero_checks.NAME, trainer.lightning_module, gathers=self.stage == ALL, ordered=self.stage > 1
+                checks.NAME, trainer.lightning_module, gathers=self.stage == ALL, ordered=self.stage > 1
             )
             zero: Any = self.optimizers[0]
             zero.whole_groups = [{"params": group} for group in self._groups]
@@ -232,7 +233,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: Any, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
-        with zero_checks.no_group_empty(model, optimizer):
+        with checks.no_group_empty(model, optimizer):
             return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
     @override

@@ -3,17 +3,18 @@
 What ZeRO's stage 3 does, in PyTorch itself: `fully_shard` divides the parameters of each repeated block (the
 layers of a transformer), gathers them for the block's forward and backward pass, and reduces their gradients
 to parts again. Blocks are found, in any LightningModule; no `configure_model` is needed. It happens last,
-after adapters, tiles, checkpointing and compiling (transform.py).
+after adapters, tiles, checkpointing and compiling (core/model_surgery.py).
 
 Within a window of micro-batches gradients stay whole on each rank and are reduced once, where Lightning's own
 strategy reduces each time; where memory matters more, `sync_every_micro_batch` does that. Checkpoints are
-those of one device (sharding/full_state.py): in one file, or, for models that no host could hold, in a folder
-to which each rank writes its own rows (sharding/folder.py). Both are verified, and loaded by any strategy.
+those of one device (checkpoint/full_state.py): in one file, or, for models that no host could hold, in a
+folder to which each rank writes its own rows (checkpoint/sharded.py). Both are verified, and loaded by any
+strategy.
 
 Costs: communication half as much again as DDP's; a block's weights whole at a time; in a window a gradient
     of the model's size, unless every micro-batch is synchronized. A checkpoint in one file puts one
     tensor together after the other, and is read whole by every rank; a folder is neither.
-    Ranks must run the same parts of a model; they compare it, 16 bytes a step (sharding/same_order.py).
+    Ranks must run the same parts of a model; they compare it, 16 bytes a step (_shared/module_order.py).
 Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights
     that are tied across blocks. FrozenLow. Averages of weights. Hooks on parameters.
 Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277;
@@ -36,18 +37,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff import plan
-from lightning_eff.checkpoints import saved_with
-from lightning_eff.errors import CheckpointError, ConfigError
-from lightning_eff.facts import FOLDERS, Facts, Outcome, Rule, Technique
-from lightning_eff.measure.schemes import FullySharded
-from lightning_eff.measure.tables import human_bytes, human_count
-from lightning_eff.sharding import dtensor_folder, folder, full_state, fully_sharded, saving, unfit
-from lightning_eff.sharding.agreed import Ranks
-from lightning_eff.sharding.dtensor_parts import DTensorParts, OwnParts
-from lightning_eff.sharding.first_values import spread
-from lightning_eff.sharding.same_order import SameOrder
-from lightning_eff.transform import Stage, queue
+from lightning_eff.checkpoint import full_state, metadata, saving, sharded
+from lightning_eff.checkpoint.collective import Ranks
+from lightning_eff.core import rules
+from lightning_eff.core.errors import CheckpointError, ConfigError
+from lightning_eff.core.model_surgery import Stage, queue
+from lightning_eff.core.technique import FOLDERS, Facts, Outcome, Rule, Technique
+from lightning_eff.core.text import human_bytes, human_count
+from lightning_eff.report.sharded_memory import FullySharded
+from lightning_eff.strategy._fsdp2 import shard, sharded_checkpoint
+from lightning_eff.strategy._fsdp2.dtensor_state import DTensorParts, OwnParts
+from lightning_eff.strategy._shared import checks
+from lightning_eff.strategy._shared.broadcast import spread
+from lightning_eff.strategy._shared.module_order import SameOrder
 
 NAME = "strategy/fsdp2"
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -90,10 +92,10 @@ class FSDP2(ModelParallelStrategy):
     Example:
         >>> FSDP2(param_dtype="int4")
         Traceback (most recent call last):
-        lightning_eff.errors.ConfigError: param_dtype='int4': expected bf16, fp16, fp32 or None
+        lightning_eff.core.errors.ConfigError: param_dtype='int4': expected bf16, fp16, fp32 or None
     """
 
-    __repr__ = plan.repr_of_plugin
+    __repr__ = rules.repr_of_plugin
     whole_checkpoints = True
     """Checkpoints hold what those of one device hold: techniques look into them as anywhere."""
 
@@ -131,7 +133,7 @@ class FSDP2(ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         module: Any = self.lightning_module
-        plan.enforce(self, module.trainer, module)
+        rules.enforce(self, module.trainer, module)
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
         queue(module.trainer, module, Stage.SHARD, self._shard)
@@ -139,15 +141,15 @@ class FSDP2(ModelParallelStrategy):
     def _shard(self, model: nn.Module) -> int:
         if isinstance(model, FSDPModule):
             return 0
-        fully_sharded.refuse_meta_adapters(model)
+        shard.refuse_meta_adapters(model)
         spread([*model.parameters(), *model.buffers()], self.root_device)
         self._before = {name: ref(parameter) for name, parameter in model.named_parameters()}
-        self._marks = fully_sharded.marks_of(model)
+        self._marks = shard.marks_of(model)
         self._numel = sum(parameter.numel() for parameter in model.parameters())
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES[self.param_dtype], reduce_dtype=DTYPES[self.reduce_dtype]
         )
-        self._num_sharded = fully_sharded.shard(
+        self._num_sharded = shard.shard(
             model,
             self.device_mesh["data_parallel"],
             blocks=self.blocks,
@@ -162,12 +164,12 @@ class FSDP2(ModelParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         module: Any = self.lightning_module
-        fully_sharded.mark(module, self._marks)
+        shard.mark(module, self._marks)
         super().setup_optimizers(trainer)
-        unfit.check_hooks(module)
+        checks.check_hooks(module)
         for optimizer in self.optimizers:
-            unfit.check_optimizer(optimizer, module, self._before)
-        plan.enforce(self, trainer, module)
+            checks.check_optimizer(optimizer, module, self._before)
+        rules.enforce(self, trainer, module)
         self._order = SameOrder(NAME, module, gathers=True)
 
     @override
@@ -235,12 +237,12 @@ class FSDP2(ModelParallelStrategy):
 
         def step(*inner: Any, **more: Any) -> Any:
             put_back()
-            with fully_sharded.hooks_of_blocks_alone(module):
+            with shard.hooks_of_blocks_alone(module):
                 return getattr(module, name)(*inner, **more)
 
         module.forward = step
         try:
-            with fully_sharded.parts_explained():
+            with shard.parts_explained():
                 return module(*arguments, **keywords)
         finally:
             put_back()
@@ -289,9 +291,9 @@ class FSDP2(ModelParallelStrategy):
             raise CheckpointError(text)
         io = self.checkpoint_io
         if isinstance(io, Technique):
-            checkpoint = saved_with.with_plugin(checkpoint, io)
-        saved = dtensor_folder.save(checkpoint, Path(filepath).expanduser(), Ranks(self.root_device))
-        if isinstance(io, folder.Keeper):
+            checkpoint = metadata.with_plugin(checkpoint, io)
+        saved = sharded_checkpoint.save(checkpoint, Path(filepath).expanduser(), Ranks(self.root_device))
+        if isinstance(io, sharded.Keeper):
             io.folder_saved(saved.path, saved.num_bytes, saved.duration_s)
 
     @override
@@ -304,15 +306,15 @@ class FSDP2(ModelParallelStrategy):
         if weights_only is False:
             text = f"checkpoint {path}: weights_only=False would run code\n  try: weights_only=None"
             raise CheckpointError(text)
-        found = dtensor_folder.load(path, Ranks(self.root_device))
-        if isinstance(io := self.checkpoint_io, folder.Keeper):
+        found = sharded_checkpoint.load(path, Ranks(self.root_device))
+        if isinstance(io := self.checkpoint_io, sharded.Keeper):
             io.folder_loaded(path)
         return found
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         path = Path(filepath).expanduser()
-        if isinstance(self.checkpoint_io, folder.Keeper) or not folder.is_one(path):
+        if isinstance(self.checkpoint_io, sharded.Keeper) or not sharded.is_one(path):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
             saving.remove(path)

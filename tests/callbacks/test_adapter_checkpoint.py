@@ -18,14 +18,14 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_eff.adapters import frozen_base
+from lightning_eff.adapters import base_fingerprint
 from lightning_eff.adapters import state as adapter_state
-from lightning_eff.adapters.frozen_base import Fingerprint
+from lightning_eff.adapters.base_fingerprint import Fingerprint
 from lightning_eff.adapters.state import KEY
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
+from lightning_eff.checkpoint import stored_weights
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.checkpoints import stored
-from lightning_eff.errors import CheckpointError, ConfigError
+from lightning_eff.core.errors import CheckpointError, ConfigError
 from tests.conftest import Deep, Net, make_loader, make_trainer
 
 pytestmark = [
@@ -407,7 +407,7 @@ def test_a_base_is_found_whatever_its_name_looks_like(tmp_path: Path) -> None:
     for path in (tmp_path / "v1.5" / "run" / "checkpoints" / "a.ckpt", tmp_path / "model"):
         Durable().save_checkpoint(state, path)
     for path in (tmp_path / "v1.5", tmp_path / "model"):
-        assert stored.load_base(make(seed=2), path, key="") == len(state["state_dict"])
+        assert stored_weights.load_base(make(seed=2), path, key="") == len(state["state_dict"])
 
 
 def test_two_values_for_one_tensor_are_refused() -> None:
@@ -567,4 +567,4 @@ def test_the_report_says_how_often_it_saved(tmp_path: Path) -> None:
 
 
 def test_names_from_a_file_are_shown_short_and_harmless() -> None:
-    assert frozen_base.named(["\x1b]0;x\x07", "a" * 500]) == rf"'\x1b]0;x\x07', '{'a' * 120}'"
+    assert base_fingerprint.named(["\x1b]0;x\x07", "a" * 500]) == rf"'\x1b]0;x\x07', '{'a' * 120}'"

@@ -22,9 +22,9 @@ from torch.multiprocessing.reductions import shared_cache
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_eff.callbacks._data_preload import worker_trials
 from lightning_eff.callbacks.data_preload import DataPreload
-from lightning_eff.errors import ConfigError, ConflictError
-from lightning_eff.measure import loading
+from lightning_eff.core.errors import ConfigError, ConflictError
 from tests.conftest import Net, make_loader, make_trainer
 
 # torchdata 0.11 on torch 2.13
@@ -65,7 +65,7 @@ class Samples(Dataset[Any]):
 @pytest.fixture
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let measuring try this process alone."""
-    monkeypatch.setattr(loading, "num_cores", lambda num_processes=1: 0)
+    monkeypatch.setattr(worker_trials, "num_cores", lambda num_processes=1: 0)
 
 
 def trained(preload: DataPreload | None, loader: Any, net: Any, **keywords: Any) -> Any:

@@ -10,9 +10,9 @@ import torch
 
 from lightning_eff.callbacks import empty_cache
 from lightning_eff.callbacks.empty_cache import EmptyCache, Released, release
-from lightning_eff.errors import ConfigError, NoEffectWarning
-from lightning_eff.measure import allocator
-from lightning_eff.measure.allocator import AllocatorState
+from lightning_eff.core import allocator
+from lightning_eff.core.allocator import AllocatorState
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from tests.conftest import Net, make_loader, make_trainer
 
 GIB = 2**30
@@ -90,7 +90,7 @@ def test_empties_when_the_allocator_had_to_flush(
     assert "expandable_segments" in callback.outcome().did
 
 
-@pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning")
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 def test_looks_at_the_need_only_every_n_steps(
     emptied: list[int],
     fake_allocator: dict[str, int],

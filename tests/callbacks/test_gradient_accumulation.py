@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.errors import ConfigError, ConflictError, ConflictWarning
+from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
 from tests.conftest import Net, make_loader, make_trainer
 

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
 from lightning_eff.callbacks.torch_compile import TorchCompile
-from lightning_eff.errors import ConfigError, ConflictError, NoEffectWarning
-from lightning_eff.measure.memory import LiveBytes
+from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.models.gpt import GPT
+from lightning_eff.report.live_bytes import LiveBytes
 from tests.conftest import Deep, Net, make_loader, make_trainer
 
 NUM_LAYERS = 4

@@ -20,15 +20,15 @@ from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassAc
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
-from lightning_eff.errors import ConfigError, ConflictError, ConflictWarning, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning, NoEffectWarning
 from lightning_eff.kernels.devices import DEVICES
-from lightning_eff.steps.logged import BatchMetrics
+from lightning_eff.microbatching.logged import BatchMetrics
 from tests.conftest import make_trainer
-from tests.test_loop import assert_t1, loader, plain, speaker
+from tests.microbatching.test_lightning_loop import assert_t1, loader, plain, speaker
 
 BATCH = 12
 PHASES = ("forward", "backward", "update")
-pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.errors.ConflictWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning")
 
 
 def out_of_memory() -> torch.OutOfMemoryError:
@@ -851,7 +851,7 @@ def test_a_search_in_the_middle_of_a_run_leaves_no_trace(objective: str) -> None
 
 
 def test_the_fastest_is_what_takes_least_time_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_eff.steps import trials
+    from lightning_eff.microbatching import trials
 
     times = {1: 1.0, 2: 1.2, 4: 1.4, 8: 2.0, 12: 6.0}
     real = trials.Trials._micro_batch

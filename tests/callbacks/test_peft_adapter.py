@@ -33,8 +33,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from lightning_eff import plan
-from lightning_eff.adapters import placing as adapters
+from lightning_eff.adapters import inject as adapters
 from lightning_eff.adapters.methods import BUILDS, OTHER_LOOPS, methods
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
@@ -43,7 +42,8 @@ from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_linear import TritonLinear
-from lightning_eff.errors import ConfigError, ConflictError
+from lightning_eff.core import rules
+from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.kernels import linear
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.gradient_check import GradientCheck
@@ -544,12 +544,12 @@ def test_adalora_needs_an_end_gradients_and_no_scaler() -> None:
 
     with pytest.raises(ConfigError, match=r"options.total_step=None: .* this run has no end"):
         fit(max_steps=-1)
-    scaled = plan.check([PeftAdapter(method="adalora")], {"run/scaler": "a gradient scaler"})
+    scaled = rules.check([PeftAdapter(method="adalora")], {"run/scaler": "a gradient scaler"})
     assert "a scaler multiplies them" in str(scaled[0])
     for strategy in (FSDP2(), DeepSpeedZero()):
-        (divided,) = plan.check([PeftAdapter(method="adalora"), strategy], {})
+        (divided,) = rules.check([PeftAdapter(method="adalora"), strategy], {})
         assert divided.rule.remedies == ("callbacks.peft_adapter.method=lora",)
-        assert plan.check([PeftAdapter(), strategy], {}) == []
+        assert rules.check([PeftAdapter(), strategy], {}) == []
     with pytest.raises(ConflictError, match="which it frees"):
         fit(InBackward)
 

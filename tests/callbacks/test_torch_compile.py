@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
 from lightning_eff.callbacks.torch_compile import TorchCompile, compile_in_place
-from lightning_eff.compiled import is_compiled
-from lightning_eff.errors import ConfigError, ConflictError, EnvironmentLacksError, NoEffectWarning
-from lightning_eff.measure.memory import LiveBytes
+from lightning_eff.core.compiled_call import is_compiled
+from lightning_eff.core.errors import ConfigError, ConflictError, EnvironmentLacksError, NoEffectWarning
 from lightning_eff.models.gpt import GPT
+from lightning_eff.report.live_bytes import LiveBytes
 from tests.conftest import Deep, Net, make_loader, make_trainer
 
 

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.triton_linear import TritonLinear, swap, unswap
-from lightning_eff.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.kernels import dispatch, linear
 from tests.conftest import Net, make_loader, make_trainer
-from tests.test_loop import Speaker, assert_t1, speaker, texts
+from tests.microbatching.test_lightning_loop import Speaker, assert_t1, speaker, texts
 
 
 def layers() -> nn.Module:

@@ -13,12 +13,12 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_eff import plan
+from lightning_eff.checkpoint import atomic_write, latest
+from lightning_eff.checkpoint.latest import newest_whole
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.checkpoints import newest, replacing
-from lightning_eff.checkpoints.newest import newest_whole
-from lightning_eff.errors import CheckpointError, CheckpointWarning, ConfigError
-from lightning_eff.facts import Verdict
+from lightning_eff.core import rules
+from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
+from lightning_eff.core.technique import Verdict
 from tests.conftest import Net, make_loader, make_trainer
 
 pytestmark = [
@@ -198,13 +198,13 @@ class Held:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
-        write = replacing.replacing
+        write = atomic_write.replacing
 
         def late(path: Path) -> Any:
             assert self.go.wait(20)
             return write(path)
 
-        patch.setattr(replacing, "replacing", late)
+        patch.setattr(atomic_write, "replacing", late)
 
 
 def test_an_asynchronous_save_is_the_state_at_the_call(
@@ -336,7 +336,7 @@ def test_what_it_cannot_do_is_told(tmp_path: Path) -> None:
     assert names(tmp_path) == []
     from lightning.pytorch.strategies import FSDPStrategy
 
-    findings = plan.check([io, FSDPStrategy], {})
+    findings = rules.check([io, FSDPStrategy], {})
     assert [finding.rule.verdict for finding in findings] == [Verdict.WARNED]
     assert "neither verified nor removed here" in str(findings[0])
 
@@ -376,13 +376,13 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_passed_over(
 ) -> None:
     for name in ("a", "b"):
         Durable().save_checkpoint({"x": 1}, tmp_path / "run" / "checkpoints" / f"{name}.ckpt")
-    whole = newest.verify_path
+    whole = latest.verify_path
 
     def removed(path: Path) -> None:
         (path.parent / "b.ckpt").unlink(missing_ok=True)
         whole(path)
 
-    monkeypatch.setattr(newest, "verify_path", removed)
+    monkeypatch.setattr(latest, "verify_path", removed)
     assert newest_whole(tmp_path) == tmp_path / "run" / "checkpoints" / "a.ckpt"
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from lightning_eff import catalog, config
 from lightning_eff.comparison import trials
 from lightning_eff.comparison.trials import BARE, Batch, Trial
-from lightning_eff.errors import UsageError
+from lightning_eff.config import composition
+from lightning_eff.core import catalog
+from lightning_eff.core.errors import UsageError
 
 LM = {"data": {"micro_batch_size": 16}, "trainer": {}, "callbacks": {}}
 
@@ -51,9 +52,9 @@ def test_a_step_has_as_many_samples_in_every_row(values: dict[str, Any], expecte
 
 @pytest.mark.parametrize("name", ["baseline", "gradient_accumulation", "micro_batch", "precision=bf16_mixed"])
 def test_a_row_composes_with_the_global_batch_of_the_recipe(name: str) -> None:
-    recipe = config.compose_recipe("low_memory", []).values
+    recipe = composition.compose_recipe("low_memory", []).values
     trial = named(trials.alone(recipe, optimizers=False))[name]
-    composed = config.compose_recipe("low_memory", trial.overrides()).values
+    composed = composition.compose_recipe("low_memory", trial.overrides()).values
     assert Batch.of(composed).whole == Batch.of(recipe).whole == 16
     listed = set(composed.get("callbacks") or {})
     assert listed == ({name} if "=" not in name and name != "baseline" else set())

@@ -16,10 +16,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.checkpoint_io import durable
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.errors import ConfigError
-from lightning_eff.measure import throughput
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.monitors.efficiency_report import LEDGER_FILE, PAGE_FILE, EfficiencyReport
 from lightning_eff.precision.mixed import Mixed
+from lightning_eff.report import throughput
 from tests.conftest import Net, make_loader, make_trainer
 
 

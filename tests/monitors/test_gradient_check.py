@@ -14,7 +14,7 @@ from lightning_eff.optimization.first_gradients import GradientError
 from lightning_eff.precision.mixed import Mixed
 from tests.conftest import Net, make_loader, make_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.errors.SlowPathWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning")
 
 
 def fit(model: Net, **keywords: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_eff.errors import ConfigError
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.monitors.progress import Progress
 from tests.conftest import Net, make_loader, make_trainer
 

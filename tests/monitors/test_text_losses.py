@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.data.python_prose import PythonProse
-from lightning_eff.errors import ConfigError
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.text_losses import TextLosses
 from tests.conftest import Net, make_loader, make_trainer

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.data.python_source import PythonSource
-from lightning_eff.errors import ConfigError
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.text_sample import TextSample
 from tests.conftest import Net, make_loader, make_trainer

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from torch import nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.errors import ConflictWarning, NoEffectWarning
+from lightning_eff.core.errors import ConflictWarning, NoEffectWarning
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from tests.conftest import Net, make_loader, make_trainer
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_eff.errors import ConfigError
-from lightning_eff.measure.memory import state_bytes
-from lightning_eff.optimization.configure_optimizers import build
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.optimization.build import build
 from lightning_eff.optimizer.galore import GaLore
+from lightning_eff.report.live_bytes import state_bytes
 
 FACTORY = functools.partial(GaLore, lr=0.1, rank=2, update_proj_gap=2)
 

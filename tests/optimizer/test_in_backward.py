@@ -16,13 +16,13 @@ from torch import nn
 
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.errors import ConfigError, ConflictError
-from lightning_eff.measure.memory import LiveBytes
+from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.gradient_check import GradientCheck
 from lightning_eff.optimization.first_gradients import GradientError
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.mixed import Mixed
+from lightning_eff.report.live_bytes import LiveBytes
 from tests.conftest import Deep, Net, make_loader, make_trainer
 
 FACTORY = functools.partial(InBackward, lr=0.01)
@@ -150,12 +150,12 @@ def test_afterwards_backward_leaves_gradients_alone(end: str) -> None:
 def test_what_needs_the_gradients_afterwards_is_refused(
     keywords: dict[str, Any], found: str, net: Callable[..., Net]
 ) -> None:
-    from lightning_eff import plan
+    from lightning_eff.core import rules
 
     callbacks = [OptimizerChoice(optimizer=FACTORY), *keywords.pop("callbacks", [])]
     trainer = make_trainer(callbacks=callbacks, **keywords)
     with pytest.raises(ConflictError, match=found):
-        plan.raise_refused(plan.check(plan.objects_of(trainer), plan.run_facts(trainer)))
+        rules.raise_refused(rules.check(rules.objects_of(trainer), rules.run_facts(trainer)))
     if trainer.world_size == 1:
         with pytest.raises(ConflictError, match=found):
             trainer.fit(net(), make_loader())
@@ -182,7 +182,7 @@ def test_the_report_says_what_it_saved_and_when_it_saves_nothing(
     deep: Callable[..., Deep], tmp_path: Path
 ) -> None:
     """With a wide model and few samples gradients are the peak; with many samples activations are."""
-    from lightning_eff.measure.report import verdict
+    from lightning_eff.report.report import verdict
 
     saved = []
     for width, num_samples in ((256, 2), (16, 4096)):

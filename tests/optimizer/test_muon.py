@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_eff.errors import ConfigError
-from lightning_eff.optimization.configure_optimizers import build
-from lightning_eff.optimization.parameter_groups import hidden_matrices
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.optimization.build import build
+from lightning_eff.optimization.groups import hidden_matrices
 from lightning_eff.optimizer.muon import Muon, split
 
 

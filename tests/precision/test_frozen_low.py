@@ -20,26 +20,27 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 
-from lightning_eff import plan, transform
 from lightning_eff.adapters import export as adapter_export
-from lightning_eff.adapters import frozen, quantized
+from lightning_eff.adapters import quantized
 from lightning_eff.adapters.methods import BY_NAME, PROMPTS, QUANTIZED, methods
-from lightning_eff.adapters.quantized_linear import Linear4bit, dequantize, quantize
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_linear import TritonLinear
-from lightning_eff.errors import ConfigError, ConflictError, EnvironmentLacksError
-from lightning_eff.facts import Verdict
+from lightning_eff.core import model_surgery, rules
+from lightning_eff.core.errors import ConfigError, ConflictError, EnvironmentLacksError
+from lightning_eff.core.model_surgery import Stage
+from lightning_eff.core.technique import Verdict
 from lightning_eff.models.hf_causal_lm import HFCausalLM
+from lightning_eff.precision._quantized import frozen
+from lightning_eff.precision._quantized.quantized_linear import Linear4bit, dequantize, quantize
 from lightning_eff.precision.frozen_low import FrozenLow
-from lightning_eff.transform import Stage
 from tests.conftest import Deep, make_loader, make_trainer
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning_eff.errors.SlowPathWarning"),
+    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
 ]
 LORA = {"r": 4, "lora_alpha": 8}
@@ -512,8 +513,8 @@ TECHNIQUES: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::lightning_eff.errors.NoEffectWarning")
-@pytest.mark.filterwarnings("ignore::lightning_eff.errors.ConflictWarning")
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning")
 @pytest.mark.parametrize("weights", ["nf4", "int8", "bf16"])
 @pytest.mark.parametrize("name", list(TECHNIQUES))
 def test_other_techniques_change_no_bit(name: str, weights: str) -> None:
@@ -550,7 +551,7 @@ def test_compiled_blocks_train_alike(weights: str) -> None:
 def test_strategies_that_shard_and_callbacks_that_thaw_are_refused() -> None:
     for other in (FSDPStrategy(), BackboneFinetuning()):
         for weights in ("nf4", "bf16"):
-            findings = plan.check([FrozenLow(weights=weights), other], {})
+            findings = rules.check([FrozenLow(weights=weights), other], {})
             assert [f.rule.verdict for f in findings] == [Verdict.REFUSED]
     with pytest.raises(ConflictError, match="few bits to be trained"):
         fitted(FrozenLow(), PeftAdapter(options=LORA), BackboneFinetuning())
@@ -580,7 +581,7 @@ def test_head_embeddings_and_norms_of_a_hugging_face_model_stay(tiny_llama: Path
     bf16 = hf(tiny_llama).requires_grad_(False)
     FrozenLow(weights="bf16", device="cpu", skip=["embed_tokens"]).apply(bf16)
     bf16.model.model.norm.requires_grad_(True)
-    transform.apply(
+    model_surgery.apply(
         bf16, [(Stage.LOWER, FrozenLow(weights="bf16", device="cpu", skip=["embed_tokens"]).lower)]
     )
     assert bf16.model.model.embed_tokens.weight.dtype == torch.float32
@@ -599,7 +600,7 @@ def test_a_weight_that_would_be_lost_is_refused(value: float) -> None:
 def test_a_model_loaded_in_16_bits_is_computed_with_in_them(tiny_llama: Path) -> None:
     model = hf(tiny_llama, dtype="bfloat16").requires_grad_(False)
     plugin = FrozenLow(device="cpu")
-    transform.apply(model, [(plugin.stage, plugin.apply), (Stage.ADAPT, lambda m: len(adapt(m)))])
+    model_surgery.apply(model, [(plugin.stage, plugin.apply), (Stage.ADAPT, lambda m: len(adapt(m)))])
     plugin.lower(model)
     assert plugin.precision == "bf16-mixed"
     assert {p.dtype for p in trained(model).values()} == {torch.float32}

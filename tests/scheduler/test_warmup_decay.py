@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_eff.errors import ConfigError
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
 
 

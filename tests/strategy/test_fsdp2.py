@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
-from lightning_eff import plan
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.errors import ConfigError, ConflictError
+from lightning_eff.core import rules
+from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.precision.frozen_low import FrozenLow
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.conftest import Net, make_trainer
@@ -43,23 +43,25 @@ def test_one_device_is_refused_with_what_would_do() -> None:
 
 @pytest.mark.parametrize("other", [FrozenLow(), MicroBatch(micro_batch_size="auto")])
 def test_what_it_must_not_meet(other: Any) -> None:
-    findings = plan.check([FSDP2(), other], MACHINE)
+    findings = rules.check([FSDP2(), other], MACHINE)
     assert [finding.rule.verdict.value for finding in findings] == ["refused"]
     assert findings[0].rule.remedies
 
 
 def test_folders_of_parts_are_fine_with_durable_and_not_written_behind_the_run() -> None:
     late = Durable(asynchronous=True)
-    assert plan.check([FSDP2(), late], MACHINE) == []
-    assert plan.check([FSDP2(checkpoints="sharded"), Durable()], MACHINE) == []
-    (finding,) = plan.check([FSDP2(checkpoints="sharded"), late], MACHINE)
+    assert rules.check([FSDP2(), late], MACHINE) == []
+    assert rules.check([FSDP2(checkpoints="sharded"), Durable()], MACHINE) == []
+    (finding,) = rules.check([FSDP2(checkpoints="sharded"), late], MACHINE)
     assert finding.rule.verdict.value == "warned"
     assert "asynchronous=True has no effect" in str(finding)
 
 
 def test_compiled_blocks_and_fixed_micro_batches_are_fine() -> None:
-    assert plan.check([FSDP2(), MicroBatch(micro_batch_size=2)], {}) == []
-    refused = [f for f in plan.check([FSDP2(), TorchCompile()], MACHINE) if f.rule.verdict.value == "refused"]
+    assert rules.check([FSDP2(), MicroBatch(micro_batch_size=2)], {}) == []
+    refused = [
+        f for f in rules.check([FSDP2(), TorchCompile()], MACHINE) if f.rule.verdict.value == "refused"
+    ]
     assert refused == []
 
 

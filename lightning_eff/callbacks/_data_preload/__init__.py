@@ -1,0 +1,1 @@
+"""Parts of `callbacks/data_preload`: trials with workers, and batches that are fetched ahead."""

@@ -1,0 +1,1 @@
+"""What every technique stands on: what it states about itself, rules, the order of changes, errors."""

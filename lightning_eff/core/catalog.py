@@ -1,0 +1,134 @@
+"""What there is: verbs, recipes, techniques and options, read from the files without importing torch."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).resolve().parent.parent
+MANY = ("callbacks", "monitors")
+"""Groups of which a run may choose several options; each lands in a dictionary under its own name."""
+
+
+def folder(name: str) -> Path:
+    """Return a folder or file that lies in the package when installed and beside it in a checkout."""
+    inside = PACKAGE / name
+    return inside if inside.exists() else PACKAGE.parent / name
+
+
+CONF = folder("conf")
+RECIPES = folder("recipes")
+CONSTRAINTS = folder("constraints.txt")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that can be named on the command line.
+
+    Args:
+        name: `lm` for a recipe, `callbacks/empty_cache` for an option of a group.
+        kind: `recipe`, `technique` (it has a module of the same name) or `option`.
+        summary: One line.
+        use: What to type.
+    """
+
+    name: str
+    kind: str
+    summary: str
+    use: str
+
+    def as_dict(self) -> dict[str, str]:
+        """Return plain types."""
+        return asdict(self)
+
+
+def docstring(module: Path) -> str:
+    """Return a module's docstring without running it."""
+    return ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+
+
+def explains(entry: Entry) -> bool:
+    """Say whether an entry's module has a function `explain(device)`, without running it."""
+    module = PACKAGE / f"{entry.name}.py"
+    body = ast.parse(module.read_text(encoding="utf-8")).body if module.exists() else []
+    return any(isinstance(each, ast.FunctionDef) and each.name == "explain" for each in body)
+
+
+def verbs() -> dict[str, str]:
+    """Return each verb with its one line."""
+    files = sorted((PACKAGE / "commands").glob("[a-z]*.py"))
+    return {file.stem: docstring(file).partition("\n")[0] for file in files}
+
+
+def entries() -> list[Entry]:
+    """Return recipes, then the options of every group."""
+    return [*recipes(), *options()]
+
+
+def recipes() -> list[Entry]:
+    """Return the recipes that ship with the package."""
+    return [
+        Entry(file.stem, "recipe", header(file), f"lightning-eff train {file.stem}")
+        for file in sorted(RECIPES.glob("*.yaml"))
+    ]
+
+
+def options() -> list[Entry]:
+    """Return every option of every group, techniques among them."""
+    found: list[Entry] = []
+    for file in sorted(CONF.glob("*/*.yaml")):
+        group = file.parent.name
+        module = PACKAGE / group / f"{file.stem}.py"
+        technique = module.exists()
+        summary = docstring(module).partition("\n")[0] if technique else header(file)
+        kind = "technique" if technique and group not in ("model", "data") else "option"
+        use = f"+{group}={file.stem}" if group in MANY else f"{group}={file.stem}"
+        found.append(Entry(f"{group}/{file.stem}", kind, summary, use))
+    return found
+
+
+def header(file: Path) -> str:
+    """Return the first comment of a YAML that is not a Hydra directive."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# ") and not line.startswith("# @package"):
+            return line[2:]
+    return ""
+
+
+def parameters(file: Path) -> list[tuple[str, str, str]]:
+    """Return key, default and comment of every parameter that a YAML lists."""
+    found: list[tuple[str, str, str]] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        match = re.match(r"([a-z]\w*):\s*(.*?)\s*(?:\s#\s*(.*))?$", line)
+        if match and match[1] not in ("defaults", "hydra"):
+            found.append((match[1], match[2], match[3] or ""))
+    return found
+
+
+def parameter_keys() -> list[str]:
+    """Return every parameter of every option as its path on the command line."""
+    keys: list[str] = []
+    for entry in options():
+        group, _, name = entry.name.partition("/")
+        path = f"{group}.{name}" if group in MANY else group
+        keys += [f"{path}.{key}" for key, _, _ in parameters(CONF / group / f"{name}.yaml")]
+    return sorted(set(keys))
+
+
+def card(entry: Entry) -> dict[str, Any]:
+    """Return everything that is known about one entry."""
+    if entry.kind == "recipe":
+        return entry.as_dict() | {"text": (RECIPES / f"{entry.name}.yaml").read_text(encoding="utf-8")}
+    group, _, name = entry.name.partition("/")
+    module = PACKAGE / group / f"{name}.py"
+    file = CONF / group / f"{name}.yaml"
+    rows = parameters(file)
+    return entry.as_dict() | {
+        "text": docstring(module) if module.exists() else header(file),
+        "parameters": [
+            {"key": key, "default": default, "meaning": meaning} for key, default, meaning in rows
+        ],
+    }

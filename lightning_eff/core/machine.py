@@ -1,0 +1,98 @@
+"""What a figure was measured on: versions, device, threads."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from lightning_eff.core.dtypes import support
+
+PACKAGES = ("lightning-eff", "torch", "lightning", "hydra-core")
+CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Return versions and hardware as plain types.
+
+    Example:
+        >>> describe(torch.device("cpu"))["device"] != ""
+        True
+    """
+    return {
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(terse=True),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Return the chip's name as its driver, or on the CPU PyTorch, gives it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "xpu":
+        return torch.xpu.get_device_name(device)
+    if device.type == "cpu":
+        read = getattr(torch.cpu, "get_capabilities", dict)
+        return str(read().get("cpu_name") or platform.processor() or platform.machine())
+    return device.type
+
+
+def clocks(device: torch.device) -> str:
+    """Return a GPU's clocks, power and temperature of this moment, as its driver gives them."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "unknown: there is no nvidia-smi"
+    gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    command = [tool, f"--id={gpu}", f"--query-gpu={CLOCKS}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    values = [value.strip() for value in done.stdout.strip().split(",")]
+    names = CLOCKS.split(",")
+    if done.returncode or len(values) != len(names):
+        return f"unknown: {(done.stderr or done.stdout).strip()[:100]}"
+    return ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
+
+
+def machine_facts(device_type: str) -> dict[str, str]:
+    """Return what this machine has that a technique may need, by name, in words.
+
+    Args:
+        device_type: Where the model is trained.
+    """
+    compiler = find_compiler(device_type)
+    facts = {"machine/compiler": f"the compiler {compiler}"} if compiler else {}
+    for dtype in (torch.bfloat16, torch.float16):
+        answer = support(device_type, dtype)
+        if not answer.native:
+            name = str(dtype).removeprefix("torch.")
+            facts[f"machine/emulated_{name}"] = f"{name} that is emulated on this {device_type}"
+    return facts
+
+
+def find_compiler(device_type: str) -> str | None:
+    """Return the compiler that torch.compile's inductor calls on a device, or None.
+
+    On the CPU it generates C++; on a GPU Triton builds a small C launcher.
+    """
+    candidates = (
+        (os.environ.get("CXX"), "g++", "clang++")
+        if device_type == "cpu"
+        else (os.environ.get("CC"), "gcc", "clang")
+    )
+    return next((found for name in candidates if name and (found := shutil.which(name))), None)
+
+
+def version(package: str) -> str:
+    """Return the version of an installed package, or that it is not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

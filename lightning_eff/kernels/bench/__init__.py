@@ -1,0 +1,1 @@
+"""Timing and compiling the kernels: what the command `bench` runs."""

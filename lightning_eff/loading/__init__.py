@@ -1,1 +1,0 @@
-"""The loader that a run trains with: seen, replaced, read ahead."""

@@ -1,0 +1,1 @@
+"""Parts of `precision/frozen_low`: frozen layers of a few bits."""

@@ -1,0 +1,159 @@
+"""Live bytes of a step on a device without allocator statistics: every storage that exists, counted once.
+
+A dispatch mode sees each operation's results. A storage that it has not seen adds its bytes, and takes
+them away again when it dies, so tensors that share memory count once, and the figure is the same to the
+byte in every run. What an operation allocates and frees inside itself is not seen, nor is a storage that
+is resized without an operation. Meta tensors have no memory and count nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_eff.optimization.composite import FreesGradients
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes that are alive while operations run inside, and the most there were.
+
+    Example:
+        >>> x = torch.zeros(1024)
+        >>> live = LiveBytes()
+        >>> live.add([x])
+        >>> with live:
+        ...     y = x * 2
+        ...     del y
+        >>> live.now_bytes, live.peak_bytes
+        (4096, 8192)
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        """Say that operators which compile themselves (flex attention) may run inside."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_bytes = 0
+        self.peak_bytes = 0
+        self.freed_bytes = 0
+        """Gradients that were freed since the batch began, and that others would hold."""
+        self.peak_if_held_bytes = 0
+        self._last_gradient_bytes = 0
+        self._hooks = ExitStack()
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """Count what is there when a batch is about to be trained on, and listen to who frees gradients."""
+        self.add(tensors_in(batch))
+        for tensor in [*module.parameters(), *module.buffers()]:
+            self.add([tensor, tensor.grad])
+        for optimizer in optimizers:
+            self.add(tree_leaves(list(optimizer.state.values())))
+            if isinstance(optimizer, FreesGradients):
+                self.freed_bytes = self._last_gradient_bytes = 0
+                hook = optimizer.register_gradient_hook(lambda _, gradient: self.freed(gradient))
+                self._hooks.callback(hook.remove)
+
+    def freed(self, gradient: Tensor) -> None:
+        """Hear of a gradient that is about to be used and freed in the backward pass."""
+        self.freed_bytes += self._last_gradient_bytes  # of the one before: this one is still to be used
+        self._last_gradient_bytes = gradient.nbytes
+
+    def end(self) -> None:
+        """Listen no more; the batch is complete, or has failed."""
+        self._hooks.close()
+
+    def add(self, tensors: Iterable[Any]) -> None:
+        """Count tensors that were made elsewhere; what is no tensor is passed over."""
+        for tensor in tensors:
+            if hasattr(type(tensor), "__tensor_flatten__"):
+                self.add(tensors_in(tensor))  # its own storage has a size and no memory
+            elif isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+                self._add_storage(tensor.untyped_storage())
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        self.peak_if_held_bytes = max(self.peak_if_held_bytes, self.now_bytes + self.freed_bytes)
+
+    def _add_storage(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = id(storage), storage.nbytes()
+        if key in self._alive:
+            known, before = self._alive[key]
+            self._alive[key] = (known, num_bytes)
+            self.now_bytes += num_bytes - before
+            if num_bytes != before:
+                self.resized(key, num_bytes)
+            return
+
+        def forget(_: object) -> None:
+            self.now_bytes -= self._alive.pop(key)[1]
+            self.died(key)
+
+        self._alive[key] = (weakref.ref(storage, forget), num_bytes)
+        self.now_bytes += num_bytes
+        self.born(key, num_bytes)
+
+    def born(self, key: int, num_bytes: int) -> None:
+        """Hear of a storage that is seen for the first time; `key` is its own until it dies."""
+
+    def resized(self, key: int, num_bytes: int) -> None:
+        """Hear of a storage that has another size now."""
+
+    def died(self, key: int) -> None:
+        """Hear of a storage that is gone."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.add((out,) if isinstance(out, Tensor) else tree_leaves(out))
+        return out
+
+
+def state_bytes(optimizer: Optimizer) -> dict[str, int]:
+    """Return the bytes of an optimizer's state by the kind of device they are on.
+
+    Quantized tensors count what they hold, and so do a library's own objects.
+
+    Example:
+        >>> layer = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        >>> layer(torch.ones(1, 4)).sum().backward()
+        >>> _ = optimizer.step()
+        >>> state_bytes(optimizer)
+        {'cpu': 40}
+    """
+    found: Counter[str] = Counter()
+    for tensor in {id(tensor): tensor for tensor in tensors_in(list(optimizer.state.values()))}.values():
+        found[tensor.device.type] += tensor.nbytes
+    return dict(found)
+
+
+def tensors_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
+    """Yield the plain tensors in a value: of containers, quantized tensors and objects."""
+    if id(value) in seen:
+        return
+    seen |= {id(value)}
+    if isinstance(value, Tensor):
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is None:
+            yield value
+        else:
+            yield from tensors_in([getattr(value, name) for name in flatten()[0]], seen)
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item, seen)
+    elif hasattr(value, "__dict__"):
+        yield from tensors_in(list(vars(value).values()), seen)

@@ -1,1 +1,0 @@
-"""What strategies that divide a model among ranks share: configuration, checkpoints, arithmetic."""

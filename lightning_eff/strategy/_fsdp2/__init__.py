@@ -1,0 +1,1 @@
+"""Parts of `strategy/fsdp2`: dividing a model, and the state of its shards."""

@@ -1,0 +1,1 @@
+"""What both strategies that divide a model need."""

@@ -1,0 +1,1 @@
+"""Parts of `strategy/deepspeed_zero`: DeepSpeed's config, what it refuses, and its partitions."""

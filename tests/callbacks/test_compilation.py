@@ -1,0 +1,64 @@
+"""Graphs, recompilations, breaks and seconds of what the compiler does while someone listens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_eff.callbacks._compilation import Compilations
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    torch._dynamo.graph_break()
+    return y * 2
+
+
+def test_a_graph_and_its_recompilation_are_counted_while_open() -> None:
+    function = torch.compile(double, backend="eager", dynamic=False)
+    seen = Compilations()
+    function(torch.ones(2))
+    seen.open()
+    seen.open()
+    function(torch.ones(3))
+    seen.close()
+    seen.close()
+    function(torch.ones(4))
+    assert (seen.graphs, seen.recompilations, sum(seen.graph_breaks.values())) == (1, 1, 0)
+    assert seen.elapsed_s > 0.0
+
+
+def test_a_break_makes_two_graphs_and_keeps_its_reason() -> None:
+    seen = Compilations()
+    seen.open()
+    torch.compile(halves, backend="eager")(torch.ones(2))
+    seen.close()
+    assert (seen.graphs, seen.recompilations) == (2, 0)
+    assert [count for reason, count in seen.graph_breaks.items() if "graph_break()" in reason] == [1]
+
+
+def test_the_backward_graphs_time_counts_and_nothing_is_left_listening() -> None:
+    from torch._dynamo.callback import callback_handler
+
+    seen = Compilations()
+    seen.open()
+    y = torch.compile(double, backend="aot_eager")(torch.ones(2, requires_grad=True))
+    forward_s = seen.elapsed_s
+    y.sum().backward()
+    assert seen.elapsed_s > forward_s > 0.0
+    seen.close()
+    assert callback_handler.start_callbacks == []
+    assert callback_handler.end_callbacks == []

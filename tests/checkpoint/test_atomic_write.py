@@ -1,0 +1,402 @@
+"""Replacing a checkpoint: killed at any step, refused by any disk, it is the old or the new one, whole."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import resource
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from lightning_eff.checkpoint import atomic_write, digest
+from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.core.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+STEPS = ("open", "write", "fchmod", "fsync", "close", "replace", "umask", "mkdir")
+"""What a save asks of the system, by name in `os`; and `fcntl.flock`."""
+
+
+def state(step: int, num_values: int = 5000) -> dict[str, Any]:
+    return {"global_step": step, "values": torch.full((num_values,), float(step)), "name": "x"}
+
+
+def save(path: Path, step: int, io: Any = None) -> None:
+    (io or Durable()).save_checkpoint(state(step), path)
+
+
+def load(path: Path) -> int:
+    loaded = Durable(require_digest=True).load_checkpoint(path)
+    assert torch.equal(loaded["values"], state(loaded["global_step"], len(loaded["values"]))["values"])
+    return loaded["global_step"]
+
+
+def in_child(do: Callable[[], object]) -> int:
+    """Run `do` in a forked process; return its exit code, or minus the signal that ended it."""
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            do()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def die_at(number: int, when: str) -> None:
+    """Let this process die right before or after its call of that number."""
+    count = iter(range(1, 10**6))
+
+    def mortal(call: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*words: Any, **keywords: Any) -> Any:
+            mine = next(count) == number
+            if mine and when == "before":
+                os._exit(9)
+            try:
+                return call(*words, **keywords)
+            finally:
+                if mine:
+                    os._exit(9)
+
+        return step
+
+    for name in STEPS:
+        setattr(os, name, mortal(getattr(os, name)))
+    fcntl.flock = mortal(fcntl.flock)
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_dying_at_any_step_leaves_the_old_or_the_new_one_and_the_next_start_tidies_up(
+    when: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "_PIECE_BYTES", 2048)
+    folder = tmp_path / "run" / "checkpoints"
+    path = folder / "last.ckpt"
+    found, orphans = list[int | None](), 0
+    for number in range(1, 200):
+        if there:
+            save(path, 1)
+        else:
+            path.unlink(missing_ok=True)
+        code = in_child(lambda n=number: (die_at(n, when), save(path, 2)))
+        assert code in (0, 9)
+        orphans += len(list(folder.glob(".*"))) if folder.exists() else 0
+        found.append(load(path) if there or path.exists() else None)
+        save(folder / "next.ckpt", 3)
+        assert sorted(each.name for each in folder.iterdir()) == [
+            name for name in ("last.ckpt", "next.ckpt") if name == "next.ckpt" or path.exists()
+        ]
+        if code == 0:
+            break
+    assert number > 20, "the steps were not seen"
+    assert orphans > 10, "no temporary file was left, and none was tidied up"
+    old = 1 if there else None
+    change = found.index(2)
+    assert found == [old] * change + [2] * (len(found) - change), "the file changes once, for good"
+
+
+def test_negative_control_stock_lightning_loses_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or shm.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second file system")
+    monkeypatch.setattr(tempfile, "tempdir", str(shm))
+    path = tmp_path / "last.ckpt"
+    save(path, 1, TorchCheckpointIO())
+
+    def dies(*_: Any) -> None:
+        os._exit(9)
+
+    def saves() -> None:
+        os.sendfile = dies
+        save(path, 2, TorchCheckpointIO())
+
+    before = set(shm.iterdir())
+    assert in_child(saves) == 9
+    for left in set(shm.iterdir()) - before:
+        left.unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        load(path)
+
+
+def killed(path: Path, num_kills: int, seed: int) -> list[int]:
+    """Kill a process that saves one step after the other at random moments; return the steps that loaded.
+
+    It dies some time after it has begun a save that is drawn too, so those before that one must be there.
+    """
+    draw, loaded = random.Random(seed), [0]
+    save(path, 0)
+    for _ in range(num_kills):
+        reads, writes = os.pipe()
+
+        def saves(begun: int = writes) -> None:
+            for step in range(loaded[-1] + 1, 10**6):
+                os.write(begun, b".")
+                Durable().save_checkpoint(state(step, 500_000), path)
+
+        process = os.fork()
+        if process == 0:
+            try:
+                saves()
+            finally:
+                os._exit(1)
+        num_begun = draw.randint(1, 3)
+        for _ in range(num_begun):
+            os.read(reads, 1)
+        time.sleep(draw.uniform(0.0, 0.05))
+        os.kill(process, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+        os.close(reads)
+        os.close(writes)
+        loaded.append(load(path))
+        assert loaded[-1] >= loaded[-2] + num_begun - 1, "a save that had ended is lost"
+        Durable().load_checkpoint(path)
+        assert [each.name for each in path.parent.iterdir()] == [path.name], "an orphan after the next start"
+    return loaded
+
+
+def test_killed_at_random_the_newest_whole_checkpoint_loads(tmp_path: Path) -> None:
+    assert len(killed(tmp_path / "last.ckpt", 10, seed=1)) == 11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tmpdir", ["/dev/shm", None])
+def test_killed_a_hundred_times_whatever_the_folder_for_temporary_files_is(
+    tmpdir: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", tmpdir)
+    assert len(killed(tmp_path / "last.ckpt", 50, seed=2)) == 51
+
+
+def test_a_temporary_file_of_a_living_process_and_files_of_others_stay(tmp_path: Path) -> None:
+    others = [".durable-0123456789abcdef.tmp.bak", ".durable-xyz.tmp", "durable-0123456789abcdef.tmp"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / ".durable-1111111111111111.tmp").mkdir()
+    (tmp_path / ".durable-2222222222222222.tmp").symlink_to(tmp_path / others[0])
+    (tmp_path / ".durable-3333333333333333.tmp").write_text("a dead writer's")
+    fd, living = atomic_write._open_temporary(tmp_path)
+    assert oct(living.stat().st_mode & 0o777) == "0o600"
+    kept = {each.name for each in tmp_path.iterdir()}
+    removed = atomic_write.remove_orphans(tmp_path)
+    assert [each.name for each in removed] == [".durable-3333333333333333.tmp"]
+    assert {each.name for each in tmp_path.iterdir()} == kept - {removed[0].name}
+    os.close(fd)
+    assert atomic_write.remove_orphans(tmp_path) == [living]
+
+
+def test_a_writer_whose_file_was_tidied_up_before_its_lock_takes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, times = fcntl.flock, list[int]()
+
+    def late(fd: int, how: int) -> None:
+        times.append(fd)
+        if len(times) == 1:
+            monkeypatch.setattr(fcntl, "flock", lock)
+            assert len(atomic_write.remove_orphans(tmp_path)) == 1
+            monkeypatch.setattr(fcntl, "flock", late)
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    save(tmp_path / "a.ckpt", 1)
+    assert len(times) == 2
+    assert load(tmp_path / "a.ckpt") == 1
+
+
+def refusing(name: str, code: int, *, call: int = 1) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    """Return what makes the system refuse one step, from its call of that number on."""
+
+    def prepare(patch: pytest.MonkeyPatch, path: Path) -> None:
+        module: Any = fcntl if name == "flock" else os
+        whole, calls = getattr(module, name), list[Any]()
+
+        def refuse(*words: Any, **keywords: Any) -> Any:
+            ours = name != "open" or ".durable-" in str(words[0])
+            calls.append(ours or None)
+            if ours and len(calls) >= call:
+                raise OSError(code, os.strerror(code))
+            return whole(*words, **keywords)
+
+        patch.setattr(module, name, refuse)
+
+    return prepare
+
+
+def limited(patch: pytest.MonkeyPatch, path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    patch.setattr(signal, "SIGXFSZ", signal.SIGXFSZ)
+
+
+REFUSALS = {
+    "full at the first byte": (refusing("write", errno.ENOSPC), "No space left.*(.|\n)*try: free some space"),
+    "full in the middle": (refusing("write", errno.ENOSPC, call=4), "No space left"),
+    "full at the last byte": (refusing("write", errno.ENOSPC, call=11), "No space left"),
+    "full at the disk's confirmation": (refusing("fsync", errno.ENOSPC), "No space left"),
+    "quota": (refusing("write", errno.EDQUOT, call=2), "quota"),
+    "broken while writing": (refusing("write", errno.EIO, call=3), "Input/output error(.|\n)*this disk"),
+    "broken at the disk's confirmation": (refusing("fsync", errno.EIO), "Input/output error"),
+    "larger than allowed": (refusing("write", errno.EFBIG, call=2), "File too large"),
+    "really larger than allowed": (limited, "File too large(.|\n)*ulimit"),
+    "no permission to make a file": (refusing("open", errno.EACCES), "Permission denied(.|\n)*dirpath="),
+    "no inodes": (refusing("open", errno.ENOSPC), "No space left"),
+    "read-only": (refusing("open", errno.EROFS), "Read-only file system(.|\n)*dirpath="),
+    "too many open files": (refusing("open", errno.EMFILE), "Too many open files"),
+    "read-only since a moment": (refusing("replace", errno.EROFS), "Read-only file system"),
+    "no permission to replace": (refusing("replace", errno.EPERM), "not permitted"),
+    "broken while replacing": (refusing("replace", errno.EIO), "Input/output error"),
+    "full while replacing": (refusing("replace", errno.ENOSPC), "No space left"),
+    "no permission to set permissions": (refusing("fchmod", errno.EPERM), "not permitted"),
+    "broken lock": (refusing("flock", errno.EIO), "Input/output error"),
+    "stale network file at once": (refusing("fstat", errno.ESTALE), "Stale file handle"),
+    "stale network file": (refusing("write", errno.ESTALE, call=2), "Stale file handle"),
+}
+
+
+@pytest.fixture
+def unlimited() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("unlimited")
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refusal_is_an_error_at_that_save_and_the_old_one_is_as_it_was(
+    name: str, asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "_PIECE_BYTES", 2048)
+    prepare, message = REFUSALS[name]
+    path = tmp_path / "last.ckpt"
+    save(path, 1)
+    old = path.read_bytes()
+    io = Durable(asynchronous=asynchronous)
+
+    def save_behind_or_not() -> None:
+        io.save_checkpoint(state(2), path)
+        io.teardown()
+
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    with monkeypatch.context() as patch:
+        prepare(patch, path)
+        with pytest.raises(CheckpointError, match=message) as caught:
+            save_behind_or_not()
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open, "a file is left open"
+    assert str(path) in str(caught.value)
+    assert "was not saved" in str(caught.value)
+    assert "it needs 21.1 KiB, " in str(caught.value)
+    assert "free; the checkpoint that was there is as it was" in str(caught.value)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert path.read_bytes() == old
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"], "a temporary file is left"
+    save(path, 2)
+    assert load(path) == 2, "the same save works when the disk does"
+
+
+def test_a_name_that_the_disk_does_not_confirm_is_told_with_the_new_file_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "a.ckpt", 1)
+    with monkeypatch.context() as patch:
+        refusing("fsync", errno.EIO, call=2)(patch, tmp_path)
+        with pytest.raises(CheckpointError, match=r"is written and whole, but the disk did not confirm"):
+            save(tmp_path / "a.ckpt", 2)
+    assert load(tmp_path / "a.ckpt") == 2
+    with monkeypatch.context() as patch:
+        refusing("fsync", errno.EINVAL, call=2)(patch, tmp_path)  # a file system without it
+        save(tmp_path / "a.ckpt", 3)
+
+
+def test_a_folder_without_permission_and_one_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"(File exists|Not a directory)"):
+        save(tmp_path / "file" / "a.ckpt", 1)
+    with pytest.raises(CheckpointError, match="File name too long"):
+        save(tmp_path / ("a" * 300), 1)
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        save(folder / "a.ckpt", 1)
+        folder.chmod(0o555)
+        if os.geteuid() == 0:
+            os.seteuid(65534)
+        try:
+            with pytest.raises(CheckpointError, match=r"Permission denied(.|\n)*as it was(.|\n)*dirpath="):
+                save(folder / "a.ckpt", 2)
+            io = Durable()
+            io._own.add(folder.resolve() / "a.ckpt")
+            with pytest.raises(CheckpointError, match="was not removed: Permission denied"):
+                io.remove_checkpoint(folder / "a.ckpt")
+        finally:
+            if os.getuid() == 0:
+                os.seteuid(0)
+            folder.chmod(0o755)
+        assert load(folder / "a.ckpt") == 1
+        assert len(list(folder.iterdir())) == 1
+
+
+def test_a_really_full_disk_and_a_really_read_only_one(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a small disk")
+    try:
+        save(disk / "a.ckpt", 1)
+        with pytest.raises(CheckpointError, match=r"No space left(.|\n)*it needs 3.8 MiB, \S+ KiB are free"):
+            Durable().save_checkpoint(state(2, 1_000_000), disk / "a.ckpt")
+        assert load(disk / "a.ckpt") == 1
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with pytest.raises(CheckpointError, match="Read-only file system"):
+            save(disk / "a.ckpt", 2)
+        assert load(disk / "a.ckpt") == 1
+        assert [each.name for each in disk.iterdir()] == ["a.ckpt"]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_what_is_no_checkpoint_is_not_overwritten_and_links_are_not_followed(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    with pytest.raises(CheckpointError, match="what is there is no checkpoint, and is not overwritten"):
+        save(notes, 1)
+    (tmp_path / "sharded").mkdir()
+    with pytest.raises(CheckpointError, match="there is a folder of that name"):
+        save(tmp_path / "sharded", 1)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="not overwritten"):
+        save(tmp_path / "pipe", 1)
+    (tmp_path / "last.ckpt").symlink_to(notes)
+    save(tmp_path / "last.ckpt", 1)
+    assert notes.read_text() == "mine"
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    (tmp_path / "empty").touch()
+    save(tmp_path / "empty", 1)
+    (tmp_path / "last.ckpt").write_bytes((tmp_path / "last.ckpt").read_bytes()[:300])
+    save(tmp_path / "last.ckpt", 2)  # a damaged checkpoint is one
+
+
+def test_permissions_are_those_of_any_new_file_or_of_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save(path, 1)
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    path.chmod(0o640)
+    save(path, 2)
+    assert oct(path.stat().st_mode & 0o777) == "0o640"

@@ -1,0 +1,215 @@
+"""The digest in a checkpoint file: no damage loads silently, and everyone else reads the file as ever."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import random
+import subprocess
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from lightning_eff.checkpoint import digest
+from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.core.errors import CheckpointError, CheckpointWarning
+from tests.conftest import Net
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    values = {"a": torch.randn(40, 40), "b": torch.randn(300).to(torch.bfloat16), "c": torch.arange(50)}
+    return {"state_dict": values, "global_step": 3, "name": "x", "rates": [0.1, None, True]}
+
+
+def save(path: Path, values: dict[str, Any] | None = None) -> bytes:
+    Durable().save_checkpoint(values or state(), path)
+    return path.read_bytes()
+
+
+def equal(loaded: dict[str, Any], expected: dict[str, Any]) -> bool:
+    pairs = zip(loaded["state_dict"].values(), expected["state_dict"].values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs) and {**loaded, "state_dict": 0} == {
+        **expected,
+        "state_dict": 0,
+    }
+
+
+def test_everyone_reads_the_file_and_two_commands_verify_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    content = save(path)
+    for keywords in ({}, {"mmap": True}):
+        assert equal(torch.load(path, weights_only=True, **keywords), state())
+    assert equal(torch.load(io.BytesIO(content), weights_only=True), state())
+    assert equal(TorchCheckpointIO().load_checkpoint(path, weights_only=True), state())
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        assert archive.comment == content[-digest.NUM_COMMENT_BYTES :]
+    shown = [f"head -c -64 {path} | sha256sum", f"tail -c 64 {path}"]
+    digests = [subprocess.check_output(each, shell=True, text=True)[:64] for each in shown]
+    assert digests[0] == digests[1] == hashlib.sha256(content[:-64]).hexdigest()
+    plain = io.BytesIO()
+    torch.save(state(), plain)
+    assert len(content) == len(plain.getvalue()) + digest.NUM_COMMENT_BYTES
+
+
+def test_stock_lightning_resumes_from_it(tmp_path: Path) -> None:
+    """Without this package; and a copy of any name is verified like the file itself."""
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=1)
+    trainer.strategy.connect(model := Net())
+    trainer.strategy.checkpoint_io = Durable()
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert torch.equal(Net.load_from_checkpoint(tmp_path / "a.ckpt").first.weight, model.first.weight)
+    (tmp_path / "a.ckpt").rename(tmp_path / "moved")
+    assert digest.verify_path(tmp_path / "moved")
+
+
+def damages(draw: random.Random, good: bytes, other: bytes) -> dict[str, Callable[[], bytes]]:
+    """Return ways to damage a file; each gives another file every time."""
+
+    def flip() -> bytes:
+        place = draw.randrange(len(good))
+        return good[:place] + bytes([good[place] ^ (1 << draw.randrange(8))]) + good[place + 1 :]
+
+    def swap_parts() -> bytes:
+        size = draw.randrange(16, 200)
+        one, two = sorted(draw.sample(range(0, len(good) - size, size), 2))
+        return b"".join(
+            [
+                good[:one],
+                good[two : two + size],
+                good[one + size : two],
+                good[one : one + size],
+                good[two + size :],
+            ]
+        )
+
+    def zeros() -> bytes:
+        place = draw.randrange(len(good) - 64)
+        return good[:place] + bytes(64) + good[place + 64 :]
+
+    def other_tail() -> bytes:
+        place = draw.randrange(1, len(good) - 64)
+        return good[:place] + other[place:]
+
+    return {
+        "flip": flip,
+        "cut": lambda: good[: draw.randrange(len(good))],
+        "swap": swap_parts,
+        "zeros": zeros,
+        "other tail": other_tail,
+        "more": lambda: good + draw.randbytes(draw.randrange(1, 100)),
+        "less in front": lambda: good[draw.randrange(1, 100) :],
+    }
+
+
+def loads_silently(path: Path, content: bytes) -> bool:
+    path.write_bytes(content)
+    try:
+        Durable().load_checkpoint(path)
+    except (CheckpointError, FileNotFoundError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "num_files", [pytest.param(70), pytest.param(700, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_no_damaged_file_loads(num_files: int, tmp_path: Path) -> None:
+    good, other = save(tmp_path / "a.ckpt"), save(tmp_path / "b.ckpt", state(1))
+    draw = random.Random(num_files)
+    tried, accepted_by_torch = 0, 0
+    for kind, damage in damages(draw, good, other).items():
+        for _ in range(num_files // 7):
+            content = damage()
+            if content in (good, other):
+                continue
+            tried += 1
+            assert not loads_silently(tmp_path / "bad.ckpt", content), kind
+            if kind == "flip":
+                try:
+                    torch.load(tmp_path / "bad.ckpt", weights_only=True)
+                    accepted_by_torch += 1
+                except Exception:  # noqa: BLE001 - whatever it is, it is no silence
+                    continue
+    assert tried > 0.9 * num_files
+    assert accepted_by_torch > 0.5 * num_files / 7, "negative control: torch takes most of them"
+    assert loads_silently(tmp_path / "bad.ckpt", good)
+
+
+def test_no_bit_of_the_end_or_the_beginning_can_flip(tmp_path: Path) -> None:
+    """A flip in the seal's name must not make the file one that never had a digest."""
+    good, path = save(tmp_path / "a.ckpt"), tmp_path / "bad.ckpt"
+    end = range(len(good) - 130, len(good))
+    for place in [*range(40), *end]:
+        for bit in range(8):
+            content = good[:place] + bytes([good[place] ^ (1 << bit)]) + good[place + 1 :]
+            assert not loads_silently(path, content), (place, bit)
+    for place in range(len(good) - 130, len(good)):
+        assert not loads_silently(path, good[:place])
+
+
+def test_a_file_of_stock_lightning_loads_with_a_warning_and_only_if_its_values_are_right(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.ckpt"
+    TorchCheckpointIO().save_checkpoint(state(), path)
+    io_ = Durable()
+    with pytest.warns(CheckpointWarning, match=r"has no SHA-256 \(stock Lightning's have none\)"):
+        assert equal(io_.load_checkpoint(path), state())
+    assert io_.outcome().numbers["num_without_digest"] == 1
+    with pytest.raises(
+        CheckpointError, match=r"no SHA-256, and require_digest=True\n  try: Durable\(require_d"
+    ):
+        Durable(require_digest=True).load_checkpoint(path)
+    content = path.read_bytes()
+    place = content.index(state()["state_dict"]["a"].numpy().tobytes()) + 1000
+    path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+    assert not torch.equal(torch.load(path)["state_dict"]["a"], state()["state_dict"]["a"]), "torch is silent"
+    with pytest.raises(CheckpointError, match=r"a.ckpt is not loaded: it is damaged: .*CRC-32"):
+        Durable().load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"text", b"PK\x03\x04", b"\x80\x02}q\x00.", bytes(500), b"PK\5\6" + bytes(18)]
+)
+def test_what_is_no_checkpoint_is_told(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.ckpt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"a.ckpt is not loaded: it is (cut off|no checkpoint)"):
+        Durable().load_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"a.ckpt: there is no such file"):
+        Durable().load_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"it is a folder without index.ckpt: a save that did not end"):
+        Durable().load_checkpoint(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(CheckpointError, match=r"loop is not loaded: .*symbolic links"):
+        Durable().load_checkpoint(tmp_path / "loop")
+
+
+def test_what_torch_writes_is_an_archive_without_a_comment(tmp_path: Path) -> None:
+    with (tmp_path / "a").open("wb") as file:
+        writer = digest.SealingWriter(file.fileno())
+        writer.write(b"something else")
+        with pytest.raises(CheckpointError, match=r"did not write what it used to write"):
+            writer.seal()
+        writer.close()
+
+
+@pytest.mark.parametrize("piece_bytes", [30, 1000, 1 << 22])
+def test_pieces_of_any_size_give_the_same_file(
+    piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = save(tmp_path / "a.ckpt")
+    monkeypatch.setattr(digest, "_PIECE_BYTES", piece_bytes)
+    assert save(tmp_path / "b.ckpt")[:-64] == whole[:-64] or len(whole) == len(save(tmp_path / "b.ckpt"))
+    assert digest.verify_path(tmp_path / "b.ckpt")
+    assert equal(torch.load(tmp_path / "b.ckpt"), state())

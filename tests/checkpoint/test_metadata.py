@@ -1,0 +1,289 @@
+"""A checkpoint names what it was saved with; that is compared, shown shortly, and used for nothing."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch.utils.data import Sampler
+
+from lightning_eff.callbacks.empty_cache import EmptyCache
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.checkpoint import metadata
+from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.data.corpus.order import ResumableLoader
+from lightning_eff.precision.mixed import Mixed
+from tests.conftest import Net, make_loader, make_trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning"),
+    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning"),
+    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.CheckpointWarning"),
+]
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.0)
+Maker = Callable[..., Net]
+
+
+def saved(model: pl.LightningModule, path: Path, **keywords: Any) -> dict[str, Any]:
+    trainer = make_trainer(max_steps=2, **keywords)
+    trainer.fit(model, make_loader(8))
+    trainer.save_checkpoint(path)
+    return torch.load(path, weights_only=True)
+
+
+def resumed(model: pl.LightningModule, path: Path, **keywords: Any) -> pl.Trainer:
+    trainer = make_trainer(max_steps=4, **keywords)
+    trainer.fit(model, make_loader(8), ckpt_path=path, weights_only=True)
+    assert trainer.global_step == 4
+    return trainer
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    lines = [message for message in caplog.messages if "not as saved" in message]
+    caplog.clear()
+    return lines
+
+
+@pytest.fixture(autouse=True)
+def _listen(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+
+def test_what_is_not_the_default_is_stored_under_one_key(net: Maker, tmp_path: Path) -> None:
+    plugins = [Durable(), Mixed(precision="bf16-true")]
+    callbacks = [
+        EmptyCache(every_n_steps=1),
+        MicroBatch(micro_batch_size=2, splitter=lambda batch, _: [batch]),
+    ]
+    state = saved(net(), tmp_path / "a.ckpt", callbacks=callbacks, plugins=plugins)
+    own = state[metadata.KEY]
+    assert own["techniques"]["callbacks/empty_cache"] == {"every_n_steps": 1}
+    assert own["techniques"]["checkpoint_io/durable"] == {}
+    assert own["techniques"]["precision/mixed"]["precision"] == "bf16-true"
+    assert own["optimizers"] == ["torch.SGD"]
+    splitter = own["techniques"]["callbacks/micro_batch"]["splitter"]
+    assert "lambda" in splitter
+    assert " at 0x" not in splitter, "an address would differ in the next process"
+    stock = saved(net(), tmp_path / "b.ckpt")
+    assert state.keys() - stock.keys() == {metadata.KEY}
+
+
+def test_stock_lightning_loads_it_without_a_warning(net: Maker, tmp_path: Path) -> None:
+    """Warnings are errors here: a callback's state among Lightning's would be asked for."""
+    callbacks = [MicroBatch(), OptimizerChoice(optimizer=functools.partial(torch.optim.SGD, lr=0.1))]
+    state = saved(net(), tmp_path / "a.ckpt", callbacks=callbacks)
+    assert state["callbacks"] == {}
+    assert set(state[metadata.KEY]["states"]) == {"callbacks/micro_batch", "callbacks/optimizer_choice"}
+    resumed(net(), tmp_path / "a.ckpt")
+    Net.load_from_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_a_state_comes_back_from_beside_and_from_among_lightnings(net: Maker, tmp_path: Path) -> None:
+    micro = MicroBatch()
+    trainer = make_trainer(callbacks=[micro], max_steps=2)
+    trainer.fit(net(), make_loader(8))
+    micro._fitting.size = 2
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    state = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    state["callbacks"]["MicroBatch"] = {"micro_batch_size": 1}
+    torch.save(state, tmp_path / "b.ckpt")
+    for name, size in (("a", 2), ("b", 1)):
+        again = MicroBatch()
+        resumed(net(), tmp_path / f"{name}.ckpt", callbacks=[again, EmptyCache(every_n_steps=1)])
+        assert again.current_size == size
+
+
+def test_a_difference_is_said_once_and_no_difference_is_not(
+    net: Maker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def same() -> dict[str, Any]:
+        return {
+            "callbacks": [EmptyCache(every_n_steps=1), MicroBatch()],
+            "plugins": [Mixed(precision="auto")],
+        }
+
+    saved(net(), tmp_path / "a.ckpt", **same())
+    assert not said(caplog)
+    resumed(net(), tmp_path / "a.ckpt", **same())
+    assert not said(caplog)
+    resumed(
+        net(), tmp_path / "a.ckpt", callbacks=[EmptyCache(every_n_steps=2), OptimizerChoice(optimizer=SGD)]
+    )
+    assert said(caplog) == [
+        "not as saved: without precision/mixed, without callbacks/micro_batch, "
+        "with callbacks/optimizer_choice, callbacks/empty_cache (every_n_steps: 1, now 2)"
+    ]
+
+
+def test_a_plugin_alone_says_it_too(net: Maker, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(net(), tmp_path / "a.ckpt", plugins=[Mixed(precision="16-mixed")])
+    resumed(net(), tmp_path / "a.ckpt", plugins=[Mixed(precision="bf16-mixed")])
+    assert said(caplog) == ["not as saved: precision/mixed (precision: '16-mixed', now 'bf16-mixed')"]
+    saved(net(), tmp_path / "b.ckpt", plugins=[Durable()])
+    resumed(net(), tmp_path / "b.ckpt", plugins=[Durable(), Mixed(precision="32-true")])
+    assert said(caplog) == ["not as saved: with precision/mixed"]
+
+
+def test_a_stock_checkpoint_is_said_to_name_nothing(
+    net: Maker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(net(), tmp_path / "a.ckpt")
+    trainer = resumed(net(), tmp_path / "a.ckpt", callbacks=[EmptyCache(every_n_steps=1)])
+    words = "the checkpoint names no techniques; not as saved: with callbacks/empty_cache"
+    assert said(caplog) == [words]
+    assert "load_optimizer_state_dict" not in vars(trainer.strategy)
+    trainer.validate(net(), make_loader(8), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    assert not said(caplog), "validation goes on from nothing"
+
+
+def test_lightnings_mixed_precision_and_ours_go_on_from_each_other(net: Maker, tmp_path: Path) -> None:
+    ours, stock = Mixed(precision="16-mixed"), MixedPrecision("16-mixed", "cpu")
+    saved(net(), tmp_path / "ours.ckpt", plugins=[ours])
+    saved(net(), tmp_path / "stock.ckpt", plugins=[stock])
+    for name in ("ours", "stock"):
+        state = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+        state["MixedPrecision"]["scale"] = 512.0
+        torch.save(state, tmp_path / "small.ckpt")
+        for plugin in (Mixed(precision="16-mixed"), MixedPrecision("16-mixed", "cpu")):
+            resumed(net(), tmp_path / "small.ckpt", plugins=[plugin])
+            assert plugin.scaler.get_scale() == 512.0
+
+
+@pytest.mark.parametrize("alone", [[EmptyCache(every_n_steps=1)], []], ids=["callback", "plugin"])
+def test_another_optimizers_state_is_refused_by_name(net: Maker, tmp_path: Path, alone: list[Any]) -> None:
+    """Stock Lightning's SGD would take AdamW's groups, and miss its momentum in the middle of a step."""
+    saved(net(), tmp_path / "named.ckpt", callbacks=[OptimizerChoice(optimizer=ADAMW)])
+    state = torch.load(tmp_path / "named.ckpt", weights_only=True)
+    del state[metadata.KEY]
+    torch.save(state, tmp_path / "unnamed.ckpt")
+    keywords: dict[str, Any] = {"callbacks": alone} if alone else {"plugins": [Mixed(precision="32-true")]}
+    for name, words in (
+        ("named", r"expected torch\.AdamW, with"),
+        ("unnamed", "option betas and without mom"),
+    ):
+        model = net()
+        with pytest.raises(ConfigError, match=words) as caught:
+            resumed(model, tmp_path / f"{name}.ckpt", **keywords)
+        assert "try: " in str(caught.value)
+        assert model.losses == []
+    with pytest.raises(KeyError):
+        resumed(net(), tmp_path / "unnamed.ckpt")
+
+
+def test_other_groups_parameters_and_numbers_of_optimizers_are_refused() -> None:
+    weights = [torch.zeros(2, requires_grad=True) for _ in range(3)]
+    one = torch.optim.SGD(weights, lr=0.1)
+    two = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:]}], lr=0.1)
+    metadata.refuse_others([one], [one.state_dict()])
+    with pytest.raises(ConfigError, match=r"torch\.SGD'.*groups of 1 \+ 2 tensors, .* and not 3"):
+        metadata.refuse_others([one], [two.state_dict()])
+    with pytest.raises(ConfigError, match=r"1 optimizers'.* expected 2 of them"):
+        metadata.refuse_others([one], [one.state_dict()] * 2)
+    older = one.state_dict()
+    del older["param_groups"][0]["fused"]
+    metadata.refuse_others([one], [older])
+
+
+HOSTILE: list[Any] = [
+    7,
+    "%s%n{0.__class__}",
+    {"techniques": ["a"], "states": 3, "optimizers": "torch.SGD"},
+    {"techniques": {"../../etc\x1b[31m{0}%s" + "x" * 10_000: None, 5: {"a": object}}, "optimizers": [None]},
+    {"techniques": {"callbacks/empty_cache": {"every_n_steps": "y" * 10_000, "%d": [1] * 10_000}}},
+    {"techniques": {f"t{i}": {} for i in range(10_000)}, "states": {"callbacks/micro_batch": [1]}},
+]
+
+
+@pytest.mark.parametrize("content", HOSTILE)
+def test_whatever_a_checkpoint_says_is_shown_shortly_and_obeyed_never(
+    net: Maker, tmp_path: Path, content: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(callbacks=[EmptyCache(every_n_steps=1), MicroBatch()], max_steps=2)
+    trainer.fit(net(), make_loader(8))
+    state = {
+        metadata.KEY: content,
+        "optimizer_states": [trainer.optimizers[0].state_dict()],
+        "callbacks": {},
+    }
+    metadata.load(MicroBatch(), trainer, net(), state)
+    metadata.compare(trainer, state)
+    (line,) = said(caplog)
+    assert len(line) < 1000
+    assert "\x1b" not in line
+    assert state["callbacks"] == {}
+
+
+def test_a_checkpoint_that_is_not_lightnings_is_left_as_it_is(tmp_path: Path) -> None:
+    Durable().save_checkpoint({"weight": torch.ones(1)}, tmp_path / "a.ckpt")
+    assert list(torch.load(tmp_path / "a.ckpt", weights_only=True)) == ["weight"]
+
+
+class Ordered(Sampler[int]):
+    """An order for each epoch, by which a place in the wrong one shows."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(100 * self.epoch, 100 * self.epoch + 5)
+
+    def __len__(self) -> int:
+        return 5
+
+
+class Seen(pl.LightningModule):
+    """Keeps what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen: list[int] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.seen += batch.tolist()
+        return (self.weight * batch).sum()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        return
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The dirpath has changed from")
+@pytest.mark.parametrize("how", ["at the end of the epoch", "after the run", "with validation"])
+@pytest.mark.parametrize("stop", [1, 3, 5, 7, 10])
+def test_a_run_that_its_steps_ended_goes_on_at_its_place(stop: int, how: str, tmp_path: Path) -> None:
+    """Five batches an epoch. Stock Lightning leaves out batches: the negative control."""
+
+    def run(steps: int, *callbacks: pl.Callback, resume: Path | None = None) -> Seen:
+        model, data = Seen(), range(1000)
+        loader = ResumableLoader(data, batch_size=1, sampler=Ordered())  # pyright: ignore[reportArgumentType]
+        saver = ModelCheckpoint(tmp_path / str(steps), filename="{step}", save_top_k=-1)
+        trainer = make_trainer(max_steps=steps, callbacks=[saver, *callbacks], enable_checkpointing=True)
+        validation = torch.utils.data.DataLoader(torch.zeros(2, 1)) if how == "with validation" else None
+        trainer.fit(model, loader, validation, ckpt_path=resume, weights_only=True)
+        if how == "after the run":
+            trainer.save_checkpoint(tmp_path / str(steps) / f"step={steps}.ckpt", weights_only=False)
+        return model
+
+    whole = run(13).seen
+    assert whole == [0, 1, 2, 3, 4, 100, 101, 102, 103, 104, 200, 201, 202]
+    first = run(stop, EmptyCache(every_n_steps=5)).seen
+    path = tmp_path / str(stop) / f"step={stop}.ckpt"
+    assert first + run(13, EmptyCache(every_n_steps=5), resume=path).seen == whole
+    assert first + run(13, resume=path).seen != whole

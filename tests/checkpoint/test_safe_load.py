@@ -1,0 +1,115 @@
+"""Checkpoints that say nonsense about their version, and files that are none: refused by name, exit 2."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_eff.checkpoint import digest, sharded, stored_weights
+from lightning_eff.checkpoint.atomic_write import write_sealed
+from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.core.errors import CheckpointError
+from lightning_eff.models.hub.sources import check_weights
+
+Command = Callable[..., tuple[int, str, str]]
+BASE = "callbacks.peft_adapter.base_checkpoint"
+NONSENSE: list[Any] = ["banana", "", "1.x", 7, 2.6, None, [2, 6], {"major": 2}, b"2.6", True]
+ZERO = "character device"
+
+
+@pytest.fixture(params=["FIFO", ZERO])
+def odd(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Stand beside `odd.ckpt` and `odd.safetensors`, which have no end; return what they are."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("odd.ckpt", "odd.safetensors"):
+        if request.param == "FIFO":
+            os.mkfifo(name)
+        else:
+            Path(name).symlink_to("/dev/zero")
+    return request.param
+
+
+def refused(command: Command, text: str, *words: str) -> None:
+    before = sorted(Path().rglob("*"))
+    code, _, err = command("train", "baseline", *words)
+    assert text in err
+    assert code == 2, err
+    assert "Traceback" not in err
+    assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_regular_file_is_not_opened_to_wait(odd: str) -> None:
+    path = Path("odd.ckpt")
+    for look in (digest.verify_path, stored_weights.checkpoint, Durable().load_checkpoint):
+        with pytest.raises(
+            CheckpointError, match=f"odd.ckpt is not loaded: it is a {odd}, and no regular file"
+        ):
+            look(path)
+    for look in (digest.bears_seal, digest.looks_like_one):
+        with pytest.raises(CheckpointError, match=f"it is a {odd}, and no regular file"):
+            look(path)
+    with pytest.raises(CheckpointError, match=f"odd.safetensors is not loaded: it is a {odd}"):
+        stored_weights.weights(Path("odd.safetensors"))
+    with pytest.raises(ValueError, match="has weights in what is no regular file: odd"):
+        check_weights(".", SimpleNamespace())
+
+
+@pytest.mark.timeout(120)
+def test_a_run_does_not_wait_for_what_is_no_regular_file(odd: str, tiny: list[str], command: Command) -> None:
+    text = f"odd.ckpt is not loaded: it is a {odd}, and no regular file"
+    refused(command, text, *tiny, "ckpt_path=odd.ckpt")
+    refused(command, text, *tiny, "+callbacks=peft_adapter", f"{BASE}=odd.ckpt")
+    refused(command, f"it is a {odd}", *tiny, "+callbacks=peft_adapter", f"{BASE}=odd.safetensors")
+    runs = Path("outputs/baseline/one/checkpoints")
+    runs.mkdir(parents=True)
+    Path("odd.ckpt").rename(runs / "odd.ckpt")
+    refused(
+        command,
+        f"skipped: checkpoint {runs / 'odd.ckpt'} is not loaded: it is a {odd}",
+        *tiny,
+        "ckpt_path=last",
+    )
+
+
+@pytest.mark.parametrize("version", NONSENSE, ids=repr)
+def test_a_version_that_is_none_is_refused_before_a_folder_is_made(
+    version: Any, tiny: list[str], command: Command
+) -> None:
+    content = {"pytorch-lightning_version": version, "state_dict": {}, "global_step": 1}
+    write_sealed(Path("a.ckpt"), lambda file: torch.save(content, file))
+    text = f"its pytorch-lightning_version is {str(version)!r}, which is no version"
+    refused(command, text, *tiny, "ckpt_path=a.ckpt")
+    refused(command, text, *tiny, "+callbacks=peft_adapter", f"{BASE}=a.ckpt")
+    for look in (stored_weights.checkpoint, Durable().load_checkpoint):
+        with pytest.raises(CheckpointError, match=r"a\.ckpt is not loaded: its pytorch-lightning_version is"):
+            look(Path("a.ckpt"))
+    index(Path("parts.ckpt"), checkpoint=content)
+    refused(command, text, *tiny, "ckpt_path=parts.ckpt")
+
+
+@pytest.mark.parametrize("version", ["banana", "1", True, 1.0, None, [1], torch.ones(2), 2, -1], ids=repr)
+def test_a_version_of_ours_that_is_none_is_refused_too(
+    version: Any, tiny: list[str], command: Command
+) -> None:
+    index(Path("parts.ckpt"), version=version)
+    refused(command, "parts.ckpt/index.ckpt is not loaded: it is no index of", *tiny, "ckpt_path=parts.ckpt")
+    refused(command, "it is no index of this", *tiny, "+callbacks=peft_adapter", f"{BASE}=parts.ckpt")
+
+
+def index(path: Path, **changes: Any) -> None:
+    """Write a folder's index as it is but for some entries."""
+    good = {"format": sharded.FORMAT, "version": sharded.VERSION, "token": "0" * 16}
+    good |= {"parts": ["a" * 64], "divided": [], "checkpoint": {}}
+    write_sealed(path / sharded.INDEX, lambda file: torch.save(good | changes, file))
+
+
+def test_a_checkpoint_without_a_version_is_no_trainers(tiny: list[str], command: Command) -> None:
+    torch.save({"state_dict": {}, "global_step": 1}, "a.ckpt")
+    refused(command, "ckpt_path='a.ckpt': expected a checkpoint of a Trainer", *tiny, "ckpt_path=a.ckpt")

@@ -1,0 +1,483 @@
+"""A checkpoint in a folder, by three ranks in one process: faults in every file, a kill at every step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_eff.checkpoint import atomic_write, latest, saving, sharded, stored_weights
+from lightning_eff.checkpoint.lazy_tensor import InRows, divide
+from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.config import ckpt_path
+from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
+from tests.conftest import make_trainer
+from tests.microbatching.test_ddp import same
+
+NUM_RANKS = 3
+
+
+class Killed(BaseException):
+    """What a kill is here: nothing catches it, and nothing is cleaned up."""
+
+
+def checkpoint(value: float = 1.0) -> dict[str, Any]:
+    """Return what a Trainer might save: uneven rows, fewer rows than ranks, tied, frozen, scalars, bf16."""
+    generator = torch.Generator().manual_seed(int(value))
+    tied = torch.randn(7, 2, generator=generator)
+    weights = {
+        "embedding.weight": tied, "head.weight": tied, "few": torch.randn(2, generator=generator),
+        "one": torch.randn(1, 3, 2, generator=generator), "none": torch.zeros(0, 4),
+        "half": torch.randn(4, 3, generator=generator).bfloat16(), "scalar": torch.tensor(value),
+        "mask": torch.tensor([True, False, True, True]), "count": torch.arange(5),
+    }  # fmt: skip
+    state = {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(7, 2, generator=generator)}, 1: {}}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}]
+    optimizer = {"state": state, "param_groups": groups}
+    return {
+        "pytorch-lightning_version": "2.6.6", "global_step": 3, "epoch": 1, "state_dict": weights,
+        "optimizer_states": [optimizer], "lr_schedulers": [{"last_epoch": 3}], "list": [tied, (1, tied)],
+    }  # fmt: skip
+
+
+def rows_of(rank: int, num_ranks: int) -> Callable[[Tensor], Any]:
+    def rows(tensor: Tensor) -> Any:
+        share = -(-len(tensor) // num_ranks) if tensor.ndim else 0
+        first = min(rank * share, len(tensor)) if tensor.ndim else 0
+        return (first, tensor[first : first + share].clone()) if tensor.ndim else tensor
+
+    return rows
+
+
+def save(path: Path, content: dict[str, Any] | None = None, num_ranks: int = NUM_RANKS) -> str:
+    """Save as ranks would, one after the other; return the token."""
+    content = checkpoint() if content is None else content
+    saving.prepare(path)
+    token = saving.new_token()
+    digests: list[str] = []
+    with contextlib.ExitStack() as held:
+        for rank in range(num_ranks):
+            rest, rows = divide(content, rows_of(rank, num_ranks))
+            part = held.enter_context(saving.part(path, token, rank, num_ranks, rows))
+            digests.append(part.digest)
+        saving.write_index(path, token, digests, rest, rows)
+        saving.tidy(path, just_saved=True)
+    return token
+
+
+def names(path: Path) -> list[str]:
+    return sorted(each.name for each in path.iterdir())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_what_ranks_saved_is_loaded_whole(num_ranks: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    token = save(path, num_ranks=num_ranks)
+    parts = [f"part-{token}-{rank}-of-{num_ranks}.ckpt" for rank in range(num_ranks)]
+    assert names(path) == ["index.ckpt", *parts]
+    for load in (Durable().load_checkpoint, stored_weights.checkpoint):
+        found = load(path)
+        assert same(found, checkpoint())
+        assert list(found) == list(checkpoint())
+        state = found["state_dict"]
+        assert state["head.weight"] is state["embedding.weight"], "tied"
+        assert state["half"].dtype == torch.bfloat16
+        assert type(state["few"]) is Tensor
+        assert (
+            found["optimizer_states"][0]["param_groups"]
+            == checkpoint()["optimizer_states"][0]["param_groups"]
+        )
+    assert found["list"][1][1] is found["list"][0]
+
+
+def test_any_rows_are_read_for_any_number_of_ranks(tmp_path: Path) -> None:
+    """Saved by three, each cut of rows is there, whoever asks."""
+    path = tmp_path / "a.ckpt"
+    save(path)
+    found = sharded.joined(sharded.verified(path))
+    for name, expected in checkpoint()["state_dict"].items():
+        value = found["state_dict"][name]
+        if not expected.ndim:
+            assert type(value) is Tensor
+            continue
+        assert isinstance(value, InRows)
+        for num_ranks in (1, 2, 4):
+            cuts = [rows_of(rank, num_ranks)(expected) for rank in range(num_ranks)]
+            for first, rows in cuts:
+                assert torch.equal(value.rows(first, first + len(rows)), rows)
+        assert value.shape == expected.shape
+        assert value.numel() == expected.numel()
+        assert len(value.pieces) == len([r for r in range(3) if len(rows_of(r, 3)(expected)[1])])
+
+
+def test_every_flipped_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save(path)
+    for file in sorted(path.iterdir()):
+        content = bytearray(file.read_bytes())
+        for place in range(0, len(content), len(content) // 40):
+            content[place] ^= 4
+            file.write_bytes(content)
+            for load in (Durable().load_checkpoint, stored_weights.checkpoint, latest.verify_path):
+                with pytest.raises(CheckpointError, match=file.name):
+                    load(path)
+            content[place] ^= 4
+        file.write_bytes(content[:-1])
+        with pytest.raises(CheckpointError, match=file.name):
+            Durable().load_checkpoint(path)
+        file.write_bytes(content)
+    assert same(Durable().load_checkpoint(path), checkpoint()), "negative control"
+
+
+def test_a_part_that_is_missing_or_of_another_save_is_named(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    token, another = save(path), save(other, checkpoint(2.0))
+    part = sharded.part_path(path, token, 1, NUM_RANKS)
+    content = part.read_bytes()
+    part.write_bytes(sharded.part_path(other, another, 1, NUM_RANKS).read_bytes())
+    with pytest.raises(CheckpointError, match=f"{part.name} is not loaded: it is whole, and not the one"):
+        Durable().load_checkpoint(path)
+    torch.save({"token": token, "rows": {}}, part)
+    with pytest.raises(CheckpointError, match=f"{part.name} is not loaded: it is whole, and not the one"):
+        Durable().load_checkpoint(path)
+    part.unlink()
+    with pytest.raises(CheckpointError, match=f"its part {part.name} is missing"):
+        Durable().load_checkpoint(path)
+    part.write_bytes(content)
+    (path / "index.ckpt").write_bytes((other / "index.ckpt").read_bytes())
+    with pytest.raises(CheckpointError, match=f"its part part-{another}-0-of-3.ckpt is missing"):
+        Durable().load_checkpoint(path)
+    (path / "index.ckpt").unlink()
+    with pytest.raises(CheckpointError, match=r"a folder without index\.ckpt: a save that did not end"):
+        Durable().load_checkpoint(path)
+    with pytest.raises(FileNotFoundError):
+        Durable().load_checkpoint(tmp_path / "never.ckpt")
+
+
+def hostile(path: Path, **changes: Any) -> None:
+    """Give a folder an index that says something else, sealed as its writer would seal it."""
+    content = torch.load(path / "index.ckpt", weights_only=True) | changes
+    atomic_write.write_sealed(path / "index.ckpt", lambda file: torch.save(content, file))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token": "../../precious00"}, "does not say which parts"),
+        ({"token": "0123456789abcde/"}, "does not say which parts"),
+        ({"token": 3}, "does not say which parts"),
+        ({"parts": []}, "does not say which parts"),
+        ({"parts": "abc"}, "does not say which parts"),
+        ({"parts": [1, 2, 3]}, "does not say which parts"),
+        ({"divided": [3]}, "does not say which parts"),
+        ({"checkpoint": [1]}, "does not say which parts"),
+        ({"version": 2}, "no index of this version, of format 2"),
+        ({"version": True, "format": "x"}, "no index of this version"),
+        ({"format": "else"}, "no index of this version"),
+        ({"checkpoint": {"state_dict": {"few": torch.empty(3, device="meta")}}}, "few.*of a tensor .3,."),
+        ({"checkpoint": {"state_dict": {"few": torch.empty(2, 1, device="meta")}}}, "of a tensor .2, 1."),
+        ({"checkpoint": {"state_dict": {"few": torch.empty((), device="meta")}}}, "rows of a tensor"),
+    ],
+)  # fmt: skip
+def test_an_index_may_say_anything(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save(path)
+    hostile(path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        Durable().load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [None, 3, *({"x": x} for x in (3, [0], [0, 1], ["a", torch.ones(1)], [0, torch.ones(())]))],
+)
+def test_a_part_may_hold_anything(rows: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    token = save(path, num_ranks=1)
+    part = sharded.part_path(path, token, 0, 1)
+    written = atomic_write.write_sealed(part, lambda file: torch.save({"rows": rows}, file))
+    hostile(path, parts=[written.digest])
+    with pytest.raises(CheckpointError, match="it holds no rows of tensors"):
+        Durable().load_checkpoint(path)
+
+
+def test_code_is_never_loaded(tmp_path: Path) -> None:
+    path, touched = tmp_path / "a.ckpt", tmp_path / "touched"
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return Path.touch, (touched,)
+
+    token = save(path, num_ranks=1)
+    part = sharded.part_path(path, token, 0, 1)
+    content = {"rows": {"x": [0, torch.ones(1)]}, "more": Hostile()}
+    written = atomic_write.write_sealed(part, lambda file: torch.save(content, file))
+    hostile(path, parts=[written.digest])
+    for load in (Durable().load_checkpoint, stored_weights.checkpoint):
+        with pytest.raises(CheckpointError, match="only tensors and plain values"):
+            load(path)
+    whole = tmp_path / "b.ckpt"
+    save(whole)
+    hostile(whole, more=Hostile())
+    with pytest.raises(CheckpointError, match=r"index.ckpt is not loaded: it holds a \S+, and only tensors"):
+        Durable().load_checkpoint(whole)
+    assert not touched.exists()
+    torch.load(part, weights_only=False)
+    assert touched.exists(), "negative control"
+
+
+def steps(patch: pytest.MonkeyPatch, at: int) -> Iterator[int]:
+    """Raise before the step of a save that has this number: each fsync, rename, removal and new file."""
+    done = 0
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done >= at:
+                raise Killed
+            return real(*arguments, **keywords)
+
+        return step
+
+    for owner, name in ((os, "fsync"), (os, "open"), (os, "write"), (Path, "replace"), (Path, "mkdir")):
+        patch.setattr(owner, name, counted(getattr(owner, name)))
+    # A killed process removes nothing either: so do all steps after the first that raised.
+    patch.setattr(Path, "unlink", counted(Path.unlink))
+    patch.setattr(Path, "rmdir", counted(Path.rmdir))
+    yield at
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_kill_at_any_step_leaves_the_checkpoint_before(first: bool, tmp_path: Path) -> None:
+    """Between every two things that a save does to the disk; afterwards nothing is left over."""
+    ends = set[str]()
+    for at in range(1, 200):
+        path = tmp_path / f"{at}.ckpt"
+        if not first:
+            save(path, checkpoint(1.0))
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+            next(steps(patch, at))
+            save(path, checkpoint(2.0))
+            ends.add("done")
+        if not path.exists() or not sharded.is_one(path):
+            assert first
+            ends.add("none")
+        else:
+            found = Durable().load_checkpoint(path)
+            old = not first and same(found, checkpoint(1.0))
+            assert old or same(found, checkpoint(2.0))
+            ends.add("old" if old else "new")
+        saving.remove_orphans(tmp_path)
+        if path.exists():
+            left = names(path)
+            assert left == [] or (len(left) == NUM_RANKS + 1 and left[0] == "index.ckpt"), at
+        if "done" in ends:
+            break
+    assert ends == ({"none", "new", "done"} if first else {"old", "new", "done"})
+    assert at > 30, "there are that many things that a save does"
+
+
+def test_an_error_leaves_nothing_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.ckpt"
+    save(path)
+    before = {file: file.read_bytes() for file in path.iterdir()}
+    real, written = os.write, 0
+
+    def full(fd: int, data: Any) -> int:
+        nonlocal written
+        written += len(data)
+        if written > 6000:
+            raise OSError(28, "No space left on device")
+        return real(fd, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            save(path, checkpoint(2.0))
+    assert {file: file.read_bytes() for file in path.iterdir()} == before
+    save(path, checkpoint(2.0))
+    assert same(Durable().load_checkpoint(path), checkpoint(2.0))
+
+
+def test_parts_that_are_being_written_stay_and_left_ones_go(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    saving.prepare(path)
+    _, rows = divide(checkpoint(), rows_of(0, 1))
+    with saving.part(path, "0" * 16, 0, 1, rows):
+        assert saving.remove_orphans(tmp_path) == []
+    (left,) = path.iterdir()
+    (path / "part-1111111111111111-0-of-1.ckpt").write_text("no seal: not ours")
+    assert saving.remove_orphans(tmp_path) == [left]
+    assert names(path) == ["part-1111111111111111-0-of-1.ckpt"]
+
+
+def test_who_tidies_up_while_a_save_ends_takes_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index is read again once the locks are there: another process may have ended its save meanwhile."""
+    path, real = tmp_path / "a.ckpt", saving.token_of
+    save(path)
+    saving.prepare(path)
+    rest, rows = divide(checkpoint(2.0), rows_of(0, 1))
+    with contextlib.ExitStack() as held:
+        part = held.enter_context(saving.part(path, "f" * 16, 0, 1, rows))
+
+        def late(where: Path) -> str | None:
+            """Say what the index said, and let the other process end its save right after."""
+            token = real(where)
+            monkeypatch.setattr(saving, "token_of", real)
+            saving.write_index(path, "f" * 16, [part.digest], rest, rows)
+            held.close()
+            return token
+
+        monkeypatch.setattr(saving, "token_of", late)
+        saving.tidy(path)
+    assert same(Durable().load_checkpoint(path), checkpoint(2.0))
+
+
+def test_an_error_behind_the_index_takes_no_part_of_it(tmp_path: Path) -> None:
+    """As a disk that does not confirm a name that is there: what is named must stay."""
+    path = tmp_path / "a.ckpt"
+    saving.prepare(path)
+    rest, rows = divide(checkpoint(), rows_of(0, 1))
+    written = saving.part(path, "0" * 16, 0, 1, rows)
+    part = written.__enter__()
+    saving.write_index(path, "0" * 16, [part.digest], rest, rows)
+    late = OSError(5, "late")
+    assert not written.__exit__(OSError, late, None)
+    assert same(Durable().load_checkpoint(path), checkpoint())
+
+
+def test_rank_0_must_see_what_the_others_wrote(tmp_path: Path) -> None:
+    saving.prepare(tmp_path / "a.ckpt")
+    with pytest.raises(
+        CheckpointError, match="does not see there what rank 0 wrote\n  try: a folder on a disk"
+    ):
+        saving.write_index(tmp_path / "a.ckpt", "0" * 16, ["x"], {}, [])
+
+
+def test_what_is_none_of_ours_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "file.ckpt").write_text("mine")
+    (tmp_path / "folder.ckpt").mkdir()
+    (tmp_path / "folder.ckpt" / "thesis.txt").write_text("mine")
+    for name, words in (("file", "a file of that name"), ("folder", "holds other things .'thesis.txt'")):
+        with pytest.raises(CheckpointError, match=words):
+            save(tmp_path / f"{name}.ckpt")
+    save(tmp_path / "a.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("a.ckpt")
+    before = names(tmp_path / "a.ckpt")
+    save(tmp_path / "last.ckpt", checkpoint(2.0))
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    assert names(tmp_path / "a.ckpt") == before, "the link gave way, and not what it led to"
+
+
+def test_the_index_goes_first_and_what_is_not_ours_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, gone = tmp_path / "a.ckpt", list[str]()
+    save(path)
+    (path / "notes.txt").write_text("mine")
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda self, **k: (gone.append(self.name), unlink(self, **k))[1])
+    io = Durable()
+    with pytest.warns(CheckpointWarning, match="it lies outside the folders that this run saves to"):
+        io.remove_checkpoint(path)
+    io.save_checkpoint({}, tmp_path / "b.ckpt")
+    gone.clear()
+    io.remove_checkpoint(path)
+    assert gone[0] == "index.ckpt"
+    assert len(gone) == NUM_RANKS + 1
+    assert names(path) == ["notes.txt"]
+    save(tmp_path / "c.ckpt")
+    (tmp_path / "d.ckpt").symlink_to("c.ckpt")
+    io.remove_checkpoint(tmp_path / "d.ckpt")
+    io.remove_checkpoint(tmp_path / "c.ckpt")
+    assert names(tmp_path) == ["a.ckpt", "b.ckpt"]
+    assert io.outcome().numbers["num_removed"] == 3
+
+
+def test_another_folder_is_kept(tmp_path: Path) -> None:
+    io = Durable()
+    io.save_checkpoint({}, tmp_path / "b.ckpt")
+    (tmp_path / "dcp.ckpt").mkdir()
+    (tmp_path / "dcp.ckpt" / ".metadata").touch()
+    with pytest.warns(CheckpointWarning, match="it is a folder, which another strategy wrote"):
+        io.remove_checkpoint(tmp_path / "dcp.ckpt")
+    assert names(tmp_path / "dcp.ckpt") == [".metadata"]
+    with pytest.raises(
+        CheckpointError, match=r"torch's distributed checkpoint, which runs code(.|\n)*dcp_to_torch"
+    ):
+        io.load_checkpoint(tmp_path / "dcp.ckpt")
+
+
+def test_the_newest_whole_one_may_be_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runs = tmp_path / "run" / "checkpoints"
+    Durable().save_checkpoint({"x": 1}, runs / "step-1.ckpt")
+    token = save(runs / "step-2.ckpt")
+    save(runs / "step-3.ckpt")
+    for age, name in enumerate(("step-1.ckpt", "step-2.ckpt/index.ckpt", "step-3.ckpt/index.ckpt")):
+        os.utime(runs / name, (1e9 + age, 1e9 + age))
+    assert latest.newest_whole(tmp_path) == runs / "step-3.ckpt"
+    (runs / "step-3.ckpt" / "index.ckpt").unlink()
+    assert latest.newest_whole(tmp_path) == runs / "step-2.ckpt"
+    assert "a save that did not end" in caplog.messages[0]
+    caplog.clear()
+    sharded.part_path(runs / "step-2.ckpt", token, 2, NUM_RANKS).unlink()
+    assert latest.newest_whole(runs.parent) == runs / "step-1.ckpt"
+    assert any(f"its part part-{token}-2-of-3.ckpt is missing" in message for message in caplog.messages)
+
+
+def test_a_run_goes_on_from_a_folder_of_ours_and_of_no_other(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt")
+    assert ckpt_path.find_checkpoint(str(tmp_path / "a.ckpt"), tmp_path) == tmp_path / "a.ckpt"
+    dcp, zero, lightnings = (tmp_path / f"{name}.ckpt" for name in ("dcp", "zero", "lightnings"))
+    for path, files in ((dcp, [".metadata"]), (zero, ["latest"]), (lightnings, ["latest", "checkpoint"])):
+        path.mkdir()
+        for name in files:
+            (path / name).touch()
+    ways = {
+        dcp: f"try: python -m torch.distributed.checkpoint.format_utils dcp_to_torch {dcp} FILE",
+        zero: f"try: python {zero}/zero_to_fp32.py {zero} DIR",
+        lightnings: f"convert_zero_checkpoint_to_fp32_state_dict({lightnings}, FILE)",
+        tmp_path: "a folder without index.ckpt: a save that did not end, or no checkpoint",
+    }
+    for path, way in ways.items():
+        with pytest.raises(ConfigError) as raised:
+            ckpt_path.find_checkpoint(str(path), tmp_path)
+        assert way in str(raised.value)
+        assert str(raised.value).startswith(
+            f"ckpt_path={str(path)!r}: expected a checkpoint; this is a folder"
+        )
+
+
+def test_a_folder_must_be_whole_and_leave_something_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    token = save(path)
+    ckpt_path.check_something_left(path, make_trainer(max_steps=4))
+    with pytest.raises(ConfigError, match="expected more than the 3 steps that"):
+        ckpt_path.check_something_left(path, make_trainer(max_steps=3))
+    sharded.part_path(path, token, 2, NUM_RANKS).unlink()
+    with pytest.raises(ConfigError, match=f"part-{token}-2-of-3.ckpt is missing"):
+        ckpt_path.check_something_left(path, make_trainer(max_steps=4))
+
+
+def test_a_base_may_be_a_folder(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    one, other = torch.nn.Linear(3, 5), torch.nn.Linear(3, 5)
+    save(tmp_path / "a.ckpt", {"state_dict": one.state_dict(), "global_step": 1})
+    assert stored_weights.load_base(other, tmp_path / "a.ckpt", key="base_checkpoint") == 2
+    assert torch.equal(other.weight, one.weight)
+
+
+def test_optimizer_state_that_nobody_asked_for_is_not_read(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt")
+    state = stored_weights.checkpoint(tmp_path / "a.ckpt")["optimizer_states"][0]["state"][0]["exp_avg"]
+    assert isinstance(state, InRows)
+    assert len(state.pieces) == NUM_RANKS

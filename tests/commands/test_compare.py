@@ -1,0 +1,166 @@
+"""`compare`: which rows a recipe gets, what they measure, and what is told of those that do not run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_eff.comparison import subprocess_trial
+from lightning_eff.comparison.rows import MEASURED, Result
+from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, exit_code, root_cause_line
+
+Command = Callable[..., tuple[int, str, str]]
+QUICK = ("--steps", "6", "--rounds", "1")
+SMALLER = ("micro_batch", "gradient_accumulation")
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Train in this process, which has imported everything already; return the commands."""
+    commands: list[list[str]] = []
+
+    def run(work: functools.partial[int], *, folder: Path, limit_s: float) -> Result:
+        commands.append(work.args[0])
+        folder.mkdir(parents=True, exist_ok=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a technique has no effect is no error, as in a process
+            try:
+                code = work(folder)
+            except Exception as error:  # noqa: BLE001 - a failed trial is a row
+                return subprocess_trial._result(exit_code(error), "", root_cause_line(error))
+        return subprocess_trial._result(code, (folder / subprocess_trial.REPORT_FILE).read_text(), "")
+
+    monkeypatch.setattr(subprocess_trial, "run", run)
+    return commands
+
+
+def test_rows_train_alike_and_are_compared_to_the_baseline(
+    command: Command, tiny: list[str], in_process: list[list[str]], tmp_path: Path
+) -> None:
+    tiny = [*tiny, "data.micro_batch_size=4"]
+    tiny.remove("data.micro_batch_size=2")
+    only = ["--only", "gradient_checkpointing,micro_batch,gradient_accumulation,strategy=fsdp2"]
+    code, out, _ = command("compare", "lm", *tiny, *QUICK, *only, "--json")
+    assert code == EXIT_OK
+    found = json.loads(out)
+    rows = {row["technique"]: row for row in found["rows"]}
+    assert list(rows)[:2] == ["baseline", "the recipe as it is"]
+    base = rows["baseline"]
+    for name in (*SMALLER, "gradient_checkpointing"):
+        assert rows[name]["status"] == MEASURED
+        assert rows[name]["loss_difference"] == pytest.approx(0.0, abs=1e-5)
+        assert rows[name]["peak_ratio"] == rows[name]["peak_bytes"] / base["peak_bytes"]
+    assert all(rows[name]["peak_ratio"] < 1.0 for name in SMALLER)
+    for row in (row for row in rows.values() if row["status"] == MEASURED):
+        assert row["predicted_peak_bytes"] == row["peak_bytes"], "to the byte"
+    assert rows["together"]["peak_ratio"] < 1.0
+    assert rows["strategy=fsdp2"]["status"] == "not run"
+    assert "one device" in rows["strategy=fsdp2"]["reason"]
+    assert "micro_batch_size=1" in " ".join(rows["micro_batch"]["overrides"])
+    assert len(in_process) == 6
+    assert all("seed" not in " ".join(words) for words in in_process)
+    assert not list(tmp_path.glob("outputs/compare/*/runs"))
+    assert found["command"].startswith("lightning-eff compare lm")
+    assert found["environment"]["torch"]
+
+
+def test_the_same_words_go_on_with_what_is_missing(
+    command: Command, tiny: list[str], in_process: list[list[str]], tmp_path: Path
+) -> None:
+    words = ["compare", "baseline", *tiny, *QUICK, "--only", "empty_cache"]
+    first = command(*words)
+    assert first[0] == EXIT_OK
+    assert "empty_cache" in first[1]
+    count = len(in_process)
+    assert [line for line in command(*words)[1].splitlines() if "measured" in line] == [
+        line for line in first[1].splitlines() if "measured" in line
+    ]
+    assert len(in_process) == count
+    next(tmp_path.glob("outputs/compare/*/rounds/1-empty_cache.json")).unlink()
+    command(*words)
+    assert len(in_process) == count + 1
+    command(*words, "--fresh")
+    assert len(in_process) == 2 * count + 1
+
+
+def test_a_row_of_ones_own_and_users_settings_of_the_recipe(
+    command: Command, tiny: list[str], in_process: list[list[str]]
+) -> None:
+    own = "optimizer=sgd optimizer.lr=0.01 +callbacks=micro_batch callbacks.micro_batch.micro_batch_size=1"
+    settings = ["callbacks.empty_cache.every_n_steps=3", "seed=7"]
+    words = ["compare", "lm", *tiny, *settings, *QUICK, "--only", "baseline", "--row", own, "--json"]
+    code, out, err = command(*words)
+    assert code == EXIT_OK, err
+    rows = {row["technique"]: row for row in json.loads(out)["rows"]}
+    assert list(rows) == ["baseline", "the recipe as it is", own]
+    assert all(row["status"] == MEASURED for row in rows.values())
+    assert rows[own]["loss_difference"] != 0.0
+    assert all("seed=7" in command for command in in_process)
+    with_settings = [command for command in in_process if settings[0] in command]
+    assert len(with_settings) == 1, "of the recipe as it is alone"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--only", "gradient_chekpointing"), "did you mean 'gradient_checkpointing'"),
+        (("--steps", "2"), "--steps 2: at least 6"),
+        (("--rounds", "0"), "--rounds 0: at least 1"),
+        (("--steps", "many"), "invalid int value: 'many'"),
+        (("--frehs",), "unknown option '--frehs'"),
+        (("--row", "muon"), "muon: not an override"),
+    ],
+)
+def test_usage_errors_exit_2_before_anything_runs(
+    command: Command, tiny: list[str], in_process: list[list[str]], words: tuple[str, ...], message: str
+) -> None:
+    code, _, err = command("compare", "baseline", *tiny, *words)
+    assert code == 2
+    assert message in err
+    assert in_process == []
+
+
+def test_a_comparison_in_which_nothing_works_exits_1(
+    command: Command, tiny: list[str], in_process: list[list[str]]
+) -> None:
+    """A data folder without files fails in every trial, each with its reason."""
+    broken = [line for line in tiny if not line.startswith("data.source_dir")]
+    code, out, _ = command(
+        "compare", "baseline", *broken, "data.source_dir=/nowhere", *QUICK, "--only", "baseline"
+    )
+    assert code == EXIT_FAILED
+    assert "measured" not in out
+    assert "baseline" in out
+
+
+@pytest.mark.slow
+def test_real_processes_and_an_interruption(tiny: list[str], tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "lightning_eff", "compare", "baseline", *tiny, *QUICK, "--only"]
+    with subprocess.Popen([*words, "empty_cache"], stderr=subprocess.PIPE, text=True) as started:
+        assert started.stderr is not None
+        while "round 1, baseline" not in started.stderr.readline():
+            pass
+        os.kill(started.pid, signal.SIGINT)
+        started.stderr.read()
+    assert started.returncode == 130
+    assert [path.name for path in tmp_path.glob("outputs/compare/*/rounds/*")] == ["1-baseline.json"]
+    done = subprocess.run(
+        [*words, "empty_cache,torch_compile", "--limit-s", "40", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["technique"]: row for row in json.loads(done.stdout)["rows"]}
+    assert rows["empty_cache"]["status"] == MEASURED
+    assert rows["torch_compile"]["status"] == MEASURED or "40 s" in rows["torch_compile"]["reason"]
+    assert "round 1, baseline: measured before" in done.stderr

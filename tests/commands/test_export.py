@@ -1,0 +1,547 @@
+"""`export`: what it writes is loaded by plain PEFT and transformers, in a process without this package."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, load_model
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from lightning_eff import run
+from lightning_eff.adapters import export as adapter_export
+from lightning_eff.adapters import inject as adapters
+from lightning_eff.adapters import state as adapter_state
+from lightning_eff.callbacks.peft_adapter import adapt
+from lightning_eff.checkpoint import atomic_write, stored_weights
+from lightning_eff.core.errors import CheckpointError, ConfigError
+from lightning_eff.models.gpt import GPT
+from lightning_eff.models.hf_causal_lm import HFCausalLM
+from tests.callbacks.test_adapter_checkpoint import edited
+from tests.callbacks.test_peft_adapter import METHODS, Exact
+
+Command = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning_eff.core.errors.NoEffectWarning",
+    "ignore::lightning_eff.core.errors.SlowPathWarning",
+    "ignore:Experiment logs directory",
+)
+TRAIN = ["trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.limit_val_batches=1"]
+TRAIN += ["trainer.num_sanity_val_steps=0", "data.micro_batch_size=2", "data.context_length=16"]
+TRAIN += ["callbacks.gradient_accumulation.global_batch_size=2", "optimizer.lr=0.1", "precision=fp32"]
+TRAIN += ["scheduler=none", "logger=none"]
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in an empty folder with a few texts in it."""
+    monkeypatch.chdir(tmp_path)
+    Path("notes").mkdir()
+    for index in range(20):
+        Path("notes", f"{index}.txt").write_text("the cat sat on the mat\n" * 9)
+
+
+def train_llama(command: Command, tiny_llama: Path, *words: str) -> Path:
+    """Train the small Llama for two steps and return the run's folder."""
+    paths = ["data.paths=[notes]", f"model.name={tiny_llama}"]
+    code, _, err = command("train", "full_finetune", *paths, *TRAIN, *words)
+    assert code == 0, err
+    return max(Path("outputs/full_finetune").iterdir())
+
+
+LORA = ["+callbacks=peft_adapter", "+callbacks.peft_adapter.options={r: 4}", "checkpoint_io=durable"]
+PLAIN = """
+import json, sys, torch
+{imports}
+ids = torch.arange(2, 26).reshape(2, 12)
+with torch.inference_mode():
+    logits = model.eval()(ids).logits
+torch.save(logits, sys.argv[2])
+found = [name for name in sys.modules if name.partition(".")[0] in ("lightning_eff", "lightning")]
+assert not found, found
+"""
+PEFT = """
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+base = AutoModelForCausalLM.from_pretrained(sys.argv[3])
+model = PeftModel.from_pretrained(base, sys.argv[1])
+"""
+MERGED = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert AutoTokenizer.from_pretrained(sys.argv[1])("the cat").input_ids
+"""
+
+
+def elsewhere(imports: str, folder: Path, base: Path, tmp_path: Path) -> torch.Tensor:
+    """Return the logits that libraries alone make of a folder, in a process of their own."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", PLAIN.format(imports=imports), str(folder), "logits.pt", str(base)],
+        cwd=tmp_path, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return torch.load(tmp_path / "logits.pt", weights_only=True)
+
+
+def logits_of(run_dir: Path) -> torch.Tensor:
+    """Return what the run's model says, with its adapter where training had it."""
+    values = yaml.safe_load((run_dir / run.RESOLVED).read_text())
+    model = run.model_again(values)
+    (path,) = (run_dir / "checkpoints").glob("step-2.ckpt")
+    adapter_state.load(model, stored_weights.checkpoint(path))
+    with torch.inference_mode():
+        return model.eval()(torch.arange(2, 26).reshape(2, 12))
+
+
+def test_plain_peft_and_transformers_load_it(
+    texts: None, tiny_llama: Path, command: Command, tmp_path: Path
+) -> None:
+    """T5: another scaling, a layer left out or a merge in half precision would be off by 1e-3."""
+    folder = train_llama(command, tiny_llama, *LORA)
+    code, out, err = command("export", "full_finetune", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["kind"] == "adapter"
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= found["files"].keys()
+    keys = load_file(folder / "export" / "adapter" / "adapter_model.safetensors").keys()
+    assert all(key.startswith("base_model.model.model.layers.") for key in keys)
+    assert len(keys) == 28
+    code, out, err = command("export", str(folder), "--merge")
+    assert code == 0, err
+    assert "model of " in out
+    expected = logits_of(folder)
+    base = HFCausalLM(name=str(tiny_llama))
+    base.configure_model()
+    with torch.inference_mode():
+        plain = base.eval()(torch.arange(2, 26).reshape(2, 12))
+    assert (plain - expected).abs().max() > 1e-2, "the adapter differs from the base"
+    adapter = elsewhere(PEFT, folder.resolve() / "export" / "adapter", tiny_llama, tmp_path)
+    torch.testing.assert_close(adapter, expected, rtol=0.0, atol=1e-5)
+    merged = elsewhere(MERGED, folder.resolve() / "export" / "model", tiny_llama, tmp_path)
+    torch.testing.assert_close(merged, expected, rtol=0.0, atol=1e-5)
+    assert (folder / "export" / "model").stat().st_mode & 0o777 == 0o777 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def test_best_a_path_and_the_base_of_an_earlier_run(
+    texts: None, tiny_llama: Path, command: Command, tmp_path: Path
+) -> None:
+    """The full checkpoint of a run is the base of the next one, and of its export."""
+    first = train_llama(command, tiny_llama, "checkpoint_io=durable")
+    code, out, err = command("export", str(first), "--json")
+    assert code == 0, err
+    assert json.loads(out)["kind"] == "model"
+    path = first / "checkpoints" / "step-2.ckpt"
+    second = train_llama(command, tiny_llama, *LORA, f"+callbacks.peft_adapter.base_checkpoint='{path}'",
+                         "monitors.model_checkpoint.monitor=train_loss")  # fmt: skip
+    chosen = [["--checkpoint", "best"], ["--checkpoint", str(second / "checkpoints" / "step-2.ckpt")]]
+    for index, which in enumerate(chosen):
+        code, _, err = command("export", str(second), *which, "--out", f"outputs/{index}", "--merge")
+        assert code == 0, err
+    merged = elsewhere(MERGED, tmp_path / "outputs" / "0", tiny_llama, tmp_path)
+    torch.testing.assert_close(merged, logits_of(second), rtol=0.0, atol=1e-5)
+    code, _, err = command("export", str(first), "--checkpoint", "best", "--out", "outputs/2")
+    assert (code, "--checkpoint='best': expected a run that monitored something" in err) == (2, True)
+    path.unlink()
+    code, _, err = command("export", str(second), "--out", "outputs/3")
+    assert code == 2
+    assert "callbacks.peft_adapter.base_checkpoint=" in err
+
+
+def test_any_module_and_tied_weights(tiny: list[str], command: Command) -> None:
+    """The GPT ties its head to its embedding: written once, and loaded under both names."""
+    words = ["+callbacks=peft_adapter", "+callbacks.peft_adapter.target_modules=[qkv]"]
+    code, _, err = command("train", "lm", *tiny, *words)
+    assert code == 0, err
+    for flags, name in (([], "adapter"), (["--merge"], "model")):
+        code, _, err = command("export", "lm", *flags)
+        assert code == 0, err
+        assert (max(Path("outputs/lm").iterdir()) / "export" / name).is_dir()
+    folder = max(Path("outputs/lm").iterdir())
+    values = yaml.safe_load((folder / run.RESOLVED).read_text())
+    model = run.make("model", values["model"])
+    assert isinstance(model, GPT)
+    model.configure_model()
+    load_model(model, str(folder / "export" / "model" / "model.safetensors"))
+    adapted = run.model_again(values)
+    (path,) = (folder / "checkpoints").glob("step-2.ckpt")
+    adapter_state.load(adapted, stored_weights.checkpoint(path))
+    ids = torch.randint(0, 256, (2, 8))
+    torch.testing.assert_close(model.eval()(ids), adapted.eval()(ids), rtol=0.0, atol=1e-5)
+    bare = run.make("model", values["model"])
+    bare.configure_model()
+    bare.load_state_dict(_base_of(adapted), strict=False)
+    pefts = PeftModel.from_pretrained(bare, str(folder / "export" / "adapter"))
+    torch.testing.assert_close(pefts.eval()(ids), adapted(ids), rtol=0.0, atol=1e-5)
+
+
+def test_a_merged_head_is_tied_no_more_and_the_embedding_stays(tiny: list[str], command: Command) -> None:
+    """T5: what the adapter adds to the head would be added to the embedding, which is the same tensor."""
+    code, _, err = command("train", "lm", *tiny, "+callbacks=peft_adapter", "optimizer.lr=0.1")
+    assert code == 0, err
+    code, out, err = command("export", "lm", "--merge")
+    assert code == 0, err
+    assert "untied: embedding.weight and head.weight were one weight" in out
+    folder = max(Path("outputs/lm").iterdir())
+    values = yaml.safe_load((folder / run.RESOLVED).read_text())
+    adapted = run.model_again(values)
+    (path,) = (folder / "checkpoints").glob("step-2.ckpt")
+    adapter_state.load(adapted, stored_weights.checkpoint(path))
+    written = folder / "export" / "model" / "model.safetensors"
+    apart = run.make("model", values["model"] | {"tie_word_embeddings": False})
+    load_model(apart, str(written))
+    ids = torch.randint(0, 256, (2, 8))
+    torch.testing.assert_close(apart.eval()(ids), adapted.eval()(ids), rtol=0.0, atol=1e-5)
+    assert torch.equal(apart.embedding.weight, adapted.embedding.weight)
+    with pytest.raises(CheckpointError, match=r"several values of what is one weight .*'head.weight'"):
+        adapter_state.load_weights(run.make("model", values["model"]), stored_weights.weights(written))
+
+
+@pytest.mark.parametrize("targets", ["[lm_head,q_proj]", "[embed_tokens]"])
+def test_a_merged_llama_whose_head_was_tied_says_so_in_its_config(
+    texts: None, tiny_llama: Path, command: Command, tmp_path: Path, targets: str
+) -> None:
+    tied = tmp_path / "tied"
+    shutil.copytree(tiny_llama, tied)
+    config = LlamaConfig.from_pretrained(tiny_llama, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tied)
+    folder = train_llama(command, tied, *LORA, f"+callbacks.peft_adapter.target_modules={targets}")
+    code, out, err = command("export", str(folder), "--merge")
+    assert code == 0, err
+    assert "untied: " in out
+    expected = logits_of(folder)
+    merged = elsewhere(MERGED, folder.resolve() / "export" / "model", tied, tmp_path)
+    torch.testing.assert_close(merged, expected, rtol=0.0, atol=1e-5)
+    written = json.loads((folder / "export" / "model" / "config.json").read_text())
+    assert written["tie_word_embeddings"] is False
+
+
+def _base_of(model: Any) -> dict[str, torch.Tensor]:
+    return {
+        name.replace(".base_layer.", "."): v for name, v in model.state_dict().items() if "lora" not in name
+    }
+
+
+@pytest.mark.parametrize("named", [*METHODS, "head", "pissa", "pattern"])
+def test_every_method_is_written_as_peft_reads_it_and_merged(named: str, tmp_path: Path) -> None:
+    """Values that are not initial ones, through PEFT's file and through the merge, in float64."""
+    method, options = METHODS.get(named, ("lora", {"r": 4}))
+    own: dict[str, Any] = {"target_modules": ["linear", "first"] if method != "oft" else ["linear"]}
+    if named in ("hra", "fourierft", "vera", "randlora", "delora", "gralora"):
+        own["target_modules"] = ["linear"]
+    own |= {"modules_to_save": ["second"]} if named == "head" else {}
+    options = options | ({"init_lora_weights": "pissa"} if named == "pissa" else {})
+    options = options | ({"rank_pattern": {"first": 2}} if named == "pattern" else {})
+    torch.manual_seed(1)
+    dtype = torch.float32 if named == "pissa" else torch.float64  # PiSSA has no double precision
+    model = Exact(dropout=0.0).to(dtype)
+    bare = Exact(dropout=0.0).to(dtype)
+    bare.load_state_dict(model.state_dict())
+    torch.manual_seed(3)
+    adapt(model, method=method, options=options, **own)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.eval()
+    x = torch.randn(5, 8, dtype=dtype)
+    expected, before = model(x), bare.eval()(x)
+    assert (expected - before).abs().max() > 1e-3
+    merged = copy.deepcopy(model)
+    assert adapter_export.merge(merged) == []
+    assert merged.state_dict().keys() == bare.state_dict().keys()
+    torch.testing.assert_close(merged(x), expected, rtol=0.0, atol=1e-5)
+    adapter_export.save_adapter(model, tmp_path / "adapter")
+    again = PeftModel.from_pretrained(bare, str(tmp_path / "adapter"))
+    torch.testing.assert_close(again.eval()(x), expected, rtol=0.0, atol=1e-5)
+
+
+class Llama(nn.Module):
+    """A Hugging Face model with one matrix for its embedding and its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )
+        self.model = LlamaForCausalLM(config)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids).logits
+
+
+def trained(model: nn.Module, **keywords: Any) -> Any:
+    """Return a model with adapters that are no identity."""
+    adapt(model, **keywords)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+TOKENS = {"options": {"trainable_token_indices": [1, 2]}}
+SHARING: list[dict[str, Any]] = [
+    {"target_modules": ["lm_head", "q_proj"]},
+    {"target_modules": ["embed_tokens"]},
+    {"method": "trainable_tokens", "target_modules": ["embed_tokens"], "options": {"token_indices": [1, 2]}},
+    TOKENS,
+]
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:.*tied")
+@pytest.mark.parametrize("keywords", SHARING)
+def test_merging_leaves_the_layer_alone_that_shares_the_weight(
+    keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    """A merge in place would change the embedding with the head: logits are then wrong by whole numbers."""
+    model, ids = trained(Llama(), **keywords), torch.arange(8)[None]
+    expected = model(ids)
+    adapter_export.merge(model)
+    adapter_export.save_whole(model, tmp_path)
+    torch.testing.assert_close(model(ids), expected, rtol=0.0, atol=1e-5)
+    again: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*tied")
+def test_what_a_shared_weight_cannot_stand_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.embed_tokens shares its weight(.|\n)*try: --merge"):
+        adapter_export.save_adapter(trained(Llama(), **TOKENS), tmp_path)
+
+
+def test_the_head_of_a_task_is_written_as_plain_peft_writes_it(tmp_path: Path) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        small = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        return BertForTokenClassification(BertConfig(**small, intermediate_size=8)).eval()
+
+    options = {"r": 2, "task_type": "TOKEN_CLS"}
+    config = LoraConfig(target_modules=["query", "value"], **options)
+    with adapters.without_noise():
+        get_peft_model(make(), config).save_pretrained(tmp_path / "theirs")
+    model, ids = trained(make(), target_modules=["query", "value"], options=options), torch.arange(8)[None]
+    expected, head = model(input_ids=ids).logits, model.classifier.modules_to_save.default.weight.detach()
+    adapter_export.save_adapter(model, tmp_path / "ours")
+    ours, theirs = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("ours", "theirs"))
+    assert set(ours) == set(theirs)
+    assert torch.equal(ours["base_model.model.classifier.weight"], head), "as it was trained"
+    with adapters.without_noise():
+        again: Any = PeftModel.from_pretrained(make(), tmp_path / "ours")
+    torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=0.0, atol=1e-6)
+
+
+def test_an_adapter_is_written_for_the_layers_that_have_one(tmp_path: Path) -> None:
+    """PEFT takes a name for the end of others: it would write a layer that was never trained."""
+    part = nn.ModuleDict({"linear": nn.Linear(4, 4), "block": nn.ModuleDict({"linear": nn.Linear(4, 4)})})
+    adapt(part, target_modules="linear", options={"r": 2})
+    adapter_export.save_adapter(part, tmp_path)
+    names = load_file(tmp_path / "adapter_model.safetensors")
+    assert sorted(names) == [f"base_model.model.linear.lora_{each}.weight" for each in "AB"]
+
+
+QUANTIZED = ["precision=frozen_low", "precision.compute=fp32"]
+
+
+@pytest.mark.parametrize("weights", ["nf4", "int8", "bf16"])
+def test_the_adapter_of_a_base_in_few_bits_is_exported(
+    texts: None, tiny_llama: Path, command: Command, tmp_path: Path, weights: str
+) -> None:
+    """What PEFT reads are the adapter's own values, to the bit; a merge is exact or refused."""
+    words = [f"precision.weights={weights}", *(["precision.compute=auto"] if weights == "bf16" else [])]
+    folder = train_llama(command, tiny_llama, *LORA, *QUANTIZED, *words)
+    code, out, err = command("export", str(folder))
+    assert code == 0, err
+    assert "to the bit" not in out
+    written = load_file(folder / "export" / "adapter" / "adapter_model.safetensors")
+    saved = stored_weights.checkpoint(folder / "checkpoints" / "step-2.ckpt")["state_dict"]
+    for key, value in written.items():
+        name = key.removeprefix("base_model.").replace(".weight", ".default.weight")
+        assert torch.equal(value, saved[name]), key
+    assert len(written) == 28
+    code, out, err = command("export", str(folder), "--merge")
+    if weights != "bf16":
+        assert code == 2
+        assert "expected an adapter of a base in full precision" in err
+        assert "merge_and_unload()" in err
+        return
+    assert code == 0, err
+    assert "all in float32" in out
+    merged = elsewhere(MERGED, folder.resolve() / "export" / "model", tiny_llama, tmp_path)
+    values = yaml.safe_load((folder / run.RESOLVED).read_text())
+    model = run.model_again(values)
+    adapter_state.load(model, {"state_dict": saved, **_record(folder)})
+    with torch.inference_mode():
+        exact = model.float().eval()(torch.arange(2, 26).reshape(2, 12))
+    torch.testing.assert_close(merged, exact, rtol=0.0, atol=1e-5)
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    saved = stored_weights.checkpoint(folder / "checkpoints" / "step-2.ckpt")
+    return {adapter_state.KEY: saved[adapter_state.KEY]}
+
+
+def test_a_base_that_was_quantized_on_another_device_is_said_and_another_base_refused(
+    texts: None, tiny_llama: Path, command: Command
+) -> None:
+    folder = train_llama(command, tiny_llama, *LORA, *QUANTIZED)
+    path = folder / "checkpoints" / "step-2.ckpt"
+
+    def other(name: str) -> Callable[[Any], Any]:
+        def change(checkpoint: Any) -> None:
+            base = checkpoint[adapter_state.KEY]["base"]
+            form = base["tensors"][name].partition(" ")[0]
+            base["tensors"] |= {name: f"{form} 0123456789abcdef"}
+            base["sha256"] = "0" * 64
+
+        return change
+
+    edited(path, Path("rounded.ckpt"), other("model.model.layers.0.mlp.up_proj.weight"))
+    edited(path, Path("other.ckpt"), other("model.model.embed_tokens.weight"))
+    code, out, err = command("export", str(folder), "--checkpoint", "rounded.ckpt")
+    assert code == 0, err
+    assert "not the run's to the bit, as on another device" in out
+    code, _, err = command("export", str(folder), "--checkpoint", "other.ckpt", "--out", "outputs/other")
+    assert code == 1
+    assert "it holds an adapter for another base: 'model.model.embed_tokens.weight'" in err
+
+
+WRONG: list[tuple[list[str], int, str]] = [
+    ([], 2, "which run?"),
+    (["a", "b"], 2, "unknown argument 'b'"),
+    (["--mrege"], 2, "unknown argument '--mrege'"),
+    (["full_finetun"], 2, "RUN='full_finetun': expected a run's folder .* did you mean 'full_finetune'?"),
+    (["RUN", "--checkpoint", "beste"], 2, "--checkpoint='beste': expected last, best, or an existing"),
+    (["RUN", "--out", "/tmp/elsewhere"], 2, "--out='/tmp/elsewhere': expected a folder under output_root"),
+    (["RUN", "--out", "outputs"], 2, "--out='outputs': expected a folder that is not there yet"),
+    (["RUN", "--checkpoint", "notes/0.txt"], 2, "it is no checkpoint"),
+    (["RUN", "--checkpoint", "pipe.ckpt"], 2, "--checkpoint='pipe.ckpt': .* it is a FIFO, and no regular"),
+    (["RUN", "--checkpoint", "banana.ckpt"], 2, "its pytorch-lightning_version is 'banana', which is no"),
+    (["RUN", "--checkpoint", "wrong.ckpt"], 1, "is not exported: .* missing: 'model.model.layers.0"),
+    (["RUN", "--checkpoint", "base.ckpt"], 1, "is not exported: it holds an adapter for another base"),
+]
+
+
+def test_what_it_cannot_do_is_told_in_five_lines(texts: None, tiny_llama: Path, command: Command) -> None:
+    folder = train_llama(command, tiny_llama, *LORA)
+    path = folder / "checkpoints" / "step-2.ckpt"
+    edited(path, Path("wrong.ckpt"), lambda c: c["state_dict"].pop(next(iter(c["state_dict"]))))
+    edited(path, Path("base.ckpt"), lambda c: c["peft_adapter"]["base"].update(sha256="0" * 64))
+    edited(path, Path("banana.ckpt"), lambda c: c.update({"pytorch-lightning_version": "banana"}))
+    os.mkfifo("pipe.ckpt")
+    before = sorted(Path().rglob("*"))
+    for words, code, text in WRONG:
+        given = [str(folder) if word == "RUN" else word for word in words]
+        found, _, err = command("export", *given)
+        assert found == code, (words, err)
+        assert re.search(text, err), (words, err)
+        told = err.strip().splitlines()
+        assert len([line for line in told if line]) <= 8
+        assert "Traceback" not in err
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_a_recipe_whose_runs_left_no_checkpoint_is_told_so(texts: None, command: Command) -> None:
+    Path("outputs/lora/2026-01-01_00-00-00-000000").mkdir(parents=True)
+    Path("outputs/lora/2026-01-01_00-00-00-000000", run.RESOLVED).touch()
+    Path("outputs/cache").mkdir()
+    assert "; there are: lora\n" in command("export", "nope")[2]
+    code, _, err = command("export", "lora")
+    assert code == 2
+    assert f"{Path('outputs/lora')} has no checkpoint that is whole" in err
+    assert "did you mean" not in err
+
+
+def test_a_config_is_held_to_the_rules_of_train(
+    texts: None, tiny_llama: Path, command: Command, tmp_path: Path
+) -> None:
+    folder = train_llama(command, tiny_llama, *LORA)
+    path = folder / run.RESOLVED
+    good = path.read_text()
+    touched = tmp_path / "touched"
+    values: dict[str, Any] = yaml.safe_load(good)
+    hostile = [
+        values | {"model": {"_target_": "os.system", "command": f"touch {touched}"}},
+        values | {"callbacks": {"peft_adapter": {"_target_": "pathlib.Path.touch", "self": str(touched)}}},
+        values | {"output_root": "outputs", "run_dir": "/tmp"},
+        values | {"mine": 1},
+        {"model": 1},
+        [1, 2],
+    ]
+    for each in hostile:
+        path.write_text(yaml.safe_dump(each))
+        code, _, err = command("export", str(folder))
+        assert code == 2, err
+        assert "Traceback" not in err
+    path.write_text(f"!!python/object/apply:os.system ['touch {touched}']")
+    assert command("export", str(folder))[0] == 2
+    assert not touched.exists()
+    path.write_text(good)
+    assert command("export", str(folder))[0] == 0
+
+
+def test_a_disk_that_refuses_leaves_nothing(
+    texts: None, tiny_llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = train_llama(command, tiny_llama, *LORA)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter_export, "save_adapter", full)
+        code, _, err = command("export", str(folder))
+    assert (code, "was not written: No space left on device" in err) == (1, True)
+    assert list((folder / "export").iterdir()) == []
+    assert command("export", str(folder))[0] == 0
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    def begin() -> None:
+        with atomic_write.appearing(tmp_path / "a" / "b") as folder:
+            (folder / "one").write_text("1")
+            assert not (tmp_path / "a" / "b").exists()
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        begin()
+    assert list((tmp_path / "a").iterdir()) == []
+    with atomic_write.appearing(tmp_path / "a" / "b") as folder:
+        (folder / "one").write_text("1")
+    assert (tmp_path / "a" / "b" / "one").read_text() == "1"
+    with pytest.raises(FileExistsError), atomic_write.appearing(tmp_path / "a" / "b"):
+        pass
+    assert (tmp_path / "a" / "b" / "one").read_text() == "1"

@@ -1,0 +1,488 @@
+"""`plan`: what will be on, who set it, what is refused, with exit code and remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_eff.planner.prediction import Prediction
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def unpredicted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the prediction, which takes a second, where it is not what is tested."""
+    if "peak" not in request.node.name:
+        monkeypatch.setattr(
+            "lightning_eff.planner.dry_run.dry_run", lambda *_: Prediction(reason="not asked for")
+        )
+
+
+def rows(command: Command, *words: str) -> dict[str, dict[str, Any]]:
+    _, out, _ = command("plan", *words, "--json")
+    return {row["technique"]: row for row in json.loads(out)["rows"]}
+
+
+def test_every_technique_has_a_row_and_who_set_it(command: Command) -> None:
+    found = rows(
+        command,
+        "low_memory",
+        "+callbacks=torch_compile",
+        "callbacks.empty_cache.every_n_steps=7",
+        "optimizer.lr=0.1",
+    )
+    assert {name: row["set_by"] for name, row in found.items()} == {
+        "precision/mixed": "recipe lm",
+        "callbacks/optimizer_choice": "recipe baseline, optimizer.lr=0.1",
+        "checkpoint_io/durable": "recipe baseline",
+        "callbacks/empty_cache": "recipe lm, callbacks.empty_cache.every_n_steps=7",
+        "callbacks/gradient_checkpointing": "recipe low_memory",
+        "callbacks/gradient_accumulation": "recipe lm",
+        "callbacks/micro_batch": "recipe low_memory",
+        "callbacks/torch_compile": "+callbacks=torch_compile",
+    }
+    assert found["callbacks/empty_cache"]["asked"] == {"every_n_steps": 7}
+    assert found["callbacks/gradient_checkpointing"]["will_be"] == "on"
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "galore", "cpu_offload", "adamw_8bit_bnb", "schedule_free"])
+def test_an_optimizer_is_shown_as_its_call(command: Command, optimizer: str) -> None:
+    found = rows(command, "baseline", f"optimizer={optimizer}")
+    shown = found["callbacks/optimizer_choice"]["asked"]["optimizer"]
+    assert shown.partition("(")[0].lower() in (
+        "muon",
+        "galore",
+        "cpuoffload",
+        "adamw8bit",
+        "adamwschedulefree",
+    )
+    assert "lr=" in shown
+    assert "<" not in shown
+    assert not any(name.startswith("optimizer/") and row["asked"] for name, row in found.items())
+
+
+def test_what_a_device_emulates_is_adjusted_or_warned(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": False})
+    cpu = "trainer.accelerator=cpu"
+    assert rows(command, "lm", cpu)["precision/mixed"]["will_be"] == "adjusted"
+    assert rows(command, "lm", cpu, "precision=bf16_mixed")["precision/mixed"]["will_be"] == "warned"
+    assert rows(command, "lm", cpu, "precision=fp32")["precision/mixed"]["will_be"] == "on"
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": True})
+    assert rows(command, "lm", cpu)["precision/mixed"]["will_be"] == "on"
+
+
+BUDGET = ["+callbacks=gradient_checkpointing", "callbacks.gradient_checkpointing.policy=budget"]
+
+
+def test_a_refusal_has_its_code_and_a_remedy_that_works(command: Command) -> None:
+    code, out, err = command("plan", "lm", *BUDGET)
+    assert code == 5
+    assert "REFUSED" in out
+    assert "try: +callbacks=torch_compile" in err
+    assert len(err.splitlines()) <= 5
+    compiled = "+callbacks=[gradient_checkpointing,torch_compile]"
+    assert command("plan", "lm", compiled, BUDGET[1])[0] == 0
+    assert command("plan", "lm", *BUDGET, "callbacks.gradient_checkpointing.policy=selective")[0] == 0
+
+
+def test_train_refuses_the_same_before_data_or_model_are_built(command: Command, tmp_path: Path) -> None:
+    code, _, err = command("train", "lm", *BUDGET, "data.source_dir=/nowhere")
+    assert code == 5
+    assert "without a compiler that keeps a memory budget" in err
+    assert "nowhere" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_compiler_is_the_environments_fault(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    code, out, err = command("plan", "fast", "trainer.accelerator=cpu")
+    assert code == 3
+    assert "REFUSED" in out
+    assert "apt-get install g++" in err
+
+
+def test_nothing_is_written(command: Command, tmp_path: Path) -> None:
+    assert command("plan", "lm")[0] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_of_ones_own_is_planned(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own.yaml").write_text(
+        "defaults:\n  - lm\n  - callbacks: [gradient_checkpointing]\n  - _self_\n"
+    )
+    found = rows(command, "own", "--config-dir", "mine")
+    assert found["callbacks/gradient_checkpointing"]["set_by"] == "recipe own"
+    assert found["callbacks/empty_cache"]["set_by"] == "recipe lm"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "expected a recipe"),
+        (["lm", "--jsn"], "unknown option '--jsn'"),
+        (["lmm"], "did you mean 'lm'"),
+        (["lm", "callbacks.gradient_checkpointing.policy=full"], "gradient_checkpointing"),
+        (
+            ["lm", "+callbacks=gradient_checkpointing", "callbacks.gradient_checkpointing.policy=ful"],
+            "one of full",
+        ),
+    ],
+)
+def test_bad_words_are_a_usage_error(command: Command, words: list[str], message: str) -> None:
+    code, _, err = command("plan", *words)
+    assert code == 2
+    assert message in err
+
+
+TILED = "+callbacks=triton_linear"
+
+
+def layers(command: Command, *words: str) -> tuple[list[dict[str, Any]], str]:
+    code, out, err = command("plan", *words, "trainer.accelerator=cpu", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    return found["layers"], found["layers_about"]
+
+
+def test_linear_layers_are_shown_by_shape(command: Command) -> None:
+    """16 x 256 tokens; 32 x 8 tiles of 128 x 256 for the vocabulary's 2048 are 256, 1.94 waves of 132."""
+    found, about = layers(command, "lm", TILED, "device=h200")
+    assert [(row["num_layers"], row["example"], row["M"], row["N"], row["K"]) for row in found] == [
+        (4, "blocks.0.attention.qkv", 4096, 576, 192),
+        (4, "blocks.0.attention.out", 4096, 192, 192),
+        (4, "blocks.0.mlp.up", 4096, 768, 192),
+        (4, "blocks.0.mlp.down", 4096, 192, 768),
+        (1, "head", 4096, 2048, 192),
+    ]
+    assert {row["dtype"] for row in found} == {"bfloat16"}
+    assert found[-1]["tiles"] == ["1.94 waves, 3% idle"]
+    assert "on H200" in about
+    assert "M = 16 sequences x 256 tokens (data.micro_batch_size, data.context_length)" in about
+    assert {row["M"] for row in layers(command, "low_memory", TILED)[0]} == {1024}, "micro-batches of four"
+    _, out, _ = command("plan", "lm", TILED, "device=h200")
+    assert " 1       head                    4096 x 2048 x 192 bfloat16 " in out
+
+
+def test_the_techniques_own_filter_decides(command: Command) -> None:
+    wide = layers(command, "baseline", TILED, "callbacks.triton_linear.min_features=193")
+    assert wide == ([], "callbacks/triton_linear takes no linear layer of this model")
+    only = "callbacks.triton_linear.blocks=['blocks.*.mlp']"
+    names = [row["example"] for row in layers(command, "baseline", TILED, only)[0]]
+    assert names == ["blocks.0.mlp.up", "blocks.0.mlp.down"]
+    code, _, err = command("plan", "baseline", TILED, "callbacks.triton_linear.blocks=Blok")
+    assert code == 2
+    assert "callbacks.triton_linear.blocks='Blok'" in err
+    assert "did you mean 'Block'?" in err
+
+
+def test_without_it_there_are_none(command: Command) -> None:
+    assert layers(command, "lm") == ([], "")
+    assert "linear layers" not in command("plan", "lm")[1]
+
+
+def test_here_is_the_device_at_hand(command: Command) -> None:
+    found, about = layers(command, "baseline", TILED)
+    assert "on CPU" in about
+    assert {row["computed_by"] for row in found} == {"torch's library: the only one on cpu"}
+    assert {row["dtype"] for row in found} == {"float32"}
+
+
+def test_rows_that_nobody_knows_are_assumed_aloud(command: Command) -> None:
+    found, about = layers(command, "images", TILED, "callbacks.triton_linear.min_features=10", "device=h200")
+    assert [(row["M"], row["N"], row["K"]) for row in found] == [(None, 10, 64)]
+    assert "M=8192 is assumed" in about
+    assert "no TMA, pad N to 16 or" in found[0]["tiles"][-1]
+
+
+NETS = """
+import lightning.pytorch as pl, torch
+class Huge(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        print("not JSON")
+        self.layer = torch.nn.Linear(4_000_000, 1_000_000)  # 16 TB
+class Late(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+    def configure_model(self):
+        self.layer = torch.nn.Linear(256, 512)
+class Reads(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.rate = torch.linspace(0, 1, 3)[1].item()
+class Asks(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(256, 512)
+    def training_step(self, batch, batch_idx):
+        return torch.tensor(batch[0].numpy())
+class Fails(pl.LightningModule):
+    def __init__(self):
+        raise KeyError("weights.bin")
+"""
+
+
+def test_a_model_of_ones_own_needs_no_memory_and_stops_nothing(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "my_nets.py").write_text(NETS)
+
+    def planned(name: str) -> tuple[list[dict[str, Any]], str]:
+        return layers(command, "baseline", TILED, f"model._target_=my_nets.{name}")
+
+    assert [(row["example"], row["N"], row["K"]) for row in planned("Huge")[0]] == [
+        ("layer", 1_000_000, 4_000_000)
+    ]
+    assert [(row["N"], row["K"]) for row in planned("Late")[0]] == [(512, 256)]
+    for name, reason in (("Reads", "item()"), ("Fails", "KeyError: 'weights.bin'")):
+        found, about = planned(name)
+        assert found == []
+        assert about.startswith("linear layers: the model cannot be built without memory: ")
+        assert reason in about
+        assert len(about.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["device=h20"],
+            "device='h20': expected one of h100, h200, a100",
+        ),
+        (["device=H100"], "b200, cpu\n  try: device=h100"),
+        (["device="], "device=''"),
+        (["device=h200", "device=a100"], "expected one device, not 2: h200, a100"),
+    ],
+)
+def test_an_unknown_device_is_a_usage_error(command: Command, words: list[str], message: str) -> None:
+    code, out, err = command("plan", "lm", TILED, *words)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def division(command: Command, *words: str) -> tuple[dict[int, dict[str, int]], str, list[str]]:
+    code, out, err = command("plan", *words, "trainer.accelerator=cpu", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    rows = {row.pop("devices"): row for row in found["division"]}
+    return rows, found["division_about"], found["division_assumed"]
+
+
+TRAINED = 2_164_416
+"""Weights of the recipes' GPT."""
+
+
+def test_one_device_divides_nothing(command: Command) -> None:
+    assert division(command, "lm") == ({}, "", [])
+    assert "divided" not in command("plan", "lm", "trainer.accelerator=cpu")[1]
+
+
+def test_copies_are_as_large_on_any_number_of_devices(command: Command) -> None:
+    found, about, assumed = division(command, "baseline", "strategy=ddp", "trainer.devices=3")
+    assert list(found) == [1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    assert {row["gradients_bytes"] for row in found.values()} == {4 * TRAINED}
+    assert {row["optimizer_bytes"] for row in found.values()} == {8 * TRAINED}
+    assert found[4]["sent_bytes"] == 2 * 3 * TRAINED
+    assert "2.2M weights, all trained, 32-true; 1 micro-batch a step on each device; 8 bytes" in about
+    assert assumed[0] == (
+        "DDP reduces once a step; gradients lie in its buckets (strategy.gradient_as_bucket_view)"
+    )
+
+
+def test_fsdp2_is_planned_without_a_process(command: Command) -> None:
+    found, about, _ = division(command, "fsdp2")
+    assert about.startswith("memory divided by strategy/fsdp2, by arithmetic: 2.2M weights")
+    assert found[2]["optimizer_bytes"] == 4 * TRAINED
+    assert found[1]["sent_bytes"] == 0
+    assert found[1024]["device_bytes"] > found[1]["weights_bytes"] / 1024
+    offloaded = division(command, "fsdp2", "strategy.cpu_offload=true", "strategy.param_dtype=bf16")[0]
+    assert offloaded[2]["host_bytes"] == (4 + 4 + 8) * TRAINED / 2
+    assert offloaded[2]["gathered_bytes"] * 2 == found[2]["gathered_bytes"]
+
+
+def test_a_window_is_read_off_the_recipe(command: Command) -> None:
+    about = division(command, "fsdp2", "callbacks.gradient_accumulation.global_batch_size=64")[1]
+    assert "4 micro-batches a step on each device" in about
+    with_parts = division(command, "fsdp2", "trainer.accumulate_grad_batches=1", "+callbacks=micro_batch",
+                          "callbacks.micro_batch.micro_batch_size=2")  # fmt: skip
+    assert "4 micro-batches" in with_parts[1]
+
+
+def test_adapters_alone_are_trained(command: Command) -> None:
+    found, about, _ = division(command, "lora", "strategy=ddp", "trainer.devices=2")
+    assert "of them trained" in about
+    assert found[2]["gradients_bytes"] < found[2]["weights_bytes"] / 10
+    assert found[2]["optimizer_bytes"] == 2 * found[2]["gradients_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("model._target_=my_nets.Reads",), "the model cannot be built without memory: "),
+        (("optimizer._target_=my_nets.NeverSteps",), "the optimizer cannot be tried: RuntimeError: not now"),
+    ],
+)
+def test_what_cannot_be_divided_is_told(
+    command: Command, tmp_path: Path, words: tuple[str, ...], reason: str
+) -> None:
+    (tmp_path / "my_nets.py").write_text(NETS + NEVER)
+    found, about, assumed = division(command, "baseline", "strategy=ddp", "trainer.devices=2", *words)
+    assert (found, assumed) == ({}, [])
+    assert about.startswith(f"memory divided: {reason}")
+
+
+def test_a_model_of_the_hub_is_not_read(command: Command, tiny_llama: Path) -> None:
+    """Two tables of 272 x 32; two layers of 3 x 32 x 32 (two of four are halves), 3 x 32 x 64, norms."""
+    weights = next(tiny_llama.glob("*.safetensors"))
+    kept = weights.rename(tiny_llama / "elsewhere")
+    try:
+        words = ["full_finetune", f"model.name={tiny_llama}", "strategy=fsdp2", "trainer.devices=2"]
+        words.append("callbacks.gradient_accumulation.global_batch_size=8")
+        found, about, _ = division(command, *words)
+    finally:
+        kept.rename(weights)
+    assert "divided by strategy/fsdp2" in about
+    layer = 3 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+    assert found[1]["weights_bytes"] - found[1]["gradients_bytes"] < 200, "rotary frequencies"
+    assert found[1]["gradients_bytes"] == 4 * (2 * 272 * 32 + 2 * layer + 32)
+    assert found[1]["gathered_bytes"] == found[1]["gradients_bytes"]
+    assert found[1]["buffers_bytes"] == 4 * (2 * 272 * 32 + layer + 32)
+
+
+NEVER = """
+class NeverSteps(torch.optim.SGD):
+    def __init__(self, params, lr=0.1, **options):
+        super().__init__(params, lr=lr)
+    def step(self, closure=None):
+        raise RuntimeError("not now")
+"""
+
+
+def test_zero_is_planned_without_a_process(command: Command) -> None:
+    pytest.importorskip("deepspeed")
+    found, about, assumed = division(command, "zero3_offload", "precision=fp32")
+    assert "strategy/deepspeed_zero" in about
+    assert found[2]["host_bytes"] == pytest.approx((4 + 4 + 8 + 4 + 4) * TRAINED / 2, rel=0.001)
+    assert found[2]["sent_bytes"] == pytest.approx(4 * TRAINED, rel=0.001)
+    assert any("stage3_param_persistence_threshold" in each for each in assumed)
+    assert found[2]["buffers_bytes"] == pytest.approx(4 * 500_000_000, rel=0.01)
+    bucket = "strategy.config={zero_optimization: {reduce_bucket_size: 1000000}}"
+    small = division(command, "zero3_offload", "precision=fp32", bucket)[0]
+    assert small[2]["buffers_bytes"] == 4_000_000
+    _, out, _ = command("plan", "zero2", "trainer.accelerator=cpu")
+    assert "\n devices  weights  gradients  optimizer  buffers  a device  sent a step\n" in out
+    assert "\nassumed: gradients are all-reduced, as DeepSpeed does by default" in out
+
+
+def peak(command: Command, *words: str) -> dict[str, Any]:
+    code, out, err = command("plan", *words, "trainer.accelerator=cpu", "--json")
+    assert code == 0, err
+    return json.loads(out)["peak"]
+
+
+def test_peak_is_shown_against_the_device_by_phase_and_by_holder(command: Command, tmp_path: Path) -> None:
+    words = ["baseline", "data.micro_batch_size=2", "data.context_length=32"]
+    code, out, _ = command("plan", *words, "trainer.accelerator=cpu", "device=rtx4090")
+    assert code == 0
+    assert "predicted peak of a step: " in out
+    assert " of 23.5 GiB on RTX 4090: fits, " in out
+    assert " at the most of   forward " in out
+    assert "activations" in out
+    assert "blocks.*.mlp.up" in out
+    assert "assumed: a batch made up, since the data is not prepared" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_peak_in_json_has_everything(command: Command) -> None:
+    found = peak(command, "baseline", "data.micro_batch_size=2", "data.context_length=32", "device=h200")
+    assert found["device"] == "H200"
+    assert found["fits"] is True
+    tensors = found["tensors"]
+    assert found["peak_bytes"] == tensors["num_bytes"] + 32 * 2**20
+    assert sum(tensors["by_category"].values()) == tensors["num_bytes"]
+    assert tensors["by_category"]["optimizer state"] >= 8 * TRAINED
+    assert set(tensors["by_phase"]) == {"forward", "backward", "step"}
+    assert 0 < len(tensors["timeline"]) <= 200
+    assert any("cuBLAS" in each for each in found["assumed"])
+
+
+def test_a_peak_that_does_not_fit_is_told(command: Command) -> None:
+    """A model and a batch that this machine could not hold."""
+    words = [
+        "baseline",
+        "model.d_model=8192",
+        "model.num_layers=2",
+        "data.micro_batch_size=64",
+        "device=rtx4090",
+    ]
+    found = peak(command, *words)
+    assert found["fits"] is False
+    assert found["tensors"]["by_category"]["parameters"] > 2 * 12 * 8192**2 * 4
+    out = command("plan", *words, "trainer.accelerator=cpu")[1]
+    assert "does not fit: " in out
+
+
+def test_a_peak_in_the_format_of_the_device(command: Command) -> None:
+    """`auto` is 32-true on a CPU without bfloat16, and bf16-mixed on a device that is not here."""
+    words = ["lm", "data.micro_batch_size=4"]
+    named = peak(command, *words, "device=a100")["tensors"]["by_category"]["activations"]
+    assert named < peak(command, *words, "precision=fp32")["tensors"]["by_category"]["activations"]
+    assert (
+        named
+        == peak(command, *words, "precision=bf16_mixed", "device=a100")["tensors"]["by_category"][
+            "activations"
+        ]
+    )
+
+
+def test_no_peak_stops_nothing(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "my_nets.py").write_text(NETS)
+    code, out, _ = command("plan", "baseline", "model._target_=my_nets.Fails", "trainer.accelerator=cpu")
+    assert code == 0
+    assert "peak not predicted: KeyError: 'weights.bin'" in out
+    code, out, _ = command("plan", "baseline", "model._target_=my_nets.Asks", "trainer.accelerator=cpu")
+    assert code == 0
+    assert "peak not predicted: " in out
+    assert (
+        "by arithmetic, without activations: at least 2.0 MiB "
+        "(parameters 514.0 KiB, gradients 514.0 KiB, optimizer state 1.0 MiB)" in out
+    )
+
+
+@pytest.mark.parametrize("words", [["full_finetune"], ["qlora"]])
+def test_the_peak_of_a_model_of_the_hub_is_predicted_without_its_weights(
+    command: Command, tiny_llama: Path, tmp_path: Path, words: list[str]
+) -> None:
+    for index in range(40):
+        (tmp_path / f"mine{index}.txt").write_text("the cat sat on the mat " * 20)
+    weights = next(tiny_llama.glob("*.safetensors"))
+    kept = weights.rename(tiny_llama / "elsewhere")
+    try:
+        paths = f"data.paths=[{tmp_path}/*.txt]"
+        small = ["data.context_length=16", "callbacks.gradient_accumulation.global_batch_size=4"]
+        found = peak(command, *words, f"model.name={tiny_llama}", paths, *small)
+    finally:
+        kept.rename(weights)
+    assert found["reason"] == ""
+    assert found["tensors"]["num_bytes"] > 0
+
+
+def test_a_peak_that_the_run_itself_refuses_ends_the_plan(command: Command) -> None:
+    code, out, err = command("plan", "lm", "data.micro_batch_size=24", "trainer.accelerator=cpu")
+    assert code == 2
+    assert "peak not predicted: " in out
+    assert "try: callbacks.gradient_accumulation.global_batch_size=24" in err

@@ -1,0 +1,123 @@
+"""Whatever becomes of a trial's process, there is a result, and nobody is left behind."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_eff.comparison import subprocess_trial
+from lightning_eff.comparison.rows import FAILED, MEASURED, NOT_RUN, Result
+
+GOOD = {"measured": {"num_batches": 4, "samples_per_s": 8.0}, "losses": [[1, 2.0]]}
+
+
+def work(code: str, folder: Path) -> int:
+    """Run some code, that may set `exit_code` and print a report."""
+    names: dict[str, Any] = {"folder": folder}
+    with (folder / subprocess_trial.REPORT_FILE).open("w") as printed, redirect_stdout(printed):
+        exec(f"import os, sys, time, signal\n{code}", names)
+    return names.get("exit_code", 0)
+
+
+def python(tmp_path: Path, code: str, *, limit_s: float = 60.0) -> Result:
+    return subprocess_trial.run(functools.partial(work, code), folder=tmp_path / "run", limit_s=limit_s)
+
+
+def test_a_report_on_the_standard_output_is_what_was_measured(tmp_path: Path) -> None:
+    result = python(tmp_path, f"sys.stderr.write('hello'); print({json.dumps(GOOD)!r})")
+    assert result == Result(MEASURED, report=GOOD)
+    assert (tmp_path / "run" / subprocess_trial.LOG_FILE).read_text() == "hello"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        ("sys.stderr.write('x\\nerror: it is odd\\n  try: y\\n'); exit_code = 1", FAILED, "it is odd"),
+        ("sys.stderr.write('error: no g++'); exit_code = 3", NOT_RUN, "no g++"),
+        ("sys.stderr.write('error: refused'); exit_code = 5", NOT_RUN, "refused"),
+        ("sys.stderr.write('error: CUDA'); exit_code = 4", FAILED, "out of memory: CUDA"),
+        ("raise ValueError('a number')", FAILED, "ValueError: a number"),
+        ("sys.exit('enough')", FAILED, "enough"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", FAILED, "killed from outside"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", FAILED, "killed by signal 11"),
+        ("exit_code = 7", FAILED, "exit code 7"),
+        ("print('not JSON')", FAILED, "without a report"),
+        ('print(\'{"measured": {"num_batches": 0}}\')', FAILED, "too slow to be timed: 0 steps"),
+    ],
+)
+def test_a_failure_keeps_its_reason(tmp_path: Path, code: str, status: str, reason: str) -> None:
+    result = python(tmp_path, code)
+    assert result.status == status
+    assert reason in result.reason
+    assert result.report == {}
+
+
+def test_one_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    code = f"""
+child = os.fork()
+if child == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open({str(note)!r}, "w").write(str(os.getpid()))
+time.sleep(3600)"""
+    result = python(tmp_path, code, limit_s=3.0)
+    assert result == Result(FAILED, "no end after 3 s; it was killed")
+    _is_gone(int(note.read_text()))
+
+
+def test_a_worker_that_outlives_its_run_is_ended(tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    code = f"""
+if os.fork() == 0:
+    os.close(1)
+    open({str(note)!r}, "w").write(str(os.getpid()))
+    time.sleep(60)
+    os._exit(0)
+while not os.path.exists({str(note)!r}) or not open({str(note)!r}).read():
+    time.sleep(0.01)
+print({json.dumps(GOOD)!r})"""
+    assert python(tmp_path, code).status == MEASURED
+    _is_gone(int(note.read_text()))
+
+
+def _is_gone(pid: int) -> None:
+    for _ in range(3000):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("it is still there")
+
+
+@pytest.mark.slow
+def test_a_trial_ends_with_the_process_that_compares(tmp_path: Path) -> None:
+    note, script = tmp_path / "trial", tmp_path / "compare.py"
+    code = f"open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(120)"
+    script.write_text(
+        f"import functools, pathlib, sys\nsys.path.insert(0, {str(Path.cwd())!r})\n"
+        "from lightning_eff.comparison import subprocess_trial\n"
+        "from tests.comparison.test_subprocess_trial import work\n"
+        f"if __name__ == '__main__':\n    subprocess_trial.run(functools.partial(work, {code!r}), "
+        f"folder=pathlib.Path({str(tmp_path)!r}) / 'run', limit_s=100)\n"
+    )
+    with subprocess.Popen([sys.executable, "-W", "ignore", str(script)]) as compares:
+        for _ in range(600):
+            if note.exists() and note.read_text():
+                break
+            time.sleep(0.1)
+        compares.kill()
+    _is_gone(int(note.read_text()))

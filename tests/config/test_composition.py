@@ -1,0 +1,351 @@
+"""Each form of composition that works, and each that Hydra takes in silence and that is refused here."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_eff.config import composition, targets
+from lightning_eff.config.overrides import sweep
+from lightning_eff.config.recipes import Place
+from lightning_eff.core.catalog import RECIPES
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, exit_code
+
+
+def compose(*overrides: str, recipe: str = "lm") -> dict[str, Any]:
+    return composition.compose_recipe(recipe, list(overrides)).values
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Compose from a folder of its own, which every test leaves as it was."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_callbacks_are_a_dictionary_by_name() -> None:
+    assert compose()["callbacks"]["empty_cache"]["every_n_steps"] == 100
+
+
+def test_baseline_has_no_technique() -> None:
+    values = compose(recipe="baseline")
+    assert "callbacks" not in values
+    assert values["precision"]["precision"] == "32-true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["callbacks=[]"], []),
+        (["callbacks=[empty_cache]"], ["empty_cache"]),
+        (["callbacks=[empty_cache]", "callbacks.empty_cache.every_n_steps=3"], ["empty_cache"]),
+        (["+callbacks=optimizer_choice"], ["gradient_accumulation", "empty_cache", "optimizer_choice"]),
+        (["~callbacks.empty_cache"], ["gradient_accumulation"]),
+        (["~callbacks.gradient_accumulation"], ["empty_cache"]),
+        (["callbacks=[gradient_accumulation]"], ["gradient_accumulation"]),
+        (["callbacks=empty_cache"], ["empty_cache"]),
+    ],
+)
+def test_forms_of_choosing_callbacks(overrides: list[str], names: list[str]) -> None:
+    assert list(compose(*overrides).get("callbacks", {})) == names
+
+
+def test_a_recipe_without_callbacks_takes_them_in_both_forms() -> None:
+    for form in ("callbacks=[empty_cache]", "+callbacks=[empty_cache]", "+callbacks=empty_cache"):
+        assert list(compose(form, recipe="baseline")["callbacks"]) == ["empty_cache"]
+
+
+def test_a_recipe_of_ones_own_that_lists_none_takes_them_too(empty_folder: Path) -> None:
+    own = (RECIPES / "baseline.yaml").read_text().replace("  - monitors: ", "  - monitors: []  # ")
+    (empty_folder / "own.yaml").write_text(own)
+    place = Place((empty_folder,))
+    values = composition.compose_recipe(
+        "own", ["callbacks=[empty_cache]", "monitors=[progress]"], place
+    ).values
+    assert (list(values["callbacks"]), list(values["monitors"])) == (["empty_cache"], ["progress"])
+
+
+def test_callbacks_given_twice_are_asked_for_in_one_list() -> None:
+    with pytest.raises(UsageError, match=r"callbacks is given more than once; try: callbacks=\[one,other\]"):
+        compose("+callbacks=empty_cache", "+callbacks=optimizer_choice")
+
+
+def test_a_key_of_a_chosen_callback_is_set() -> None:
+    assert compose("callbacks.empty_cache.every_n_steps=3")["callbacks"]["empty_cache"]["every_n_steps"] == 3
+
+
+def test_any_argument_of_the_trainer_may_be_set() -> None:
+    trainer = compose("trainer.max_time=00:01:00:00", "+trainer.detect_anomaly=true")["trainer"]
+    assert trainer["max_time"] == "00:01:00:00"
+    assert trainer["detect_anomaly"] is True
+
+
+def test_any_argument_of_a_class_may_be_set() -> None:
+    assert compose("optimizer.amsgrad=true")["optimizer"]["amsgrad"] is True
+
+
+def test_a_group_with_a_first_argument_is_called_later() -> None:
+    values = compose()
+    assert values["optimizer"]["_partial_"] is True
+    assert values["scheduler"]["_partial_"] is True
+
+
+def test_composing_creates_nothing(empty_folder: Path) -> None:
+    compose()
+    assert list(empty_folder.iterdir()) == []
+
+
+def test_the_run_folder_lies_under_the_output_root(empty_folder: Path) -> None:
+    composed = composition.compose_recipe("lm", ["output_root=elsewhere"])
+    assert composed.run_dir.parent == empty_folder / "elsewhere" / "lm"
+    assert composed.values["run_dir"] == str(composed.run_dir)
+    assert composed.values["logger"]["save_dir"] == str(composed.run_dir)
+
+
+USAGE_ERRORS = [
+    (["precision=bf16_mixd"], "did you mean 'bf16_mixed'?"),
+    (["+callbacks=empty_cach"], "did you mean 'empty_cache'?"),
+    (["sed=3"], "did you mean 'seed'?"),
+    (["trainer"], "expected key=value"),
+    (["model.d_model=${nothing.there}"], "model.d_model"),
+    (["model.d_model=???"], "model.d_model"),
+    (["model=null"], "must be a string or a list"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "text"), USAGE_ERRORS)
+def test_what_hydra_cannot_compose_is_said_in_short(overrides: list[str], text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        compose(*overrides)
+    assert text in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 4
+
+
+def test_an_unknown_recipe_gets_the_nearest() -> None:
+    with pytest.raises(UsageError, match="recipe 'basline' does not exist: did you mean 'baseline'"):
+        compose(recipe="basline")
+
+
+CONFIG_ERRORS = [
+    # Typos and forms that Hydra takes in silence.
+    (["optimizer.lrr=3"], "optimizer.lrr", "did you mean 'lr'"),
+    (
+        ["callbacks.empty_cache.every_n_step=3"],
+        "callbacks.empty_cache.every_n_step",
+        "did you mean 'every_n_steps'",
+    ),
+    (["+trainer.max_stepz=3"], "trainer.max_stepz", "did you mean 'max_steps'"),
+    (["+optimzer.lr=3"], "optimzer", "did you mean 'optimizer'"),
+    (["+callbacks/empty_cach=default"], "callbacks/empty_cach", "a known key"),
+    (["+callbacks.optimizer_choice.scheduler=null"], "callbacks.optimizer_choice", "was asked for"),
+    (["callbacks=[empty_cache]", "+callbacks=optimizer_choice"], "callbacks", "Hydra left it out"),
+    (["trainer.callbacks=[]"], "trainer.callbacks", "through the group 'callbacks'"),
+    (["trainer.precision=16-mixed"], "trainer.precision", "through the group 'precision'"),
+    # Types.
+    (["trainer.max_steps=abc"], "trainer.max_steps", "a whole number"),
+    (["trainer.max_steps=true"], "trainer.max_steps", "a whole number"),
+    (["optimizer.lr=fast"], "optimizer.lr", "float"),
+    (["optimizer.betas=[0.9]"], "optimizer.betas", "tuple"),
+    (["optimizer.fused=7"], "optimizer.fused", "bool"),
+    (["callbacks.empty_cache.every_n_steps=[1]"], "callbacks.empty_cache.every_n_steps", "int | None"),
+    (["model.d_model=1.5"], "model.d_model", "a whole number"),
+    (["seed=abc"], "seed", "a whole number"),
+    (["seed=-1"], "seed", "from 0 to 2**32 - 1"),
+    (["~model"], "model", "an option of this group"),
+    (["callbacks.empty_cache=3"], "callbacks.empty_cache", "was asked for"),
+    # Classes that a config may not reach.
+    (["model._target_=os.system"], "model._target_", "a class, not a function"),
+    (["model._target_=torch.nn.Linear"], "model._target_", "derived from lightning.pytorch.LightningModule"),
+    (["model._target_=no_such_module.Net"], "model._target_", "no module 'no_such_module'"),
+    (["model._target_=lightning_eff.models.gpt.GTP"], "model._target_", "did you mean 'GPT'"),
+    (["model._target_=GPT"], "model._target_", "the dotted name of a class"),
+    (["model._target_=os"], "model._target_", "the dotted name of a class"),
+    (["model._target_=os.path"], "model._target_", "not a module"),
+    (["model._target_=7"], "model._target_", "the dotted name of a class"),
+    (["++callbacks.x._target_=subprocess.Popen"], "callbacks.x._target_", "lightning.pytorch.Callback"),
+    (["++model.d_model._target_=subprocess.Popen"], "model.d_model._target_", "torch.nn.Module"),
+    (["model.d_model={_target_: subprocess.Popen}"], "model.d_model._target_", "torch.nn.Module"),
+    (["model.d_model=[{_target_: os.system}]"], "model.d_model[0]._target_", "not a function"),
+    (["optimizer._target_=torch.optim.lr_scheduler.StepLR"], "optimizer._target_", "torch.optim.Optimizer"),
+    (["logger._target_=${model._target_}"], "logger._target_", "loggers.Logger"),
+    (["model._args_=[1]"], "model._args_", "a parameter of GPT"),
+    (
+        ["+hydra.callbacks.x._target_=subprocess.Popen"],
+        "hydra.callbacks.x._target_",
+        "hydra.experimental.callback.Callback",
+    ),
+    (
+        ["+hydra.job_logging.handlers.x.class=subprocess.Popen"],
+        "hydra.job_logging.handlers.x.class",
+        "logging.Handler",
+    ),
+    (
+        ["+hydra.job_logging.handlers.x.filename=/tmp/log"],
+        "hydra.job_logging.handlers.x.filename",
+        "in the run's folder",
+    ),
+    # Folders outside the output root.
+    (["hydra.run.dir=/tmp/outside"], "hydra.run.dir", "under output_root"),
+    (["hydra.run.dir=outputs/../outside"], "hydra.run.dir", "under output_root"),
+    (["hydra.sweep.dir=/tmp/outside"], "hydra.sweep.dir", "under output_root"),
+    (["hydra.output_subdir=../../../outside"], "hydra.output_subdir", "under output_root"),
+    (["monitors.model_checkpoint.dirpath=/tmp/x"], "monitors.model_checkpoint.dirpath", "under output_root"),
+    (["data.cache_dir=/tmp/x"], "data.cache_dir", "under output_root"),
+    (["trainer.default_root_dir=/tmp/x"], "trainer.default_root_dir", "under output_root"),
+    (["logger.save_dir=/tmp/x"], "logger.save_dir", "under output_root"),
+    (["logger.name=../../../escaped"], "logger.name", "does not leave its folder"),
+    (["logger.version=/tmp/x"], "logger.version", "does not leave its folder"),
+    (["monitors.model_checkpoint.filename=../x"], "monitors.model_checkpoint.filename", "does not leave"),
+    (["output_root=''"], "output_root", "a folder"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "text"), CONFIG_ERRORS, ids=[str(c[0]) for c in CONFIG_ERRORS])
+def test_what_cannot_be_used_is_refused_by_name(
+    overrides: list[str], key: str, text: str, empty_folder: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(*overrides)
+    assert caught.value.key == key
+    assert text in caught.value.allowed
+    assert len(str(caught.value).splitlines()) <= 4
+    assert list(empty_folder.iterdir()) == []
+
+
+def test_a_file_in_the_place_of_the_output_root_is_refused(empty_folder: Path) -> None:
+    (empty_folder / "outputs").write_text("")
+    with pytest.raises(ConfigError, match="a folder that can be written"):
+        compose()
+
+
+USERS_MODULE = """
+import lightning.pytorch as pl
+from torch import nn, optim
+
+class Net(pl.LightningModule):
+    def __init__(self, *, width: int = 2, context_length: int = 8) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, context_length)
+"""
+
+
+@pytest.fixture
+def users_module(empty_folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """Return the name of a module of the user's own, in the current folder."""
+    name = f"users_module_{abs(hash(request.node.name))}"
+    (empty_folder / f"{name}.py").write_text(USERS_MODULE)
+    monkeypatch.syspath_prepend(str(empty_folder))
+    return name
+
+
+def test_a_model_of_ones_own_keeps_its_keys_and_loses_the_others(users_module: str) -> None:
+    model = compose(f"model._target_={users_module}.Net", "model.width=3")["model"]
+    assert model == {"_target_": f"{users_module}.Net", "width": 3, "context_length": 256}
+
+
+def test_a_key_that_was_given_and_that_the_own_model_lacks_is_refused(users_module: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.widht=3: .*did you mean 'width'"):
+        compose(f"model._target_={users_module}.Net", "model.widht=3")
+
+
+def test_an_own_module_that_does_not_import_says_why(
+    empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (empty_folder / "broken_module_of_mine.py").write_text("import module_that_is_missing\n")
+    monkeypatch.syspath_prepend(str(empty_folder))
+    with pytest.raises(ConfigError, match="its module says: No module named 'module_that_is_missing'"):
+        compose("model._target_=broken_module_of_mine.Net")
+
+
+def own_folder(folder: Path, **files: str) -> composition.Place:
+    for name, text in files.items():
+        path = folder / "mine" / f"{name.replace('__', '/')}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return Place((folder / "mine",))
+
+
+def test_a_recipe_and_groups_of_ones_own(empty_folder: Path) -> None:
+    mine = own_folder(
+        empty_folder,
+        often="defaults:\n  - lm\n  - callbacks: [very_often]\n  - _self_\nseed: 7\n",
+        callbacks__very_often="# @package callbacks.very_often\n"
+        "_target_: lightning_eff.callbacks.empty_cache.EmptyCache\nevery_n_steps: 1\n",
+    )
+    values = composition.compose_recipe("often", [], mine).values
+    assert values["seed"] == 7
+    assert list(values["callbacks"]) == ["gradient_accumulation", "empty_cache", "very_often"]
+
+
+def test_settings_of_what_was_taken_out_are_left_out_and_misspelt_ones_are_not(empty_folder: Path) -> None:
+    assert (
+        compose("callbacks=[gradient_accumulation]")["callbacks"]["gradient_accumulation"][
+            "global_batch_size"
+        ]
+        == 16
+    )
+    with pytest.raises(ConfigError, match="'gradient_accumulation' is not in callbacks"):
+        compose("callbacks=[]", "callbacks.gradient_accumulation.global_batch_size=8")
+    mine = own_folder(
+        empty_folder, typo="defaults:\n  - lm\n  - _self_\ncallbacks:\n  emty_cache:\n    x: 1\n"
+    )
+    with pytest.raises(ConfigError, match="emty_cache"):
+        composition.compose_recipe("typo", ["callbacks=[]"], mine)
+
+
+def test_a_callback_without_its_package_line_is_told_so(empty_folder: Path) -> None:
+    text = "_target_: lightning_eff.callbacks.empty_cache.EmptyCache\n"
+    with pytest.raises(ConfigError, match=r"begin the YAML with `# @package callbacks.NAME`"):
+        composition.compose_recipe("lm", ["callbacks=[bare]"], own_folder(empty_folder, callbacks__bare=text))
+
+
+def test_a_log_configuration_may_not_name_a_factory(empty_folder: Path) -> None:
+    text = "version: 1\nformatters:\n  x:\n    (): os.system\n"
+    place = own_folder(empty_folder, hydra__job_logging__mine=text)
+    with pytest.raises(ConfigError, match="no factory in a log configuration"):
+        composition.compose_recipe("lm", ["hydra/job_logging=mine"], place)
+
+
+def test_a_sweep_is_every_combination() -> None:
+    assert sweep(["callbacks=[],[empty_cache]", "seed=1,2"]) == [
+        ["callbacks=[]", "seed=1"],
+        ["callbacks=[]", "seed=2"],
+        ["callbacks=[empty_cache]", "seed=1"],
+        ["callbacks=[empty_cache]", "seed=2"],
+    ]
+
+
+def test_any_hydra_app_can_use_the_groups() -> None:
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    composition.register()
+    composition.register()
+    with initialize_config_dir(str(Path.cwd()), version_base="1.3"):
+        cfg = hydra_compose(overrides=["+precision=bf16_mixed", "+callbacks=empty_cache"])
+    assert cfg.precision.precision == "bf16-mixed"
+    assert cfg.callbacks.empty_cache.every_n_steps == 100
+
+
+@pytest.mark.parametrize("target", ["not_there.Adam", "not_there.optim.Adam", "needs_it.Adam"])
+def test_a_missing_extra_is_one_line_and_the_pip_command(
+    target: str, empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(targets.EXTRAS, "not_there", "optimizers")
+    monkeypatch.syspath_prepend(empty_folder)
+    (empty_folder / "needs_it.py").write_text("from not_there.optim import Adam")
+    with pytest.raises(EnvironmentLacksError) as error:
+        compose(f"optimizer._target_={target}")
+    remedy = "needs the package not_there\n  try: pip install 'lightning-eff[optimizers]'"
+    assert str(error.value) == f"optimizer._target_={target!r} {remedy}"
+    assert exit_code(error.value) == 3
+
+
+def test_every_extra_is_declared() -> None:
+    text = (RECIPES.parent / "pyproject.toml").read_text()
+    declared = tomllib.loads(text)["project"]["optional-dependencies"]
+    for package, extra in targets.EXTRAS.items():
+        assert any(line.startswith(package.replace("_", "-")) for line in declared[extra]), package

@@ -1,0 +1,72 @@
+"""Formats: a device is asked for its instructions, not for what runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_eff.core.dtypes import choose, dtype_of, product_dtype, support
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "native"),
+    [
+        ({"avx512_f": True}, False),
+        ({"amx_bf16": True}, True),
+        ({"avx512_bf16": True}, True),
+        ({"avx512_bf16": False}, False),
+        ({}, False),
+    ],
+)
+def test_a_cpu_is_asked_for_bf16_instructions(
+    capabilities: dict[str, bool], native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert support("cpu", torch.bfloat16).native is native
+    assert choose("cpu")[0] == ("bf16-mixed" if native else "32-true")
+
+
+def test_a_torch_that_cannot_tell_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    answer = support("cpu", torch.bfloat16)
+    assert not answer.native
+    assert "cannot tell" in answer.why
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_cuda_is_asked_without_emulation(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation: asked.append(including_emulation) or native,
+    )
+    assert support("cuda", torch.bfloat16).native is native
+    assert asked == [False]
+    assert support("cuda", torch.float16).native
+    assert support("cuda", torch.float32).native
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("bf16-true", torch.bfloat16),
+        ("16-mixed", torch.float16), ("16-true", torch.float16), ("64-true", torch.float64),
+        ("transformer-engine-float16", torch.float8_e4m3fn), ("nf4", torch.float32),
+    ],
+)  # fmt: skip
+def test_a_precision_computes_in_one_format(precision: str, dtype: torch.dtype) -> None:
+    assert dtype_of(precision, "cpu") == dtype
+
+
+def test_auto_computes_in_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        monkeypatch.setattr("torch.cpu.get_capabilities", lambda has=has: {"avx512_bf16": has})
+        assert dtype_of("auto", "cpu") == dtype
+
+
+def test_where_a_run_casts_nothing_weights_decide() -> None:
+    assert product_dtype(torch.float16, torch.float32) == torch.float16
+    assert product_dtype(torch.float32, torch.bfloat16) == torch.bfloat16

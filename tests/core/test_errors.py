@@ -1,0 +1,157 @@
+"""Exit codes for everything that can end the process, and errors in the words of whoever asked."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_eff.core import errors
+from lightning_eff.core.errors import ConfigError, exit_code, nearest, root_cause_line
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RuntimeError("shapes differ"), 1),
+        (ConfigError("lr", -1, allowed="a positive number"), 2),
+        (errors.UsageError("no such verb"), 2),
+        (errors.EnvironmentLacksError("pip install triton"), 3),
+        (torch.OutOfMemoryError("no room"), 4),
+        (MemoryError(), 4),
+        (RuntimeError("MPS backend out of memory (allocated 9 GB)"), 4),
+        (errors.ConflictError("choose one"), 5),
+        (KeyboardInterrupt(), 130),
+        (SIGTERMException(), 143),
+        (SystemExit(), 0),
+        (SystemExit(0), 0),
+        (SystemExit(7), 7),
+        (SystemExit("a message"), 1),
+        (SystemExit(""), 0),
+    ],
+    ids=repr,
+)
+def test_every_end_has_its_code(error: BaseException, code: int) -> None:
+    assert exit_code(error) == code
+
+
+def test_the_cpus_allocator_refusing_is_out_of_memory() -> None:
+    with pytest.raises(RuntimeError, match="can't allocate memory") as refused:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert type(refused.value) is RuntimeError, "it has no class of its own"
+    assert exit_code(refused.value) == 4
+
+
+def test_only_a_runtime_error_is_believed_to_be_out_of_memory() -> None:
+    assert exit_code(ValueError("the notes say: out of memory")) == 1
+
+
+def test_sigterm_is_known_by_its_name_alone() -> None:
+    foreign = type("SIGTERMException", (RuntimeError,), {})
+    assert exit_code(foreign()) == 143
+    assert exit_code(type("Derived", (foreign,), {})()) == 143
+
+
+def leave(code: int, *, during: BaseException) -> None:
+    """Exit while another error is handled, as Lightning does."""
+    try:
+        raise during
+    except type(during):
+        raise SystemExit(code)  # noqa: B904
+
+
+@pytest.mark.parametrize(("during", "code"), [(KeyboardInterrupt(), 130), (KeyError("loss"), 7)], ids=repr)
+def test_only_an_interrupt_takes_an_exits_code_away(during: BaseException, code: int) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        leave(7, during=during)
+    assert exit_code(stopped.value) == code
+
+
+def test_config_error_names_key_value_allowed_and_three_remedies() -> None:
+    error = ConfigError("stage", "four", allowed="1, 2 or 3", remedies=iter(["a", "b", "c", "d"]))
+    assert str(error).split("\n") == ["stage='four': expected 1, 2 or 3", "  try: a", "  try: b", "  try: c"]
+    assert error.remedies == ("a", "b", "c", "d")
+    assert isinstance(error, ValueError)
+
+
+def test_config_error_without_a_key_shows_the_value_as_it_is() -> None:
+    assert str(ConfigError("", "lr=fast", allowed="a number")) == "lr=fast: expected a number"
+
+
+def test_under_puts_a_path_in_front_and_leaves_the_error_as_it_was() -> None:
+    error = ConfigError("every_n_steps", 0, allowed="at least 1", remedies=["every_n_steps=1"])
+    longer = error.under("empty_cache").under("callbacks")
+    assert longer.key == "callbacks.empty_cache.every_n_steps"
+    assert (longer.value, longer.allowed, longer.remedies) == (0, "at least 1", ("every_n_steps=1",))
+    assert str(longer).startswith("callbacks.empty_cache.every_n_steps=0: expected at least 1\n")
+    assert error.key == "every_n_steps"
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "said"),
+    [
+        ("emty_cache", ["mixed", "empty_cache"], "did you mean 'empty_cache'?"),
+        ("zzz", ["b", "a", "b"], "there are: a, b"),
+        ("bf16", ["bf16_true", "bf16_mixed", "fp16_mixed"], "did you mean 'bf16_mixed' or 'bf16_true'?"),
+        (
+            "epochs",
+            ["every_n_epochs", "min_epochs", "max_epochs"],
+            "did you mean 'max_epochs' or 'min_epochs'?",
+        ),
+        ("Linear", ["x.linear", "linearity", "bilinear"], "did you mean 'linearity' or 'x.linear'?"),
+        ("a.*", ["a.bcde", "abcdef"], "there are: a.bcde, abcdef"),
+        ("b", ["a", "bcde"], "there are: a, bcde"),
+        ("", ["a"], "there are: a"),
+        ("mixd", ["mixed", "bf16_mixed"], "did you mean 'mixed'?"),
+        ("zzz", [], "there are none"),
+        ("zzz", [f"a{i:02}" for i in range(24)], f"there are: {', '.join(f'a{i:02}' for i in range(24))}"),
+        (
+            "zzz",
+            [f"a{i:02}" for i in range(25)],
+            f"there are: {', '.join(f'a{i:02}' for i in range(24))}, ...",
+        ),
+    ],
+)
+def test_nearest_says_the_closest_or_what_there_is(word: str, known: list[str], said: str) -> None:
+    assert nearest(word, iter(known)) == said
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError("first\nsecond"), "error: RuntimeError: first"),
+        (RuntimeError(), "error: RuntimeError"),
+        (KeyError("loss"), "error: KeyError: 'loss'"),
+        (errors.UsageError("no verb\nthere are: fit"), "error: no verb\nthere are: fit"),
+        (
+            ConfigError("lr", -1, allowed="more", remedies=["lr=1"]),
+            "error: lr=-1: expected more\n  try: lr=1",
+        ),
+    ],
+    ids=repr,
+)
+def test_root_cause_is_one_line_and_ours_keep_all_of_theirs(error: BaseException, line: str) -> None:
+    assert root_cause_line(error) == line
+
+
+def test_a_warning_of_ours_is_a_users_warning() -> None:
+    for kind in (errors.NoEffectWarning, errors.SlowPathWarning):
+        with pytest.warns(UserWarning, match="nothing changed") as caught:
+            warnings.warn(kind("nothing changed"), stacklevel=1)
+        assert [warning.category for warning in caught] == [kind]
+
+
+def test_out_of_memory_is_known_behind_what_it_caused() -> None:
+    error = ValueError("the step failed")
+    error.__cause__ = torch.OutOfMemoryError("no room")
+    assert exit_code(error) == 4
+
+
+def test_errors_that_are_causes_of_each_other_have_an_end() -> None:
+    one, other = RuntimeError("one"), RuntimeError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert not errors.is_out_of_memory(one)
+    other.__cause__ = MemoryError()
+    assert errors.is_out_of_memory(one)

@@ -1,0 +1,131 @@
+"""Rules about classes of others: each speaks, about the right class, with a remedy that is accepted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import bitsandbytes
+import pytest
+import pytorch_optimizer
+import schedulefree
+import torch
+import torchao.optim
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import nn
+
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.core import rules
+from lightning_eff.core.errors import ConflictError, ConflictWarning, EnvironmentLacksError
+from lightning_eff.core.foreign import RULES
+from lightning_eff.core.technique import Verdict
+from lightning_eff.optimizer.cpu_offload import CpuOffload
+from lightning_eff.optimizer.galore import GaLore
+from lightning_eff.optimizer.muon import Muon
+from lightning_eff.scheduler.warmup_decay import WarmupDecay
+from tests.conftest import Net, make_loader, make_trainer
+
+FREE = schedulefree.AdamWScheduleFree
+HALF = functools.partial(WarmupDecay, total_steps=4)
+
+
+def found(optimizer: Any, *others: Any, run: dict[str, str] | None = None, **keywords: Any) -> list[Any]:
+    choice = OptimizerChoice(optimizer=optimizer, **keywords)
+    return rules.check([choice, *choice.brings(), *others], run or {})
+
+
+WHOLE = [torch.optim.Adafactor, torch.optim.Muon, Muon, GaLore, pytorch_optimizer.Lamb]
+
+
+@pytest.mark.parametrize("optimizer", WHOLE)
+def test_optimizers_of_whole_matrices_are_refused_where_matrices_are_flattened(optimizer: Any) -> None:
+    findings = found(optimizer, DeepSpeedStrategy)
+    assert {f.rule.verdict for f in findings} == {Verdict.REFUSED}
+    assert found(torch.optim.AdamW, DeepSpeedStrategy) == []
+    assert found(optimizer) == []
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit"])
+def test_torchaos_optimizers_need_a_compiler(kind: str) -> None:
+    (finding,) = found(getattr(torchao.optim, kind))
+    assert finding.rule.name == "machine/compiler"
+    with pytest.raises(EnvironmentLacksError, match=r"apt-get install g\+\+"):
+        rules.raise_refused([finding])
+    assert found(getattr(torchao.optim, kind), run={"machine/compiler": "g++"}) == []
+    assert found(bitsandbytes.optim.AdamW8bit) == [], "a class of the same name and another package"
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy])
+def test_bitsandbytes_is_refused_where_state_is_sharded(strategy: Any) -> None:
+    (finding,) = found(bitsandbytes.optim.PagedAdamW8bit, strategy)
+    assert finding.rule.remedies == ("optimizer=adamw_8bit",)
+    (finding,) = found(CpuOffload, strategy)
+    assert "decides itself where state lives" in finding.rule.reason
+
+
+def test_paged_and_offloaded_state_has_nowhere_to_go_on_a_cpu() -> None:
+    cpu = {"run/cpu": "device cpu"}
+    for optimizer in (bitsandbytes.optim.PagedAdamW8bit, CpuOffload):
+        assert [f.rule.verdict for f in found(optimizer, run=cpu)] == [Verdict.WARNED]
+    assert found(bitsandbytes.optim.AdamW8bit, run=cpu) == []
+
+
+@pytest.mark.parametrize("average", [WeightAveraging, StochasticWeightAveraging])
+def test_two_averages_of_the_weights_are_refused(average: Any) -> None:
+    assert [f.rule.verdict for f in found(FREE, average)] == [Verdict.REFUSED]
+
+
+def test_schedule_free_warns_of_a_schedule_and_of_batch_norms(net: Callable[..., Net]) -> None:
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(16)
+
+    factory = functools.partial(FREE, lr=0.01)
+    choice = OptimizerChoice(optimizer=factory, scheduler=HALF)
+    with pytest.warns(ConflictWarning, match=r"with a learning-rate schedule \(callbacks/opt"):
+        make_trainer(callbacks=[choice], max_steps=1).fit(net(), make_loader())
+    with pytest.warns(ConflictWarning, match=r"with batch norms \(norm\)") as warned:
+        make_trainer(callbacks=[OptimizerChoice(optimizer=factory)], max_steps=1).fit(Normed(), make_loader())
+    assert len([w for w in warned if w.category is ConflictWarning]) == 1, "said once"
+
+
+def test_fused_with_clipping_under_lightnings_own_mixed_precision_is_refused(net: Callable[..., Net]) -> None:
+    fused = functools.partial(torch.optim.AdamW, fused=True)
+    callbacks = [OptimizerChoice(optimizer=fused)]
+    trainer = make_trainer(callbacks=callbacks, precision="bf16-mixed", gradient_clip_val=1.0)
+    with pytest.raises(ConflictError, match=r"optimizer_choice with gradient_clip_val[\s\S]*Mixed\(\)"):
+        trainer.fit(net(), make_loader())
+    assert found(fused, run={"run/clipping": "gradient_clip_val"}) == []
+
+
+def test_a_modules_own_optimizer_is_judged_by_the_first_technique_that_looks(net: Callable[..., Net]) -> None:
+    from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
+    from tests.conftest import Deep
+
+    model = Deep()
+    model.configure_optimizers = lambda: FREE(model.parameters(), lr=0.01)
+    trainer = make_trainer(callbacks=[WeightAveraging(), GradientCheckpointing()])
+    with pytest.raises(ConflictError, match="AdamWScheduleFree with WeightAveraging"):
+        trainer.fit(model, make_loader())
+
+
+def test_galore_is_refused_with_adapters() -> None:
+    assert [f.rule.name for f in found(GaLore, run={"callbacks/peft_adapter": "an adapter"})] == [
+        "callbacks/peft_adapter"
+    ]
+
+
+def test_every_rule_has_a_reason_and_a_remedy_and_every_library_class_exists() -> None:
+    packages = {"torch": torch.optim, "torchao": torchao.optim.adam, "schedulefree": schedulefree}
+    packages |= {"pytorch_optimizer": pytorch_optimizer, "bitsandbytes": bitsandbytes.optim}
+    packages["bitsandbytes/Optimizer8bit"] = bitsandbytes.optim.optimizer
+    for name, facts in RULES.items():
+        package, _, kind = name.partition("/")
+        owner = packages.get(name, packages.get(package))
+        assert owner is None or hasattr(owner, kind), name
+        for rule in (*facts.needs, *facts.excludes):
+            assert rule.reason
+            assert rule.remedies

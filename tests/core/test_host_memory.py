@@ -1,0 +1,96 @@
+"""What a process may use of its host: installed memory, cgroups of both versions, ulimits."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_eff.core import allocator, host_memory
+from lightning_eff.core.host_memory import Limit
+from lightning_eff.planner.room import Room
+from lightning_eff.report import installation
+
+MIB = 2**20
+STATUS = "Name:\tpython\nVmSize:\t 2048 kB\nVmRSS:\t  512 kB\nVmData:\t 1024 kB\n"
+LIMITS = "Limit                     Soft Limit           Hard Limit           Units\n"
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    for name, text in {"proc/self/status": STATUS, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_without_limits_all_that_is_installed_may_be_used(tmp_path: Path) -> None:
+    v1 = {
+        "proc/self/cgroup": "4:memory:/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+    }
+    v2 = {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.max": "max\n"}
+    unlimited = {"proc/self/limits": f"{LIMITS}Max address space  unlimited  unlimited  bytes\n"}
+    for number, files in enumerate([v1, v2, unlimited, {}]):
+        found = host_memory.memory(machine(tmp_path / str(number), files))
+        assert found == Limit("", host_memory.installed_bytes(), 512 * 1024)
+    assert host_memory.memory(tmp_path / "nothing") == Limit("", host_memory.installed_bytes(), 0)
+
+
+@pytest.mark.parametrize(
+    ("group", "mounted", "file"),
+    [
+        ("0::", "sys/fs/cgroup", "memory.max"),
+        ("9:cpu,memory:", "sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+    ],
+)
+def test_the_tightest_of_a_cgroup_and_those_above_it_counts(
+    group: str, mounted: str, file: str, tmp_path: Path
+) -> None:
+    sizes = {"": 900, "/pod": 300, "/pod/box": 400, "/other": 1}
+    files = {f"{mounted}{path}/{file}": f"{size * MIB}\n" for path, size in sizes.items()}
+    files["proc/self/cgroup"] = f"3:freezer:/elsewhere\n{group}/pod/box\n"
+    assert host_memory.memory(machine(tmp_path, files)) == Limit("cgroup /pod", 300 * MIB, 512 * 1024)
+
+
+def test_a_container_that_sees_the_path_of_its_host_has_the_limit_at_the_top(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "4:memory:/docker/abc\n0::/\n"}
+    files["sys/fs/cgroup/memory/memory.limit_in_bytes"] = str(64 * MIB)
+    assert host_memory.memory(machine(tmp_path, files)) == Limit("cgroup /", 64 * MIB, 512 * 1024)
+
+
+def test_of_ulimits_that_counts_which_leaves_least(tmp_path: Path) -> None:
+    """2 MiB of address space and 1 MiB of data are taken."""
+    lines = f"Max data size   {5 * MIB}  unlimited  bytes\nMax address space  {5 * MIB}  unlimited  bytes\n"
+    found = host_memory.memory(machine(tmp_path, {"proc/self/limits": LIMITS + lines}))
+    assert found == Limit("ulimit -v", 5 * MIB, 2 * MIB)
+    assert found.free_bytes == 3 * MIB
+
+
+def test_everyone_who_asks_for_host_memory_is_told_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "memory", lambda: Limit("ulimit -d", 700 * MIB, 200 * MIB))
+    cpu = torch.device("cpu")
+    room = Room.of("", cpu)
+    assert (room.name, room.memory_bytes, room.free_bytes) == ("CPU (ulimit -d)", 700 * MIB, 500 * MIB)
+    assert Room.of("", cpu, held_bytes=150 * MIB).free_bytes == 650 * MIB, "held is what a step counts too"
+    assert allocator.total_bytes(cpu) == 700 * MIB
+    found = {each.what: each.found for each in installation.inspect_machine()}
+    assert found["memory"].startswith("700.0 MiB by ulimit -d, of ")
+
+
+@pytest.mark.skipif(not Path("/proc/self/limits").is_file(), reason="needs Linux")
+def test_the_limit_of_a_real_process_is_read() -> None:
+    """By the package alone, without torch: 1 GiB of address space is enough for it."""
+    program = "from lightning_eff.core import host_memory; print(host_memory.memory())"
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(
+        words, preexec_fn=limited, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
+    assert f"Limit(name='ulimit -v', num_bytes={2**30}, taken_bytes=" in done.stdout

@@ -1,0 +1,94 @@
+"""What a figure was measured on: plain types, the versions that are installed, the chip's own name."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_eff.core import machine
+
+CPU = torch.device("cpu")
+
+
+def test_versions_are_the_installed_ones() -> None:
+    described = machine.describe(CPU)
+    assert described["python"] == platform.python_version()
+    assert {name: described[name] for name in machine.PACKAGES} == {
+        name: metadata.version(name) for name in ("lightning-eff", "torch", "lightning", "hydra-core")
+    }
+    assert described["threads"] == torch.get_num_threads()
+    assert described["cores"] == os.cpu_count()
+
+
+def test_description_is_plain_types() -> None:
+    described = machine.describe(CPU)
+    assert json.loads(json.dumps(described)) == described
+
+
+def test_a_missing_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "PACKAGES", ("no-such-package-at-all",))
+    assert machine.describe(CPU)["no-such-package-at-all"] == "not installed"
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_chip_is_asked_for_its_name(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(getattr(torch, kind), "get_device_name", lambda device: f"chip {device}")
+    assert machine.device_name(torch.device(kind, 3)) == f"chip {kind}:3"
+
+
+def test_a_device_without_a_name_is_called_by_its_kind() -> None:
+    assert machine.device_name(torch.device("mps")) == "mps"
+    assert machine.device_name(torch.device("meta")) == "meta"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "processor", "expected"),
+    [
+        ({"cpu_name": "abacus"}, "intel", "abacus"),
+        ({}, "intel", "intel"),
+        ({"cpu_name": ""}, "", platform.machine()),
+    ],
+)
+def test_the_cpu_is_named_by_the_first_that_knows(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, Any], processor: str, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    monkeypatch.setattr(platform, "processor", lambda: processor)
+    assert machine.device_name(CPU) == expected
+
+
+def test_an_older_torch_leaves_the_name_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    monkeypatch.setattr(platform, "processor", lambda: "intel")
+    assert machine.device_name(CPU) == "intel"
+
+
+@pytest.mark.parametrize(
+    ("device", "names"), [("cpu", ("CXX", "g++", "clang++")), ("cuda", ("CC", "gcc", "clang"))]
+)
+def test_a_compiler_is_looked_for_by_its_variable_first(
+    monkeypatch: pytest.MonkeyPatch, device: str, names: tuple[str, ...]
+) -> None:
+    variable, *programs = names
+    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/bin/{name}" if name in programs else None)
+    monkeypatch.delenv(variable, raising=False)
+    assert machine.find_compiler(device) == f"/bin/{programs[0]}"
+    monkeypatch.setenv(variable, programs[1])
+    assert machine.find_compiler(device) == f"/bin/{programs[1]}"
+    monkeypatch.setattr(machine.shutil, "which", lambda _: None)
+    assert machine.find_compiler(device) is None
+
+
+def test_facts_of_the_machine_name_a_compiler_and_what_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_compiler", lambda _: "/bin/c++")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    facts = machine.machine_facts("cpu")
+    assert set(facts) == {"machine/compiler", "machine/emulated_float16"}
+    monkeypatch.setattr(machine, "find_compiler", lambda _: None)
+    assert "machine/compiler" not in machine.machine_facts("cpu")

@@ -1,0 +1,32 @@
+"""What libraries log while they are imported is left out, and nothing else that they log."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from lightning_eff.core.noise import NOISE, leave_out_noise
+
+SAID = {
+    "torchao": "Failed to load /site-packages/torchao/_C_mxfp8.so: Could not load this library",
+    "torch.utils._pytree": "<enum 'KernelPreference'> is an Enum subclass and is now natively supported by",
+    "bitsandbytes.backends.cpu.ops": (
+        "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'."
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(NOISE))
+def test_a_loggers_noise_is_left_out_and_the_rest_is_heard(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_out_noise()
+    leave_out_noise()
+    logger = logging.getLogger(name)
+    logger.warning(SAID[name])
+    logger.warning("%s", SAID[name])
+    logger.warning("a kernel is missing")
+    logging.getLogger(f"{name}.other").warning(SAID[name])
+    assert caplog.messages == ["a kernel is missing", SAID[name]]
+    assert len(logger.filters) == 1

@@ -1,0 +1,284 @@
+"""A recomputed block: the same bits, buffers that change once, whatever way its inputs come."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_eff.core.recompute import HostMemory, Recomputed
+from lightning_eff.report.live_bytes import LiveBytes
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """Has dropout, two statistics, a counter that is replaced, and a table that never changes."""
+
+    table: Tensor
+    seen: Tensor
+
+    def __init__(self, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=momentum)
+        self.register_buffer("table", torch.ones(WIDTH))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(
+        self, x: Tensor, scale: Tensor | float = 1.0, *, shift: Tensor | None = None, how: str = "add"
+    ) -> Any:
+        self.seen = self.seen + 1
+        y = F.dropout(self.norm(self.linear(x)).relu(), 0.3, self.training) * scale * self.table
+        y = y if shift is None else y + shift
+        return {"y": x + y if how == "add" else y, "aux": [y.mean()]}
+
+
+def make(recomputed: bool, **keywords: Any) -> tuple[Block, Recomputed | None]:
+    torch.manual_seed(0)
+    block = Block()
+    return block, Recomputed(block, **keywords) if recomputed else None
+
+
+def train(block: nn.Module, call: Callable[[nn.Module, Tensor], Any], steps: int = 3) -> list[Tensor]:
+    """Return gradients and buffers after a few backward passes."""
+    torch.manual_seed(1)
+    found: list[Tensor] = []
+    for _ in range(steps):
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        out = call(block, x)
+        (out["y"].square().sum() + out["aux"][0]).backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    gradients = [p.grad for p in block.parameters() if p.grad is not None]
+    return [*found, *gradients, *(b.clone() for b in block.buffers())]
+
+
+CALLS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "by position": lambda block, x: block(x, 2.0),
+    "by keyword": lambda block, x: block(scale=x.detach().mean(), x=x),
+    "keyword-only tensors": lambda block, x: block(x, shift=x * 2, how="replace"),
+    "twice in a forward": lambda block, x: block(block(x)["y"]),
+}
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+@pytest.mark.parametrize("host", [False, True])
+def test_gradients_and_buffers_are_those_of_the_plain_block(call: str, host: bool) -> None:
+    plain, _ = make(False)
+    block, recomputed = make(True, host=HostMemory() if host else None)
+    expected, found = train(plain, CALLS[call]), train(block, CALLS[call])
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    times = 2 if call == "twice in a forward" else 1
+    assert recomputed is not None
+    assert recomputed.num_recomputed == 3 * times
+    assert block.norm.num_batches_tracked == 3 * times
+    assert block.seen == 3 * times
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_statistics_change_once_whatever_their_momentum(momentum: float | None) -> None:
+    results = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        block = Block(momentum)
+        if recomputed:
+            Recomputed(block)
+        results.append(train(block, CALLS["by position"]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_what_a_forward_reads_and_changes_is_recomputed_from_what_it_was() -> None:
+    """A power iteration: the weight that was used depends on a buffer that the forward then changed."""
+    results = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+        if recomputed:
+            Recomputed(layer)
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        for _ in range(3):
+            layer(x).square().sum().backward()
+        results.append([x.grad, *(p.grad for p in layer.parameters()), *layer.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_second_backward_through_a_kept_graph_recomputes_again() -> None:
+    plain, _ = make(False)
+    block, _ = make(True)
+    results = []
+    for each in (plain, block):
+        torch.manual_seed(1)
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        loss = each(x)["y"].square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append([x.grad, *(p.grad for p in each.parameters()), *each.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_without_gradients_nothing_is_recomputed_and_no_input_moved() -> None:
+    host = HostMemory()
+    block, recomputed = make(True, host=host)
+    with torch.no_grad():
+        block(torch.randn(4, WIDTH))
+    assert recomputed is not None
+    assert (recomputed.num_recomputed, host.moved_bytes) == (0, 0)
+    block(torch.randn(4, WIDTH))["y"].sum().backward()
+    assert recomputed.num_recomputed == 1
+
+
+def test_a_frozen_input_still_gives_gradients() -> None:
+    block, _ = make(True)
+    block(torch.randn(4, WIDTH))["y"].sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in block.linear.parameters())
+
+
+def test_a_failing_forward_leaves_the_next_one_whole() -> None:
+    block, recomputed = make(True)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        block(torch.randn(4, WIDTH + 1))
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        block(torch.randn(4, WIDTH + 1, requires_grad=True))
+    block(x)["y"].sum().backward()
+    assert recomputed is not None
+    assert recomputed.num_recomputed == 1
+
+
+def test_remove_leaves_the_block_as_it_was() -> None:
+    plain, _ = make(False)
+    block, recomputed = make(True)
+    assert recomputed is not None
+    assert Recomputed.of(block) is recomputed
+    recomputed.remove()
+    assert Recomputed.of(block) is None
+    assert block.__dict__.keys() == plain.__dict__.keys()
+    assert not block._forward_hooks
+    assert not block._forward_pre_hooks
+
+
+def test_what_is_inside_a_block_is_not_alive_between_forward_and_backward() -> None:
+    kept = {}
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+        if recomputed:
+            Recomputed(block)
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        with LiveBytes() as live:
+            y = block(x)
+        kept[recomputed] = live.now_bytes - y.nbytes
+    weights_bytes = 2 * 64 * WIDTH * 4
+    assert kept == {False: weights_bytes + 2 * (4 * 64 * 4), True: weights_bytes}
+
+
+def test_inputs_on_the_host_are_counted_and_masks_stay() -> None:
+    host = HostMemory()
+    block = nn.Module()
+    block.forward = lambda x, mask: x * mask
+    Recomputed(block, host=host)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    block(x, torch.ones(WIDTH, dtype=torch.long)).sum().backward()
+    assert host.moved_bytes == x.nbytes
+
+
+def test_forwards_without_a_backward_do_not_pile_up_on_the_host() -> None:
+    host = HostMemory()
+    block, _ = make(True, host=host)
+    for _ in range(5):
+        block(torch.randn(4, WIDTH, requires_grad=True))
+    assert len(host._waiting) <= 2
+
+
+class Plain(nn.Module):
+    """What the odd blocks below are variations of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.linear(x).tanh(), 0.3, self.training)
+
+
+class InPlace(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clone().mul_(2))
+
+
+class AnyArguments(Plain):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(args[0]) * kwargs.get("gain", 1.0)
+
+
+class CheckpointsItself(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+class CastsItself(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+def with_weight_norm() -> Plain:
+    block = Plain()
+    nn.utils.parametrizations.weight_norm(block.linear)
+    return block
+
+
+def with_own_hooks() -> Plain:
+    block = Plain()
+    block.register_forward_hook(lambda _, __, out: out * 1.1)
+    block.register_full_backward_hook(lambda _, gradients, __: tuple(g * 0.9 for g in gradients))
+    return block
+
+
+def with_forward_on_the_instance() -> Plain:
+    block = Plain()
+    block.__dict__["forward"] = functools.partial(Plain.forward, block)
+    return block
+
+
+ODD = [InPlace, AnyArguments, CheckpointsItself, CastsItself]
+ODD += [with_weight_norm, with_own_hooks, with_forward_on_the_instance]
+
+
+@pytest.mark.parametrize("make_block", ODD)
+@pytest.mark.parametrize("times", [1, 2])
+def test_odd_blocks_give_the_same_bits(make_block: Callable[[], nn.Module], times: int) -> None:
+    """`times`: the same block once, or in two places of a forward."""
+    results = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        block = make_block()
+        hooks = Recomputed(block) if recomputed else None
+        x = h = torch.randn(4, WIDTH, requires_grad=True)
+        for _ in range(times):
+            h = block(h)
+        h.square().sum().backward()
+        results.append([x.grad, *(p.grad for p in block.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert hooks is not None
+    assert hooks.num_recomputed == times
+
+
+def test_second_derivatives_go_through_a_recomputed_block() -> None:
+    results = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        block = Plain()
+        if recomputed:
+            Recomputed(block)
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        (gradient,) = torch.autograd.grad(block(x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        results.append([x.grad, block.linear.weight.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

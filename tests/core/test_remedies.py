@@ -1,0 +1,227 @@
+"""A remedy is an override in a recipe and Python in a plain Trainer, and what it is for is then gone."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.config import composition
+from lightning_eff.core import rules
+from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning
+from lightning_eff.core.foreign import RULES
+from lightning_eff.core.remedies import as_overrides, in_python, shown
+from lightning_eff.core.rules import Finding
+from lightning_eff.core.technique import Rule
+from lightning_eff.optimizer.in_backward import InBackward
+from lightning_eff.run import build_trainer
+from tests.conftest import Deep, Net, make_loader, make_trainer
+
+OVERRIDE = re.compile(
+    r"(?<![\w(])[~+]?(callbacks|monitors|optimizer|precision|scheduler|strategy|trainer)[.=]"
+)
+REFUSED = {
+    "no gradients left to clip": ["optimizer=in_backward"],
+    "accumulation by the Trainer": ["optimizer=in_backward", "trainer.accumulate_grad_batches=2"],
+    "accumulation by size": [
+        "optimizer=in_backward",
+        "+callbacks=gradient_accumulation",
+        "callbacks.gradient_accumulation.global_batch_size=32",
+    ],
+    "micro-batches": ["optimizer=in_backward", "+callbacks=micro_batch"],
+    "a scaler": ["optimizer=in_backward", "precision=fp16_mixed"],
+    "low-rank gradients of low-rank matrices": ["optimizer=galore", "+callbacks=peft_adapter"],
+    "ranks by gradients that are freed": [
+        "+callbacks=peft_adapter",
+        "callbacks.peft_adapter.method=adalora",
+        "optimizer=in_backward",
+    ],
+    "ranks by gradients that are scaled": [
+        "+callbacks=peft_adapter",
+        "callbacks.peft_adapter.method=adalora",
+        "precision=fp16_mixed",
+    ],
+    "a budget without a compiler": [
+        "callbacks=[gradient_checkpointing]",
+        "callbacks.gradient_checkpointing.policy=budget",
+    ],
+    "products that a compiler fuses": [
+        "callbacks=[gradient_checkpointing,torch_compile]",
+        "callbacks.gradient_checkpointing.policy=selective",
+    ],
+    "a step that is recomputed in a compiled forward": [
+        "callbacks=[gradient_checkpointing,torch_compile]",
+        "callbacks.torch_compile.target=forward",
+    ],
+    "graphs beside recomputing": [
+        "callbacks=[gradient_checkpointing,torch_compile]",
+        "callbacks.torch_compile.mode=reduce-overhead",
+    ],
+    "kernels in what is compiled": ["callbacks=[triton_linear,torch_compile]"],
+    "a size that is compiled anew": ["callbacks=[micro_batch,torch_compile]"],
+    "sizes that differ between ranks": ["callbacks=[micro_batch]", "strategy=fsdp2"],
+    "one device to divide among": ["strategy=fsdp2"],
+    "a schedule beside an average": ["optimizer=schedule_free"],
+    "state that is elsewhere": ["optimizer=cpu_offload", "strategy=fsdp2"],
+    "weights in few bits that are divided": [
+        "+callbacks=peft_adapter",
+        "precision=frozen_int8",
+        "strategy=fsdp2",
+    ],
+    "kernels for weights in few bits": ["callbacks=[peft_adapter,triton_linear]", "precision=frozen_int8"],
+}
+"""Overrides of `baseline` that meet a rule."""
+
+
+def findings(overrides: list[str]) -> list[Finding]:
+    """Judge a recipe as `plan` does."""
+    words = ["trainer.accelerator=cpu", "trainer.devices=1", *overrides]
+    trainer = build_trainer(composition.compose_recipe("baseline", words).values)
+    return rules.check(rules.objects_of(trainer), rules.run_facts(trainer))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_each_remedy_removes_what_it_is_for(case: str) -> None:
+    found = findings(REFUSED[case])
+    assert found, "the case meets no rule any more"
+    tried, before = 0, {(each.technique, each.rule.name) for each in found}
+    for finding in found:
+        for remedy in finding.rule.remedies[:3]:
+            if not OVERRIDE.match(remedy):
+                continue  # a command for the machine
+            left = findings([*REFUSED[case], *remedy.split()])
+            names = {(each.technique, each.rule.name) for each in left}
+            assert (finding.technique, finding.rule.name) not in names, remedy
+            assert names <= before, f"{remedy} is refused in turn"
+            tried += 1
+    assert tried
+
+
+def test_what_is_taken_off_again_is_not_missing() -> None:
+    values = composition.compose_recipe(
+        "baseline", ["callbacks=[micro_batch]", "~callbacks.micro_batch"]
+    ).values
+    assert not values.get("callbacks")
+
+
+def own_rules() -> list[Rule]:
+    """Return the rules that the cases meet, and those about classes of others."""
+    met = [finding.rule for case in REFUSED.values() for finding in findings(case)]
+    return [*met, *(rule for facts in RULES.values() for rule in (*facts.needs, *facts.excludes))]
+
+
+def test_no_override_is_left_in_a_plain_trainer() -> None:
+    for remedy in {remedy for rule in own_rules() for remedy in rule.remedies}:
+        python = in_python(remedy)
+        assert not OVERRIDE.search(python), python
+        if OVERRIDE.match(remedy) and not python.startswith(("remove ", "no ", "leave out ")):
+            ast.parse(python.replace("in place of that method", ""))
+
+
+@pytest.mark.parametrize(
+    ("remedy", "python"),
+    [
+        ("callbacks.micro_batch.micro_batch_size=4", "MicroBatch(micro_batch_size=4)"),
+        ("trainer.gradient_clip_val=1.0", "Trainer(gradient_clip_val=1.0)"),
+        ("trainer.gradient_clip_val=null", "Trainer(gradient_clip_val=None)"),
+        (
+            "optimizer.max_parameter_norm=1.0 in place of that method",
+            "partial(InBackward, max_parameter_norm=1.0) in place of that method",
+        ),
+        (
+            "callbacks.peft_adapter.method=lora callbacks.peft_adapter.options={use_dora: true}",
+            "PeftAdapter(method=\"lora\", options={'use_dora': True})",
+        ),
+        ("callbacks.peft_adapter.options.total_step=9", "PeftAdapter(options={'total_step': 9})"),
+        ("'callbacks.peft_adapter.r=8'", "'PeftAdapter(r=8)'"),
+        ("+callbacks=torch_compile", "TorchCompile()"),
+        ("~callbacks.gradient_accumulation", "remove GradientAccumulation"),
+        ("~strategy.nvme_path", "leave out nvme_path"),
+        ("strategy.checkpoints=full", 'FSDP2(checkpoints="full")'),
+        ("strategy=ddp", 'Trainer(strategy="ddp")'),
+        ("strategy=deepspeed_zero", "DeepSpeedZero()"),
+        ("optimizer=adamw", "OptimizerChoice(optimizer=partial(torch.optim.AdamW, lr=0.003))"),
+        ("optimizer.fused=false", "fused=False"),  # several optimizers have it
+        ("precision=tf32", 'Mixed(precision="32-true", tf32=True)'),
+        ("scheduler=none", "no scheduler"),
+        ("checkpoint_io=torch", "TorchCheckpointIO()"),
+        ("optimizer=unknown", "optimizer=unknown"),
+        ("callbacks.peft_adapter.base_checkpoint={a:x", 'PeftAdapter(base_checkpoint="{a:x")'),
+        ('callbacks.peft_adapter.r="\\x1b[31m"', 'PeftAdapter(r="\\u001b[31m")'),  # from a checkpoint, say
+        ("pip install 'lightning-eff[qlora]'", "pip install 'lightning-eff[qlora]'"),
+    ],
+)
+def test_an_override_in_python(remedy: str, python: str) -> None:
+    assert in_python(remedy) == python
+    assert in_python(python) == python
+    assert shown(f"no\n  try: {remedy}") == f"no\n  try: {python}"
+    with as_overrides():
+        assert shown(f"no\n  try: {remedy}") == f"no\n  try: {remedy}"
+
+
+def test_a_plain_trainer_is_told_python(net: Callable[..., Net]) -> None:
+    accumulation = GradientAccumulation(global_batch_size=10)
+    with pytest.raises(ConfigError, match=r"(?m)^  try: GradientAccumulation\(global_batch_size=8\)$"):
+        make_trainer(callbacks=[accumulation]).fit(net(), make_loader())
+    with pytest.raises(ConfigError, match=r'(?m)^  try: MicroBatch\(micro_batch_size="auto"\)$'):
+        MicroBatch(micro_batch_size=4, find="largest")
+
+    class Manual(Net):
+        automatic_optimization = False
+
+    with pytest.raises(ConflictError, match=r"(?m)^  try: remove MicroBatch$"):
+        make_trainer(callbacks=[MicroBatch()]).fit(Manual(), make_loader())
+    assert "try: Trainer(devices=2)" in str(ConflictWarning("no\n  try: trainer.devices=2"))
+
+
+def test_a_recipe_is_told_overrides(command: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = command("plan", "baseline", "optimizer=in_backward", "trainer.accelerator=cpu")
+    assert code == 5
+    assert "try: optimizer.max_parameter_norm=1.0 trainer.gradient_clip_val=null" in err
+    words = ["+callbacks=micro_batch", "callbacks.micro_batch.find=largest"]
+    code, _, err = command("plan", "baseline", *words, "callbacks.micro_batch.micro_batch_size=4")
+    assert code == 2
+    assert "try: callbacks.micro_batch.micro_batch_size=auto" in err
+
+
+def test_what_a_modules_own_code_is_refused_for_is_gone_with_its_remedy(net: Callable[..., Net]) -> None:
+    factory = partial(InBackward, lr=0.01)
+
+    class Clips(Net):
+        def configure_gradient_clipping(self, *arguments: Any, **keywords: Any) -> None:
+            del arguments, keywords
+
+    trainer = make_trainer(callbacks=[OptimizerChoice(optimizer=factory)])
+    with pytest.raises(
+        ConflictError, match=r"try: partial\(InBackward, max_parameter_norm=1.0\) in place of that method"
+    ):
+        trainer.fit(Clips(), make_loader())
+    normed = partial(factory, max_parameter_norm=1.0)
+    make_trainer(callbacks=[OptimizerChoice(optimizer=normed)], max_steps=1).fit(net(), make_loader())
+
+    class Manual(Deep):
+        automatic_optimization = False
+        kind: Any = factory
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self(batch[0]).square().mean())
+            optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return type(self).kind(self.parameters())
+
+    with pytest.raises(ConflictError, match=r"try: an optimizer of torch.optim in configure_optimizers"):
+        make_trainer(callbacks=[GradientCheckpointing()], max_steps=1).fit(Manual(), make_loader())
+    Manual.kind = partial(torch.optim.AdamW, lr=0.01)
+    make_trainer(callbacks=[GradientCheckpointing()], max_steps=1).fit(Manual(), make_loader())

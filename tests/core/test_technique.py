@@ -1,0 +1,77 @@
+"""What a technique is called, what was asked of it, and who is one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_eff.callbacks.empty_cache import EmptyCache
+from lightning_eff.core.technique import Outcome, Technique, asked, name_of, techniques
+from lightning_eff.monitors.progress import Progress
+from lightning_eff.precision.mixed import Mixed
+
+
+class Foreign(pl.Callback):
+    """Someone else's callback that can say what it did."""
+
+    def __init__(self, ratio: float = 0.5, *, layers: Any = (), missing: int = 1, me: Any = None) -> None:
+        self.ratio = ratio
+        self.layers = layers
+        self.me = self if me is None else me
+
+    def outcome(self) -> Outcome:
+        return Outcome(did="nothing yet", effective=False)
+
+
+def test_ours_are_named_by_their_module() -> None:
+    assert name_of(EmptyCache()) == "callbacks/empty_cache"
+    assert name_of(Mixed(precision="32-true")) == "precision/mixed"
+
+
+def test_foreign_ones_are_named_by_their_class() -> None:
+    assert name_of(Foreign()) == "Foreign"
+    assert name_of(pl.callbacks.Timer()) == "Timer"
+
+
+def test_a_package_that_begins_like_ours_is_foreign() -> None:
+    neighbour = type("Neighbour", (), {"__module__": "lightning_eff_extras.callbacks.neighbour"})
+    assert name_of(neighbour()) == "Neighbour"
+
+
+def test_asked_is_every_parameter_as_the_technique_keeps_it() -> None:
+    technique = EmptyCache(every_n_steps=5)
+    written = asked(technique)
+    assert written["every_n_steps"] == 5
+    assert written == {name: getattr(technique, name) for name in written}
+    technique.every_n_steps = 6
+    assert asked(technique)["every_n_steps"] == 6
+    assert written["every_n_steps"] == 5, "what was read before stays"
+
+
+@pytest.mark.parametrize("value", [None, True, 3, 0.25, "auto"])
+def test_plain_values_stay_and_others_become_text(value: object) -> None:
+    assert asked(Foreign(layers=value, me=1)) == {"ratio": 0.5, "layers": value, "missing": None, "me": 1}
+    assert asked(Foreign(layers=[torch.float16]))["layers"] == "[torch.float16]"
+
+
+def test_a_technique_that_keeps_itself_is_not_asked_for_it() -> None:
+    assert list(asked(Foreign())) == ["ratio", "layers", "missing"]
+
+
+def test_techniques_are_those_that_say_their_outcome_in_order() -> None:
+    ours, foreign = EmptyCache(), Foreign()
+    assert techniques([foreign, pl.callbacks.Timer(), object(), None, ours]) == [foreign, ours]
+    assert techniques(iter([])) == []
+    assert not isinstance(Progress(), Technique), "a monitor changes nothing, so it has no outcome"
+
+
+def test_an_outcome_is_a_fact_that_nobody_changes() -> None:
+    first, second = Outcome(did="a"), Outcome(did="a")
+    assert (first.effective, first.numbers) == (True, {})
+    assert first.numbers is not second.numbers
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        first.did = "b"  # pyright: ignore[reportAttributeAccessIssue]

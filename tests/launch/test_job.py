@@ -1,0 +1,184 @@
+"""What launchers say in the environment, held against what the Trainer is asked for: nothing is started."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_eff.commands import train
+from lightning_eff.config.recipes import Place
+from lightning_eff.core.errors import ConfigError, UsageError
+from lightning_eff.launch import job
+from lightning_eff.launch.job import Launch, check_tasks, common_folder, num_devices, num_ranks
+from tests.test_cli import Command
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+TORCHRUN["LOCAL_WORLD_SIZE"] = "2"
+SLURM = {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_PROCID": "2", "SLURM_JOB_NAME": "train"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Launch()),
+        (TORCHRUN, Launch("torchrun", 1, 2, 2)),
+        (SLURM, Launch("slurm", 2, 4, 2)),
+        (SLURM | {"SLURM_JOB_NAME": "interactive"}, Launch()),
+        (SLURM | TORCHRUN, Launch("torchrun", 1, 2, 2)),  # torchrun inside a SLURM job
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, Launch("lightning", 1)),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "0"}, Launch()),  # what Lightning leaves in the first process
+        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, Launch("lightning", 1)),
+    ],
+)
+def test_launchers_are_known_by_their_variables(environment: dict[str, str], expected: Launch) -> None:
+    assert Launch.of(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [
+        ({"devices": 3}, 3),
+        ({"devices": "3"}, 3),
+        ({"devices": [0, 2]}, 2),
+        ({"devices": "0,2"}, 2),
+        ({"devices": "auto", "accelerator": "cpu"}, 1),
+        ({"devices": 2, "num_nodes": 3}, 6),
+    ],
+)
+def test_ranks_are_counted_without_a_trainer(trainer: dict[str, Any], expected: int) -> None:
+    assert num_ranks(trainer) == expected
+
+
+def test_devices_that_are_no_number_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.devices='two': expected a number, a list"):
+        num_devices({"devices": "two"})
+
+
+@pytest.mark.parametrize(
+    ("trainer", "started", "message"),
+    [
+        ({"devices": 2}, Launch("torchrun", 0, 4, 4), "trainer.devices=2: expected 4, one for each process"),
+        ({"devices": 2}, Launch("torchrun", 0, 4, 4), "try: torchrun --nnodes 1 --nproc-per-node 2 -m"),
+        ({"devices": 2}, Launch("torchrun", 0, 4, 2), "trainer.num_nodes=1: expected 2: torchrun started 4"),
+        ({"devices": 2, "num_nodes": 3}, Launch("slurm", 0, 4, 2), "try: trainer.num_nodes=2"),
+        ({"devices": 1}, Launch("slurm", 0, 2), "SLURM_NTASKS=2: expected --ntasks-per-node beside it"),
+        ({"devices": 2}, Launch("slurm", 0, 1), "try: SLURM_JOB_NAME=bash lightning-eff train"),
+    ],
+)
+def test_tasks_that_do_not_fit_are_refused_with_what_does(
+    trainer: dict[str, Any], started: Launch, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_tasks(trainer, started)
+    assert message in str(caught.value)
+
+
+def test_tasks_that_fit_are_not() -> None:
+    check_tasks({"devices": 2}, Launch())
+    check_tasks({"devices": 2, "num_nodes": 2}, Launch("slurm", 3, 4, 2))
+    check_tasks({"devices": 1}, Launch("slurm", 0, 1))
+    check_tasks({"devices": [0, 1]}, Launch("torchrun", 0, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, "trainer.devices='auto': expected 2, one for each"),
+        (SLURM, "trainer.devices='auto': expected 2, one for each process of slurm on this machine"),
+    ],
+)
+def test_train_refuses_before_anything_is_built(
+    environment: dict[str, str],
+    message: str,
+    tiny: list[str],
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr("lightning_eff.run.build", lambda *_, **__: pytest.fail("it was built"))
+    monkeypatch.setattr("lightning_eff.commands.train.end_with_parent", lambda **_: None)
+    code, _, err = command("train", "baseline", *tiny)
+    assert code == 2
+    assert message in err
+    assert "try: trainer.devices=2" in err
+    assert not Path("outputs").exists()
+
+
+def test_a_sweep_in_several_processes_is_refused_with_the_command_that_works(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in TORCHRUN.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr("lightning_eff.commands.train.end_with_parent", lambda **_: None)
+    monkeypatch.setattr("lightning_eff.commands.train._speak_with_one_voice", lambda _: None)
+    code, _, err = command("train", "lm", "-m", "seed=1,2")
+    assert code == 2
+    assert "each of them would run the whole sweep" in err
+    assert "try: lightning-eff train lm -m ..." in err
+
+
+def test_a_launcher_that_is_not_installed_is_told_with_its_extra(command: Command) -> None:
+    code, _, err = command("train", "lm", "-m", "hydra/launcher=submitit_slurm", "seed=1,2")
+    assert code == 3
+    assert "try: pip install 'lightning-eff[slurm]'" in err
+
+
+def test_reports_of_runs_elsewhere_are_not_promised(command: Command) -> None:
+    code, _, err = command("train", "lm", "-m", "hydra/launcher=submitit_slurm", "seed=1,2", "--json")
+    assert code == 2
+    assert "their reports are efficiency.json in their folders" in err
+
+
+def test_a_job_that_was_taken_elsewhere_raises_what_went_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    monkeypatch.setattr(train, "_speak_with_one_voice", lambda _: None)
+    task = ["trainer.max_steps=0", f"output_root={tmp_path}"]
+    section = {"runtime": {"output_dir": str(tmp_path / "0")}, "overrides": {"task": task}}
+    (tmp_path / "0").mkdir()
+    monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create(section))
+    here = train._Jobs("baseline", Place())
+    here(OmegaConf.create())
+    assert len(here.failures) == 1, "a sweep here goes on with the next job"
+    there = pickle.loads(pickle.dumps(train._Jobs("baseline", Place())))
+    there._home = -1
+    with pytest.raises(ConfigError, match=r"trainer\.max_steps=0"):
+        there(OmegaConf.create())
+
+
+def test_slurm_names_the_folder_and_a_folder_that_a_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    started, here = Launch("slurm", 1, 2, 2), Path("outputs/lm/now")
+    assert common_folder(started, here, chosen_here=True) == Path("outputs/lm/slurm-12-0-0")
+    assert common_folder(started, here, chosen_here=False) == here
+    assert common_folder(Launch(), here, chosen_here=True) == here
+
+
+def test_torchrun_without_a_store_is_told_how_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    started = Launch("torchrun", 1, 2, 2)
+    with pytest.raises(UsageError, match=r"try: hydra\.run\.dir=outputs/NAME"):
+        common_folder(started, Path("x"), chosen_here=True)
+    assert common_folder(started, Path("x"), chosen_here=False) == Path("x")
+
+
+def test_the_first_rank_says_which_folder_and_the_others_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setattr(job, "FOLDER_WAIT_S", 1.0)
+    other = Launch("torchrun", 1, 2, 2)
+    with pytest.raises(UsageError, match="rank 0 did not say within 1 s"):
+        common_folder(other, Path("b"), chosen_here=True)
+    assert common_folder(Launch("torchrun", 0, 2, 2), Path("a"), chosen_here=True) == Path("a")
+    assert common_folder(other, Path("b"), chosen_here=True) == Path("a")

@@ -1,0 +1,346 @@
+"""Two ranks (gloo, DDP): a rank that runs out of memory only takes longer, and all decide alike.
+
+One start of two processes for all cases; `main` runs in both of them, the tests read what they have saved.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.core.errors import ConflictError
+from lightning_eff.microbatching.fabric import ExactGradient
+from tests.callbacks.test_micro_batch import Fault, Noisy, Shrinks, everything, noisy
+from tests.conftest import make_trainer
+from tests.microbatching.test_lightning_loop import WORDS, Speaker, plain, speaker, texts
+
+STEPS = 5
+# micro-batch size, batches a window, weighted, clipping
+EXACT = [(3, 1, True, None), ("auto", 1, False, 0.05), (3, 2, True, 0.05), ("auto", 2, False, None)]
+SHARDED = [(3, 1, True, None), (3, 2, True, 0.05), (3, 2, False, None)]
+FAULTS = [("forward", 0), ("backward", 2), ("backward", 4), ("update", 1)]
+TOGETHER = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+
+
+class Counts(pl.Callback):
+    """Counts how often DDP itself averages gradients."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        def hook(_, bucket):
+            self.times += 1
+            return allreduce_hook(None, bucket)  # pyright: ignore[reportArgumentType]
+
+        trainer.strategy.model.register_comm_hook(None, hook)
+
+
+class Branches(pl.LightningModule):
+    """Leaves a layer out on one rank, and another on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.sometimes, self.never = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.used(batch["x"])
+        return (self.sometimes(x) if self.global_rank == 0 else x).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def rows(num_samples: int, rank: int, batch_size: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(num_samples, 6, generator=generator)
+    y = torch.randint(0, 3, (num_samples,), generator=generator)
+    w = torch.rand(num_samples, generator=generator) + 0.1
+    data = [{"x": x[i], "y": y[i], "w": w[i], "ids": f"row {i}"} for i in range(rank, num_samples, 2)]
+    return DataLoader(data, batch_size=batch_size)  # pyright: ignore[reportArgumentType]
+
+
+def exact(size: Any, window: int, weighted: bool, clip: float | None, *others: pl.Callback) -> dict[str, Any]:
+    """Rank r has samples r, r + 2, ... in batches of eight: the last batch of an epoch has six."""
+    model, counts = speaker(weighted), Counts()
+    callbacks = [*others, MicroBatch(micro_batch_size=size), counts]
+    callbacks += [GradientAccumulation(global_batch_size=window * 8 * 2)] if window > 1 else []
+    trainer = make_trainer(callbacks=callbacks, max_steps=9, gradient_clip_val=clip, **TOGETHER)
+    dataset = TensorDataset(*texts(60))
+    sampler = range(trainer.global_rank, len(dataset), 2)
+    trainer.fit(model, DataLoader(dataset, batch_size=8, sampler=sampler))
+    return {"weights": [p.detach() for p in model.parameters()], "ddp": counts.times}
+
+
+class Sharded(Speaker):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+def sharded(size: int, window: int, weighted: bool, clip: float | None) -> list[Tensor]:
+    """FSDP2: some micro-batches weigh nothing, and their gradients have to come from the forward pass too."""
+    torch.manual_seed(1)
+    model = Sharded(weighted).double()
+    callbacks: list[Any] = [MicroBatch(micro_batch_size=size)]
+    callbacks += [GradientAccumulation(global_batch_size=window * 8 * 2)] if window > 1 else []
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    together = TOGETHER | {"strategy": strategy}
+    trainer = make_trainer(callbacks=callbacks, max_steps=9, gradient_clip_val=clip, **together)
+    dataset = TensorDataset(*texts(60))
+    trainer.fit(model, DataLoader(dataset, batch_size=8, sampler=range(trainer.global_rank, 60, 2)))
+    return [p.full_tensor().detach() for p in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Unweighted(Noisy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        return {"loss": output["loss"], "ids": output["ids"]}
+
+
+def run(callback: MicroBatch | None, fault: Fault | None = None, *, weighted: bool = True) -> dict[str, Any]:
+    model = noisy(fault)
+    model.__class__ = Noisy if weighted else Unweighted
+    model.log = lambda *_, **__: None  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = make_trainer(callbacks=[callback] if callback else [], max_steps=STEPS, **TOGETHER)
+    trainer.fit(model, rows(48, trainer.global_rank, 8))
+    left = everything(model, trainer)
+    del left["progress"]
+    return left | {"size": callback.current_size if callback else None}
+
+
+def with_fault(phase: str, at: int) -> dict[str, Any]:
+    """Rank 1 runs out of memory at one place; two micro-batches of four a step."""
+    rank = int(torch.distributed.get_rank())
+    auto = MicroBatch()
+    auto.load_state_dict({"micro_batch_size": 4})
+    ours = run(auto, Fault(phase, at=at) if rank == 1 else None)
+    # In the step of the fault rank 0 is through with its part, in the next one both have the new size.
+    step = at // 2 + (rank == 0) if phase != "update" else STEPS
+    return {"ours": ours, "reference": run(Shrinks(4, 2, step))}
+
+
+def found(limits: tuple[int, int]) -> dict[str, Any]:
+    rank = int(torch.distributed.get_rank())
+    auto = MicroBatch(find="largest")
+    ours = run(auto, Fault("backward", limit=limits[rank]))
+    reference = MicroBatch()
+    reference.load_state_dict({"micro_batch_size": min(*limits, 8)})
+    return {"ours": ours, "reference": run(reference), "trials": auto.outcome().numbers["trials"]}
+
+
+def unused(callbacks: list[Any]) -> list[Tensor]:
+    torch.manual_seed(1)
+    model = Branches()
+    trainer = make_trainer(
+        callbacks=callbacks, max_steps=4, **(TOGETHER | {"strategy": "ddp_find_unused_parameters_true"})
+    )
+    trainer.fit(model, rows(48, trainer.global_rank, 8))
+    return [p.detach() for p in model.parameters()]
+
+
+def own_loop(size: Any) -> list[Tensor]:
+    """Plain DDP: two batches of five samples a step on each rank, weighed by tokens."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank = int(torch.distributed.get_rank())
+    model = speaker(True)
+    replica = DistributedDataParallel(model)
+    gradient = ExactGradient(replica, micro_batch_size=size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = texts(20)
+    own = [slice(rank, 10, 2), slice(10 + rank, 20, 2)]
+
+    def step(batch: Any) -> Any:
+        rows, targets = batch
+        logits = replica(rows).reshape(-1, WORDS)
+        loss = nn.functional.cross_entropy(logits, targets.reshape(-1), ignore_index=-100)
+        return {"loss": loss, "weight": (targets >= 0).sum()}
+
+    for _ in range(5):
+        gradient.backward(step, *((x[rows], y[rows]) for rows in own))
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def adapted(ranks: int) -> dict[str, Any]:
+    """AdaLoRA on a window of two batches: both ranks see half of the samples, or one sees all."""
+    model = speaker(False)
+    model.on_before_optimizer_step = lambda optimizer: None  # it reads gradients that are not there
+    options = {"init_r": 4, "target_r": 2, "tinit": 2, "tfinal": 2}
+    technique = PeftAdapter(method="adalora", options=options)
+    callbacks: list[Any] = [technique, GradientAccumulation(global_batch_size=32)]
+    together = TOGETHER if ranks == 2 else {}
+    trainer = make_trainer(callbacks=callbacks, max_steps=9, **together)
+    dataset = TensorDataset(*texts(64))
+    sampler = range(trainer.global_rank, 64, ranks)
+    torch.manual_seed(3 + trainer.global_rank)  # DDP gives all ranks the first one's adapters
+    trainer.fit(model, DataLoader(dataset, batch_size=16 // ranks, sampler=sampler))
+    weights = [p.detach() for p in model.parameters()]
+    return {"weights": weights, "ranks": model.peft_config["default"].rank_pattern}
+
+
+class Syncs(Noisy):
+    def log(self, name: str, value: Any, **keywords: Any) -> None:
+        if name == "loss":
+            super().log(name, value, on_step=True, sync_dist=True)
+
+
+def refused() -> str:
+    torch.manual_seed(1)
+    trainer = make_trainer(callbacks=[MicroBatch()], max_steps=1, **TOGETHER)
+    try:
+        trainer.fit(Syncs(), rows(48, trainer.global_rank, 8))
+    except ConflictError as error:
+        return str(error)
+    return ""
+
+
+def main(folder: str) -> None:
+    results: dict[str, Any] = {"exact": [exact(*case) for case in EXACT]}
+    swapped = [TritonLinear(min_features=1), TritonLinear(min_features=1)]
+    results["swapped"] = [exact(*case, layer) for case, layer in zip(EXACT[2:], swapped, strict=True)]
+    results["added"] = [layer.outcome().numbers["added_in_place"] for layer in swapped]
+    results["adapted"] = adapted(2)
+    results["faults"] = [with_fault(*case) for case in FAULTS]
+    results["found"] = [found(limits) for limits in ((3, 5), (9, 2), (20, 20))]
+    results["plain"] = [run(None, weighted=False), run(MicroBatch(), weighted=False)]
+    results["unused"] = [unused([]), unused([MicroBatch()])]
+    results["own"] = [own_loop(size) for size in (None, 2, "auto")]
+    rank = int(torch.distributed.get_rank())
+    results["refused"] = refused()
+    results["sharded"] = [sharded(*case) for case in SHARDED]  # last: this strategy sets environment up anew
+    torch.save(results, Path(folder) / f"rank{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what each rank has saved."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = folder / "ranks.py"
+    path = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent.parent.parent)!r})\n"
+    script.write_text(f"{path}from tests.microbatching.test_ddp import main\nmain({str(folder)!r})\n")
+    command = [sys.executable, "-W", "ignore", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    files = [folder / f"rank{rank}.pt" for rank in range(2)]
+    assert all(file.exists() for file in files), done.stderr[-3000:]
+    return [torch.load(file, weights_only=False) for file in files]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return one == other
+
+
+@pytest.mark.parametrize("case", range(len(EXACT)))
+def test_two_ranks_step_as_one_would_on_all_samples(ranks: list[dict[str, Any]], case: int) -> None:
+    size, window, weighted, clip = EXACT[case]
+    assert same(ranks[0]["exact"][case]["weights"], ranks[1]["exact"][case]["weights"])
+    # All samples of a window as one batch: batches of 16, and a last one of 12.
+    expected = plain(weighted, 4 * window, clip, 9, 15, ranks=2)
+    for ours, theirs in zip(ranks[0]["exact"][case]["weights"], expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.data, rtol=1e-9, atol=1e-11)
+    assert ranks[0]["exact"][case]["ddp"] == (9 if size != "auto" else 0), "once a step, or not in DDP at all"
+
+
+def test_layers_that_add_their_gradients_leave_ddp_its_own(ranks: list[dict[str, Any]]) -> None:
+    """What DDP averages in the backward pass goes through autograd; what comes before it need not."""
+    for rank in ranks:
+        for ours, theirs in zip(rank["swapped"], rank["exact"][2:], strict=True):
+            for one, other in zip(ours["weights"], theirs["weights"], strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+            assert ours["ddp"] == theirs["ddp"]
+        assert rank["added"][0] > 9, "parts of batches, in no_sync"
+        assert rank["added"][1] == 9, "the second batch of each step"
+
+
+def test_adapters_on_two_ranks_are_those_of_one(ranks: list[dict[str, Any]]) -> None:
+    """Ranks are allotted alike, by gradients that are averaged already."""
+    expected = adapted(1)
+    assert same(ranks[0]["adapted"], ranks[1]["adapted"])
+    assert ranks[0]["adapted"]["ranks"] == expected["ranks"]
+    assert sum(map(sum, expected["ranks"].values())) < 4 * len(expected["ranks"]), "some were left out"
+    for ours, theirs in zip(ranks[0]["adapted"]["weights"], expected["weights"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("case", range(len(SHARDED)))
+def test_fixed_micro_batches_under_fsdp2_are_exact(ranks: list[dict[str, Any]], case: int) -> None:
+    _, window, weighted, clip = SHARDED[case]
+    expected = plain(weighted, 4 * window, clip, 9, 15, ranks=2)
+    for rank in ranks:
+        for ours, theirs in zip(rank["sharded"][case], expected.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.data, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("case", range(len(FAULTS)))
+def test_a_rank_that_runs_out_of_memory_leaves_no_trace(ranks: list[dict[str, Any]], case: int) -> None:
+    results = [rank["faults"][case] for rank in ranks]
+    for result in results:
+        assert same(result["ours"], result["reference"])
+    assert same(results[0]["ours"]["weights"], results[1]["ours"]["weights"])
+    assert (
+        results[0]["ours"]["size"] == results[1]["ours"]["size"] == (4 if FAULTS[case][0] == "update" else 2)
+    )
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_find_agrees_on_what_fits_everywhere(ranks: list[dict[str, Any]], case: int) -> None:
+    results = [rank["found"][case] for rank in ranks]
+    assert [result["ours"]["size"] for result in results] == [[3, 2, 8][case]] * 2
+    assert [t[:2] for t in results[0]["trials"]] == [t[:2] for t in results[1]["trials"]]
+    for result in results:
+        assert same(result["ours"], result["reference"])
+
+
+def test_batches_that_fit_train_as_under_plain_ddp(ranks: list[dict[str, Any]]) -> None:
+    """Buffers too: those of the first rank at the beginning of each step."""
+    for rank in ranks:
+        theirs, ours = rank["plain"]
+        assert same(ours["weights"], theirs["weights"])
+        assert same(ours["buffers"], theirs["buffers"])
+    assert not same(ranks[0]["plain"][0]["buffers"], ranks[1]["plain"][0]["buffers"]), (
+        "each has its own batch"
+    )
+
+
+def test_unused_parameters_are_as_in_ddp(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        theirs, ours = rank["unused"]
+        assert same(ours, theirs)
+
+
+def test_a_loop_of_ones_own_under_ddp_is_exact(ranks: list[dict[str, Any]]) -> None:
+    expected = plain(True, 10, None, 5, 10)
+    for rank in ranks:
+        for weights in rank["own"]:
+            for ours, theirs in zip(weights, expected.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs.data, rtol=1e-9, atol=1e-11)
+
+
+def test_a_value_that_all_ranks_average_while_it_is_logged_is_refused(ranks: list[dict[str, Any]]) -> None:
+    assert all("self.log('loss', on_step=True, sync_dist=True)" in rank["refused"] for rank in ranks)

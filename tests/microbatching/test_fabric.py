@@ -1,0 +1,146 @@
+"""ExactGradient: the step of GradientAccumulation and MicroBatch in a loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.kernels.devices import DEVICES
+from lightning_eff.microbatching.fabric import ExactGradient
+from tests.callbacks.test_micro_batch import Fault, noisy, out_of_memory
+from tests.microbatching.test_lightning_loop import assert_t1, plain, speaker, texts, windows
+
+Size = int | str | None
+
+
+def train(weighted: bool, size: Size, batch_size: int, window: int, fabric: Fabric | None) -> Any:
+    """Train as one does under Fabric: 26 samples an epoch, `window` batches a step."""
+    model = speaker(weighted)
+    x, y = texts()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+    wrapped: Any = model
+    if fabric is not None:
+        wrapped, optimizer = fabric.setup(model, optimizer)
+        wrapped.mark_forward_method("loss")
+    gradient = ExactGradient(wrapped, fabric=fabric, micro_batch_size=size)
+
+    def step(batch: Any) -> Any:
+        loss, weight = wrapped.loss(batch)
+        return {"loss": loss, "weight": weight} if weighted else loss
+
+    num_batches = -(-len(x) // batch_size)
+    steps = windows(window, num_batches)
+    for _ in range(50):
+        batches = [slice(b * batch_size, (b + 1) * batch_size) for b in next(steps)]
+        loss = gradient.backward(step, *((x[rows], y[rows]) for rows in batches))
+        assert not loss.requires_grad
+        model.gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        with gradient.update(optimizer):
+            optimizer.step()
+        schedule.step()
+    return model
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize(
+    ("weighted", "size", "batch_size", "window"),
+    [(True, 3, 10, 1), (False, 4, 10, 1), (True, None, 2, 5), (False, "auto", 10, 1), (True, 3, 4, 2)],
+)
+def test_a_loop_of_ones_own_steps_on_the_whole_batch(
+    weighted: bool, size: Size, batch_size: int, window: int, wrapped: bool
+) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, precision="64-true") if wrapped else None
+    model = train(weighted, size, batch_size, window, fabric)
+    assert_t1(model, plain(weighted, batch_size * window // 2, None, 50, 13), None)
+
+
+def run(
+    gradient_of: Callable[[Any], ExactGradient], fault: Fault | None = None, find: str = ""
+) -> list[Tensor]:
+    model = noisy(fault)
+    model.log = lambda *_, **__: None  # pyright: ignore[reportAttributeAccessIssue]
+    gradient = gradient_of(model)
+    optimizer: Any = model.configure_optimizers()[0][0]
+    generator = torch.Generator().manual_seed(3)
+
+    def step(batch: Any) -> Any:
+        return model.training_step(batch, 0)
+
+    for _ in range(4):
+        x = torch.randn(12, 6, generator=generator)
+        w = torch.rand(12, generator=generator)
+        batch = {"x": x, "y": torch.arange(12) % 3, "w": w, "ids": list(range(12))}
+        if find and not gradient.fitting.size:
+            gradient.find(step, batch, optimizer, objective=find)
+        gradient.backward(step, batch, batch)
+        with gradient.update(optimizer):
+            optimizer.step()
+    return [
+        *(p.detach() for p in model.parameters()),
+        *model.buffers(),
+        torch.rand(2),
+        torch.tensor(model.losses),
+    ]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("at", range(2))
+def test_running_out_of_memory_leaves_no_trace(phase: str, at: int) -> None:
+    """In the first and in the second batch of a step; both are computed in halves then."""
+    ours = run(lambda model: ExactGradient(model, micro_batch_size="auto"), Fault(phase, at=at))
+    theirs = run(lambda model: ExactGradient(model, micro_batch_size=6))
+    if at == 1:  # what the module collected of the first batch stays as of its first try
+        ours, theirs = ours[:-1], theirs[:-1]
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_find_leaves_no_trace() -> None:
+    ours = run(lambda m: ExactGradient(m, micro_batch_size="auto"), Fault("backward", limit=5), "largest")
+    theirs = run(lambda model: ExactGradient(model, micro_batch_size=5))
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_update_that_does_not_fit_is_tried_again() -> None:
+    ours = run(lambda m: ExactGradient(m, micro_batch_size="auto"), Fault("update", at=2))
+    for one, other in zip(ours, run(lambda m: ExactGradient(m, micro_batch_size="auto")), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_rounding_goes_by_the_device_and_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = torch.nn.Linear(2, 1)
+    assert ExactGradient(layer, multiple_of="auto").fitting.multiple_of == 1, "a CPU"
+    monkeypatch.setattr("lightning_eff.kernels.devices.of", lambda _: DEVICES["h200"])
+    assert ExactGradient(layer, multiple_of="auto").fitting.multiple_of == 4
+    assert ExactGradient(layer, multiple_of=3).fitting.multiple_of == 3
+    assert ExactGradient(layer.half(), multiple_of="auto").fitting.multiple_of == 8
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    wrapped = fabric.setup(torch.nn.Linear(2, 1))
+    assert ExactGradient(wrapped, fabric=fabric, multiple_of="auto").fitting.multiple_of == 8
+
+
+def test_bad_input_is_told() -> None:
+    layer = torch.nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match="micro_batch_size=0: expected a whole number"):
+        ExactGradient(layer, micro_batch_size=0)
+    with pytest.raises(ConfigError, match="multiple_of='8': expected a whole number of at least 1 or 'auto'"):
+        ExactGradient(layer, multiple_of="8")
+    with pytest.raises(TypeError, match="the step returned float: expected a loss"):
+        ExactGradient(layer).backward(lambda _: 1.0, torch.ones(2, 2))
+    gradient, optimizer = ExactGradient(layer, micro_batch_size="auto"), torch.optim.SGD(layer.parameters())
+    with pytest.raises(ConfigError, match="find='best'"):
+        gradient.find(layer, torch.ones(2, 2), optimizer, objective="best")
+    with pytest.raises(torch.OutOfMemoryError):
+        ExactGradient(layer, micro_batch_size=1).backward(lambda _: _fail(), torch.ones(2, 2))
+
+
+def _fail() -> None:
+    raise out_of_memory()

@@ -1,0 +1,369 @@
+"""One optimizer step, exactly: against an independent loop in float64, SGD with momentum, 50 steps (T1)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.core.errors import ConfigError, SlowPathWarning
+from lightning_eff.microbatching import lightning_loop
+from lightning_eff.microbatching.window import Window
+from lightning_eff.precision.mixed import Mixed
+from tests.conftest import make_trainer
+
+SAMPLES, MICRO, LENGTH, WORDS = 26, 2, 5, 7
+
+
+def texts(num_samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    """Return token rows and targets, uneven numbers of which are to be ignored (-100), in some rows all."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(0, WORDS, (num_samples, LENGTH), generator=generator)
+    y = torch.randint(0, WORDS, (num_samples, LENGTH), generator=generator)
+    kept = torch.randint(0, LENGTH + 1, (num_samples,), generator=generator)
+    y[torch.arange(LENGTH)[None] >= kept[:, None]] = -100
+    y[6:8] = -100
+    return x, y
+
+
+class Speaker(pl.LightningModule):
+    """A language model of two layers; returns the mean over tokens, and their number if it is to."""
+
+    def __init__(self, weighted: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, 6)
+        self.out = nn.Linear(6, WORDS)
+        self.weighted = weighted
+        self.gradients: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.table(x)))
+
+    def loss(self, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        logits, targets = self(x).reshape(-1, WORDS).double(), y.reshape(-1)
+        if not self.weighted:
+            return F.cross_entropy(logits, targets.clamp_min(0)), 1
+        return F.cross_entropy(logits, targets, ignore_index=-100), int((targets >= 0).sum())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, weight = self.loss(batch)
+        return {"loss": loss, "weight": weight} if self.weighted else loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters()]).clone())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def speaker(weighted: bool) -> Speaker:
+    torch.manual_seed(1)
+    return Speaker(weighted).double()
+
+
+def windows(window: int, num_batches: int) -> Iterator[list[int]]:
+    """Yield the batches of each step, epoch after epoch; the last window of an epoch has what is left."""
+    while True:
+        for first in range(0, num_batches, window):
+            yield list(range(first, min(first + window, num_batches)))
+
+
+def plain(
+    weighted: bool, window: int, clip: float | None, num_steps: int, num_batches: int, ranks: int = 1
+) -> Speaker:
+    """Train on each window as one batch: nothing is accumulated, nothing weighed, nothing divided."""
+    model = speaker(weighted)
+    x, y = texts(num_batches * MICRO * ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+    for batches in itertools.islice(windows(window, num_batches), num_steps):
+        # With several ranks, sample i of a rank is sample i * ranks + rank of the data.
+        rows = [row for b in batches for row in range(b * MICRO * ranks, (b + 1) * MICRO * ranks)]
+        loss, _ = model.loss((x[rows], y[rows]))
+        optimizer.zero_grad()
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        model.gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        optimizer.step()
+        schedule.step()
+    return model
+
+
+def loader(num_batches: int, ranks: int = 1) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*texts(num_batches * MICRO * ranks)), batch_size=MICRO)
+
+
+def assert_t1(ours: Speaker, expected: Speaker, clip: float | None) -> None:
+    if not clip:  # the hook comes before the clipping
+        torch.testing.assert_close(ours.gradients[0], expected.gradients[0], rtol=1e-12, atol=1e-14)
+    for one, other in zip(ours.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+CASES = [
+    # window, batches an epoch, weighted, clipping
+    (1, 13, True, None),
+    (2, 13, False, None),
+    (2, 13, True, 0.05),
+    (2, 12, True, None),
+    (4, 13, True, None),
+    (4, 13, False, 0.05),
+    (4, 12, False, None),
+    (5, 13, True, 0.05),
+    (5, 13, False, None),
+    (5, 3, True, None),
+    (4, 1, False, 0.05),
+]
+
+
+@pytest.mark.filterwarnings("ignore:GradientAccumulation. a step is")
+@pytest.mark.parametrize(("window", "num_batches", "weighted", "clip"), CASES)
+def test_a_step_is_that_of_the_window_as_one_batch(
+    window: int, num_batches: int, weighted: bool, clip: float | None
+) -> None:
+    """Faults that this kills: no division, mean of means, a cut window divided by its nominal length, ..."""
+    model, num_steps = speaker(weighted), 50
+    accumulation = GradientAccumulation(global_batch_size=window * MICRO)
+    callbacks = [accumulation] if window > 1 else []
+    keywords: dict[str, Any] = {"max_steps": num_steps, "gradient_clip_val": clip}
+    trainer = make_trainer(callbacks=callbacks, **keywords)
+    if window == 1:
+        lightning_loop.install(trainer)
+    trainer.fit(model, loader(num_batches))
+    assert trainer.global_step == num_steps
+    assert len(model.gradients) == num_steps
+    expected = plain(weighted, window, clip, num_steps, num_batches)
+    assert_t1(model, expected, clip)
+    schedule: Any = trainer.lr_scheduler_configs[0].scheduler
+    assert schedule.last_epoch == num_steps
+
+
+def test_lightnings_own_step_is_another_one() -> None:
+    """The control: what this is for. Windows of 4 over 13 batches, uneven weights."""
+    model = speaker(True)
+    make_trainer(max_steps=4, accumulate_grad_batches=4).fit(model, loader(13))
+    expected = plain(True, 4, None, 4, 13)
+    relative = (model.gradients[0] - expected.gradients[0]).norm() / expected.gradients[0].norm()
+    assert relative > 0.02 or not torch.isfinite(relative)
+
+
+def test_full_windows_without_weights_are_to_the_bit_lightnings() -> None:
+    ours, theirs = speaker(False), speaker(False)
+    make_trainer(callbacks=[GradientAccumulation(global_batch_size=6)], max_steps=8).fit(ours, loader(12))
+    make_trainer(accumulate_grad_batches=3, max_steps=8).fit(theirs, loader(12))
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_none_is_refused(weight: float) -> None:
+    class Wrong(Speaker):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": self.loss(batch)[0], "weight": weight}
+
+    with pytest.raises(ValueError, match="expected a finite number of at least 0"):
+        make_trainer(callbacks=[GradientAccumulation(global_batch_size=4)]).fit(Wrong(False), loader(4))
+
+
+def test_weights_for_some_and_none_for_others_are_refused() -> None:
+    class Mixes(Speaker):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss, weight = self.loss(batch)
+            return {"loss": loss, "weight": weight} if batch_idx % 2 else loss
+
+    with pytest.raises(ValueError, match="a weight for some micro-batches of a window and none for others"):
+        make_trainer(callbacks=[GradientAccumulation(global_batch_size=4)]).fit(Mixes(False), loader(4))
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_micro_batch_that_is_left_out_does_not_count() -> None:
+    class LeavesOut(Speaker):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx % 4 == 1 else self.loss(batch)[0]
+
+    torch.manual_seed(1)
+    model = LeavesOut(False).double()
+    make_trainer(callbacks=[GradientAccumulation(global_batch_size=8)], max_steps=1).fit(model, loader(4))
+    expected = speaker(False)
+    x, y = texts(8)
+    rows = [0, 1, 4, 5, 6, 7]
+    expected.loss((x[rows], y[rows]))[0].backward()
+    gradient = torch.cat([p.grad.flatten() for p in expected.parameters()])
+    torch.testing.assert_close(model.gradients[0], gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_a_step_that_the_scaler_skips_advances_nothing() -> None:
+    class Overflows(Speaker):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss, weight = self.loss(batch)
+            broken = self.trainer.fit_loop.total_batch_idx == 5  # in the second window of four
+            return {"loss": loss * (float("inf") if broken else 1.0), "weight": weight}
+
+    torch.manual_seed(1)
+    model = Overflows(True)
+    accumulation = GradientAccumulation(global_batch_size=8)
+    trainer = make_trainer(
+        callbacks=[accumulation], plugins=[Mixed(precision="16-mixed")], max_steps=-1, max_epochs=1
+    )
+    with pytest.warns(SlowPathWarning, match="will be slow"):
+        trainer.fit(model, loader(12))
+    assert trainer.global_step == 2
+    schedule: Any = trainer.lr_scheduler_configs[0].scheduler
+    assert schedule.last_epoch == 2
+    assert accumulation.outcome().numbers["skipped_steps"] == 1
+    assert len(model.gradients) == 3
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_the_loop_is_installed_once_and_taken_out_again() -> None:
+    trainer = make_trainer()
+    before = trainer.fit_loop.epoch_loop.automatic_optimization
+    first = lightning_loop.install(trainer)
+    assert lightning_loop.install(trainer) is first
+    lightning_loop.uninstall(trainer)
+    lightning_loop.uninstall(trainer)
+    assert trainer.fit_loop.epoch_loop.automatic_optimization is before
+    assert "_should_accumulate" not in trainer.fit_loop.epoch_loop.__dict__
+
+    class Theirs(type(before)):
+        pass
+
+    trainer.fit_loop.epoch_loop.automatic_optimization = Theirs(trainer)
+    with pytest.raises(ConfigError, match="Lightning's own loop"):
+        lightning_loop.install(trainer)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("counts_steps", [False, True])
+@pytest.mark.parametrize("stop", [2, 5])
+def test_a_run_that_goes_on_at_a_step_goes_on_exactly(stop: int, counts_steps: bool, tmp_path: Path) -> None:
+    """In the middle of an epoch too: the data of the second run begins where the first one's ended."""
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == stop and not (tmp_path / "stop.ckpt").exists():
+                trainer.save_checkpoint(tmp_path / "stop.ckpt")
+
+    class Counts(Speaker):
+        def configure_optimizers(self) -> Any:
+            """Ask for the number of steps, for which Lightning makes the loaders early."""
+            if counts_steps:
+                assert self.trainer.estimated_stepping_batches == 6
+            return super().configure_optimizers()
+
+    whole, rest = speaker(True), speaker(True)
+    whole.__class__ = rest.__class__ = Counts
+    for model, path in ((whole, None), (rest, tmp_path / "stop.ckpt")):
+        callbacks = [GradientAccumulation(global_batch_size=4), *([Save()] if path is None else [])]
+        trainer = make_trainer(callbacks=callbacks, max_steps=6, max_epochs=9)
+        data = StatefulDataLoader(TensorDataset(*texts(24)), batch_size=MICRO)
+        trainer.fit(model, data, ckpt_path=path)
+    assert len(rest.gradients) == 6 - stop
+    for one, other in zip(rest.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_two_ranks_step_as_one_would_on_all_samples(tmp_path: Path) -> None:
+    """One process start for all cases; DDP synchronises once a window."""
+    cases = [
+        (1, 7, True, None),
+        (2, 7, True, None),
+        (4, 7, False, 0.05),
+        (4, 7, True, 0.05),
+        (5, 3, True, None),
+    ]
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import json, sys
+        sys.path.insert(0, {str(Path(__file__).parent.parent.parent)!r})
+        import torch
+        from tests.microbatching.test_lightning_loop import *
+
+        results = []
+        for window, num_batches, weighted, clip in {cases!r}:
+            model = speaker(weighted)
+            callbacks = [GradientAccumulation(global_batch_size=window * MICRO * 2)]
+            trainer = make_trainer(callbacks=callbacks, strategy="ddp", devices=2, max_steps=9,
+                                   gradient_clip_val=clip, use_distributed_sampler=False)
+            reduced = []
+            class Hook(pl.Callback):
+                def on_train_start(self, trainer, pl_module):
+                    def hook(state, bucket):
+                        reduced.append(1)
+                        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+                        return allreduce_hook(None, bucket)
+                    trainer.strategy.model.register_comm_hook(None, hook)
+            trainer.callbacks.append(Hook())
+            dataset = TensorDataset(*texts(num_batches * MICRO * 2))
+            sampler = range(trainer.global_rank, len(dataset), 2)
+            data = DataLoader(dataset, batch_size=MICRO, sampler=sampler)
+            trainer.fit(model, data)
+            if trainer.global_rank == 0:
+                results.append([len(reduced), [p.tolist() for p in model.parameters()]])
+        if trainer.global_rank == 0:
+            print("RESULTS", json.dumps(results))
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS")]
+    assert lines, done.stderr[-2000:]
+    for (window, num_batches, weighted, clip), (syncs, values) in zip(
+        cases, json.loads(lines[0][8:]), strict=True
+    ):
+        expected = plain(weighted, window, clip, 9, num_batches, ranks=2)
+        assert syncs == 9, "one bucket a window"
+        for ours, theirs in zip(values, expected.parameters(), strict=True):
+            torch.testing.assert_close(
+                torch.tensor(ours, dtype=torch.float64), theirs.data, rtol=1e-9, atol=1e-11
+            )
+
+
+def test_a_short_last_batch_counts_for_the_samples_that_it_has() -> None:
+    """Five samples in batches of two: the last one is not half of the window's second half."""
+    model = speaker(False)
+    x, y = texts(5)
+    accumulation = GradientAccumulation(global_batch_size=6)
+    make_trainer(callbacks=[accumulation], max_steps=1).fit(
+        model, DataLoader(TensorDataset(x, y), batch_size=2)
+    )
+    expected = speaker(False)
+    expected.loss((x, y))[0].backward()
+    gradient = torch.cat([p.grad.flatten() for p in expected.parameters()])
+    torch.testing.assert_close(model.gradients[0], gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_a_batch_that_weighs_nothing_has_a_gradient_of_zero_where_it_was_used() -> None:
+    used, unused = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    window = Window(lambda: [used, unused])
+    window.scale((used * 3.0).sum(), weight=0.0).backward()
+    assert used.grad is not None
+    assert float(used.grad) == 0.0
+    assert unused.grad is None, "as DDP expects that finds unused parameters"
+    window.scale(used.sum() / 0.0 * 0.0, weight=0.0).backward()  # not a number: both stand in for it
+    assert float(used.grad) == 0.0
+    assert unused.grad is not None
+    assert float(unused.grad) == 0.0

@@ -1,0 +1,192 @@
+"""What a second try brings back, one by one; and an update that is undone."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchmetrics import CatMetric, MeanMetric
+
+from lightning_eff.microbatching.snapshot import SMALL_BYTES, Rollback
+from lightning_eff.microbatching.update import Undo, whole
+
+CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    def __init__(self, buffer_size: int = 3) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("table", torch.zeros(buffer_size))
+        self.mean, self.rows = MeanMetric(), CatMetric()
+        self.own = torch.Generator().manual_seed(1)
+        self.count, self.seen = 0, [1.0]
+
+
+def state(model: Model) -> list[Any]:
+    numbers = [torch.rand(2), torch.rand(2, generator=model.own)]
+    plain = [random.random(), float(np.random.rand())]
+    metrics = [float(model.mean.compute()), model.rows.compute()]
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    return [*numbers, *buffers, plain, metrics, model.count, list(model.seen), sorted(vars(model))]
+
+
+def change(model: Model) -> None:
+    model.norm(torch.rand(4, 2))
+    model.table.add_(1.0)
+    model.mean.mean_value += 1.0  # in place, as some metrics do
+    model.mean(torch.tensor(5.0))
+    model.rows(torch.tensor([5.0]))
+    torch.rand(2, generator=model.own)
+    random.random(), np.random.rand()
+    model.count += 1
+    model.seen.append(2.0)
+    model.fresh = 1
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_everything_comes_back_as_often_as_asked() -> None:
+    model = Model()
+    model.mean(torch.tensor(1.0))
+    model.rows(torch.tensor([1.0]))
+    rollback = Rollback(model, CPU)
+    rollback.keep()
+    expected = state(model)
+    for _ in range(3):
+        rollback.restore()
+        change(model)
+        change(model)
+        rollback.restore()
+        for one, other in zip(state(model), expected, strict=True):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_a_buffer_that_was_replaced_is_put_back() -> None:
+    model = Model()
+    rollback = Rollback(model, CPU)
+    before = model.table
+    rollback.keep()
+    model.table = model.table + 1.0
+    rollback.restore()
+    assert model.table is before
+
+
+def test_a_large_constant_is_not_copied_and_a_change_of_it_is_told() -> None:
+    model = Model(SMALL_BYTES)
+    rollback = Rollback(model, CPU)
+    rollback.keep()
+    rollback.learn()
+    rollback.keep()
+    kept = {each.name: each.values is not None for each in rollback._buffers}
+    assert kept == {"table": False, "running_mean": True, "running_var": True, "num_batches_tracked": True}
+    rollback.restore()
+    model.table.add_(1.0)
+    with pytest.raises(RuntimeError, match="the buffer table of Model, a constant so far, was changed"):
+        rollback.restore()
+    rollback.learn()
+    rollback.keep()
+    model.table.add_(1.0)
+    rollback.restore()
+    assert float(model.table[0]) == 1.0
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "SGD", "NAdam"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_update_is_undone(name: str, steps: int) -> None:
+    results = []
+    for undone in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2)
+        optimizer = getattr(torch.optim, name)(layer.parameters(), lr=0.1)
+        layer(torch.ones(1, 3)).sum().backward()
+        for _ in range(steps):
+            optimizer.step()
+        if undone:
+            undo = Undo(optimizer)
+            optimizer.param_groups[0]["lr"] = 3.0
+            optimizer.step()
+            undo.restore()
+        optimizer.step()
+        results.append([*layer.parameters(), optimizer.param_groups[0]["lr"], len(optimizer.state)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+class Fails(torch.optim.SGD):
+    """Runs out of memory before or after it has changed something."""
+
+    def __init__(self, params: Any, *, after: bool) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.after, self.times = after, 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        if self.after or self.times > 0:
+            super().step()
+        self.times += 1
+        if self.times == 1:
+            raise torch.OutOfMemoryError
+        return loss
+
+
+def test_without_a_copy_only_what_has_changed_nothing_is_tried_again() -> None:
+    """As on a GPU after the first update; the meta device stands for it."""
+    elsewhere = torch.device("meta")
+    for after in (True, False):
+        layer = nn.Linear(3, 2)
+        layer(torch.ones(1, 3)).sum().backward()
+        optimizer = Fails(layer.parameters(), after=after)
+        expected = layer.weight.detach() - 0.1 * (layer.weight.grad if layer.weight.grad is not None else 0)
+        type(optimizer).__module__ = "torch.optim.tested"
+        with whole(optimizer, elsewhere, first=False):
+            if after:
+                with pytest.raises(torch.OutOfMemoryError) as error:
+                    optimizer.step(lambda: 1.0)
+                (note,) = error.value.__notes__
+                assert (
+                    "2 of 4 tensors were changed already, which cannot be undone" in note
+                )  # not the gradients
+            else:
+                assert optimizer.step(lambda: 1.0) == 1.0
+                assert torch.equal(layer.weight, expected)
+        assert "step" not in vars(optimizer)
+
+
+def test_a_closure_is_evaluated_once_though_the_update_is_tried_twice() -> None:
+    layer = nn.Linear(3, 2)
+    layer(torch.ones(1, 3)).sum().backward()
+    calls: list[int] = []
+    optimizer = Fails(layer.parameters(), after=True)
+    with whole(optimizer, CPU, first=True):
+        optimizer.step(lambda: calls.append(1))
+    assert calls == [1]
+    assert optimizer.times == 2
+
+
+def test_an_optimizer_that_evaluates_its_closure_several_times_does_so() -> None:
+    results = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 1)
+        lbfgs = torch.optim.LBFGS(layer.parameters(), max_iter=4)
+        calls: list[int] = []
+
+        def closure(layer: nn.Linear = layer, lbfgs: Any = lbfgs, calls: list[int] = calls) -> torch.Tensor:
+            calls.append(1)
+            lbfgs.zero_grad()
+            loss = (layer(torch.ones(2, 3)) - 1.0).square().sum()
+            loss.backward()
+            return loss
+
+        with whole(lbfgs, CPU, first=True) if wrapped else nullcontext():
+            lbfgs.step(closure)
+        assert "step" not in vars(lbfgs)
+        results.append((len(calls), layer.weight.detach()))
+    assert results[0][0] == results[1][0] > 1
+    assert torch.equal(results[0][1], results[1][1])

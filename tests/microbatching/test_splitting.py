@@ -1,0 +1,282 @@
+"""Cutting batches of every kind, and joining what they gave."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import OrderedDict, UserDict, defaultdict
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.microbatching import samples
+from lightning_eff.microbatching.splitting import Part, join, num_samples, split
+
+B = 5
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    x: Tensor
+    name: str
+    made: list[int] = dataclasses.field(init=False, default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    x: Tensor
+
+
+@dataclasses.dataclass
+class Unset:
+    x: Tensor
+    later: Any = dataclasses.field(init=False)
+
+
+class Encoding(UserDict[str, Any]):
+    """As Hugging Face's tokenizers return it."""
+
+
+def x(*shape: int) -> Tensor:
+    return torch.arange(B * 6).reshape(B, 6)[:, : shape[0]] if shape else torch.arange(B)
+
+
+def ragged(lengths: tuple[int, ...] = (3, 1, 4, 1, 5)) -> list[Tensor]:
+    return [torch.full((length,), index) for index, length in enumerate(lengths)]
+
+
+def strided() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        return torch.nested.nested_tensor([row.float() for row in ragged()])
+
+
+BATCHES: dict[str, Any] = {
+    "tensor": x(3),
+    "tuple": (x(3), x()),
+    "list": [x(3), x()],
+    "dict": {"x": x(3), "y": x()},
+    "nested": {"x": {"a": x(2), "b": (x(), x(1))}, "scale": 2.0, "task": "copy", "none": None},
+    "ordered": OrderedDict(x=x(3)),
+    "default": defaultdict(list, x=x(3)),
+    "user dict": Encoding(x=x(3), y=x()),
+    "named tuple": Pair(x(3), x()),
+    "frozen dataclass": Row(x(2), "a"),
+    "slots": Slots(x(2)),
+    "words": {"x": x(2), "text": list("abcde")},
+    "mask for all": {"x": x(2), "mask": torch.ones(1, 7), "temperature": torch.tensor(0.5)},
+    "numpy": {"x": np.arange(B * 2).reshape(B, 2)},
+    "ragged rows": ragged(),
+    "ragged rows in a dict": {"tokens": ragged(), "label": x()},
+    "detection": (
+        [torch.full((3, 4, 4 + i), i) for i in range(B)],
+        [{"boxes": torch.full((i + 1, 4), i)} for i in range(B)],
+    ),
+    "samples": [(torch.full((3, 4), i), i) for i in range(B)],
+    "samples in dicts": [{"image": torch.full((3, 4), i), "label": i} for i in range(B)],
+    "samples with scalars": [{"image": torch.full((3, 4), i), "label": torch.tensor(i)} for i in range(B)],
+    "jagged": torch.nested.nested_tensor([t.float() for t in ragged()], layout=torch.jagged),
+    "packed": pack_sequence([t.float() for t in ragged()], enforce_sorted=False),
+    "packed and sorted": pack_sequence([t.float() for t in ragged((5, 4, 3, 2, 1))]),
+    "packed beside targets": (pack_sequence([t.float() for t in ragged()], enforce_sorted=False), x()),
+    "packed beside targets in a list": [x(), pack_sequence(ragged(), enforce_sorted=False)],
+    "packed beside targets in a dict": {"x": pack_sequence(ragged(), enforce_sorted=False), "y": x()},
+    "packed pairs": (pack_sequence(ragged(), enforce_sorted=False), pack_sequence(ragged((5, 4, 3, 2, 1)))),
+    "strided nested beside targets": (strided(), x()),
+    "images that differ beside labels": ([torch.full((3, 4, 4 + i), i) for i in range(B)], list(range(B))),
+    "targets with as many boxes as channels": (
+        [torch.full((3, 4, 4 + i), i) for i in range(B)],
+        [{"boxes": torch.full((3, 4), i), "image_id": i} for i in range(B)],
+    ),
+    "detection in tuples": tuple(
+        zip(
+            *[(torch.full((3, 4, 4 + i), i), {"boxes": torch.full((2, 4), i)}) for i in range(B)], strict=True
+        )
+    ),
+    "two loaders": {"a": [x(3), x()], "b": [x(2), x()]},
+    "a size": {"x": x(2), "size": torch.Size((B, B))},
+    "unset field": Unset(x(2)),
+    "strided nested": {"x": strided()},
+    "one sample": {"x": torch.ones(1, 3), "y": torch.ones(1)},
+}
+
+
+def rows(batch: Any) -> list[Any]:
+    """Return what identifies the samples of a batch, in their order."""
+    return [*_rows(batch)]
+
+
+def _rows(value: Any) -> Any:  # noqa: C901 - a case a kind
+    if isinstance(value, torch.nn.utils.rnn.PackedSequence):
+        padded, lengths = pad_packed_sequence(value, batch_first=True)
+        yield from ([row[:n].tolist() for row, n in zip(padded, lengths, strict=True)],)
+    elif isinstance(value, Tensor) and value.is_nested:
+        yield [row.tolist() for row in value.unbind()]
+    elif isinstance(value, (Tensor, np.ndarray)):
+        yield value.tolist()
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _rows(getattr(value, field.name, None))
+    elif isinstance(value, (dict, UserDict)):
+        for item in value.values():
+            yield from _rows(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _rows(item)
+
+
+def flat(values: list[Any]) -> list[Any]:
+    return [n for v in values for n in (flat(v) if isinstance(v, list) else [v])]
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
+def test_a_batch_is_cut_along_its_samples(name: str, size: int) -> None:
+    batch = BATCHES[name]
+    total = 1 if name == "one sample" else B
+    assert num_samples(batch) == total
+    parts = split(batch, size)
+    assert [part.num_samples for part in parts] == [min(size, total - i) for i in range(0, total, size)]
+    whole = flat(rows(batch))
+    found = [flat(rows(part.batch)) for part in parts]
+    shared = 8 if name == "mask for all" else 0  # what goes to every part
+    together = sorted(n for part in found for n in (part[:-shared] if shared else part))
+    assert together == sorted(whole[:-shared] if shared else whole)
+    for part in parts:
+        assert type(part.batch) is type(batch)
+        assert num_samples(part.batch) == part.num_samples or part.num_samples == 1
+
+
+def test_samples_stay_in_their_order_and_together() -> None:
+    batch = {"x": x(2), "text": list("abcde"), "boxes": ragged()}
+    parts = [part.batch for part in split(batch, 2)]
+    assert [part["text"] for part in parts] == [["a", "b"], ["c", "d"], ["e"]]
+    assert [part["x"].tolist() for part in parts] == [
+        x(2)[:2].tolist(),
+        x(2)[2:4].tolist(),
+        x(2)[4:].tolist(),
+    ]
+    assert [[t.tolist() for t in part["boxes"]] for part in parts] == [
+        [[0, 0, 0], [1]],
+        [[2, 2, 2, 2], [3]],
+        [[4] * 5],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "enforce_sorted"),
+    [((5, 4, 3, 2, 1), True), ((5, 4, 3, 2, 1), False), ((3, 1, 4, 1, 5), False)],
+)
+def test_packed_sequences_stay_in_their_order_beside_targets(
+    lengths: tuple[int, ...], enforce_sorted: bool
+) -> None:
+    sequences = ragged(lengths)
+    batch = (pack_sequence(sequences, enforce_sorted=enforce_sorted), x())
+    parts = [part.batch for part in split(batch, 2)]
+    for first, (packed, targets) in zip((0, 2, 4), parts, strict=True):
+        expected = pack_sequence(sequences[first : first + 2], enforce_sorted=enforce_sorted)
+        assert (packed.sorted_indices is None) is enforce_sorted
+        for one, other in zip(packed, expected, strict=True):
+            assert one is other if other is None else torch.equal(one, other)
+        assert targets.tolist() == x()[first : first + 2].tolist()
+
+
+def test_jagged_tensors_that_share_offsets_still_do() -> None:
+    one = torch.nested.nested_tensor_from_jagged(torch.rand(9, 3), torch.tensor([0, 2, 5, 9]))
+    batch = {"x": one, "m": torch.nested.nested_tensor_from_jagged(torch.rand(9, 3), one.offsets())}
+    products = [part.batch["x"] * part.batch["m"] for part in split(batch, 2)]
+    assert torch.equal(torch.cat([p.values() for p in products]), (batch["x"] * batch["m"]).values())
+
+
+def test_of_long_lists_the_first_items_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, looks = {"ids": [[1] * 1024] * 256, "y": torch.ones(256)}, []
+    real = samples._is_plain
+    monkeypatch.setattr(samples, "_is_plain", lambda value: looks.append(1) or real(value))
+    assert len(split(batch, 8)) == 32
+    assert len(looks) < 1000, "each of 262,144 numbers, for each part, takes 20 s"
+
+
+def test_slices_are_views_and_containers_are_new() -> None:
+    batch = {"x": x(2), "extra": {"task": "copy"}}
+    (part,) = split(batch, 9)
+    assert part.batch is not batch
+    assert part.batch["extra"] is not batch["extra"]
+    assert part.batch["x"].data_ptr() == batch["x"].data_ptr()
+    part.batch.pop("x")
+    assert "x" in batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ((torch.ones(4), torch.ones(3)), "batch[0] has 4, batch[1] has 3"),
+        ((torch.ones(4, 3), torch.ones(8, 8)), "batch[0] has 4, batch[1] has 8"),
+        ([(torch.ones(4, 3), torch.ones(4)), (torch.ones(6, 3), torch.ones(6))], "batch[1][1] has 6"),
+        (
+            {"a": (torch.ones(4, 3), torch.ones(4)), "b": (torch.ones(1, 3), torch.ones(1))},
+            "batch.a[1] has 4",
+        ),
+        ([(torch.ones(3, 2), torch.ones(7))] * 5, "batch[0][0] has 3, batch[0][1] has 7"),
+        ({"tokens": torch.ones(1, 8, dtype=torch.long), "mask": torch.ones(8, 8)}, "batch.tokens has 1"),
+        ({"x": torch.ones(1, 3, 8, 8), "mean": [0.1, 0.2, 0.3]}, "batch.mean has 3"),
+        ([("a", "b", "c"), ("d", "e", "f")], "rows of samples, or of fields"),
+        ({"x": torch.ones(4, 4).to_sparse()}, "of layout torch.sparse_coo"),
+        ({"x": torch.ones(4, 2), "y": torch.ones(3)}, "batch.x has 4, batch.y has 3"),
+        ({"x": torch.ones(4), "text": ["a", "b"]}, "batch.x has 4, batch.text has 2"),
+        ({"x": torch.ones(4), "graph": object()}, "batch.graph is of type object, which only a splitter"),
+        ({"scale": 1.0}, "no tensor and no list"),
+        (torch.ones(0, 3), "no sample"),
+    ],
+)
+def test_what_is_not_clear_is_refused_with_its_places(batch: Any, words: str) -> None:
+    assert num_samples(batch) is None
+    with pytest.raises(ConfigError, match=r"splitter=None: expected a function of batch and size") as error:
+        split(batch, 2)
+    assert words in str(error.value)
+
+
+def test_a_splitter_cuts_what_is_left() -> None:
+    parts = split(
+        {"x": torch.ones(4), "y": torch.ones(3)},
+        2,
+        lambda batch, size: [batch["x"][:size], batch["x"][size:]],
+    )
+    assert [part.num_samples for part in parts] == [2, 2]
+    with pytest.raises(ConfigError, match=r"splitter=\[\]: expected a function that returns a list"):
+        split(torch.ones(4), 2, lambda batch, size: [])
+
+
+def test_outputs_are_joined_as_of_the_whole_batch() -> None:
+    parts = [Part(None, 2), Part(None, 1)]
+    first = {
+        "rows": torch.ones(2, 3),
+        "n": 4.0,
+        "weight": torch.tensor(3),
+        "flag": True,
+        "list": [1, 2],
+        "name": "a",
+    }
+    second = {
+        "rows": torch.zeros(1, 3),
+        "n": 1.0,
+        "weight": torch.tensor(5),
+        "flag": False,
+        "list": [3],
+        "name": "b",
+    }
+    joined = join([first, second], parts)
+    assert joined["rows"].tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
+    assert joined["n"] == pytest.approx(3.0)
+    assert int(joined["weight"]) == 8
+    assert (joined["flag"], joined["list"], joined["name"]) == (False, [1, 2, 3], "b")
+    assert join([first], parts[:1]) == first

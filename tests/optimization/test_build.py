@@ -1,0 +1,101 @@
+"""Groups that are kept from a module's own optimizer, decays, and what a factory says of itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.optimization.build import build
+from lightning_eff.optimization.factories import classes, settings
+from lightning_eff.optimization.groups import parameter_groups
+from lightning_eff.optimizer.in_backward import InBackward
+from tests.conftest import Net, make_loader, make_trainer
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1.0, weight_decay=0.5)
+
+
+def fitted(model: Net, factory: Any, **keywords: Any) -> Any:
+    callbacks = [OptimizerChoice(optimizer=factory, **keywords)]
+    trainer = make_trainer(callbacks=callbacks, max_steps=1)
+    trainer.fit(model, make_loader())
+    return trainer.optimizers[0]
+
+
+def test_a_decay_is_a_keyword_or_a_default() -> None:
+    layer = nn.Linear(2, 2)
+    assert len(build(layer, functools.partial(torch.optim.AdamW, lr=0.1)).param_groups) == 2
+    assert len(build(layer, functools.partial(torch.optim.AdamW, weight_decay=0.0)).param_groups) == 1
+    assert len(build(layer, torch.optim.SGD).param_groups) == 1
+    assert len(build(layer, functools.partial(InBackward, lr=0.1)).param_groups) == 2
+    assert len(build(layer, functools.partial(InBackward, weight_decay=0.0)).param_groups) == 1
+
+
+def test_a_modules_own_groups_keep_their_share_of_the_rate_and_what_they_leave_out(
+    net: Callable[..., Net],
+) -> None:
+    model = net()
+    head = {"params": model.second.parameters(), "lr": 0.4}
+    model.configure_optimizers = lambda: torch.optim.SGD([{"params": model.first.parameters()}, head], lr=0.1)
+    optimizer = fitted(model, ADAMW)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates == {
+        id(model.first.weight): 1.0,
+        id(model.first.bias): 1.0,
+        id(model.second.weight): 4.0,
+        id(model.second.bias): 4.0,
+    }
+    assert [decays[id(p)] for p in (model.first.weight, model.first.bias)] == [0.5, 0.0]
+
+
+def test_a_group_without_decay_of_the_modules_own_stays_without(net: Callable[..., Net]) -> None:
+    model = net()
+    groups: list[dict[str, Any]] = [
+        {"params": [model.first.weight], "weight_decay": 0.0},
+        {"params": [model.second.weight]},
+    ]
+    model.configure_optimizers = lambda: torch.optim.AdamW(groups, weight_decay=0.1)
+    optimizer = fitted(model, ADAMW)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.5]
+
+
+def test_several_optimizers_of_the_modules_own_are_refused(net: Callable[..., Net]) -> None:
+    model = net()
+    model.configure_optimizers = lambda: [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(ConfigError, match="a module with one optimizer of its own"):
+        fitted(model, ADAMW)
+
+
+def test_what_is_in_no_group_is_left_out_and_nothing_left_is_refused() -> None:
+    layer = nn.Linear(2, 2)
+    (group,) = parameter_groups(layer, decays=False, own=[{"params": [layer.bias]}])
+    assert group["params"] == [layer.bias]
+    with pytest.raises(ConfigError, match="a module with a trainable parameter"):
+        parameter_groups(layer, decays=False, own=[])
+
+
+def test_settings_and_classes_look_inside() -> None:
+    inner = functools.partial(torch.optim.SGD, momentum=0.9, foreach=True)
+    factory = functools.partial(InBackward, lr=0.1, optimizer=inner)
+    assert settings(factory) == {"lr": 0.1, "optimizer": inner, "momentum": 0.9, "foreach": True}
+    assert classes(factory) == [InBackward, torch.optim.SGD]
+    assert classes(functools.partial(InBackward, optimizer=torch.optim.SGD)) == [InBackward, torch.optim.SGD]
+    assert classes(lambda groups: None) == []
+
+
+def test_where_no_group_uses_the_default_rate_shares_are_of_the_largest(net: Callable[..., Net]) -> None:
+    model = net()
+    groups: list[dict[str, Any]] = [
+        {"params": model.first.parameters(), "lr": 3e-5},
+        {"params": model.second.parameters(), "lr": 3e-4},
+    ]
+    model.configure_optimizers = lambda: torch.optim.AdamW(groups)
+    optimizer = fitted(model, functools.partial(torch.optim.SGD, lr=0.1))
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.1])

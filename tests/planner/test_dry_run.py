@@ -1,0 +1,61 @@
+"""A recipe's predicted peak is what its run's report measures, to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_eff.config import composition
+from lightning_eff.config.recipes import Place
+from lightning_eff.planner.dry_run import Example, dry_run
+from lightning_eff.run import build
+
+RUNS = {
+    "lm": [],
+    "low_memory": [
+        "data.micro_batch_size=8",
+        "callbacks.micro_batch.micro_batch_size=2",
+        "data.context_length=16",
+    ],
+    "baseline": ["+callbacks=[data_preload,peft_adapter]", "precision=frozen_low", "precision.compute=fp32"],
+}
+
+
+def compose(recipe: str, *words: str) -> dict[str, Any]:
+    return dict(composition.compose_recipe(recipe, list(words), Place.of([])).values)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::lightning_eff.core.errors.NoEffectWarning")
+@pytest.mark.parametrize("recipe", RUNS)
+def test_predicted_is_measured(recipe: str, tiny: list[str], tmp_path: Path) -> None:
+    values = compose(recipe, *tiny, "trainer.max_steps=3", *RUNS[recipe])
+    values |= {"monitors": {"efficiency_report": values["monitors"]["efficiency_report"]}, "logger": None}
+    made_up = dry_run(values)
+    measured = build(values, recipe=recipe, run_dir=tmp_path / "run").fit()["measured"]["peak_bytes"]
+    found = dry_run(values)
+    assert (made_up.reason, found.reason) == ("", "")
+    assert found.peak is not None
+    assert made_up.peak is not None
+    assert found.peak.num_bytes == made_up.peak.num_bytes == measured
+    assert any("made up" in each for each in made_up.assumed)
+    assert not any("made up" in each for each in found.assumed)
+
+
+def test_the_data_is_a_real_batch_where_it_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    fed = Example.of(compose("images"))
+    assert fed.batch[0].shape == (64, 1, 8, 8)
+    assert fed.batch_size == 64
+    assert fed.num_batches == 23, "1438 of 1797 digits"
+
+
+def test_what_prevents_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    values = compose("baseline")
+    values["data"] = values["data"] | {"source_dir": "/nowhere"}
+    assert "/nowhere" in dry_run(values).reason

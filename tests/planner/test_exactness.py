@@ -1,0 +1,135 @@
+"""Predicted is what is measured, to the byte and in every phase: 40 combinations of techniques, 6 models."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
+from lightning_eff.optimizer.cpu_offload import CpuOffload
+from lightning_eff.optimizer.in_backward import InBackward
+from lightning_eff.planner.prediction import predict
+from lightning_eff.precision.mixed import Mixed
+from tests.planner.test_prediction import CNN_OF, GPT_OF, Encoder, Llama, choice, loader_for, trainer_of
+
+Plugins = dict[str, Any]
+STEPS: dict[str, Callable[[], Plugins]] = {
+    "whole batches": dict,
+    "accumulation": lambda: {"callbacks": [GradientAccumulation(global_batch_size=8)]},
+    "lightning's accumulation": lambda: {"accumulate_grad_batches": 2},
+    "micro-batches": lambda: {"callbacks": [MicroBatch(micro_batch_size=2)]},
+    "both": lambda: {
+        "callbacks": [GradientAccumulation(global_batch_size=8), MicroBatch(micro_batch_size=2)]
+    },
+}
+RECOMPUTING: dict[str, Callable[[], Plugins]] = {
+    "kept": dict,
+    "full": lambda: {"callbacks": [GradientCheckpointing()]},
+    "every second": lambda: {"callbacks": [GradientCheckpointing(policy="every_n")]},
+    "selective": lambda: {"callbacks": [GradientCheckpointing(policy="selective")]},
+    "offload": lambda: {"callbacks": [GradientCheckpointing(policy="offload")]},
+}
+PRECISIONS: dict[str, Callable[[], Plugins]] = {
+    "fp32": dict,
+    "bf16-mixed": lambda: {"plugins": [Mixed(precision="bf16-mixed")]},
+    "bf16-true": lambda: {"plugins": [Mixed(precision="bf16-true")]},
+    "lightning's bf16": lambda: {"precision": "bf16-mixed"},
+}
+OPTIMIZERS: dict[str, Callable[[], Plugins]] = {
+    "own": dict,
+    "momentum": lambda: {"callbacks": [choice(functools.partial(torch.optim.SGD, momentum=0.9))]},
+    "fused": lambda: {"callbacks": [choice(functools.partial(torch.optim.AdamW, fused=True))]},
+    "in backward": lambda: {"callbacks": [choice(InBackward)]},
+    "on the host": lambda: {"callbacks": [choice(CpuOffload)]},
+}
+CLIPPING: dict[str, Callable[[], Plugins]] = {"free": dict, "clipped": lambda: {"gradient_clip_val": 1.0}}
+FACTORS = (STEPS, RECOMPUTING, PRECISIONS, OPTIMIZERS, CLIPPING)
+MODELS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], Plugins]]] = {
+    "gpt": (functools.partial(GPT_OF, tie_word_embeddings=False, dropout=0.1), dict),
+    "tied": (GPT_OF, dict),
+    "batch norm": (CNN_OF, dict),
+    "dropout": (Encoder, dict),
+    "llama": (Llama, dict),
+    "lora": (GPT_OF, lambda: {"callbacks": [PeftAdapter()]}),
+}
+
+
+def _allowed(names: tuple[str, ...]) -> bool:
+    """Say whether options may meet: who steps in the backward pass needs whole gradients that nobody clips.
+
+    Lightning's own mixed precision refuses to clip what a fused optimizer steps on.
+    """
+    steps, _, precision, optimizer, clipping = names
+    if (precision, optimizer, clipping) == ("lightning's bf16", "fused", "clipped"):
+        return False
+    return optimizer != "in backward" or (steps == "whole batches" and clipping == "free")
+
+
+def _combinations(count: int) -> list[tuple[str, ...]]:
+    """Return combinations in which every option meets every other that it may meet, as soon as can be."""
+    left = [names for names in itertools.product(*FACTORS) if _allowed(names)]
+    random.Random(0).shuffle(left)
+    met: set[tuple[tuple[int, str], ...]] = set()
+    found: list[tuple[str, ...]] = []
+    for _ in range(count):
+        best = max(left, key=lambda names: len(_pairs(names) - met))
+        left.remove(best)
+        met |= _pairs(best)
+        found.append(best)
+    return found
+
+
+def _pairs(names: tuple[str, ...]) -> set[tuple[tuple[int, str], ...]]:
+    return set(itertools.combinations(enumerate(names), 2))
+
+
+COMBINATIONS = _combinations(40)
+CASES = [
+    pytest.param(model, names, marks=[] if (index + place) % 6 == 0 else [pytest.mark.slow])
+    for index, names in enumerate(COMBINATIONS)
+    for place, model in enumerate(MODELS)
+]
+
+
+def test_every_option_meets_every_other() -> None:
+    met = set[Any]().union(*map(_pairs, COMBINATIONS))
+    possible = set[Any]().union(*(_pairs(n) for n in itertools.product(*FACTORS) if _allowed(n)))
+    assert met == possible
+    assert len(set(COMBINATIONS)) == 40
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::lightning_eff.core.errors.NoEffectWarning")
+@pytest.mark.parametrize(("model", "names"), CASES)
+def test_predicted_is_measured_in_every_phase(model: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    make, own = MODELS[model]
+
+    def plugins() -> Plugins:
+        """Return new ones: a technique is used up by a run."""
+        merged: Plugins = {}
+        for given in (own(), *(factor[name]() for factor, name in zip(FACTORS, names, strict=True))):
+            callbacks = [*merged.get("callbacks", []), *given.get("callbacks", [])]
+            merged |= {**given, "callbacks": callbacks}
+        return merged
+
+    loader = loader_for(make)
+    found = predict(make, next(iter(loader)), trainer=lambda: trainer_of(plugins()), num_batches=len(loader))
+    assert found.reason == ""
+    assert found.peak is not None
+    report = EfficiencyReport(dirpath=str(tmp_path))
+    trainer_of(plugins(), report).fit(make(), loader)
+    measured = report.report["memory"]
+    assert found.peak.num_bytes == report.report["measured"]["peak_bytes"] == measured["num_bytes"]
+    assert found.peak.by_phase == measured["by_phase"]
+    assert found.peak.by_category == measured["by_category"]

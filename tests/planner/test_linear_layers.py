@@ -1,0 +1,121 @@
+"""Linear layers of a model without memory: which, how many rows, who computes them, what tiles lose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.kernels import dispatch
+from lightning_eff.kernels.devices import DEVICES
+from lightning_eff.kernels.table import TILES, Shape
+from lightning_eff.planner.linear_layers import LinearLayers, TakesLayers, Tokens, Where, look
+
+GPU = torch.device("cuda", 0)
+H200 = Where(place=DEVICES["h200"], here=None, computed=torch.bfloat16)
+
+
+def model() -> nn.Module:
+    with torch.device("meta"):
+        layers = [nn.Linear(4096, 4096), nn.Linear(4096, 50257), nn.Linear(4096, 4096), nn.Linear(64, 4096)]
+        return nn.Sequential(*layers)
+
+
+def looked(tokens: int | None, where: Where = H200, backend: str = "auto") -> LinearLayers:
+    technique = TritonLinear(backend=backend)
+    assert isinstance(technique, TakesLayers)
+    return look(technique, "callbacks/triton_linear", model(), where, Tokens(tokens, "as a test says"))
+
+
+def test_layers_of_a_shape_are_one_row_with_what_is_lost() -> None:
+    """4352 x 4096: 34 x 16 tiles of 128 x 256 on 132 SMs are 4.12 waves of 5; 50257 x 2 bytes are no 16's."""
+    first, second = looked(4352).rows
+    assert (first.num_layers, first.example, first.M, first.N, first.K) == (2, "0", 4352, 4096, 4096)
+    assert first.tiles == ["4.12 waves, 18% idle (M=4224 or 5120 would fit)"]
+    assert (second.num_layers, second.example, second.N, second.dtype) == (1, "1", 50257, "bfloat16")
+    assert second.tiles[-1] == "no TMA, pad N to 50264 or 50304"
+    text = str(looked(4352))
+    assert "linear layers of callbacks/triton_linear on H200, forward; as a test says\n" in text
+    assert " 2       0            4352 x 4096 x 4096 bfloat16 " in text
+
+
+def test_what_lies_beyond_the_edge_is_told() -> None:
+    """129 x 4096 in tiles of 128 rows, or of 64: 127 of 256 rows, or 63 of 192, are for nothing."""
+    beyond = {"49.6% beyond the edge", "32.8% beyond the edge"}
+    assert len(beyond & set(looked(129).rows[0].tiles)) == 1
+
+
+def test_an_unknown_number_of_rows_is_not_made_up() -> None:
+    """8192 x 4096 makes 64 x 16 tiles, 7.76 waves."""
+    row = looked(None).rows[0]
+    assert row.M is None
+    assert row.tiles == ["7.76 waves, 3% idle"]
+    assert " 4096 x 4096 bfloat16 " in str(looked(None))
+    assert "8192" not in str(looked(None)).partition("\n")[2]
+
+
+def test_a_model_without_such_layers_is_told() -> None:
+    found = look(TritonLinear(), "callbacks/triton_linear", nn.ReLU(), H200, Tokens(8, ""))
+    assert str(found) == "callbacks/triton_linear takes no linear layer of this model"
+
+
+def test_a_format_that_no_kernel_knows_is_told() -> None:
+    double = Where(place=DEVICES["h200"], here=None, computed=torch.float64)
+    assert looked(8, double).rows[0].tiles == ["none of ours multiplies this format"]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"data": {"micro_batch_size": 16, "context_length": 256}}, 4096),
+        (
+            {
+                "data": {"micro_batch_size": 16, "context_length": 256},
+                "callbacks": {"micro_batch": {"micro_batch_size": 4}, "empty_cache": {}},
+            },
+            1024,
+        ),
+        (
+            {
+                "data": {"micro_batch_size": 16, "context_length": 256},
+                "callbacks": {"micro_batch": {"micro_batch_size": "auto"}},
+            },
+            4096,
+        ),
+        ({"data": {"micro_batch_size": 64}}, None),
+        ({"data": {"context_length": 256}, "callbacks": None}, None),
+        ({}, None),
+    ],
+)
+def test_rows_are_those_of_the_smallest_micro_batch(values: dict[str, object], expected: int | None) -> None:
+    found = Tokens.of(values)
+    assert expected == found.M
+    assert ("M=8192 is assumed" in found.why) == (expected is None)
+
+
+def test_a_device_is_at_hand_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_eff.kernels.devices.of", lambda _: DEVICES["h200"])
+    assert Where.of("", GPU, "16-mixed") == Where(place=DEVICES["h200"], here=GPU, computed=torch.float16)
+    assert Where.of("h200", GPU, "32-true").here == GPU
+    assert Where.of("a100", GPU, "32-true").here is None
+    assert Where.of("cpu", GPU, "32-true").here == torch.device("cpu")
+    assert Where.of("b200", GPU, "auto").computed == torch.bfloat16, "no GPU of this machine is asked"
+
+
+def test_who_computes_is_asked_of_the_gpu_at_hand_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_EFF_CACHE", str(tmp_path))
+    monkeypatch.setattr(dispatch, "identity", lambda device: "some-gpu")
+    dispatch.choices.cache_clear()
+    dispatch.remember("some-gpu", {dispatch.bucket(Shape(M=4096, N=4096, K=4096)): str(TILES[1])})
+    here = Where(place=DEVICES["h200"], here=GPU, computed=torch.bfloat16)
+    assert looked(4096, here).rows[0].computed_by == f"{TILES[1]}: measured to be faster than torch's library"
+    assert "nothing was measured" in looked(4096, here).rows[1].computed_by
+    assert looked(4096, here, "triton").rows[0].computed_by == "our kernels: asked for"
+    assert looked(4096, here, "torch").rows[0].computed_by == "torch's library: asked for"
+    assert "unless bench --tune" in looked(4096).rows[0].computed_by
+    dispatch.choices.cache_clear()

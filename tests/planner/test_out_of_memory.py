@@ -1,0 +1,209 @@
+"""A run that is out of memory says phase, holders and an override; with the override it trains to its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_eff.core import host_memory
+from lightning_eff.core.host_memory import Limit
+from lightning_eff.planner import out_of_memory
+from lightning_eff.planner.out_of_memory import free, phase_of
+from tests.conftest import Net, make_loader, make_trainer
+
+Command = Callable[..., tuple[int, str, str]]
+MIB = 2**20
+ROOT = Path(__file__).parents[2]
+
+WIDE = f"""
+import torch
+from lightning_eff.models.gpt import GPT
+
+class Wide(GPT):
+    numbers = 8 * {MIB}
+    most = 10**9
+
+    def training_step(self, batch, batch_idx):
+        rows = len(batch[0])
+        loss = super().training_step(batch, batch_idx)
+        if rows > self.most and type(loss.detach()) is torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        x = torch.ones(rows, self.numbers) * next(self.parameters()).sum()
+        for _ in range(3):
+            x = x.sin()
+        return loss + 0.0 * x.mean()
+
+class SmallTwo(Wide):
+    numbers = {MIB} // 16
+    most = 2
+
+class SmallNone(SmallTwo):
+    most = 0
+
+class NoRoom(Wide):
+    def __init__(self, **keywords):
+        super().__init__(**keywords)
+        if type(next(self.parameters()).data) is torch.Tensor:
+            raise MemoryError
+"""
+"""A sample holds three times `numbers` floats for the backward pass; more than `most` samples do not fit."""
+
+
+def words_for(model: str, tiny: list[str]) -> list[str]:
+    Path("wide_models.py").write_text(WIDE)
+    return ["train", "baseline", *tiny, "data.micro_batch_size=8", f"model._target_=wide_models.{model}"]
+
+
+def message(err: str) -> list[str]:
+    """Return the lines of the one error message; they are the last."""
+    assert "Traceback" not in err
+    assert len(re.findall("^error:", err, re.MULTILINE)) == 1
+    return err[err.index("\nerror:") :].strip().splitlines()
+
+
+def test_an_override_that_fits_is_named_and_trains_to_the_end(
+    tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample takes seven arrays of 256 KiB in the backward pass, and five in the forward pass."""
+    monkeypatch.setattr(host_memory, "memory", lambda: Limit("cgroup /box", 105 * MIB, 100 * MIB))
+    words = words_for("SmallTwo", tiny)
+    code, _, err = command(*words)
+    assert code == 4
+    first, held, remedy, fits = message(err)
+    assert first == "error: out of memory during the forward pass: tried to allocate 2.00 GiB"
+    needed = r"  it needs 10\.\d MiB, and 5\.0 MiB is free on CPU \(cgroup /box\): activations 8\."
+    assert re.match(needed, held)
+    assert remedy == "  try: +callbacks=micro_batch callbacks.micro_batch.micro_batch_size=2"
+    assert re.fullmatch(r"  predicted with it: a peak of 3\.\d MiB, it fits", fits)
+    assert "Traceback" in next(Path("outputs").rglob("error.log")).read_text()
+    code, _, err = command(*words, *remedy.removeprefix("  try: ").split())
+    assert code == 0, err
+
+
+def test_where_nothing_fits_it_is_said(
+    tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "memory", lambda: Limit("", 101 * 1024, 100 * 1024))
+    monkeypatch.setattr(out_of_memory, "BUDGET_S", 1.0)
+    code, _, err = command(*words_for("SmallNone", tiny))
+    assert code == 4
+    assert message(err)[-1] == "  no override was found with which a step fits"
+
+
+def test_a_model_that_does_not_fit_is_one_message_too(tiny: list[str], command: Command) -> None:
+    code, _, err = command(*words_for("NoRoom", tiny))
+    assert code == 4
+    assert message("\n" + err)[0] == "error: out of memory during setup"
+    assert not Path("outputs/baseline").exists()
+
+
+class OutOf(Net):
+    """Out of memory in one hook."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def fail(self, hook: str) -> None:
+        if hook == self.hook:
+            raise MemoryError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.fail("training_step")
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(lambda _: self.fail("backward"))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.fail("optimizer_step")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.fail("validation_step")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.fail("save_checkpoint")
+
+    def on_fit_start(self) -> None:
+        self.fail("setup")
+
+
+PHASES = {**out_of_memory.PHASES, "setup": "setup"}
+
+
+@pytest.mark.parametrize(
+    "hook", ["training_step", "backward", "optimizer_step", "validation_step", "save_checkpoint", "setup"]
+)
+def test_the_phase_is_told_by_what_ran(hook: str, tmp_path: Path) -> None:
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    trainer = make_trainer(callbacks=[saver], enable_checkpointing=True, val_check_interval=2)
+    with pytest.raises(MemoryError) as failed:
+        trainer.fit(OutOf(hook), make_loader(), make_loader(4))
+    assert phase_of(failed.value) == PHASES[hook]
+
+
+def test_what_the_frames_of_an_error_hold_is_freed() -> None:
+    held: list[weakref.ref[Tensor]] = []
+
+    def step() -> None:
+        activations = torch.ones(3)
+        held.append(weakref.ref(activations))
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            msg = "out of memory"
+            raise RuntimeError(msg) from error
+
+    with pytest.raises(RuntimeError, match="out of memory") as failed:
+        step()
+    assert held[0]() is not None
+    free(failed.value)
+    assert held[0]() is None
+
+
+CHILD = """
+import resource, sys
+from pathlib import Path
+import lightning_eff.run
+from lightning_eff import cli
+from lightning_eff.core import host_memory
+
+taken = host_memory.read_taken(Path("/"))["VmData"] + {extra}
+resource.setrlimit(resource.RLIMIT_DATA, (taken, taken))
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/limits").is_file(), reason="needs Linux")
+def test_with_a_real_limit_the_override_makes_the_difference(tiny: list[str]) -> None:
+    """A step takes 1.75 GiB, and this process may have 600 MiB more than without a model."""
+    words = words_for("Wide", tiny)
+
+    def train(*more: str) -> subprocess.CompletedProcess[str]:
+        program = CHILD.format(extra=600 * MIB)
+        path = os.pathsep.join([str(ROOT), str(Path.cwd())])
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program, *words, *more],
+            env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=250, check=False,
+        )  # fmt: skip
+
+    failed = train()
+    assert failed.returncode == 4, failed.stderr
+    first, held, remedy, fits = message(failed.stderr)
+    assert first == "error: out of memory during the forward pass: tried to allocate 256.0 MiB"
+    assert " free on CPU (ulimit -d): activations 1.0 GiB" in held
+    assert remedy.startswith("  try: +callbacks=micro_batch callbacks.micro_batch.micro_batch_size=")
+    assert fits.endswith("it fits")
+    trained = train(*remedy.removeprefix("  try: ").split())
+    assert trained.returncode == 0, trained.stderr

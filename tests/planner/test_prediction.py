@@ -1,0 +1,340 @@
+"""Predicted is what is measured, to the byte: techniques and models, in a Trainer and in a plain loop."""
+
+from __future__ import annotations
+
+import functools
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.core.recompute import HostMemory
+from lightning_eff.models.cnn import CNN
+from lightning_eff.models.gpt import GPT
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
+from lightning_eff.optimizer.cpu_offload import CpuOffload
+from lightning_eff.optimizer.in_backward import InBackward
+from lightning_eff.planner.prediction import Prediction, predict, predict_step
+from lightning_eff.precision.frozen_low import FrozenLow
+from lightning_eff.precision.mixed import Mixed
+from lightning_eff.report.peak import Peak
+from lightning_eff.report.probe import Probe
+from lightning_eff.report.recording import Recorder
+
+GIB = 2**30
+
+
+class Encoder(pl.LightningModule):
+    """A stack of torch's own encoder layers, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.embedding = nn.Embedding(64, 16)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 64)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        tokens, targets = batch
+        weight = (targets > 3).sum()
+        loss = F.cross_entropy(
+            self.head(self.layers(self.embedding(tokens))).flatten(0, 1), targets.flatten()
+        )
+        self.log("loss", loss)
+        return {"loss": loss, "weight": float(weight)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), foreach=True)
+
+
+class Llama(pl.LightningModule):
+    """A small model of Hugging Face's, by its configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        self.net = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+            )
+        )  # fmt: skip
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.net(input_ids=batch[0], labels=batch[1]).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+GPT_OF = functools.partial(GPT, vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2)
+CNN_OF = functools.partial(CNN, channels=4, num_blocks=2)
+Plugins = Callable[[], dict[str, Any]]
+
+
+def choice(optimizer: Any) -> OptimizerChoice:
+    return OptimizerChoice(optimizer=functools.partial(optimizer, lr=0.01))
+
+
+def eight_bit(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    return bitsandbytes.optim.AdamW8bit(parameters, min_8bit_size=1024, **options)
+
+
+CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
+    "plain": (GPT_OF, dict),
+    "tied weights are two": (functools.partial(GPT_OF, tie_word_embeddings=False), dict),
+    "clipped": (GPT_OF, lambda: {"gradient_clip_val": 1.0}),
+    "lightning's accumulation": (GPT_OF, lambda: {"accumulate_grad_batches": 3}),
+    "accumulation": (GPT_OF, lambda: {"callbacks": [GradientAccumulation(global_batch_size=12)]}),
+    "micro-batches": (GPT_OF, lambda: {"callbacks": [MicroBatch(micro_batch_size=2)]}),
+    "micro-batches by need": (GPT_OF, lambda: {"callbacks": [MicroBatch()]}),
+    "recomputed": (
+        functools.partial(GPT_OF, dropout=0.1),
+        lambda: {"callbacks": [GradientCheckpointing()]},
+    ),
+    "recomputed in part": (GPT_OF, lambda: {"callbacks": [GradientCheckpointing(policy="selective")]}),
+    "offloaded": (GPT_OF, lambda: {"callbacks": [GradientCheckpointing(policy="offload")]}),
+    "bf16-mixed": (GPT_OF, lambda: {"plugins": [Mixed(precision="bf16-mixed")]}),
+    "16-mixed": (GPT_OF, lambda: {"plugins": [Mixed(precision="16-mixed")], "gradient_clip_val": 1.0}),
+    "bf16-true": (GPT_OF, lambda: {"plugins": [Mixed(precision="bf16-true")]}),
+    "lightning's bf16": (GPT_OF, lambda: {"precision": "bf16-mixed"}),
+    "adapters": (GPT_OF, lambda: {"callbacks": [PeftAdapter()]}),
+    "adapters on 4 bits": (
+        GPT_OF,
+        lambda: {"callbacks": [PeftAdapter()], "plugins": [FrozenLow(weights="nf4", compute="fp32")]},
+    ),
+    "tiled": (GPT_OF, lambda: {"callbacks": [TritonLinear(min_features=16)]}),
+    "in backward": (GPT_OF, lambda: {"callbacks": [choice(InBackward)]}),
+    "on the host": (GPT_OF, lambda: {"callbacks": [choice(CpuOffload)]}),
+    "fused": (
+        GPT_OF,
+        lambda: {"callbacks": [choice(functools.partial(torch.optim.AdamW, fused=True))]},
+    ),
+    "8 bits": (
+        functools.partial(GPT_OF, d_model=64, num_heads=4),
+        lambda: {"callbacks": [choice(eight_bit)]},
+    ),
+    "several": (
+        functools.partial(GPT_OF, dropout=0.1),
+        lambda: {
+            "callbacks": [
+                GradientAccumulation(global_batch_size=8),
+                MicroBatch(micro_batch_size=2),
+                GradientCheckpointing(),
+                PeftAdapter(),
+            ],
+            "plugins": [Mixed(precision="bf16-mixed")],
+        },
+    ),
+    "batch norm": (CNN_OF, dict),
+    "batch norm recomputed": (CNN_OF, lambda: {"callbacks": [GradientCheckpointing(blocks="Block")]}),
+    "dropout and weights": (Encoder, lambda: {"callbacks": [GradientAccumulation(global_batch_size=8)]}),
+    "llama": (Llama, lambda: {"gradient_clip_val": 1.0}),
+    "llama recomputed": (Llama, lambda: {"callbacks": [GradientCheckpointing()]}),
+}
+
+
+def loader_for(make: Callable[[], pl.LightningModule]) -> DataLoader[Any]:
+    if getattr(make, "func", None) is CNN:
+        return DataLoader(TensorDataset(torch.rand(40, 1, 8, 8), torch.arange(40) % 10), batch_size=4)
+    tokens = torch.arange(40 * 17).view(40, 17) % 64
+    return DataLoader(TensorDataset(tokens[:, :16].clone(), tokens[:, 1:].clone()), batch_size=4)
+
+
+def trainer_of(extra: dict[str, Any], *watching: pl.Callback) -> pl.Trainer:
+    keywords: dict[str, Any] = {
+        "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "enable_checkpointing": False, "max_steps": 4,
+    }  # fmt: skip
+    return pl.Trainer(**keywords | extra | {"callbacks": [*extra.get("callbacks", []), *watching]})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::lightning_eff.core.errors.NoEffectWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_predicted_is_measured(name: str, tmp_path: Path) -> None:
+    make, extra = CASES[name]
+    loader = loader_for(make)
+    found = predict(make, next(iter(loader)), trainer=lambda: trainer_of(extra()), num_batches=len(loader))
+    assert found.reason == ""
+    report = EfficiencyReport(dirpath=str(tmp_path))
+    trainer_of(extra(), report).fit(make(), loader)
+    assert found.peak is not None
+    assert found.peak.num_bytes == report.report["measured"]["peak_bytes"]
+    assert sum(found.peak.by_category.values()) == found.peak.num_bytes
+
+
+def test_categories_are_those_of_a_real_run() -> None:
+    """The same record of a real run, and of a copy of a model that has its weights already."""
+    real, batch = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.ones(8, 64)
+    adamw = functools.partial(torch.optim.AdamW, foreach=False)
+
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        return net(x).square().mean()
+
+    found = predict_step(real, batch, step, adamw)
+    recorder, optimizer = Recorder(), adamw(real.parameters())
+    probe = Probe(count_flops=False, count_bytes=True, live=recorder)
+    for _ in range(2):
+        probe.begin(batch, real, [optimizer])
+        step(real, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        probe.end()
+    measured = Peak.of(recorder)
+    assert found.peak is not None
+    assert found.peak.by_phase == measured.by_phase
+    assert found.peak.holders == measured.holders
+    assert found.in_blocks is not None
+    assert found.in_blocks.num_bytes == Peak.of(recorder, block_bytes=512).num_bytes
+
+
+def test_a_model_is_not_touched_and_may_be_given_as_it_is() -> None:
+    model = GPT_OF()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    loader = loader_for(GPT_OF)
+    found = predict(model, next(iter(loader)), trainer=trainer_of({}))
+    assert found == predict(GPT_OF, next(iter(loader)), trainer=trainer_of({}))
+    assert all(torch.equal(before[name], p) and p.grad is None for name, p in model.named_parameters())
+
+
+class Unfit(GPT):
+    """Looks at values in a way that nobody can answer."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        loss.detach().numpy()
+        return loss
+
+
+def test_what_cannot_run_is_told_and_counted_by_arithmetic() -> None:
+    make = functools.partial(Unfit, vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2)
+    found = predict(make, next(iter(loader_for(make))), trainer=trainer_of({}))
+    assert found.peak is None
+    assert "numpy" in found.reason
+    weights = sum(p.nbytes for p in make().parameters())
+    assert found.lasting_bytes["parameters"] == found.lasting_bytes["gradients"] == weights
+    counts = 4 * len(list(make().parameters()))  # AdamW's number of steps
+    assert found.lasting_bytes["optimizer state"] == 2 * weights + counts
+
+    def broken() -> GPT:
+        text = "no weights here"
+        raise FileNotFoundError(text)
+
+    found = predict(broken, torch.ones(1), trainer=trainer_of({}))
+    assert found == Prediction(reason="FileNotFoundError: no weights here")
+
+
+def test_a_trainer_for_something_else_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected accelerator='cpu', devices=1"):
+        predict(GPT_OF, torch.ones(1), trainer=trainer_of({"devices": 2, "strategy": "ddp"}))
+
+
+@pytest.mark.slow
+def test_three_billion_parameters_take_no_memory() -> None:
+    """At most 1 GiB for 28 layers of 3072 on 2 x 4096 tokens; benchmarks/planner_ladder.py has the time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28,
+        num_attention_heads=24, num_key_value_heads=8, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    tokens = torch.zeros(2, 4096, dtype=torch.int64)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = predict_step(
+        lambda: LlamaForCausalLM(config).to(torch.bfloat16),
+        tokens,
+        lambda net, batch: net(input_ids=batch, labels=batch).loss,
+        functools.partial(torch.optim.AdamW, fused=True),
+    )
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert found.peak is not None, found.reason
+    weights = 2 * (128256 * 3072 + 28 * (2 * 3072**2 + 2 * 3072 * 1024 + 3 * 3072 * 8192 + 2 * 3072) + 3072)
+    assert found.peak.by_category["parameters"] == weights
+    assert found.peak.by_category["optimizer state"] >= 2 * weights
+    assert grown < GIB
+    assert 60.0 * GIB < found.peak.num_bytes < 62.5 * GIB, "60.0 GiB are published of torchtune's, on an A100"
+
+
+def test_a_batch_may_be_an_object() -> None:
+    """Tensors are found, and counted, in what is no list and no dict of Python's own."""
+    from transformers import BatchEncoding
+
+    def step(net: nn.Module, batch: Any) -> Tensor:
+        return net(batch["x"]).square().mean()
+
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    x = torch.randn(256, 64)
+    plain, encoded = (
+        predict_step(nn.Linear(64, 8), batch, step, sgd).peak for batch in ({"x": x}, BatchEncoding({"x": x}))
+    )
+    assert plain is not None
+    assert encoded is not None
+    assert plain.by_category == encoded.by_category
+    assert plain.by_category["batch"] == x.nbytes
+
+
+def test_a_sparse_gradient_ends_nothing(tmp_path: Path) -> None:
+    class Sparse(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(100, 8, sparse=True)
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            return self.table(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    report = EfficiencyReport(dirpath=str(tmp_path))
+    trainer_of({}, report).fit(Sparse(), loader_for(Sparse))
+    assert report.report["status"] == "finished"
+
+
+def test_who_asks_for_values_to_decide_how_often_is_told() -> None:
+    lbfgs = functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=4)
+    found = predict_step(nn.Linear(8, 8), torch.ones(4, 8), lambda net, x: net(x).sum(), Closing(lbfgs))
+    assert any("lbfgs.py" in each for each in found.assumed)
+
+
+class Closing:
+    """Makes an optimizer whose step needs a closure step without one."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+
+    def __call__(self, parameters: Any) -> Any:
+        optimizer = self._make(parameters)
+        step = optimizer.step
+        optimizer.step = lambda: step(lambda: torch.zeros(()))
+        return optimizer
+
+
+def test_what_waits_on_the_host_is_not_on_the_device() -> None:
+    """Blocks' inputs under `offload`: of eight, all but the ones in use, at the end of the forward pass."""
+    batch = next(iter(loader_for(GPT_OF)))
+    peaks = []
+    for policy in ("full", "offload"):
+        extra = {"callbacks": [GradientCheckpointing(policy=policy)]}
+        make = functools.partial(GPT_OF, num_layers=8)
+        peaks.append(predict(make, batch, trainer=functools.partial(trainer_of, extra)))
+    full, offload = (each.in_blocks for each in peaks)
+    assert full is not None
+    assert offload is not None
+    kept = [sum(each.by_phase["forward"].values()) for each in (full, offload)]
+    assert kept[0] - kept[1] >= 6 * batch[0].numel() * 32 * 4
+    assert HostMemory.heard == []

@@ -1,0 +1,91 @@
+"""Each check by a machine that lacks what it looks for."""
+
+from __future__ import annotations
+
+import shutil
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_eff.report import installation
+from lightning_eff.report.installation import inspect_machine
+
+
+def find(what: str) -> installation.Finding:
+    return next(finding for finding in inspect_machine() if finding.what == what)
+
+
+def test_the_tested_versions_are_those_of_the_constraints() -> None:
+    tested = installation.tested_versions()
+    assert tested["lightning"] == "2.6.6"
+    assert tested["triton"] == "3.7.1", "a marker behind the version is no part of it"
+
+
+def test_a_version_that_was_not_tested_is_a_note_with_the_one_that_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "2.6.7" if name == "lightning" else real(name))
+    finding = find("lightning")
+    assert (finding.found, finding.status) == ("2.6.7 (tested with 2.6.6)", "note")
+    assert finding.fix == "pip install 'lightning==2.6.6'"
+    assert find("torch").status == "ok", "a build's suffix (+cpu) makes no difference"
+
+
+@pytest.mark.parametrize(("package", "status"), [("torch", "problem"), ("deepspeed", "note")])
+def test_what_is_not_installed_is_a_problem_only_where_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch, package: str, status: str
+) -> None:
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name == package:
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    finding = find(package)
+    assert (finding.found, finding.status) == ("not installed", status)
+    assert finding.fix.startswith(f"pip install '{package}==")
+
+
+def test_no_compiler_and_no_header_say_what_installs_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.setattr(installation, "find_compiler", lambda _: None)
+    monkeypatch.setattr(installation.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert find("compiler").fix == "apt-get install g++"
+    assert find("Python.h").fix == "apt-get install python3-dev"
+
+
+def test_a_gpu_that_torchs_build_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert find("gpu").found == "NVIDIA, and torch is its CPU build"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert find("gpu").status == "problem"
+    assert find("gpu").fix == "nvidia-smi"
+
+
+def test_gpus_are_listed_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=140 * 2**30)
+    )
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    assert find("gpu 0").found == "NVIDIA H200, 140.0 GiB"
+
+
+def test_little_room_and_a_read_only_folder_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        installation.shutil, "disk_usage", lambda _: SimpleNamespace(free=10, total=64 * 2**20)
+    )
+    monkeypatch.setattr(installation.os, "access", lambda *_: False)
+    assert find("disk").fix == "output_root=/another/disk"
+    assert find("this folder").found == "read-only: runs cannot be written"
+    assert "shm-size" in find("shared memory").fix
