@@ -12,6 +12,7 @@ from lightning_eff.composing.place import Place
 from lightning_eff.errors import ConfigError, UsageError
 from lightning_eff.processes import launch
 from lightning_eff.processes.launch import Launch, check_tasks, common_folder, num_devices, num_ranks
+from lightning_eff.remedies import as_overrides
 from lightning_eff.verbs import train
 from tests.test_cli import Command
 
@@ -71,7 +72,7 @@ def test_devices_that_are_no_number_are_named() -> None:
 def test_tasks_that_do_not_fit_are_refused_with_what_does(
     trainer: dict[str, Any], started: Launch, message: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with as_overrides(), pytest.raises(ConfigError) as caught:
         check_tasks(trainer, started)
     assert message in str(caught.value)
 
