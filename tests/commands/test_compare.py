@@ -144,7 +144,10 @@ def test_a_comparison_in_which_nothing_works_exits_1(
 
 @pytest.mark.slow
 def test_real_processes_and_an_interruption(tiny: list[str], tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "lightning_eff", "compare", "baseline", *tiny, *QUICK, "--only"]
+    # Whoever runs the tests in the background of a script has this signal ignored, and so would the child.
+    listening = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program = f"{listening}from lightning_eff.cli import main; sys.exit(main())"
+    words = [sys.executable, "-c", program, "compare", "baseline", *tiny, *QUICK, "--only"]
     with subprocess.Popen([*words, "empty_cache"], stderr=subprocess.PIPE, text=True) as started:
         assert started.stderr is not None
         while "round 1, baseline" not in started.stderr.readline():
