@@ -66,7 +66,6 @@ def test_trials_with_workers_ask_for_samples_of_their_own_and_leave_no_process()
     loader = DataLoader(Noting(), batch_size=2)
     choice = worker_trials.choose(loader, max_workers=2, budget_s=0.5)
     assert set(choice.seconds_per_batch) == {0, 1, 2}
-    assert choice.num_workers == 0, "these samples are tiny"
     for _ in range(3000):
         if not multiprocessing.active_children():
             break
