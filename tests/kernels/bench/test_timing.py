@@ -223,7 +223,7 @@ def test_a_row_is_chosen_only_where_it_keeps_up_everywhere() -> None:
 
 INTERPRETED = """
 import torch
-from lightning_eff.kernels import timing
+from lightning_eff.kernels.bench import timing
 from lightning_eff.kernels.bench.candidates import check, row_candidate
 from lightning_eff.kernels.shapes import LAYOUTS, Case
 from lightning_eff.kernels.table import TILES
