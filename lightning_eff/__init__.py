@@ -25,8 +25,14 @@ TECHNIQUE_FOLDERS = (
     "monitors",
 )
 """Folders in which one module holds one public class: the module's name without underscores, in any case."""
-FUNCTIONS = {"compare": "lightning_eff.comparison.modules"}
-"""Public functions by their modules."""
+FUNCTIONS = {
+    "compare": "lightning_eff.comparison.modules",
+    "predict": "lightning_eff.planner.prediction",
+    "predict_step": "lightning_eff.planner.prediction",
+    "ExactGradient": "lightning_eff.microbatching.fabric",
+    "register": "lightning_eff.config.composition",
+}
+"""What is public beside the techniques, by module."""
 
 
 @functools.cache
