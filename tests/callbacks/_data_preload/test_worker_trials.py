@@ -54,7 +54,7 @@ def test_a_trial_asks_for_samples_by_index_and_leaves_sampler_and_random_states_
     loader = DataLoader(dataset, batch_size=5, sampler=sampler)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     sampler.__iter__ = lambda: pytest.fail("the sampler was asked")  # pyright: ignore[reportAttributeAccessIssue]
-    choice = worker_trials.choose(loader, max_workers=0, budget_s=0.1)
+    choice = worker_trials.choose(loader, max_workers=0, budget_s=60.0)
     after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
