@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from lightning_eff.core.optimization.build import build
 from lightning_eff.core.text import text_table
 from lightning_eff.models.gpt import GPT
-from lightning_eff.optimization.build import build
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.optimizer.muon import Muon

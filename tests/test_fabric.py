@@ -14,7 +14,7 @@ from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.callbacks.torch_compile import compile_in_place
 from lightning_eff.core import model_surgery
 from lightning_eff.core.model_surgery import Change, Stage
-from lightning_eff.optimization.build import build
+from lightning_eff.core.optimization.build import build
 from lightning_eff.precision.mixed import step_context
 from tests.conftest import Deep, make_loader
 from tests.test_contract import SGD, assert_equal, plain_loop

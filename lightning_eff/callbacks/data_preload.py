@@ -34,8 +34,7 @@ from typing_extensions import override
 from lightning_eff.callbacks._data_preload import worker_trials
 from lightning_eff.callbacks._data_preload.lookahead import Settings
 from lightning_eff.callbacks._data_preload.prefetch import Ahead, is_stateful, wrap
-from lightning_eff.checkpoint import metadata
-from lightning_eff.core import dataloaders, rules
+from lightning_eff.core import checkpoint_stamp, dataloaders, rules
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.technique import Outcome
 from lightning_eff.core.text import human_bytes
@@ -70,8 +69,8 @@ class DataPreload(pl.Callback):
         lightning_eff.core.errors.ConfigError: num_workers=-1: expected 'auto' or a whole number of at least 0
     """
 
-    on_save_checkpoint = metadata.save
-    on_load_checkpoint = metadata.load
+    on_save_checkpoint = checkpoint_stamp.save
+    on_load_checkpoint = checkpoint_stamp.load
 
     def __init__(
         self,

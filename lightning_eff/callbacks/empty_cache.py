@@ -27,8 +27,7 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
-from lightning_eff.checkpoint import metadata
-from lightning_eff.core import allocator, rules
+from lightning_eff.core import allocator, checkpoint_stamp, rules
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.technique import Outcome
 from lightning_eff.core.text import human_bytes
@@ -88,8 +87,8 @@ class EmptyCache(pl.Callback):
         lightning_eff.core.errors.ConfigError: every_n_steps=0: expected a whole number of at least 1, or None
     """
 
-    on_save_checkpoint = metadata.save
-    on_load_checkpoint = metadata.load
+    on_save_checkpoint = checkpoint_stamp.save
+    on_load_checkpoint = checkpoint_stamp.load
     setup = rules.refuse_legacy
 
     def __init__(

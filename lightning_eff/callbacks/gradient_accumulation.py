@@ -26,8 +26,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_eff.checkpoint import metadata
-from lightning_eff.core import dataloaders, rules
+from lightning_eff.core import checkpoint_stamp, dataloaders, rules
 from lightning_eff.core.errors import ConfigError, ConflictWarning
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.microbatching import lightning_loop
@@ -58,8 +57,8 @@ class GradientAccumulation(pl.Callback):
         lightning_eff.core.errors.ConfigError: global_batch_size=0: expected a whole number of at least 1
     """
 
-    on_save_checkpoint = metadata.save
-    on_load_checkpoint = metadata.load
+    on_save_checkpoint = checkpoint_stamp.save
+    on_load_checkpoint = checkpoint_stamp.load
 
     def __init__(
         self,

@@ -32,8 +32,7 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from typing_extensions import override
 
-from lightning_eff.checkpoint import metadata
-from lightning_eff.core import model_surgery, rules
+from lightning_eff.core import checkpoint_stamp, model_surgery, rules
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.model_surgery import Blocks, Stage
 from lightning_eff.core.recompute import Contexts, HostMemory, Recomputed, noop_context_fn
@@ -171,8 +170,8 @@ class GradientCheckpointing(pl.Callback):
         lightning_eff.core.errors.ConfigError: policy='some': expected one of full, every_n, selective, ...
     """
 
-    on_save_checkpoint = metadata.save
-    on_load_checkpoint = metadata.load
+    on_save_checkpoint = checkpoint_stamp.save
+    on_load_checkpoint = checkpoint_stamp.load
 
     def __init__(
         self,

@@ -31,8 +31,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_eff.checkpoint import metadata
-from lightning_eff.core import dataloaders, rules
+from lightning_eff.core import checkpoint_stamp, dataloaders, rules
 from lightning_eff.core.dtypes import dtype_of
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
@@ -74,8 +73,8 @@ class MicroBatch(pl.Callback):
         lightning_eff.core.errors.ConfigError: micro_batch_size=0: expected 'auto' or a whole number ...
     """
 
-    on_save_checkpoint = metadata.save
-    on_load_checkpoint = metadata.load
+    on_save_checkpoint = checkpoint_stamp.save
+    on_load_checkpoint = checkpoint_stamp.load
 
     def __init__(
         self,

@@ -25,15 +25,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.checkpoint import metadata
-from lightning_eff.core import dataloaders, rules
+from lightning_eff.core import checkpoint_stamp, dataloaders, rules
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.optimization.build import SchedulerFactory, attach
+from lightning_eff.core.optimization.composite import FreesGradients, OptimizerFactory
+from lightning_eff.core.optimization.factories import classes, kind_behind, layout, settings
 from lightning_eff.core.shards import shape_of
 from lightning_eff.core.technique import PACKAGE, SCHEDULE, Facts, Outcome, Technique
 from lightning_eff.core.text import human_bytes
-from lightning_eff.optimization.build import SchedulerFactory, attach
-from lightning_eff.optimization.composite import FreesGradients, OptimizerFactory
-from lightning_eff.optimization.factories import classes, kind_behind, layout, settings
 from lightning_eff.report.live_bytes import state_bytes
 
 READERS = (
@@ -67,8 +66,8 @@ class OptimizerChoice(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[choice], logger=False, accelerator="cpu")
     """
 
-    on_save_checkpoint = metadata.save
-    on_load_checkpoint = metadata.load
+    on_save_checkpoint = checkpoint_stamp.save
+    on_load_checkpoint = checkpoint_stamp.load
 
     def __init__(
         self, *, optimizer: OptimizerFactory | None = None, scheduler: SchedulerFactory | None = None

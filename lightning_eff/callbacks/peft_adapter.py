@@ -38,13 +38,13 @@ from lightning_eff.adapters import rules as adapter_rules
 from lightning_eff.adapters import state as adapter_state
 from lightning_eff.adapters.adalora import RankSchedule
 from lightning_eff.adapters.methods import Targets, as_list, configure, task_heads
-from lightning_eff.checkpoint import metadata, stored_weights
-from lightning_eff.core import model_surgery, rules
+from lightning_eff.checkpoint import stored_weights
+from lightning_eff.core import checkpoint_stamp, model_surgery, rules
 from lightning_eff.core.errors import ConfigError, check_flags
 from lightning_eff.core.model_surgery import Stage
+from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError, listed
 from lightning_eff.core.technique import NEW_PARAMETERS, TRANSFORM, Facts, Outcome, name_of
 from lightning_eff.core.text import human_bytes
-from lightning_eff.optimization.first_gradients import FirstGradients, GradientError, listed
 
 SHARDED = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 """Strategies that write checkpoints themselves, base included: left to them."""
@@ -118,8 +118,8 @@ class PeftAdapter(pl.Callback):
         lightning_eff.core.errors.ConfigError: method='dora': expected one of PEFT's methods; ...
     """
 
-    on_save_checkpoint = metadata.save
-    on_load_checkpoint = metadata.load
+    on_save_checkpoint = checkpoint_stamp.save
+    on_load_checkpoint = checkpoint_stamp.load
 
     def __init__(
         self,

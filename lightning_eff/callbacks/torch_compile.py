@@ -29,8 +29,7 @@ from torch._dynamo import config as dynamo_config
 from typing_extensions import override
 
 from lightning_eff.callbacks._compilation import Compilations
-from lightning_eff.checkpoint import metadata
-from lightning_eff.core import model_surgery, rules
+from lightning_eff.core import checkpoint_stamp, model_surgery, rules
 from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, nearest
 from lightning_eff.core.model_surgery import Blocks, Stage
@@ -154,8 +153,8 @@ class TorchCompile(pl.Callback):
         lightning_eff.core.errors.ConfigError: backend='inducktor': expected a backend of torch.compile's; ...
     """
 
-    on_save_checkpoint = metadata.save
-    on_load_checkpoint = metadata.load
+    on_save_checkpoint = checkpoint_stamp.save
+    on_load_checkpoint = checkpoint_stamp.load
 
     def __init__(
         self,

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_eff.checkpoint import metadata
-from lightning_eff.core import model_surgery, rules
+from lightning_eff.core import checkpoint_stamp, model_surgery, rules
 from lightning_eff.core.dtypes import dtype_of, product_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.model_surgery import Blocks, Stage
@@ -119,8 +118,8 @@ class TritonLinear(pl.Callback):
         lightning_eff.core.errors.ConfigError: backend='cublas': expected one of auto, torch, triton...
     """
 
-    on_save_checkpoint = metadata.save
-    on_load_checkpoint = metadata.load
+    on_save_checkpoint = checkpoint_stamp.save
+    on_load_checkpoint = checkpoint_stamp.load
 
     def __init__(
         self,

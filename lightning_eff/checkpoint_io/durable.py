@@ -41,14 +41,14 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from typing_extensions import override
 
-from lightning_eff.checkpoint import metadata, saving, sharded
+from lightning_eff.checkpoint import saving, sharded
 from lightning_eff.checkpoint.atomic_write import make_folder, write_sealed
 from lightning_eff.checkpoint.background_writer import InOrder
 from lightning_eff.checkpoint.digest import bears_seal, read, verify
 from lightning_eff.checkpoint.lazy_tensor import assembled
 from lightning_eff.checkpoint.refusals import not_saved
 from lightning_eff.checkpoint.safe_load import load_plain
-from lightning_eff.core import rules
+from lightning_eff.core import checkpoint_stamp, rules
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning, check_flags
 from lightning_eff.core.technique import FOLDERS, SHARDING, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes
@@ -147,7 +147,7 @@ class Durable(CheckpointIO):
             raise TypeError(text)
         start = time.perf_counter()
         target = _local(path)
-        checkpoint = metadata.with_plugin(checkpoint, self)
+        checkpoint = checkpoint_stamp.with_plugin(checkpoint, self)
         self._behind.settle()
         self._tidy(target.parent)
         if self.asynchronous and not self._run_is_over:

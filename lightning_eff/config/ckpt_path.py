@@ -13,9 +13,9 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.checkpoint import sharded as parts
 from lightning_eff.checkpoint.digest import check_regular, verify_path
 from lightning_eff.checkpoint.latest import newest_whole
-from lightning_eff.checkpoint.metadata import inside
 from lightning_eff.checkpoint.safe_load import LIGHTNING_VERSION, load_plain
 from lightning_eff.config.reading import read
+from lightning_eff.core.checkpoint_stamp import inside
 from lightning_eff.core.errors import CheckpointError, ConfigError, UsageError, check_path
 
 BASE = "callbacks.peft_adapter.base_checkpoint"

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_eff.core import rules
-from lightning_eff.optimization.first_gradients import FirstGradients
+from lightning_eff.core.optimization.first_gradients import FirstGradients
 
 
 class GradientCheck(pl.Callback):

@@ -24,9 +24,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff.core.errors import NoEffectWarning
+from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter, evaluate, owned
 from lightning_eff.core.technique import SHARDING, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes
-from lightning_eff.optimization.composite import OptimizerFactory, PerParameter, evaluate, owned
 from lightning_eff.optimizer.in_backward import ADAMW
 
 HOST = torch.device("cpu")

@@ -26,9 +26,9 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter, evaluate, owned
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes
-from lightning_eff.optimization.composite import OptimizerFactory, PerParameter, evaluate, owned
 
 ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
 

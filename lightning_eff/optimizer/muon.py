@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.optimization.composite import Joined, is_matrix
 from lightning_eff.core.technique import FLATTENED, Facts, Outcome
-from lightning_eff.optimization.composite import Joined, is_matrix
 
 
 class Muon(Joined):

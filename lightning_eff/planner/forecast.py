@@ -18,9 +18,9 @@ from torch import nn
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import root_cause_line
 from lightning_eff.core.model_surgery import LowersFrozen, select
+from lightning_eff.core.optimization.build import build
 from lightning_eff.core.rules import ddp_options
 from lightning_eff.core.technique import name_of
-from lightning_eff.optimization.build import build
 from lightning_eff.report.division import Divides, Division, Scheme, divide, micro_batches_of
 from lightning_eff.report.sharded_memory import Copies
 from lightning_eff.report.weights import Model, OptimizerState, sample_model

@@ -35,8 +35,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff.checkpoint import metadata
-from lightning_eff.core import rules
+from lightning_eff.core import checkpoint_stamp, rules
 from lightning_eff.core.dtypes import choose, support
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
@@ -153,7 +152,7 @@ class Mixed(Precision):
         """Settle format and device, convert the weights in place if the format asks for it, and count."""
         trainer: pl.Trainer | None = getattr(module, "_trainer", None)
         if trainer is not None and trainer.ckpt_path is not None:
-            metadata.watch(trainer)
+            checkpoint_stamp.watch(trainer)
         device_type = self._settle_device(module)
         if self.precision == "auto":
             self.precision, self._reason = choose(device_type)
@@ -293,7 +292,7 @@ class Mixed(Precision):
         state = checkpoint.pop(type(self).__qualname__, None)
         if state is not None:
             checkpoint[OF_LIGHTNING] = state
-        checkpoint |= metadata.with_plugin(checkpoint, self)
+        checkpoint |= checkpoint_stamp.with_plugin(checkpoint, self)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

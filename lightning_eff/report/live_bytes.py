@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_eff.optimization.composite import FreesGradients
+from lightning_eff.core.optimization.composite import FreesGradients
 
 
 class LiveBytes(TorchDispatchMode):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_eff.core import allocator
 from lightning_eff.core.machine import device_name
-from lightning_eff.optimization.composite import FreesGradients
+from lightning_eff.core.optimization.composite import FreesGradients
 from lightning_eff.report.flops import peak_flops_per_s
 from lightning_eff.report.live_bytes import tensors_in
 from lightning_eff.report.peak import Peak

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff.core.optimization.composite import PerParameter
 from lightning_eff.core.recompute import HostMemory
-from lightning_eff.optimization.composite import PerParameter
 from lightning_eff.report.live_bytes import LiveBytes, tensors_in
 from lightning_eff.report.roofline import Call, Work, call_of
 from lightning_eff.report.whereabouts import BACKWARD, FORWARD, Whereabouts

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_eff.core.optimization.composite import PerParameter
+from lightning_eff.core.optimization.parameter_groups import hidden_matrices
 from lightning_eff.core.text import human_count
-from lightning_eff.optimization.composite import PerParameter
-from lightning_eff.optimization.groups import hidden_matrices
 from lightning_eff.report.live_bytes import tensors_in
 
 SMALL = 4096

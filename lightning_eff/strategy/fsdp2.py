@@ -37,9 +37,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.checkpoint import full_state, metadata, saving, sharded
+from lightning_eff.checkpoint import full_state, saving, sharded
 from lightning_eff.checkpoint.collective import Ranks
-from lightning_eff.core import rules
+from lightning_eff.core import checkpoint_stamp, rules
 from lightning_eff.core.errors import CheckpointError, ConfigError
 from lightning_eff.core.model_surgery import Stage, queue
 from lightning_eff.core.technique import FOLDERS, Facts, Outcome, Rule, Technique
@@ -291,7 +291,7 @@ class FSDP2(ModelParallelStrategy):
             raise CheckpointError(text)
         io = self.checkpoint_io
         if isinstance(io, Technique):
-            checkpoint = metadata.with_plugin(checkpoint, io)
+            checkpoint = checkpoint_stamp.with_plugin(checkpoint, io)
         saved = sharded_checkpoint.save(checkpoint, Path(filepath).expanduser(), Ranks(self.root_device))
         if isinstance(io, sharded.Keeper):
             io.folder_saved(saved.path, saved.num_bytes, saved.duration_s)

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConfigError, ConflictError, SlowPathWarning
-from lightning_eff.optimization.build import attach, build
-from lightning_eff.optimization.groups import parameter_groups
+from lightning_eff.core.optimization.build import attach, build
+from lightning_eff.core.optimization.parameter_groups import parameter_groups
 from lightning_eff.optimizer.galore import GaLore
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.optimizer.muon import Muon

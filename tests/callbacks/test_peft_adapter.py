@@ -44,10 +44,10 @@ from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError, ConflictError
+from lightning_eff.core.optimization.first_gradients import GradientError
 from lightning_eff.kernels import linear
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.gradient_check import GradientCheck
-from lightning_eff.optimization.first_gradients import GradientError
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_eff.core.optimization.first_gradients import GradientError
 from lightning_eff.monitors.gradient_check import GradientCheck
-from lightning_eff.optimization.first_gradients import GradientError
 from lightning_eff.precision.mixed import Mixed
 from tests.conftest import Net, make_loader, make_trainer
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.optimization.build import build
+from lightning_eff.core.optimization.build import build
 from lightning_eff.optimizer.galore import GaLore
 from lightning_eff.report.live_bytes import state_bytes
 

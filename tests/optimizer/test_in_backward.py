@@ -17,9 +17,9 @@ from torch import nn
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConfigError, ConflictError
+from lightning_eff.core.optimization.first_gradients import GradientError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.gradient_check import GradientCheck
-from lightning_eff.optimization.first_gradients import GradientError
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.mixed import Mixed
 from lightning_eff.report.live_bytes import LiveBytes

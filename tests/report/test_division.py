@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_eff.core.errors import NoEffectWarning
-from lightning_eff.optimization.build import build
+from lightning_eff.core.optimization.build import build
 from lightning_eff.report.division import Division, Scheme, Share, divide, micro_batches_of
 from lightning_eff.report.sharded_memory import Copies, FullySharded
 from lightning_eff.report.weights import Model, OptimizerState, Weight, sample_model

@@ -31,9 +31,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.optimization.factories import layout
+from lightning_eff.core.optimization.kept_schedule import OF_SCHEDULES
 from lightning_eff.core.technique import chosen, name_of, techniques
-from lightning_eff.optimization.factories import layout
-from lightning_eff.optimization.kept_schedule import OF_SCHEDULES
 
 KEY = "lightning_eff"
 """Where it stands in a checkpoint."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_eff.core.errors import EXIT_FAILED, ConfigError, HasRemedies, nearest
-from lightning_eff.optimization.composite import FreesGradients
+from lightning_eff.core.optimization.composite import FreesGradients
 
 MAX_NAMES = 5
 

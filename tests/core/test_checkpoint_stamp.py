@@ -18,8 +18,8 @@ from torch.utils.data import Sampler
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.checkpoint import metadata
 from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.core import checkpoint_stamp
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.data.corpus.order import ResumableLoader
 from lightning_eff.precision.mixed import Mixed
@@ -67,7 +67,7 @@ def test_what_is_not_the_default_is_stored_under_one_key(net: Maker, tmp_path: P
         MicroBatch(micro_batch_size=2, splitter=lambda batch, _: [batch]),
     ]
     state = saved(net(), tmp_path / "a.ckpt", callbacks=callbacks, plugins=plugins)
-    own = state[metadata.KEY]
+    own = state[checkpoint_stamp.KEY]
     assert own["techniques"]["callbacks/empty_cache"] == {"every_n_steps": 1}
     assert own["techniques"]["checkpoint_io/durable"] == {}
     assert own["techniques"]["precision/mixed"]["precision"] == "bf16-true"
@@ -76,7 +76,7 @@ def test_what_is_not_the_default_is_stored_under_one_key(net: Maker, tmp_path: P
     assert "lambda" in splitter
     assert " at 0x" not in splitter, "an address would differ in the next process"
     stock = saved(net(), tmp_path / "b.ckpt")
-    assert state.keys() - stock.keys() == {metadata.KEY}
+    assert state.keys() - stock.keys() == {checkpoint_stamp.KEY}
 
 
 def test_stock_lightning_loads_it_without_a_warning(net: Maker, tmp_path: Path) -> None:
@@ -84,7 +84,8 @@ def test_stock_lightning_loads_it_without_a_warning(net: Maker, tmp_path: Path) 
     callbacks = [MicroBatch(), OptimizerChoice(optimizer=functools.partial(torch.optim.SGD, lr=0.1))]
     state = saved(net(), tmp_path / "a.ckpt", callbacks=callbacks)
     assert state["callbacks"] == {}
-    assert set(state[metadata.KEY]["states"]) == {"callbacks/micro_batch", "callbacks/optimizer_choice"}
+    states = state[checkpoint_stamp.KEY]["states"]
+    assert set(states) == {"callbacks/micro_batch", "callbacks/optimizer_choice"}
     resumed(net(), tmp_path / "a.ckpt")
     Net.load_from_checkpoint(tmp_path / "a.ckpt")
 
@@ -165,7 +166,7 @@ def test_another_optimizers_state_is_refused_by_name(net: Maker, tmp_path: Path,
     """Stock Lightning's SGD would take AdamW's groups, and miss its momentum in the middle of a step."""
     saved(net(), tmp_path / "named.ckpt", callbacks=[OptimizerChoice(optimizer=ADAMW)])
     state = torch.load(tmp_path / "named.ckpt", weights_only=True)
-    del state[metadata.KEY]
+    del state[checkpoint_stamp.KEY]
     torch.save(state, tmp_path / "unnamed.ckpt")
     keywords: dict[str, Any] = {"callbacks": alone} if alone else {"plugins": [Mixed(precision="32-true")]}
     for name, words in (
@@ -185,14 +186,14 @@ def test_other_groups_parameters_and_numbers_of_optimizers_are_refused() -> None
     weights = [torch.zeros(2, requires_grad=True) for _ in range(3)]
     one = torch.optim.SGD(weights, lr=0.1)
     two = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:]}], lr=0.1)
-    metadata.refuse_others([one], [one.state_dict()])
+    checkpoint_stamp.refuse_others([one], [one.state_dict()])
     with pytest.raises(ConfigError, match=r"torch\.SGD'.*groups of 1 \+ 2 tensors, .* and not 3"):
-        metadata.refuse_others([one], [two.state_dict()])
+        checkpoint_stamp.refuse_others([one], [two.state_dict()])
     with pytest.raises(ConfigError, match=r"1 optimizers'.* expected 2 of them"):
-        metadata.refuse_others([one], [one.state_dict()] * 2)
+        checkpoint_stamp.refuse_others([one], [one.state_dict()] * 2)
     older = one.state_dict()
     del older["param_groups"][0]["fused"]
-    metadata.refuse_others([one], [older])
+    checkpoint_stamp.refuse_others([one], [older])
 
 
 HOSTILE: list[Any] = [
@@ -212,12 +213,12 @@ def test_whatever_a_checkpoint_says_is_shown_shortly_and_obeyed_never(
     trainer = make_trainer(callbacks=[EmptyCache(every_n_steps=1), MicroBatch()], max_steps=2)
     trainer.fit(net(), make_loader(8))
     state = {
-        metadata.KEY: content,
+        checkpoint_stamp.KEY: content,
         "optimizer_states": [trainer.optimizers[0].state_dict()],
         "callbacks": {},
     }
-    metadata.load(MicroBatch(), trainer, net(), state)
-    metadata.compare(trainer, state)
+    checkpoint_stamp.load(MicroBatch(), trainer, net(), state)
+    checkpoint_stamp.compare(trainer, state)
     (line,) = said(caplog)
     assert len(line) < 1000
     assert "\x1b" not in line

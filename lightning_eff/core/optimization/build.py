@@ -24,10 +24,10 @@ from torch.utils._foreach_utils import (
 )
 
 from lightning_eff.core.errors import ConfigError, ConflictWarning, SlowPathWarning
-from lightning_eff.optimization.composite import OptimizerFactory
-from lightning_eff.optimization.factories import classes, settings
-from lightning_eff.optimization.groups import hidden_matrices, parameter_groups
-from lightning_eff.optimization.kept_schedule import KeptSchedule, Replaced
+from lightning_eff.core.optimization.composite import OptimizerFactory
+from lightning_eff.core.optimization.factories import classes, settings
+from lightning_eff.core.optimization.kept_schedule import KeptSchedule, Replaced
+from lightning_eff.core.optimization.parameter_groups import hidden_matrices, parameter_groups
 
 SchedulerFactory = Callable[..., LRScheduler]
 

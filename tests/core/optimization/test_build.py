@@ -12,9 +12,9 @@ from torch import nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.optimization.build import build
-from lightning_eff.optimization.factories import classes, settings
-from lightning_eff.optimization.groups import parameter_groups
+from lightning_eff.core.optimization.build import build
+from lightning_eff.core.optimization.factories import classes, settings
+from lightning_eff.core.optimization.parameter_groups import parameter_groups
 from lightning_eff.optimizer.in_backward import InBackward
 from tests.conftest import Net, make_loader, make_trainer
 

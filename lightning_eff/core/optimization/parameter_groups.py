@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_eff.core.errors import ConfigError, nearest
-from lightning_eff.optimization.composite import is_matrix
+from lightning_eff.core.optimization.composite import is_matrix
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 

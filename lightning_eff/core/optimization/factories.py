@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_eff.optimization.composite import OptimizerFactory, PerParameter
+from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
 
 
 def settings(factory: Callable[..., Any]) -> dict[str, Any]:
