@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test test-full check format setup clean
+.PHONY: run test test-full check format stubs setup clean
 
 run: setup  ## train the main recipe and print the efficiency report
 	$(BIN)/lightning-eff train lm
@@ -23,6 +23,9 @@ check: setup .venv/check.stamp  ## format, lint, types, import directions
 format: setup .venv/check.stamp  ## what `check` would complain about and can be mended by a machine
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+stubs: setup  ## lightning_eff/__init__.pyi, after a public name has come or gone
+	$(BIN)/python -m tests.support.stubs
 
 setup: .venv/setup.stamp  ## .venv with the tested versions; does nothing when they are there
 

@@ -1,8 +1,8 @@
 """Training-efficiency techniques for PyTorch Lightning, one plugin each.
 
-Public names are loaded when they are first asked for (PEP 562), so that importing the package imports
-neither torch nor Lightning. A technique is found by its file: `lightning_eff.EmptyCache` is
-`callbacks/empty_cache.py`.
+Public names are imported on first use (PEP 562), so `import lightning_eff` imports neither torch nor
+Lightning. A technique is found by its file: `lightning_eff.EmptyCache` is `callbacks/empty_cache.py`. Types of
+all public names are in `__init__.pyi`, which `make stubs` writes.
 """
 
 from __future__ import annotations
@@ -24,21 +24,32 @@ TECHNIQUE_FOLDERS = (
     "scheduler",
     "monitors",
 )
-"""Folders in which one module holds one public class: the module's name without underscores, in any case."""
-FUNCTIONS = {
+"""Folders with one technique a module; its class has the module's name without underscores, in any case."""
+PUBLIC = {
+    "ExactGradient": "lightning_eff.microbatching.fabric",
+    "Stage": "lightning_eff.core.model_surgery",
+    "TritonLinear": "lightning_eff.kernels.linear",
+    "adapt": "lightning_eff.callbacks.peft_adapter",
+    "apply": "lightning_eff.core.model_surgery",
     "compare": "lightning_eff.comparison.modules",
+    "compile_in_place": "lightning_eff.callbacks.torch_compile",
+    "gemm": "lightning_eff.kernels.matmul",
+    "gemm_logsumexp": "lightning_eff.kernels.matmul",
     "predict": "lightning_eff.planner.prediction",
     "predict_step": "lightning_eff.planner.prediction",
-    "ExactGradient": "lightning_eff.microbatching.fabric",
+    "recompute": "lightning_eff.callbacks.gradient_checkpointing",
     "register": "lightning_eff.config.composition",
+    "release": "lightning_eff.callbacks.empty_cache",
+    "step_context": "lightning_eff.precision.mixed",
+    "swap": "lightning_eff.callbacks.triton_linear",
 }
-"""What is public beside the techniques, by module."""
+"""Public names besides the techniques, by module; a technique's class comes before a name here."""
 
 
 @functools.cache
-def _classes() -> dict[str, str]:
-    """Map each technique's class to its module, read from the files without running them."""
-    found: dict[str, str] = {}
+def public_names() -> dict[str, str]:
+    """Return the module of each public name; techniques are read from the files without importing them."""
+    found = dict(PUBLIC)
     for folder in TECHNIQUE_FOLDERS:
         for file in sorted((Path(__file__).parent / folder).glob("[a-z]*.py")):
             names = re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
@@ -48,7 +59,7 @@ def _classes() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> Any:
-    module_name = None if name.startswith("_") else FUNCTIONS.get(name) or _classes().get(name)
+    module_name = public_names().get(name)
     if module_name is None:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
@@ -56,4 +67,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return ["__version__", *FUNCTIONS, *_classes()]
+    return ["__version__", *public_names()]

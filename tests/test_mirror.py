@@ -13,6 +13,7 @@ import yaml
 
 import lightning_eff
 from lightning_eff.core import catalog
+from tests.support.stubs import STUB, stub
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_eff"
@@ -128,7 +129,11 @@ def test_lazy_names_are_the_classes() -> None:
 
 
 def test_dir_lists_every_technique_and_nothing_that_cannot_be_had() -> None:
-    functions = list(lightning_eff.FUNCTIONS)
+    functions = list(lightning_eff.PUBLIC)
     expected = ["__version__", *functions, *(class_of(name).__name__ for name in TECHNIQUES)]
     assert sorted(dir(lightning_eff)) == sorted(expected)
     assert [name for name in dir(lightning_eff) if not hasattr(lightning_eff, name)] == []
+
+
+def test_the_stub_has_the_names_that_can_be_imported() -> None:
+    assert STUB.read_text(encoding="utf-8") == stub(), "write it anew: make stubs"

@@ -1,0 +1,43 @@
+# Written by `make stubs`: the types of the lazy names in __init__.py.
+
+from lightning_eff.callbacks.data_preload import DataPreload as DataPreload
+from lightning_eff.callbacks.empty_cache import EmptyCache as EmptyCache
+from lightning_eff.callbacks.empty_cache import release as release
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing as GradientCheckpointing
+from lightning_eff.callbacks.gradient_checkpointing import recompute as recompute
+from lightning_eff.callbacks.micro_batch import MicroBatch as MicroBatch
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice as OptimizerChoice
+from lightning_eff.callbacks.peft_adapter import PeftAdapter as PeftAdapter
+from lightning_eff.callbacks.peft_adapter import adapt as adapt
+from lightning_eff.callbacks.torch_compile import TorchCompile as TorchCompile
+from lightning_eff.callbacks.torch_compile import compile_in_place as compile_in_place
+from lightning_eff.callbacks.triton_linear import TritonLinear as TritonLinear
+from lightning_eff.callbacks.triton_linear import swap as swap
+from lightning_eff.checkpoint_io.durable import Durable as Durable
+from lightning_eff.comparison.modules import compare as compare
+from lightning_eff.config.composition import register as register
+from lightning_eff.core.model_surgery import Stage as Stage
+from lightning_eff.core.model_surgery import apply as apply
+from lightning_eff.kernels.matmul import gemm as gemm
+from lightning_eff.kernels.matmul import gemm_logsumexp as gemm_logsumexp
+from lightning_eff.microbatching.fabric import ExactGradient as ExactGradient
+from lightning_eff.monitors.efficiency_report import EfficiencyReport as EfficiencyReport
+from lightning_eff.monitors.gradient_check import GradientCheck as GradientCheck
+from lightning_eff.monitors.progress import Progress as Progress
+from lightning_eff.monitors.text_losses import TextLosses as TextLosses
+from lightning_eff.monitors.text_sample import TextSample as TextSample
+from lightning_eff.optimizer.cpu_offload import CpuOffload as CpuOffload
+from lightning_eff.optimizer.galore import GaLore as GaLore
+from lightning_eff.optimizer.in_backward import InBackward as InBackward
+from lightning_eff.optimizer.muon import Muon as Muon
+from lightning_eff.planner.prediction import predict as predict
+from lightning_eff.planner.prediction import predict_step as predict_step
+from lightning_eff.precision.frozen_low import FrozenLow as FrozenLow
+from lightning_eff.precision.mixed import Mixed as Mixed
+from lightning_eff.precision.mixed import step_context as step_context
+from lightning_eff.scheduler.warmup_decay import WarmupDecay as WarmupDecay
+from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero as DeepSpeedZero
+from lightning_eff.strategy.fsdp2 import FSDP2 as FSDP2
+
+__version__: str
