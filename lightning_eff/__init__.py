@@ -1,8 +1,8 @@
 """Training-efficiency techniques for PyTorch Lightning, one plugin each.
 
 Public names are imported on first use (PEP 562), so `import lightning_eff` imports neither torch nor
-Lightning. A technique is found by its file: `lightning_eff.EmptyCache` is `callbacks/empty_cache.py`. Types of
-all public names are in `__init__.pyi`, which `make stubs` writes.
+Lightning. A technique is found by its file: `lightning_eff.EmptyCache` is `callbacks/empty_cache.py`. The
+types of all public names are in `__init__.pyi`, which `make stubs` writes.
 """
 
 from __future__ import annotations
