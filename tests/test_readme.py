@@ -1,4 +1,4 @@
-"""Every command and every block of the README runs."""
+"""Every command and every Python block of README.md and docs/ runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.support.command_line import TINY, Command
 from tests.support.models import make_trainer
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = {path.stem: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+README = PAGES["README"]
 pytestmark = pytest.mark.filterwarnings(
     "ignore::lightning_eff.core.errors.NoEffectWarning",
     "ignore::lightning_eff.core.errors.SlowPathWarning",
@@ -29,8 +30,19 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", README, re.DOTALL)
+def blocks(kind: str, *pages: str) -> list[str]:
+    """Return the fenced blocks of a kind, of some pages or of all."""
+    texts = [PAGES[page] for page in pages or PAGES]
+    return [block for text in texts for block in re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)]
+
+
+def run_blocks(page: str) -> dict[str, Any]:
+    """Run a page's Python in one namespace, but for files and fragments; return the namespace."""
+    names: dict[str, Any] = {"__name__": page}
+    for block in blocks("python", page):
+        if not block.startswith(("# ", "def ")):
+            exec(compile(block, page, "exec"), names)
+    return names
 
 
 def commands() -> list[list[str]]:
@@ -55,41 +67,65 @@ def test_make_targets_exist() -> None:
     assert {"run", "test", "check", "test-full"} <= named <= set(targets)
 
 
-def test_the_python_blocks_run_in_a_plain_trainer_and_under_fabric(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return what README's own Python defines: a `Net`, and what it imports."""
     monkeypatch.chdir(tmp_path)
-    in_trainer, cut, choice, adapted, low, in_fabric, own_loop, kernels = [
-        block for block in blocks("python") if not block.startswith(("# ", "def "))
-    ]
-    names: dict[str, Any] = {"__name__": "readme"}
-    exec(compile(in_trainer, "README.md", "exec"), names)
-    assert "emptied 2 times" in capsys.readouterr().out
-    exec(compile(cut, "README.md", "exec"), names)
-    data = names["TensorDataset"](torch.randn(64, 8))
-    net = names["Net"]()
-    make_trainer(callbacks=names["callbacks"], max_steps=4).fit(net, names["DataLoader"](data, batch_size=32))
-    assert [each.outcome().effective for each in names["callbacks"]] == [True, True]
-    exec(compile(choice, "README.md", "exec"), names)
-    loader = names["DataLoader"](names["TensorDataset"](torch.randn(8, 8)))
-    make_trainer(callbacks=names["callbacks"], max_steps=4).fit(names["Net"](), loader)
-    assert "freed one by one" in names["choice"].outcome().did
-    own = {"__name__": "readme"}
-    exec(compile(adapted, "README.md", "exec"), own)
-    assert capsys.readouterr().out == "['0']\n"
-    make_trainer(callbacks=own["callbacks"], max_steps=2).fit(names["Net"](), loader)
-    assert own["callbacks"][0].outcome().effective
-    exec(compile(low, "README.md", "exec"), own)
-    make_trainer(callbacks=own["callbacks"], plugins=own["plugins"], max_steps=2).fit(names["Net"](), loader)
-    assert "nf4 in 1 frozen layers" in own["plugins"][0].outcome().did
-    exec(compile(in_fabric, "README.md", "exec"), {"__name__": "readme"})
-    assert "[4, 4]" in capsys.readouterr().out
-    names = {"__name__": "readme"}
-    exec(compile(own_loop, "README.md", "exec"), names)
-    assert names["layer"].weight.grad is not None
+    return run_blocks("README")
+
+
+def fit(readme: dict[str, Any], *, batch_size: int = 1, **keywords: Any) -> None:
+    data = readme["TensorDataset"](torch.randn(64, 8))
+    make_trainer(**keywords).fit(readme["Net"](), readme["DataLoader"](data, batch_size=batch_size))
+
+
+def test_the_plugins_of_readme_run(readme: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    run_blocks("README")
+    assert "emptied twice" in capsys.readouterr().out
+
+
+def test_the_batch_size_page_runs(readme: dict[str, Any]) -> None:
+    callbacks = run_blocks("batch_size")["callbacks"]
+    fit(readme, batch_size=32, callbacks=callbacks, max_steps=4)
+    assert [callback.outcome().effective for callback in callbacks] == [True, True]
+
+
+def test_the_optimizers_page_runs(readme: dict[str, Any]) -> None:
+    names = run_blocks("optimizers")
+    fit(readme, callbacks=names["callbacks"], max_steps=4)
+    assert names["choice"].outcome().effective
+
+
+def test_the_adapters_page_runs(readme: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    exec(compile(kernels, "README.md", "exec"), {"__name__": "readme"})
-    assert capsys.readouterr().out in README, "the explanation that is shown is the one that is printed"
+    names = run_blocks("adapters")
+    assert capsys.readouterr().out == "['0']\n"
+    fit(readme, callbacks=names["callbacks"], plugins=names["plugins"], max_steps=2)
+    assert names["callbacks"][0].outcome().effective
+    assert "nf4" in names["plugins"][0].outcome().did
+
+
+def test_the_fabric_page_runs(readme: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    names = run_blocks("fabric")
+    assert "[4, 4]" in capsys.readouterr().out
+    assert names["layer"].weight.grad is not None
+
+
+def test_the_kernels_page_shows_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    run_blocks("kernels")
+    assert capsys.readouterr().out in PAGES["kernels"]
+
+
+def test_links_lead_somewhere_and_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 250
+    for page, text in PAGES.items():
+        folder = ROOT if page == "README" else ROOT / "docs"
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            assert target.startswith("https://") or (folder / target).is_file(), (page, target)
+    assert {f"docs/{page}.md" for page in PAGES if page != "README"} <= set(
+        re.findall(r"\(([^)]+)\)", README)
+    )
 
 
 def write_own_data(tiny_llama: Path) -> None:
@@ -140,13 +176,14 @@ def test_every_technique_is_in_the_table() -> None:
 
     for entry in catalog.options():
         if entry.kind == "technique":
-            assert entry.name in README or entry.name.rpartition("/")[2] in README, entry.name
+            text = PAGES["optimizers"] if entry.name.startswith("optimizer/") else README
+            assert entry.name.rpartition("/")[2] in text, entry.name
     for option in ("bf16_mixed", "fp16_mixed", "bf16_true", "fp32", "tf32", "adamw", "sgd", "cosine"):
-        assert f"`{option}`" in README
+        assert f"`{option}`" in README + PAGES["optimizers"]
 
 
 def test_nothing_is_promised_that_is_not_there() -> None:
-    for name in re.findall(r"`((?:callbacks|precision|monitors|scheduler)/\w+)`", README):
+    for name in re.findall(r"`((?:callbacks|precision|monitors|scheduler)/\w+)`", "\n".join(PAGES.values())):
         assert (ROOT / "conf" / f"{name}.yaml").is_file(), name
 
 
@@ -156,6 +193,6 @@ def test_the_script_that_compares_prints_its_rows(tmp_path: Path, monkeypatch: p
     write_files()
     done = subprocess.run([sys.executable, "compare_mine.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    names = ("baseline", "in parts of 16", "bf16")
+    names = ("baseline", "micro-batches of 16", "bf16")
     assert [line.strip().startswith(names) for line in done.stdout.splitlines()] == [False, True, True, True]
     assert done.stdout.count("measured") == 3
