@@ -71,7 +71,7 @@ def test_another_error_of_the_optimizer_is_not_swallowed(net: Callable[..., Net]
 
 def test_schedule_is_stepped_once_an_optimizer_step(net: Callable[..., Net]) -> None:
     model = net()
-    schedule = functools.partial(WarmupDecay, total_steps=None, decay="linear", final_share=0.0)
+    schedule = functools.partial(WarmupDecay, total_steps=None, decay="linear", min_lr_ratio=0.0)
     attach(model, functools.partial(torch.optim.SGD, lr=1.0), schedule)
     trainer = make_trainer(accumulate_grad_batches=2, max_steps=4)
     trainer.fit(model, make_loader())
@@ -89,7 +89,7 @@ def test_the_modules_own_method_comes_back(net: Callable[..., Net]) -> None:
     assert isinstance(trainer.optimizers[0], torch.optim.AdamW)
     did, numbers = choice.outcome().did, choice.outcome().numbers
     assert did.startswith(
-        "AdamW (fused) over 6 tensors in 2 groups; state 1.8 KiB on cpu, 8.11 bytes a parameter"
+        "AdamW (fused) over 6 tensors in 2 groups; state 1.8 KiB on cpu, 8.11 bytes per parameter"
     )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     assert numbers["state_bytes"] == {"cpu": 8 * num_parameters + 6 * 4}
@@ -102,7 +102,7 @@ def test_the_number_of_steps_is_filled_in_where_it_is_left_out(net: Callable[...
     trainer.fit(net(), make_loader())
     schedule: Any = trainer.lr_scheduler_configs[0].scheduler
     assert schedule.total_steps == 6
-    assert "rate 0.005 at the start, 0.001 at the end" in choice.outcome().did
+    assert "lr 0.005 at the start, 0.001 at the end" in choice.outcome().did
 
 
 def test_an_optimizer_that_is_made_already_is_refused(net: Callable[..., Net]) -> None:
@@ -118,7 +118,7 @@ def test_without_an_optimizer_it_is_refused() -> None:
 def test_manual_optimization_is_refused(net: Callable[..., Net]) -> None:
     model = net()
     model.automatic_optimization = False
-    with pytest.raises(ConfigError, match="a module with automatic optimization"):
+    with pytest.raises(ConfigError, match="uses manual optimization, so its optimizer cannot be replaced"):
         attach(model, ADAMW)
 
 
@@ -241,7 +241,7 @@ def test_gradients_stay_where_something_may_look_at_them(net: Callable[..., Net]
     choice, model = OptimizerChoice(optimizer=ADAMW), Reads()
     make_trainer(callbacks=[choice], max_steps=3).fit(model, make_loader())
     assert model.seen is not None
-    assert "Reads.on_before_zero_grad may look at them" in choice.outcome().did
+    assert "Reads.on_before_zero_grad may read them" in choice.outcome().did
     choice = OptimizerChoice(optimizer=ADAMW)
     make_trainer(callbacks=[choice, ReadsLater()], max_steps=3).fit(net(), make_loader())
     assert "ReadsLater.on_train_batch_end" in choice.outcome().did
