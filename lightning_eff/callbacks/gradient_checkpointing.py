@@ -11,7 +11,7 @@ Costs: one more forward of the recomputed blocks, by operations a third of a ste
     part for `selective`; `offload` adds two copies of each block's inputs over the bus. Forward hooks that
     a block has already run again with it.
 Conflicts: a model or strategy that recomputes on its own; `budget` needs `callbacks/torch_compile`, and
-    `selective` cannot see inside compiled blocks and has no second derivatives. Where the peak is the
+    `selective` cannot be used with compiled blocks and has no second derivatives. Where the peak is the
     optimizer step, recomputing saves nothing.
 Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174; torch.utils.checkpoint
 """

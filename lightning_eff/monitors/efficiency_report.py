@@ -1,4 +1,4 @@
-"""One table per run: what was asked for, what was applied, and the time, FLOPs and memory that it took.
+"""One table per run: the techniques configured, what each did, and the time, FLOPs and memory of the run.
 
 Printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `report.html` next to the run's
 other files. A run that fails writes both too, with the reason, and again when its last checkpoint is saved.

@@ -3,7 +3,7 @@
 Each parameter has a copy on the host with an optimizer of its own. In a step, values and gradients are copied
 to the host one after the other on a side stream; each parameter is stepped as soon as its copies arrive, and
 its new value is copied back during the next one's step. The device holds parameters and gradients alone.
-Schedulers, clipping, accumulation and checkpoints see one optimizer; its state stays on the host when a
+For schedulers, clipping, accumulation and checkpoints it is one optimizer; its state stays on the host when a
 checkpoint is loaded, and a checkpoint has the layout of the optimizer that does the work.
 
 Costs: three copies of the parameters' size over the bus a step, and a step at the CPU's speed; pinned host

@@ -21,6 +21,7 @@ from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 from typing_extensions import override
 
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.optimization.composite import WrapperOptimizer
 from lightning_eff.core.optimization.parameter_groups import split_hidden
 from lightning_eff.core.technique import FLATTENED, PROJECTS, Facts, Outcome
 
@@ -53,6 +54,7 @@ class GaLore(pytorch_optimizer.GaLore):
     """
 
     hidden_groups = True
+    __getstate__ = WrapperOptimizer.__getstate__
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class GaLore(pytorch_optimizer.GaLore):
         if rank < 1:
             raise ConfigError(key="rank", value=rank, allowed="a whole number of at least 1")
         hidden, others = split_hidden(params)
-        projection = {
+        projection: dict[str, Any] = {
             "rank": rank,
             "update_proj_gap": update_proj_gap,
             "scale": scale,
@@ -91,11 +93,6 @@ class GaLore(pytorch_optimizer.GaLore):
     def facts() -> Facts:
         """Return what its mathematics cannot be combined with."""
         return Facts(excludes=(*FLATTENED, PROJECTS))
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        text = "GaLore cannot be copied or pickled: build another and load its state_dict()"
-        raise TypeError(text)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Step each parameter in the backward pass, as soon as its gradient is ready, and free the gradient.
 
-The gradients of a model then never exist all at once: at most those of one layer do. Schedulers and
-checkpoints see one optimizer, inside which each parameter has its own; a checkpoint has the layout of the
+The gradients of a model then never exist all at once: at most those of one layer do. For schedulers and
+checkpoints it is one optimizer, inside which each parameter has its own; a checkpoint has the layout of the
 inner optimizer over the same groups, and either can load the other's.
 
 Costs: one optimizer call a parameter and step; no clipping by the norm of all gradients, only by each

@@ -14,7 +14,6 @@ import torch
 from typing_extensions import override
 
 from lightning_eff.callbacks._data_preload.prefetch_iterator import (
-    FetchedBatch,
     LoaderStats,
     PrefetchIterator,
     PrefetchSettings,
@@ -44,9 +43,9 @@ class PrefetchLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._is_over or (self._current is not None and not self._current.ended):
             return iter(self.loader)
-        self._taken_state = None
-        stateful = isinstance(self, StatefulPrefetchLoader)
-        self._current = PrefetchIterator(self._source_factory(), self, stateful=stateful)
+        get_state = self.loader.state_dict if isinstance(self, StatefulPrefetchLoader) else None
+        begin = self._source_factory()
+        self._current = PrefetchIterator(begin, self.settings, self.stats, get_state)
         return self._current
 
     def _source_factory(self) -> Callable[[], Iterator[Any]]:
@@ -75,11 +74,6 @@ class PrefetchLoader:
     def __bool__(self) -> bool:
         return True  # without asking for a length
 
-    def on_taken(self, fetched: FetchedBatch, wait_s: float) -> None:
-        """Count a batch that is handed out."""
-        self.stats.count(wait_s)
-        self._taken_state = fetched.state
-
     def pause(self, *, paused: bool = True) -> None:
         """Stop or resume prefetching, while other code uses the dataset; waits for a batch in flight."""
         if self._current is not None:
@@ -91,6 +85,7 @@ class PrefetchLoader:
         if current is None:
             return
         current.close()
+        self._taken_state = current.taken_state
         if self._tuned is not self.loader and not self._tuned.persistent_workers:
             # Now, and not when the last traceback that refers to them is gone.
             end_workers = getattr(current.source, "_shutdown_workers", None)
@@ -133,7 +128,8 @@ class StatefulPrefetchLoader(PrefetchLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state after the last batch that was handed out."""
-        return self.loader.state_dict() if self._taken_state is None else self._taken_state
+        taken = self._taken_state if self._current is None else self._current.taken_state
+        return self.loader.state_dict() if taken is None else taken
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state in the next iteration."""

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -93,33 +93,31 @@ class LoaderStats:
         self.num_taken += 1
 
 
-class PrefetchOwner(Protocol):
-    """The loader that a pass belongs to."""
-
-    loader: Any
-    settings: PrefetchSettings
-    stats: LoaderStats
-
-    def on_taken(self, fetched: FetchedBatch, wait_s: float) -> None:
-        """Count a batch that is handed out."""
-        ...
-
-
 class PrefetchIterator:
     """One pass over a loader.
 
     Args:
         begin: Returns the loader's iterator; called for the first batch.
-        owner: Its settings apply, and its statistics are updated.
-        stateful: Whether to keep the loader's state with each batch.
+        settings: How far to prefetch.
+        stats: Updated with each batch.
+        get_state: Returns the state of a stateful loader; None for another.
     """
 
-    def __init__(self, begin: Callable[[], Iterator[Any]], owner: PrefetchOwner, *, stateful: bool) -> None:
+    def __init__(
+        self,
+        begin: Callable[[], Iterator[Any]],
+        settings: PrefetchSettings,
+        stats: LoaderStats,
+        get_state: Callable[[], Any] | None = None,
+    ) -> None:
         self.source: Iterator[Any] | None = None
         self.ended = False
+        self.taken_state: Any = None
+        """The loader's state after the last batch that was handed out."""
         self._begin = begin
-        self._owner = owner
-        self._stateful = stateful
+        self._settings = settings
+        self._stats = stats
+        self._get_state = get_state
         self._num_fetched = 0
         self._grad = torch.is_grad_enabled()  # a thread has a grad mode of its own
         self._thread: threading.Thread | None = None
@@ -140,26 +138,25 @@ class PrefetchIterator:
         if self.ended:
             raise StopIteration
         start = time.perf_counter()
-        settings, draws = self._owner.settings, self._owner.stats.draws
         # The first two batches are fetched here, and all of them if the second one drew random numbers.
         is_beginning = self._thread is None and self._num_fetched < 2
-        is_direct = settings.num_batches < 1 or draws or is_beginning
+        is_direct = self._settings.num_batches < 1 or self._stats.draws or is_beginning
         fetched = self._fetch() if is_direct else self._take_ready()
         if fetched.error is not None:
             self.close()
             raise fetched.error
         if fetched.arrived is not None:
-            current = torch.cuda.current_stream(settings.device)
+            current = torch.cuda.current_stream(self._settings.device)
             current.wait_event(fetched.arrived)
             for tensor in tensors_of(fetched.batch):
                 tensor.record_stream(current)  # the side stream allocated it, this one uses it last
-        self._owner.on_taken(fetched, time.perf_counter() - start)
+        self._stats.count(time.perf_counter() - start)
+        self.taken_state = fetched.state
         return fetched.batch
 
     def _fetch(self) -> FetchedBatch:
         """Fetch one batch, check on the second whether it draws random numbers, and move it."""
-        owner, arrived = self._owner, None
-        is_watched = self._num_fetched == 1 and owner.settings.num_batches > 0
+        is_watched = self._num_fetched == 1 and self._settings.num_batches > 0
         before = _random_state() if is_watched else None
         try:
             if self.source is None:
@@ -170,9 +167,9 @@ class PrefetchIterator:
         self._num_fetched += 1
         if before is not None:
             after = _random_state()
-            owner.stats.draws = not torch.equal(before[0], after[0]) or before[1:] != after[1:]
-        state = owner.loader.state_dict() if self._stateful else None
-        device = owner.settings.device
+            self._stats.draws = not torch.equal(before[0], after[0]) or before[1:] != after[1:]
+        state = self._get_state() if self._get_state is not None else None
+        device, arrived = self._settings.device, None
         if device is not None:
             from lightning.fabric.utilities.apply_func import move_data_to_device
 
@@ -200,7 +197,6 @@ class PrefetchIterator:
     def _run(self) -> None:
         """Fetch until the end, a failure, the limit or `close`; in the thread."""
         torch.set_grad_enabled(self._grad)
-        stats = self._owner.stats
         while self._wait_for_room():
             fetched = self._fetch()
             fetched.num_bytes = sum(tensor.nbytes for tensor in tensors_of(fetched.batch))
@@ -208,15 +204,15 @@ class PrefetchIterator:
                 self._is_fetching = False
                 self._ready.append(fetched)
                 self._ready_bytes += fetched.num_bytes
-                stats.max_ready_bytes = max(stats.max_ready_bytes, self._ready_bytes)
-                stats.num_ahead += 1
+                self._stats.max_ready_bytes = max(self._stats.max_ready_bytes, self._ready_bytes)
+                self._stats.num_ahead += 1
                 self._changed.notify_all()
             if fetched.error is not None:
                 return
 
     def _wait_for_room(self) -> bool:
         """Wait until another batch may be fetched; return False after `close`."""
-        settings = self._owner.settings
+        settings = self._settings
         with self._changed:
             while not self._is_stopped:
                 in_bytes = settings.max_bytes is None or self._ready_bytes < settings.max_bytes

@@ -58,14 +58,12 @@ class FirstGradients:
         """
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for optimizer in optimizers:
-            # DeepSpeed steps flattened tensors; the strategy keeps the parameters' own groups beside them.
+            # DeepSpeed steps flattened tensors; its strategy adds the parameters' groups as `whole_groups`.
             full_groups = getattr(optimizer, "whole_groups", None)
             self._watch_optimizer(getattr(optimizer, "optimizer", optimizer), names, full_groups)
 
     def _watch_optimizer(self, optimizer: Optimizer, names: dict[int, str], full_groups: Any) -> None:
-        freed: dict[
-            int, torch.Tensor
-        ] = {}  # sums of gradients that are gone when `step` ends
+        freed: dict[int, torch.Tensor] = {}  # sums of gradients that are gone when `step` ends
         is_done = False
 
         def keep_sum(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Split parameters into groups: no weight decay for norms and biases, hidden matrices apart on request."""
+"""Split parameters into groups: no weight decay for norms and biases, hidden matrices marked on request."""
 
 from __future__ import annotations
 

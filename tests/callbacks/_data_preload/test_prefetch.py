@@ -1,4 +1,4 @@
-"""PrefetchLoader: order, limits in batches and bytes, states, random draws, failures, and what it forwards."""
+"""PrefetchLoader: order, limits in batches and bytes, states, random draws, failures, attributes."""
 
 from __future__ import annotations
 
