@@ -42,7 +42,7 @@ class Progress(ProgressBar):
             raise ConfigError(key="every_n_seconds", value=every_n_seconds, allowed="a number greater than 0")
         self.every_n_seconds = every_n_seconds
         self._is_enabled = True
-        self._due_s = self._line_s = 0.0
+        self._due_s = self._line_s = self._interval_s = 0.0
         self._begin_s, self._begin_step = 0.0, 0
         self._num_samples = 0
 
@@ -64,11 +64,9 @@ class Progress(ProgressBar):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin_s = self._line_s = time.monotonic()
         self._begin_step = trainer.global_step
-        self._due_s = self._begin_s + self._interval_s()
+        self._interval_s = self.every_n_seconds / 10 if sys.stderr.isatty() else self.every_n_seconds
+        self._due_s = self._begin_s + self._interval_s
         self._num_samples = 0
-
-    def _interval_s(self) -> float:
-        return self.every_n_seconds / 10 if sys.stderr.isatty() else self.every_n_seconds
 
     @override
     def on_train_batch_end(
@@ -103,4 +101,4 @@ class Progress(ProgressBar):
         sys.stderr.write(f"{start}{'  '.join(fields)}{end}")
         sys.stderr.flush()
         self._line_s, self._num_samples = now, 0
-        self._due_s = now + self._interval_s()
+        self._due_s = now + self._interval_s

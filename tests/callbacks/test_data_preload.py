@@ -320,14 +320,14 @@ def test_samples_that_cannot_be_asked_for_by_number_are_not_measured_and_trained
 
 
 def test_numbers_outside_their_range_are_refused() -> None:
-    for keywords, words in (
+    for keywords, message in (
         ({"num_workers": "many"}, "num_workers='many'"),
         ({"prefetch_factor": 0}, "at least 1"),
         ({"num_batches_ahead": -1}, "at least 0"),
         ({"max_bytes_ahead": 0}, "at least 1"),
         ({"max_measure_s": 0.0}, "above 0"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             DataPreload(**keywords)
 
 

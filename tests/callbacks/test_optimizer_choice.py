@@ -352,34 +352,34 @@ def test_a_plain_runs_checkpoint_with_other_groups_or_options_is_refused(
     trainer = make_trainer(max_steps=2)
     trainer.fit(net(), make_loader())
     trainer.save_checkpoint(tmp_path / "sgd.ckpt")
-    for factory, words in (
+    for factory, message in (
         (ADAMW, "an optimizer with the option momentum and without betas"),
         (
             functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
             r"groups of 6 tensors, as in the checkpoint, and not \d \+ \d",
         ),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             make_trainer(callbacks=[OptimizerChoice(optimizer=factory)], max_steps=4).fit(
                 net(), make_loader(), ckpt_path=tmp_path / "sgd.ckpt"
             )
 
 
-def unsaid_adamw(groups: Any) -> torch.optim.Optimizer:
+def opaque_adamw(groups: Any) -> torch.optim.Optimizer:
     return ADAMW(groups)
 
 
-def unsaid_muon(groups: Any) -> torch.optim.Optimizer:
+def opaque_muon(groups: Any) -> torch.optim.Optimizer:
     return Muon(groups)
 
 
-def test_a_factory_that_does_not_say_what_it_makes_is_tried(net: Callable[..., Net]) -> None:
-    said = build(net(), ADAMW)
-    unsaid = build(net(), unsaid_adamw)
-    shapes = [[(len(g["params"]), g["weight_decay"]) for g in o.param_groups] for o in (said, unsaid)]
+def test_a_factory_that_hides_its_class_is_tried(net: Callable[..., Net]) -> None:
+    transparent = build(net(), ADAMW)
+    opaque = build(net(), opaque_adamw)
+    shapes = [[(len(g["params"]), g["weight_decay"]) for g in o.param_groups] for o in (transparent, opaque)]
     assert shapes[0] == shapes[1]
     table = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4, bias=False))
-    muon: Any = build(table, unsaid_muon)
+    muon: Any = build(table, opaque_muon)
     assert muon.outcome().numbers == {"hidden": 1, "rest": 1}
 
 
