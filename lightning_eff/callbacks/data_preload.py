@@ -159,7 +159,7 @@ class DataPreload(Managed):
         if isinstance(self.num_workers, int):
             self._not_measured = "set by num_workers"
             return WorkerChoice(self.num_workers, {}, 0.0)
-        key = (type(loader.dataset), loader.batch_size)
+        key = (type(loader.dataset), loader.batch_size)  # alike loaders, and those of later epochs, once
         if key not in self._measured:
             self._measured[key] = self._measure(loader, trainer)
         return self._measured[key]

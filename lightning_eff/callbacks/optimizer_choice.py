@@ -180,7 +180,7 @@ class OptimizerChoice(Managed):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._gradient_reader or trainer.global_step == self._last_step or self._built is None:
-            return
+            return  # an unchanged global_step: the gradients are still accumulated
         self._last_step = trainer.global_step
         self._built.zero_grad()
         self._has_freed_gradients = True

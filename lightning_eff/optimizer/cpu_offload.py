@@ -114,11 +114,13 @@ class CpuOffload(PerParameter):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = call_closure(closure)
+        # All copies to the host are queued at once and arrive in this order, while earlier parameters step.
         fetched = [(p, self._fetch(p)) for p in self.parameters() if p.grad is not None]
         for parameter, arrived in fetched:
             if arrived is not None:
                 arrived.synchronize()
             self.step_parameter(parameter)
+            # Overlaps with the next parameter's step; the next fetch waits for it before it reuses the copy.
             parameter.copy_(self._copies[parameter], non_blocking=True)
         if fetched and not self._has_warned and all(p.device == HOST for p, _ in fetched):
             self._has_warned = True

@@ -88,7 +88,7 @@ class WarmupDecay(LRScheduler):
         steps_left = self.total_steps - step
         remaining = steps_left / decay_steps if decay_steps > 0 else float(steps_left > 0)
         remaining = min(1.0, max(0.0, remaining))  # 1 before the decay, 0 after the last step
-        if self.decay == "cosine":
+        if self.decay == "cosine":  # (1 - cos(pi * remaining)) / 2
             remaining = 0.5 - 0.5 * math.cos(math.pi * remaining)
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * remaining
 
