@@ -1,4 +1,7 @@
-"""What torch.compile did between two moments: graphs, recompilations, graph breaks, seconds."""
+"""Count what torch.compile does between two moments: graphs, recompilations, graph breaks, seconds.
+
+The counters and callbacks of `torch._dynamo` are those of torch 2.13.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from torch._dynamo.utils import counters
 
 @dataclass
 class Compilations:
-    """Listens to the compiler from `open` to `close`.
+    """Counts from `open` to `close`.
 
     Args:
-        graphs: Graphs that were compiled.
+        graphs: Compiled graphs.
         recompilations: Compilations of code that had been compiled before, for other shapes or settings.
-        graph_breaks: Places that ended a graph early, by their reason.
-        elapsed_s: Wall time of tracing and compiling, of backward graphs too.
+        graph_breaks: How often a graph ended early, by reason.
+        elapsed_s: Wall time of tracing and compiling, backward graphs included.
     """
 
     graphs: int = 0
@@ -28,35 +31,35 @@ class Compilations:
     _began_s: float = 0.0
     _graphs_before: int = 0
     _breaks_before: Counter[str] = field(default_factory=Counter[str])
-    _open: bool = False
+    _is_open: bool = False
 
     def open(self) -> None:
-        """Begin to listen; a second call does nothing."""
-        if not self._open:
-            self._open = True
+        """Begin to count; a second call does nothing."""
+        if not self._is_open:
+            self._is_open = True
             self._graphs_before = counters["stats"]["unique_graphs"]
             self._breaks_before = Counter(counters["graph_break"])
             callback_handler.register_start_callback(self._on_start)
             callback_handler.register_end_callback(self._on_end)
 
     def close(self) -> None:
-        """Stop listening; a second call does nothing."""
-        if self._open:
-            self._open = False
-            self._count()
+        """Stop counting; a second call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self._read_counters()
             callback_handler.remove_start_callback(self._on_start)
             callback_handler.remove_end_callback(self._on_end)
 
     def _on_start(self, args: CallbackArgs) -> None:
         self._began_s = time.perf_counter()
-        _, _, attempt = args.compile_id.rpartition("/")
-        again = args.callback_trigger.name == "DYNAMO" and attempt.isdecimal() and int(attempt) > 0
-        self.recompilations += again
+        _, _, attempt = args.compile_id.rpartition("/")  # "frame/attempt"; attempt 0 is the first compilation
+        is_again = attempt.isdecimal() and int(attempt) > 0
+        self.recompilations += args.callback_trigger.name == "DYNAMO" and is_again
 
     def _on_end(self, _: CallbackArgs) -> None:
         self.elapsed_s += time.perf_counter() - self._began_s
-        self._count()
+        self._read_counters()
 
-    def _count(self) -> None:
+    def _read_counters(self) -> None:
         self.graphs = counters["stats"]["unique_graphs"] - self._graphs_before
         self.graph_breaks = Counter(counters["graph_break"]) - self._breaks_before

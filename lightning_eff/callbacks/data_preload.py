@@ -1,19 +1,18 @@
-"""Training batches ready before they are asked for: workers by measurement, and batches on the device ahead.
+"""Have training batches ready: a measured number of workers, and batches that are prefetched to the device.
 
-Workers make samples in processes of their own. They halve the wait for slow samples and multiply the time
-of tiny ones, so their number is measured on the loader's own samples before training; 0 is an answer. On a
-GPU a thread then copies batches over on a stream of its own while the step before computes. On a CPU it
-fetches while the step computes, where there are no workers and samples wait for a disk or a network. How
-much is ready is limited in batches and in bytes. What is trained on, and in which order, stays the same:
-samplers and random draws of the training are untouched, and a stateful loader's position is that of the
-last batch handed out.
+Workers make samples in processes of their own. They halve the wait for slow samples and multiply the time of
+tiny ones, so their number is measured on the loader's own samples before training; 0 is a possible result. On
+a GPU a thread then copies batches to the device on a side stream while the previous step computes. On a CPU
+it prefetches while the step computes, if there are no workers and samples wait for a disk or a network.
+Batches and bytes that are ready are limited. The data and their order stay the same: samplers and random
+draws of the training are untouched, and a stateful loader's position is that of the last batch handed out.
 
 Costs: host memory for each worker and device memory for the batches that are ready; a few seconds of
     measuring at the start, on some of the dataset's samples (`num_workers=2`, say, measures nothing).
     Samples, and samplers that draw one by one, draw other random numbers where workers or a thread fetch
-    ahead; streams and stateful loaders keep the workers that they have, and are fetched when asked for.
+    ahead; streams and stateful loaders keep the workers that they have, and are not prefetched.
 Conflicts: none. Hooks that move batches themselves (`transfer_batch_to_device`, `on_before_batch_transfer`)
-    are honoured: batches are then fetched ahead and not moved.
+    are honoured: batches are then prefetched and not moved.
 Source: prefetching as in NVIDIA's Apex and DALI; https://docs.pytorch.org/docs/stable/data.html
 """
 
@@ -21,7 +20,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,30 +30,32 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_eff.callbacks._data_preload import worker_trials
-from lightning_eff.callbacks._data_preload.lookahead import Settings
-from lightning_eff.callbacks._data_preload.prefetch import Ahead, is_stateful, wrap
-from lightning_eff.core import checkpoint_stamp, dataloaders, rules
+from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, is_stateful, wrap
+from lightning_eff.callbacks._data_preload.prefetch_iterator import PrefetchSettings
+from lightning_eff.callbacks._data_preload.worker_trials import WorkerChoice
+from lightning_eff.core import dataloaders
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome
 from lightning_eff.core.text import human_bytes
 
-MOVES = ("transfer_batch_to_device", "on_before_batch_transfer")
-"""Hooks that must see a batch before it is on the device."""
-WORTH_A_THREAD_S = 1e-3
+TRANSFER_HOOKS = ("transfer_batch_to_device", "on_before_batch_transfer")
+"""Hooks that must be called before a batch is on the device."""
+MIN_IDLE_S = 1e-3
 """Time that a batch waits, for a disk or a network, below which a thread is not worth it."""
 
 
-class DataPreload(pl.Callback):
+class DataPreload(Managed):
     """Have training batches ready.
 
     Args:
         num_workers: Processes that make samples; `auto` measures, and leaves a loader over a stream as it is.
         prefetch_factor: Batches that each worker keeps ready.
-        persistent_workers: Keep the workers from epoch to epoch, also where the loader does not; they do not
-            see what is changed in the dataset in between.
+        persistent_workers: Keep the workers from epoch to epoch, also where the loader does not; changes of
+            the dataset in between do not reach them.
         pin_memory: Page-locked host memory, from which copies to a GPU overlap with computing; None is true
             on a GPU alone.
-        num_batches_ahead: Batches that are fetched, and on a GPU moved, before they are asked for.
+        num_batches_ahead: Batches that are prefetched, and on a GPU moved.
         max_bytes_ahead: Bytes of these batches; one is allowed whatever its size. None for no limit.
         max_measure_s: Seconds that measuring may take, the start of workers not counted.
 
@@ -69,9 +69,6 @@ class DataPreload(pl.Callback):
         lightning_eff.core.errors.ConfigError: num_workers=-1: expected 'auto' or a whole number of at least 0
     """
 
-    on_save_checkpoint = checkpoint_stamp.save
-    on_load_checkpoint = checkpoint_stamp.load
-
     def __init__(
         self,
         *,
@@ -84,9 +81,8 @@ class DataPreload(pl.Callback):
         max_measure_s: float = 4.0,
     ) -> None:
         if num_workers != "auto" and not (isinstance(num_workers, int) and num_workers >= 0):
-            raise ConfigError(
-                key="num_workers", value=num_workers, allowed="'auto' or a whole number of at least 0"
-            )
+            allowed = "'auto' or a whole number of at least 0"
+            raise ConfigError(key="num_workers", value=num_workers, allowed=allowed)
         for name, value, least in (
             ("prefetch_factor", prefetch_factor, 1),
             ("num_batches_ahead", num_batches_ahead, 0),
@@ -103,16 +99,16 @@ class DataPreload(pl.Callback):
         self.num_batches_ahead = num_batches_ahead
         self.max_bytes_ahead = max_bytes_ahead
         self.max_measure_s = max_measure_s
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        self._loaders: list[Ahead] = []
-        self._choices: list[worker_trials.Choice | None] = []
-        self._measured: dict[Any, worker_trials.Choice | None] = {}
+    def _reset(self) -> None:
+        self._loaders: list[PrefetchLoader] = []
+        self._choices: list[WorkerChoice | None] = []
+        """How the workers of each loader were chosen; None for a loader that is left as it is."""
+        self._measured: dict[Any, WorkerChoice | None] = {}
         self._final: Outcome | None = None
         self._epoch = 0
-        self._kept_to_itself = self._untried = ""
-        self._unhook: Callable[[], None] | None = None
+        self._transfer_hook = self._not_measured = ""
         self._validation_s = 0.0
         self._validation_began_s = 0.0
 
@@ -120,79 +116,85 @@ class DataPreload(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        rules.enforce(self, trainer, pl_module)
-        self._forget()
-        self._unhook = dataloaders.hook(trainer, lambda loader: self._prepare(loader, trainer, pl_module))
+        super().setup(trainer, pl_module, stage)
+        self._reset()
+        self.cleanup.callback(self._finish)
+        unhook = dataloaders.hook(trainer, lambda loader: self._prepare(loader, trainer, pl_module))
+        self.cleanup.callback(unhook)
 
-    def _prepare(self, loader: Any, trainer: pl.Trainer, module: pl.LightningModule) -> Ahead:
+    def _prepare(self, loader: Any, trainer: pl.Trainer, module: pl.LightningModule) -> PrefetchLoader:
+        """Return the loader that the training iterates in place of `loader`."""
         if self._loaders and trainer.current_epoch != self._epoch:
-            self._drop()  # those of the epoch before, in place of which Lightning asks for new ones
+            self._end_loaders()  # Lightning replaces the loaders of an earlier epoch
+            self._loaders, self._choices = [], []
         self._epoch = trainer.current_epoch
         device = trainer.strategy.root_device
         choice = self._choose(loader, trainer)
         num_workers = getattr(loader, "num_workers", 0) if choice is None else choice.num_workers
         tuned = self._tuned(loader, num_workers, device) if choice is not None else None
-        self._kept_to_itself = _mover(trainer, module)
-        moved = device.type == "cuda" and not self._kept_to_itself
-        # Workers fetch ahead themselves, and what they give has only to be moved.
-        goes_ahead = moved if num_workers > 0 else _may_have_a_thread(choice, trainer, moved=moved)
-        settings = Settings(
-            num_batches=self.num_batches_ahead if goes_ahead else 0,
+        self._transfer_hook = _transfer_hook(trainer, module)
+        is_moved = device.type == "cuda" and not self._transfer_hook
+        # Workers prefetch themselves, and their batches have only to be moved.
+        is_ahead = is_moved if num_workers > 0 else _may_use_thread(choice, trainer, is_moved=is_moved)
+        settings = PrefetchSettings(
+            num_batches=self.num_batches_ahead if is_ahead else 0,
             max_bytes=self.max_bytes_ahead,
-            device=device if moved and self.num_batches_ahead else None,
+            device=device if is_moved and self.num_batches_ahead else None,
             limit=lambda: trainer.num_training_batches,
         )
-        ahead = wrap(loader, settings, tuned)
-        ahead.seen.num_workers = num_workers
-        self._loaders.append(ahead)
+        prepared = wrap(loader, settings, tuned)
+        prepared.stats.num_workers = num_workers
+        self._loaders.append(prepared)
         self._choices.append(choice)
-        return ahead
+        return prepared
 
-    def _choose(self, loader: Any, trainer: pl.Trainer) -> worker_trials.Choice | None:
-        """Return how many workers to use; None to leave the loader as it is. Rank 0 decides for all."""
+    def _choose(self, loader: Any, trainer: pl.Trainer) -> WorkerChoice | None:
+        """Return how many workers to use; None to leave the loader as it is."""
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-            self._untried = "its samples have no index to try"
+            self._not_measured = "its dataset has no indices"
             return None
         if is_stateful(loader):
-            self._untried = "its position is that of its own workers"
+            self._not_measured = "a stateful loader's position depends on its workers"
             return None
         if isinstance(self.num_workers, int):
-            self._untried = "as asked for"
-            return worker_trials.Choice(self.num_workers, {}, 0.0)
-        key = (type(loader.dataset), loader.batch_size)
+            self._not_measured = "set by num_workers"
+            return WorkerChoice(self.num_workers, {}, 0.0)
+        key = (type(loader.dataset), loader.batch_size)  # alike loaders, and those of later epochs, once
         if key not in self._measured:
             self._measured[key] = self._measure(loader, trainer)
         return self._measured[key]
 
-    def _measure(self, loader: DataLoader[Any], trainer: pl.Trainer) -> worker_trials.Choice | None:
-        most = worker_trials.num_cores(getattr(trainer, "num_devices", 1))
-        measured: worker_trials.Choice | None = None
-        if worker_trials.can_be_tried(loader):
+    def _measure(self, loader: DataLoader[Any], trainer: pl.Trainer) -> WorkerChoice | None:
+        measured: WorkerChoice | None = None
+        if worker_trials.is_map_style(loader):
+            most = worker_trials.num_cores(getattr(trainer, "num_devices", 1))
             try:
-                measured = worker_trials.choose(loader, max_workers=most, budget_s=self.max_measure_s)
-                self._untried = measured.reason
+                measured = worker_trials.choose_num_workers(
+                    loader, max_workers=most, budget_s=self.max_measure_s
+                )
+                self._not_measured = measured.reason
             except worker_trials.SAMPLE_ERRORS as error:
-                self._untried = f"a trial failed ({type(error).__name__}: {error})".splitlines()[0]
+                self._not_measured = f"a trial failed ({type(error).__name__}: {error})".splitlines()[0]
         else:
-            self._untried = "its samples have no index to try"
+            self._not_measured = "its dataset has no indices"
         own = loader.num_workers if measured is None else measured.num_workers
-        decided = int(trainer.strategy.broadcast(own))
+        decided = int(trainer.strategy.broadcast(own))  # every rank takes part; rank 0 decides
         return None if measured is None else replace(measured, num_workers=decided)
 
     def _tuned(self, loader: DataLoader[Any], num_workers: int, device: torch.device) -> DataLoader[Any]:
         """Return a loader over the same dataset and sampler for the training; the user's stays as it is."""
         tuned = copy.copy(loader)
-        on_gpu = device.type == "cuda" if self.pin_memory is None else self.pin_memory
-        wanted: dict[str, Any] = {
+        is_pinned = device.type == "cuda" if self.pin_memory is None else self.pin_memory
+        values: dict[str, Any] = {
             "_iterator": None,
             "num_workers": num_workers,
             "prefetch_factor": self.prefetch_factor if num_workers else None,
             "persistent_workers": (self.persistent_workers or loader.persistent_workers) and num_workers > 0,
-            "pin_memory": on_gpu or loader.pin_memory,
+            "pin_memory": is_pinned or loader.pin_memory,
             "timeout": loader.timeout if num_workers else 0,
         }
-        for name, value in wanted.items():
-            object.__setattr__(tuned, name, value)  # a loader forbids some of them, once it is made
+        for name, value in values.items():
+            object.__setattr__(tuned, name, value)  # DataLoader.__setattr__ forbids some once it is made
         return tuned
 
     @override
@@ -210,111 +212,91 @@ class DataPreload(pl.Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for loader in self._loaders:
-            loader.close()  # what is iterated from now on is the next epoch
+            loader.close()  # the next iteration is the next epoch's
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stop()
+        self._end_loaders()
 
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        self._stop()
-        self._restore()
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._stop()
-        self._restore()
-
-    def _stop(self) -> None:
+    def _end_loaders(self) -> None:
         for loader in self._loaders:
             loader.end()
 
-    def _drop(self) -> None:
-        self._stop()
+    def _finish(self) -> None:
+        """Keep the outcome, and drop the loaders with their data."""
+        self._end_loaders()
+        self._final = self.outcome()
         self._loaders, self._choices = [], []
 
-    def _restore(self) -> None:
-        if self._unhook is not None:
-            self._unhook()
-            self._unhook = None
-            self._final = self.outcome()
-            self._drop()  # what is left of the callback holds no data
-
     def outcome(self) -> Outcome:
-        """Say what was chosen, on what figures, and the share of the time that training waits for data."""
+        """Return what was chosen, its measurements, and the fraction of the time spent waiting for data."""
         if self._final is not None:
             return self._final
         if not self._loaders:
             return Outcome(did="no training data yet", effective=False)
-        said = [self._words(*each) for each in zip(self._loaders, self._choices, strict=True)]
-        shares = self._shares()
-        parts = [*dict.fromkeys(said), *([_words_on_waiting(*shares)] if shares else [])]
-        if self._kept_to_itself:
-            parts.append(f"not moved ahead: {self._kept_to_itself} moves batches itself")
+        stats = [loader.stats for loader in self._loaders]
+        parts = list(dict.fromkeys(map(self._describe, self._loaders, self._choices)))
+        waits = self._wait_fractions()
+        if waits is not None:
+            estimate = f"estimate without preloading: {waits[0]:.1%}"
+            parts.append(f"{waits[1]:.1%} of the time waiting for data ({estimate})")
+        if self._transfer_hook:
+            parts.append(f"not moved ahead: {self._transfer_hook} moves batches itself")
         return Outcome(
             did="; ".join(parts),
-            effective=any(_works_ahead(loader) for loader in self._loaders),
+            effective=any(loader.num_workers > 0 or loader.num_ahead > 0 for loader in stats),
             numbers={
-                "num_workers": [loader.seen.num_workers for loader in self._loaders],
+                "num_workers": [loader.num_workers for loader in stats],
                 "seconds_per_batch": [c.seconds_per_batch if c else {} for c in self._choices],
-                "max_ready_bytes": max(loader.seen.max_ready_bytes for loader in self._loaders),
-                "data_wait_share_before": shares[0] if shares else None,
-                "data_wait_share": shares[1] if shares else None,
+                "max_ready_bytes": max(loader.max_ready_bytes for loader in stats),
+                "data_wait_share_before": waits[0] if waits else None,
+                "data_wait_share": waits[1] if waits else None,
             },
         )
 
-    def _words(self, loader: Ahead, choice: worker_trials.Choice | None) -> str:
-        words = f"{loader.seen.num_workers} workers"
+    def _describe(self, loader: PrefetchLoader, choice: WorkerChoice | None) -> str:
+        stats = loader.stats
+        text = "1 worker" if stats.num_workers == 1 else f"{stats.num_workers} workers"
         if choice is not None and choice.seconds_per_batch:
             tried = [f"{s * 1e3:.2f} ms with {count}" for count, s in choice.seconds_per_batch.items()]
-            words += f" (a batch takes {', '.join(tried)})"
-            words += f", no more: {choice.reason}" if choice.reason else ""
+            text += f" (a batch takes {', '.join(tried)})"
+            text += f", no more: {choice.reason}" if choice.reason else ""
         else:
-            words += f", not measured: {self._untried}"
-        if loader.seen.draws:
-            words += "; fetched when asked for: samples draw random numbers in this process"
-        elif loader.seen.num_ahead:
-            words += f"; up to {human_bytes(loader.seen.max_ready_bytes)} ready"
-        return words
+            text += f", not measured: {self._not_measured}"
+        if stats.draws:
+            text += "; not prefetched: samples draw random numbers in this process"
+        elif stats.num_ahead:
+            text += f"; up to {human_bytes(stats.max_ready_bytes)} ready"
+        return text
 
-    def _shares(self) -> tuple[float, float] | None:
-        """Return the share of waiting for data, as it would be in this process alone and as it was."""
-        taken = min((loader.seen.num_taken for loader in self._loaders), default=0)
-        if taken < 3 or not all(choice is not None and choice.seconds_per_batch for choice in self._choices):
+    def _wait_fractions(self) -> tuple[float, float] | None:
+        """Return the fraction of the time spent waiting: estimated without preloading, and measured."""
+        stats = [loader.stats for loader in self._loaders]
+        num_taken = min((loader.num_taken for loader in stats), default=0)
+        if num_taken < 3 or not all(c is not None and c.seconds_per_batch for c in self._choices):
             return None
-        first = min(loader.seen.first_taken_s for loader in self._loaders)
-        last = max(loader.seen.last_taken_s for loader in self._loaders)
-        waited_s = sum(loader.seen.wait_s for loader in self._loaders)
+        first, last = min(s.first_taken_s for s in stats), max(s.last_taken_s for s in stats)
+        waited_s = sum(loader.wait_s for loader in stats)
         total_s = max(1e-9, last - first - self._validation_s)
-        alone_s = sum(c.seconds_per_batch[0] for c in self._choices if c is not None) * (taken - 1)
+        # Alone, each batch after the first would be waited for in full; the rest of the time stays the same.
+        alone_s = sum(c.seconds_per_batch[0] for c in self._choices if c is not None) * (num_taken - 1)
         return alone_s / (alone_s + max(0.0, total_s - waited_s)), min(1.0, waited_s / total_s)
 
 
-def _works_ahead(loader: Ahead) -> bool:
-    return loader.seen.num_workers > 0 or loader.seen.num_ahead > 0
-
-
-def _may_have_a_thread(choice: worker_trials.Choice | None, trainer: pl.Trainer, *, moved: bool) -> bool:
-    """Say whether a thread may fetch samples that this process makes, and is worth it."""
+def _may_use_thread(choice: WorkerChoice | None, trainer: pl.Trainer, *, is_moved: bool) -> bool:
+    """Return whether a thread may fetch samples that this process makes, and is worth it."""
     precision = str(trainer.precision)
-    other_default_dtype = precision.endswith("-true") and precision != "32-true"
-    if choice is None or other_default_dtype:
-        return False  # a stream may depend on the training; a default format holds in all threads
-    return moved or choice.idle_s >= WORTH_A_THREAD_S
+    # A stream may depend on the training, and "-true" precisions set a default dtype that all threads share.
+    if choice is None or (precision.endswith("-true") and precision != "32-true"):
+        return False
+    return is_moved or choice.idle_s >= MIN_IDLE_S
 
 
-def _words_on_waiting(before: float, after: float) -> str:
-    return f"{after:.1%} of the time waiting for data, by estimate {before:.1%} in this process alone"
-
-
-def _mover(trainer: pl.Trainer, module: pl.LightningModule) -> str:
-    """Return the hook of the user's own that moves batches to the device, if there is one."""
+def _transfer_hook(trainer: pl.Trainer, module: pl.LightningModule) -> str:
+    """Return the name of a user's hook that moves batches to the device; empty if there is none."""
     datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-    for each in (module, datamodule):
-        for hook in MOVES:
-            if each is not None and is_overridden(hook, each):
-                return f"{type(each).__name__}.{hook}"
+    for owner in [module, *([datamodule] if datamodule is not None else [])]:
+        for hook in TRANSFER_HOOKS:
+            if is_overridden(hook, owner):
+                return f"{type(owner).__name__}.{hook}"
     return ""

@@ -1,17 +1,17 @@
 """Recompute activations in the backward pass instead of keeping them (also: activation checkpointing).
 
-A block's forward keeps its inputs alone; when the backward pass needs what is inside, the block runs once
-more. Policies: `full` does so for every repeated block, `every_n` for one block in n, `selective` for all but
-matrix products, convolutions and attention, which are kept unless something is written to them in place (as
-recurrent layers do), `offload` as `full` with the inputs waiting in host memory, and `budget` leaves it to
-the compiler which share of the activations is kept. Random numbers, autocast and buffers (batch statistics)
-are those of the first run, so the result is the same to the bit.
+The forward pass of a block keeps its inputs alone; when the backward pass needs the activations inside, the
+block runs once more. Policies: `full` recomputes every repeated block, `every_n` one block in n, `selective`
+all operations but matrix products, convolutions and attention, whose outputs are kept unless they are
+written to in place (as recurrent layers do), `offload` is `full` with the inputs in host memory, and `budget`
+lets the compiler choose which fraction of the activations is kept. Random numbers, autocast and buffers
+(batch statistics) are those of the first run, so the result is the same to the bit.
 
 Costs: one more forward of the recomputed blocks, by operations a third of a step for `full`; its pointwise
     part for `selective`; `offload` adds two copies of each block's inputs over the bus. Forward hooks that
     a block has already run again with it.
 Conflicts: a model or strategy that recomputes on its own; `budget` needs `callbacks/torch_compile`, and
-    `selective` cannot see inside compiled blocks and has no second derivatives. Where the peak is the
+    `selective` cannot be used with compiled blocks and has no second derivatives. Where the peak is the
     optimizer step, recomputing saves nothing.
 Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174; torch.utils.checkpoint
 """
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,8 +32,9 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from typing_extensions import override
 
-from lightning_eff.core import checkpoint_stamp, model_surgery, rules
+from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Blocks, Stage
 from lightning_eff.core.recompute import Contexts, HostMemory, Recomputed, noop_context_fn
 from lightning_eff.core.technique import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
@@ -54,72 +55,63 @@ KEPT_OPERATIONS = [
         )
     ),
 ]
-"""What `selective` keeps: the operations that take most of the time for their bytes."""
+"""What `selective` keeps: the operations that take the most time for the bytes of their outputs."""
 _RECOMPUTE: object = checkpoint._RECOMPUTE  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+"""torch 2.13's mark, in the storage of a selective checkpoint, for an output that is recomputed."""
 
 
 def keep_outputs(
     operations: Collection[object],
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts for a forward that keeps what operations return, and for its recomputation.
+    """Return contexts for a forward that keeps the outputs of some operations, and for its recomputation.
 
-    What the forward writes to in place after all is recomputed with the rest. Recurrent layers do so to every
-    product; a GRU through views without a common version counter, which PyTorch's own check does not see.
+    A kept output that the forward writes to in place is recomputed after all. Recurrent layers do so to every
+    product; a GRU through views without a common version counter, which PyTorch's own check does not detect.
 
     Args:
         operations: Overloads of operators.
     """
 
     def policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> bool:
-        for tensor in _written(operation, args, kwargs):
-            _forget(storage, tensor)
+        schema = getattr(operation, "_schema", None)  # a higher-order operator has none
+        for index, argument in enumerate(schema.arguments if schema is not None else ()):
+            if argument.is_write:
+                written = args[index] if index < len(args) else kwargs.get(argument.name)
+                for tensor in written if isinstance(written, (list, tuple)) else [written]:
+                    if isinstance(tensor, Tensor):
+                        _drop_overwritten(storage, tensor)
         return operation in operations
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
-    storage = forward.storage  # `policy` holds it and not `forward`, which would be a cycle that keeps all
+    storage = forward.storage  # `policy` holds it and not `forward`: that cycle would keep every output alive
     return forward, recomputation
 
 
-def _written(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation changes in place."""
-    schema = getattr(operation, "_schema", None)  # a higher-order operator has none
-    if schema is None or not schema.is_mutable:
-        return []
-    given = [
-        args[index] if index < len(args) else kwargs.get(argument.name)
-        for index, argument in enumerate(schema.arguments)
-        if argument.is_write
-    ]
-    return [part for part in _parts(given) if isinstance(part, Tensor)]
-
-
-def _forget(storage: dict[Any, dict[int, Any]], written: Tensor) -> None:
-    """Have what was kept, and shares memory with a tensor, recomputed."""
+def _drop_overwritten(storage: dict[Any, dict[int, Any]], written: Tensor) -> None:
+    """Mark the kept outputs that share memory with a written tensor for recomputation."""
     memory = written.untyped_storage()
     for outputs in storage.values():
         for index, output in outputs.items():
-            kept = [getattr(part, "val", None) for part in _parts([output])]
-            if any(isinstance(tensor, Tensor) and tensor.untyped_storage() is memory for tensor in kept):
-                outputs[index] = _RECOMPUTE
-
-
-def _parts(values: Iterable[Any]) -> list[Any]:
-    return [part for value in values for part in (value if isinstance(value, (list, tuple)) else [value])]
+            for item in output if isinstance(output, (list, tuple)) else [output]:
+                kept = getattr(item, "val", None)
+                if isinstance(kept, Tensor) and kept.untyped_storage() is memory:
+                    outputs[index] = _RECOMPUTE
+                    break
 
 
 def recompute(
     model: nn.Module, *, policy: str = "full", every_n_blocks: int = 2, blocks: Blocks = None
 ) -> dict[str, Recomputed]:
-    """Have blocks of a model recomputed from now on; for Fabric, or a loop of one's own.
+    """Recompute blocks of a model from now on; for Fabric, or your own training loop.
 
     Args:
         model: Any module; blocks that are recomputed already are left as they are.
         policy: Any but `budget`, which is the compiler's.
         every_n_blocks: For `every_n`: one block in this many, the first one first.
-        blocks: Which parts; None finds the repeated ones.
+        blocks: Which blocks; None finds the repeated ones.
 
     Returns:
-        By name of the block, what `remove()` takes off again.
+        By name of the block, an object whose `remove()` undoes it.
 
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(4)))
@@ -131,31 +123,31 @@ def recompute(
     found = model_surgery.select(model, blocks)
     if policy == "every_n":
         found = dict(list(found.items())[::every_n_blocks])
-    keep: Contexts = noop_context_fn
+    contexts: Contexts = noop_context_fn
     if policy == "selective":
-        own = getattr(torch.ops.lightning_eff, "gemm", None)  # there as soon as a layer uses it
-        kept = [*KEPT_OPERATIONS, *([own.default] if own is not None else [])]
-        keep = functools.partial(keep_outputs, kept)
+        gemm = getattr(torch.ops.lightning_eff, "gemm", None)  # registered as soon as a layer uses it
+        kept = [*KEPT_OPERATIONS, *([gemm.default] if gemm is not None else [])]
+        contexts = functools.partial(keep_outputs, kept)
     host = HostMemory() if policy == "offload" else None
     return {
-        name: Recomputed(block, contexts=keep, host=host)
+        name: Recomputed(block, contexts=contexts, host=host)
         for name, block in found.items()
         if not Recomputed.of(block)
     }
 
 
-class GradientCheckpointing(pl.Callback):
+class GradientCheckpointing(Managed):
     """Recompute the repeated blocks of any model.
 
     Args:
         policy: `full`, `every_n`, `selective`, `budget` or `offload`.
         every_n_blocks: For `every_n`: one block in this many is recomputed.
-        memory_budget: For `budget`: share of the activations that may be kept, 0 to 1.
+        memory_budget: For `budget`: fraction of the activations that may be kept, 0 to 1.
         blocks: Class names or patterns of module names (`net.layers.*`), classes, or a predicate of name and
             module; None finds the repeated blocks.
 
     Raises:
-        ConfigError: A value is outside its range, or `blocks` fits nothing.
+        ConfigError: A value is outside its range, or `blocks` matches nothing.
         ConflictError: The model or the strategy recomputes on its own, `budget` has no compiler that keeps
             one, or `selective` has a compiler.
 
@@ -170,9 +162,6 @@ class GradientCheckpointing(pl.Callback):
         lightning_eff.core.errors.ConfigError: policy='some': expected one of full, every_n, selective, ...
     """
 
-    on_save_checkpoint = checkpoint_stamp.save
-    on_load_checkpoint = checkpoint_stamp.load
-
     def __init__(
         self,
         *,
@@ -181,56 +170,51 @@ class GradientCheckpointing(pl.Callback):
         memory_budget: float = 0.5,
         blocks: Blocks = None,
     ) -> None:
-        if policy not in POLICIES:
-            raise ConfigError(key="policy", value=policy, allowed=f"one of {', '.join(POLICIES)}")
-        if every_n_blocks < 1:
-            raise ConfigError(
-                key="every_n_blocks", value=every_n_blocks, allowed="a whole number of at least 1"
-            )
-        if not 0.0 <= memory_budget <= 1.0:
-            raise ConfigError(key="memory_budget", value=memory_budget, allowed="a share from 0 to 1")
+        for key, value, is_valid, allowed in (
+            ("policy", policy, policy in POLICIES, f"one of {', '.join(POLICIES)}"),
+            ("every_n_blocks", every_n_blocks, every_n_blocks >= 1, "a whole number of at least 1"),
+            ("memory_budget", memory_budget, 0.0 <= memory_budget <= 1.0, "a number from 0 to 1"),
+        ):
+            if not is_valid:
+                raise ConfigError(key, value, allowed=allowed)
         self.policy = policy
         self.every_n_blocks = every_n_blocks
         self.memory_budget = memory_budget
         self.blocks = blocks
         self._num_blocks = 0
         self._recomputed: dict[str, Recomputed] = {}
-        self._budget = ExitStack()
-        self._budget_set = False
+        self._is_budget_set = False
 
     def facts(self) -> Facts:
-        """State what recomputing meets: another that does so, and the compiler."""
+        """Return what must not recompute as well, and which policies need or exclude a compiler."""
+        option = "callbacks.gradient_checkpointing.policy"
         if self.policy == "budget":
             reason = "it is inductor that would choose what is recomputed"
-            remedies = ("+callbacks=torch_compile", "callbacks.gradient_checkpointing.policy=selective")
+            remedies = ("+callbacks=torch_compile", f"{option}=selective")
             return Facts(needs=(Rule(name=BUDGET, reason=reason, remedies=remedies),))
         twice, off = "the blocks would be recomputed twice", "~callbacks.gradient_checkpointing"
+        disable = "the model's own activation_checkpointing_disable() or gradient_checkpointing_disable()"
         excludes = [
-            Rule(
-                name="run/model_checkpointing",
-                reason=twice,
-                remedies=(
-                    "the model's own activation_checkpointing_disable() or gradient_checkpointing_disable()",
-                    off,
-                ),
-            ),
+            Rule(name="run/model_checkpointing", reason=twice, remedies=(disable, off)),
             Rule(name="run/strategy_checkpointing", reason=twice, remedies=(off,)),
         ]
         if self.policy == "selective":
             reason = "compiled blocks hide the products that are to be kept"
-            remedies = tuple(f"callbacks.gradient_checkpointing.policy={name}" for name in ("budget", "full"))
+            remedies = (f"{option}=budget", f"{option}=full")
             excludes.append(Rule(name="callbacks/torch_compile", reason=reason, remedies=remedies))
         return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=tuple(excludes))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        rules.enforce(self, trainer, pl_module)
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         if self.policy == "budget":
-            self._budget_set = True
-            self._budget.enter_context(functorch_config.patch(activation_memory_budget=self.memory_budget))
+            self._is_budget_set = True
+            budget = functorch_config.patch(activation_memory_budget=self.memory_budget)
+            self.cleanup.enter_context(budget)
         else:
+            self.cleanup.callback(model_surgery.restore, pl_module)
             model_surgery.queue(trainer, pl_module, Stage.CHECKPOINT, self._apply)
 
     def _apply(self, model: nn.Module) -> int:
@@ -239,6 +223,8 @@ class GradientCheckpointing(pl.Callback):
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         new = recompute(model, policy=self.policy, every_n_blocks=self.every_n_blocks, blocks=self.blocks)
+        for recomputed in new.values():
+            self.cleanup.callback(recomputed.remove)
         self._recomputed |= new
         if not self._recomputed:
             text = "GradientCheckpointing found no repeated blocks: name them with blocks="
@@ -246,41 +232,22 @@ class GradientCheckpointing(pl.Callback):
         return len(new)
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        rules.enforce(self, trainer, pl_module)
-
-    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recomputed and not self._num_recomputations():
             text = f"GradientCheckpointing recomputed nothing: {self.outcome().did}"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._restore(pl_module)
-
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        self._restore(pl_module)
-
-    def _restore(self, module: pl.LightningModule) -> None:
-        model_surgery.restore(module)
-        self._budget.close()
-        for recomputed in self._recomputed.values():
-            recomputed.remove()
-
     def _num_recomputations(self) -> int:
         return sum(recomputed.num_recomputed for recomputed in self._recomputed.values())
 
     def outcome(self) -> Outcome:
-        """Say which blocks are recomputed, and how often they were."""
+        """Return which blocks are recomputed, and how often they were."""
         if self.policy == "budget":
             did = f"the compiler keeps {self.memory_budget:.0%} of the activations of each graph"
-            return Outcome(did=did, effective=self._budget_set)
+            return Outcome(did=did, effective=self._is_budget_set)
         names, count = list(self._recomputed), self._num_recomputations()
-        did = f"{len(names)} of {self._num_blocks} blocks recomputed ({self.policy}), {count} times"
+        times = "once" if count == 1 else f"{count} times"
+        did = f"{len(names)} of {self._num_blocks} blocks recomputed ({self.policy}), {times}"
         if any(recomputed.left_cache_empty for recomputed in self._recomputed.values()):
             did += "; their key-value cache stays empty"
         return Outcome(

@@ -42,7 +42,7 @@ from lightning_eff.checkpoint import stored_weights
 from lightning_eff.core import checkpoint_stamp, model_surgery, rules
 from lightning_eff.core.errors import ConfigError, check_flags
 from lightning_eff.core.model_surgery import Stage
-from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError, listed
+from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError, parameters_have
 from lightning_eff.core.technique import NEW_PARAMETERS, TRANSFORM, Facts, Outcome, name_of
 from lightning_eff.core.text import human_bytes
 
@@ -264,7 +264,7 @@ class PeftAdapter(pl.Callback):
         missing = [name for name, p in named.items() if id(p) not in held]
         if missing and any(id(p) in held for p in module.parameters()):  # else they are flattened
             remedy = "self.parameters() in configure_optimizers, or OptimizerChoice"
-            text = f"{listed(missing)} no optimizer\n  try: {remedy}"
+            text = f"{parameters_have(missing)} no optimizer\n  try: {remedy}"
             raise GradientError(text)
 
     @override

@@ -1,25 +1,25 @@
 """Compile a model's repeated blocks, its loss, or its forward, in place.
 
-A block's forward is compiled where it stands, so names and checkpoint keys stay. All blocks of a
-class share their graphs, so the compile time does not grow with the depth. When shapes change the compiler
-makes one more graph, for any shape. Graphs, recompilations, graph breaks with their reasons and the seconds
-are in the report. Past the compiler's limit of recompilations a run stops instead of going on uncompiled.
+The forward of a block is compiled on the instance, so names and checkpoint keys stay. All blocks of a class
+share their graphs, so the compile time does not grow with the depth. When shapes change, the compiler makes
+one more graph, for any shape. The report has graphs, recompilations, graph breaks with their reasons, and
+seconds. Past the compiler's limit of recompilations a run stops instead of continuing uncompiled.
 
-Why not `self.net = torch.compile(self.net)`: it puts `_orig_mod` into every key. Why not the LightningModule
-as a whole: its steps log, and DDP calls them through its forward.
+Why not `self.net = torch.compile(self.net)`: it puts `_orig_mod` into every key. Why not the full
+LightningModule: its steps log, and DDP calls them through its forward.
 
 Costs: seconds to minutes in the first steps, again for another shape and for validation.
 Conflicts: inductor, the default backend, needs a C++ compiler on the CPU and a C compiler on a GPU.
-    Recomputed blocks must be compiled themselves (`target=blocks`), not as a part of something larger.
+    Recomputed blocks must be compiled themselves (`target=blocks`), not inside a larger part.
 Source: Ansel et al. 2024, https://doi.org/10.1145/3620665.3640366;
     https://docs.pytorch.org/docs/stable/torch.compiler.html
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,15 +29,16 @@ from torch._dynamo import config as dynamo_config
 from typing_extensions import override
 
 from lightning_eff.callbacks._compilation import Compilations
-from lightning_eff.core import checkpoint_stamp, model_surgery, rules
+from lightning_eff.core import model_surgery
 from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, nearest
+from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Blocks, Stage
 from lightning_eff.core.technique import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 RECOMPILATIONS_PER_PART = 8
-"""The compiler's own limit, for each part instead of for each piece of code."""
+"""torch's own limit, here for each part instead of for each code object."""
 BUDGET_BACKENDS = ("inductor", "aot_eager_decomp_partition")
 """Backends that choose what a graph keeps for its backward pass."""
 GRAPH_REPLAY_MODES = ("reduce-overhead", "max-autotune")
@@ -47,7 +48,7 @@ GRAPH_REPLAY_MODES = ("reduce-overhead", "max-autotune")
 def compile_in_place(
     model: nn.Module, target: str | Sequence[str] = "blocks", *, blocks: Blocks = None, **options: Any
 ) -> dict[str, Callable[[], None]]:
-    """Compile parts of a model from now on; for Fabric, or a loop of one's own.
+    """Compile parts of a model from now on; for Fabric, or your own training loop.
 
     Args:
         model: Any module; what is compiled already is left as it is.
@@ -56,7 +57,7 @@ def compile_in_place(
         options: `torch.compile`'s own.
 
     Returns:
-        By name of the part, a function that takes the compilation off again.
+        By name of the part, a function that undoes the compilation.
 
     Raises:
         ConfigError: The model has no part of that name.
@@ -68,17 +69,29 @@ def compile_in_place(
         >>> list(compile_in_place(model, backend="eager"))
         []
     """
-    done: dict[str, Callable[[], None]] = {}
+    undo: dict[str, Callable[[], None]] = {}
     for name in [target] if isinstance(target, str) else target:
-        for path, part in _parts(model, name, blocks).items():
-            undo = _compile(model, path, part, options)
-            if undo is not None:
-                done[path] = undo
-    return done
+        for path, part in _resolve(model, name, blocks).items():
+            if isinstance(part, nn.Module):
+                owner, attribute, method = part, "forward", part.forward
+            else:
+                owner_path, _, attribute = path.rpartition(".")
+                owner, method = model.get_submodule(owner_path), part
+            before = vars(owner).get(attribute)
+            if not isinstance(before, CompiledCall):
+                vars(owner)[attribute] = CompiledCall(method, options)
+                undo[path] = functools.partial(_uncompile, owner, attribute, before)
+    return undo
 
 
-def _parts(model: nn.Module, target: str, blocks: Blocks) -> dict[str, Any]:
-    """Return what a target means in a model, by name."""
+def _uncompile(owner: nn.Module, attribute: str, before: Any) -> None:
+    del vars(owner)[attribute]
+    if before is not None:
+        vars(owner)[attribute] = before
+
+
+def _resolve(model: nn.Module, target: str, blocks: Blocks) -> dict[str, Any]:
+    """Return the modules or methods that a target stands for, by name."""
     if target == "blocks":
         return dict(model_surgery.select(model, blocks))
     if target == "forward":
@@ -90,52 +103,27 @@ def _parts(model: nn.Module, target: str, blocks: Blocks) -> dict[str, Any]:
     part: Any = model
     for name in target.split("."):
         if not hasattr(part, name):
-            known = {"blocks", "forward", *_own_names(part)}
-            raise ConfigError(
-                key="target", value=target, allowed=f"blocks, forward, or a part; {nearest(name, known)}"
-            )
+            children = [child for child, _ in part.named_children()] if isinstance(part, nn.Module) else []
+            methods = {method for method in dir(type(part)) if not method.startswith("_")}
+            own = methods - set(dir(pl.LightningModule))  # not what PyTorch and Lightning give every module
+            similar = nearest(name, {"blocks", "forward", *children, *own})
+            raise ConfigError(key="target", value=target, allowed=f"blocks, forward, or a part; {similar}")
         part = getattr(part, name)
     if not callable(part):
         raise ConfigError(key="target", value=target, allowed="blocks, forward, or a part that can be called")
     return {target: part}
 
 
-def _own_names(part: Any) -> set[str]:
-    """Return submodules, and the methods that PyTorch and Lightning do not give every module."""
-    children = [name for name, _ in part.named_children()] if isinstance(part, nn.Module) else []
-    methods = {name for name in dir(type(part)) if not name.startswith("_")}
-    return {*children, *(methods - set(dir(pl.LightningModule)))}
-
-
-def _compile(model: nn.Module, path: str, part: Any, options: dict[str, Any]) -> Callable[[], None] | None:
-    """Compile one part; return what takes it off, or None when it is compiled already."""
-    if isinstance(part, nn.Module):
-        owner, name, method = part, "forward", part.forward
-    else:
-        owner_path, _, name = path.rpartition(".")
-        owner, method = model.get_submodule(owner_path), part
-    before = owner.__dict__.get(name)
-    if isinstance(before, CompiledCall):
-        return None
-    owner.__dict__[name] = CompiledCall(method, options)
-
-    def undo() -> None:
-        del owner.__dict__[name]
-        if before is not None:
-            owner.__dict__[name] = before
-
-    return undo
-
-
-class TorchCompile(pl.Callback):
+class TorchCompile(Managed):
     """Compile the repeated blocks of any model, or other parts of it.
 
     Args:
         target: `blocks`, `forward`, the name of a submodule or method (`loss`, `net.encoder`), or a list.
         blocks: Which blocks, by class names or patterns of module names; None finds the repeated ones.
-        backend: `inductor`, or another that torch knows; `aot_eager` and `eager` need no compiler.
+        backend: `inductor`, or another that torch lists; `aot_eager` and `eager` need no compiler.
         mode: `default`, `reduce-overhead`, `max-autotune`, `max-autotune-no-cudagraphs`; None is `default`.
-        dynamic: True makes graphs for any shape at once, False one for each shape, None when shapes change.
+        dynamic: True makes graphs for any shape at once, False one for each shape; None makes one for any
+            shape when shapes change.
         fullgraph: Raise at a graph break instead of reporting it.
 
     Raises:
@@ -144,17 +132,14 @@ class TorchCompile(pl.Callback):
         EnvironmentLacksError: `inductor` finds no compiler.
 
     Warns:
-        NoEffectWarning: The model has no repeated blocks, or a fit ended without a graph.
+        NoEffectWarning: The model has no repeated blocks, or a fit compiled no graph.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TorchCompile(mode="default")], logger=False, accelerator="cpu")
         >>> TorchCompile(backend="inducktor")
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: backend='inducktor': expected a backend of torch.compile's; ...
+        lightning_eff.core.errors.ConfigError: backend='inducktor': expected a backend of torch.compile; ...
     """
-
-    on_save_checkpoint = checkpoint_stamp.save
-    on_load_checkpoint = checkpoint_stamp.load
 
     def __init__(
         self,
@@ -168,28 +153,23 @@ class TorchCompile(pl.Callback):
     ) -> None:
         backends: list[str] = torch.compiler.list_backends(exclude_tags=())
         if backend not in backends:
-            raise ConfigError(
-                key="backend",
-                value=backend,
-                allowed=f"a backend of torch.compile's; {nearest(backend, backends)}",
-            )
-        if mode is not None and mode not in MODES:
-            raise ConfigError(key="mode", value=mode, allowed=f"one of {', '.join(MODES)}, or None")
-        if mode is not None and backend != "inductor":
-            raise ConfigError(key="mode", value=mode, allowed=f"None: the backend {backend} has no modes")
+            allowed = f"a backend of torch.compile; {nearest(backend, backends)}"
+            raise ConfigError(key="backend", value=backend, allowed=allowed)
+        if mode is not None and (mode not in MODES or backend != "inductor"):
+            modes = f"one of {', '.join(MODES)}, or None"
+            allowed = f"None: the backend {backend} has no modes" if mode in MODES else modes
+            raise ConfigError(key="mode", value=mode, allowed=allowed)
         self.target = target
         self.blocks = blocks
         self.backend = backend
         self.mode = mode
         self.dynamic = dynamic
         self.fullgraph = fullgraph
-        self._undo: dict[str, Callable[[], None]] = {}
         self._num_parts = 0
         self._compilations = Compilations()
-        self._limits = ExitStack()
 
     def facts(self) -> Facts:
-        """State what compiling needs, and which recomputation it cannot hold."""
+        """Return what compiling needs, and which recomputation it cannot contain."""
         needs: list[Rule] = []
         if self.backend == "inductor":
             install = "apt-get install g++ (or your system's C++ compiler)"
@@ -210,86 +190,71 @@ class TorchCompile(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        rules.enforce(self, trainer, pl_module)
+        super().setup(trainer, pl_module, stage)
+        self.cleanup.callback(model_surgery.restore, pl_module)
         model_surgery.queue(trainer, pl_module, Stage.COMPILE, self._apply)
         if stage == "fit":
-            # Graphs of an earlier run fit this one's code, and were made under that one's settings.
+            # Graphs of an earlier run match this run's code, and were compiled under other settings.
             torch.compiler.reset()
             self._compilations = Compilations()
+        self._num_parts = 0
         self._compilations.open()
+        self.cleanup.callback(self._compilations.close)
 
     def _apply(self, model: nn.Module) -> int:
         options = {"backend": self.backend, "mode": self.mode}
         options |= {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
         try:
-            done = compile_in_place(model, self.target, blocks=self.blocks, **options)
+            compiled = compile_in_place(model, self.target, blocks=self.blocks, **options)
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
-        self._undo |= done
-        self._num_parts = len(self._undo)
-        self._set_limits()
-        if not self._undo:
-            text = "TorchCompile found no repeated blocks: name them with blocks=, or another target="
-            warnings.warn(text, NoEffectWarning, stacklevel=2)
-        return len(done)
-
-    def _set_limits(self) -> None:
-        """Allow each part what torch allows each piece of code, which blocks of a class share; then stop."""
+        for undo in compiled.values():
+            self.cleanup.callback(undo)
+        self._num_parts += len(compiled)
+        # torch 2.13 counts recompilations by code object, which all blocks of a class share; past the limit
+        # it would continue uncompiled.
         limit = RECOMPILATIONS_PER_PART * max(1, self._num_parts)
-        self._limits.enter_context(
+        self.cleanup.enter_context(
             dynamo_config.patch(
                 recompile_limit=limit,
                 accumulated_recompile_limit=max(256, limit),
                 fail_on_recompile_limit_hit=True,
             )
         )
-
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        rules.enforce(self, trainer, pl_module)
+        if not self._num_parts:
+            text = "TorchCompile found no repeated blocks: name them with blocks=, or another target="
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
+        return len(compiled)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._num_parts and not self._compilations.graphs:
-            text = "TorchCompile made no graph: the compiled parts were not called, or not traceable"
+            text = "TorchCompile compiled no graph: the compiled parts were not called, or cannot be traced"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._restore(pl_module)
-
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        self._restore(pl_module)
-
-    def _restore(self, module: pl.LightningModule) -> None:
-        model_surgery.restore(module)
-        self._compilations.close()
-        self._limits.close()
-        for undo in self._undo.values():
-            undo()
-        self._undo = {}
-
     def outcome(self) -> Outcome:
-        """Say what was compiled, into how many graphs, and what it cost."""
-        seen = self._compilations
-        broken = sum(seen.graph_breaks.values())
+        """Return what was compiled, into how many graphs, and how long it took."""
+        counts = self._compilations
+        num_breaks = sum(counts.graph_breaks.values())
         did = (
-            f"{self._num_parts} parts compiled by {self.backend}: {seen.graphs} graphs, "
-            f"{seen.recompilations} recompilations, {broken} graph breaks, {seen.elapsed_s:.1f} s"
+            f"{_count(self._num_parts, 'part')} compiled by {self.backend}: "
+            f"{_count(counts.graphs, 'graph')}, {_count(counts.recompilations, 'recompilation')}, "
+            f"{_count(num_breaks, 'graph break')}, {counts.elapsed_s:.1f} s"
         )
-        if broken:
-            did += f" ({seen.graph_breaks.most_common(1)[0][0].splitlines()[0]})"
+        if num_breaks:
+            did += f" ({counts.graph_breaks.most_common(1)[0][0].splitlines()[0]})"
         return Outcome(
             did=did,
-            effective=seen.graphs > 0,
+            effective=counts.graphs > 0,
             numbers={
                 "parts": self._num_parts,
-                "graphs": seen.graphs,
-                "recompilations": seen.recompilations,
-                "graph_breaks": dict(seen.graph_breaks),
-                "compile_s": seen.elapsed_s,
+                "graphs": counts.graphs,
+                "recompilations": counts.recompilations,
+                "graph_breaks": dict(counts.graph_breaks),
+                "compile_s": counts.elapsed_s,
             },
         )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

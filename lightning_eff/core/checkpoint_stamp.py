@@ -31,8 +31,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.optimization.factories import layout
-from lightning_eff.core.optimization.kept_schedule import OF_SCHEDULES
+from lightning_eff.core.optimization.factories import state_layout
+from lightning_eff.core.optimization.kept_schedule import SCHEDULE_KEYS
 from lightning_eff.core.technique import chosen, name_of, techniques
 
 KEY = "lightning_eff"
@@ -188,7 +188,7 @@ def _refuse_other_options(optimizer: Any, groups: Sequence[Any]) -> None:
     """Know another class by its options, where a checkpoint does not name it; new releases only add some."""
     for group, saved in zip(optimizer.param_groups, groups, strict=False):
         missing = [key for key in optimizer.defaults if key not in saved]
-        extra = [key for key in saved if key not in group and key not in OF_SCHEDULES]
+        extra = [key for key in saved if key not in group and key not in SCHEDULE_KEYS]
         if missing and extra:
             what = f"with the option {_shown(extra[0])} and without {missing[0]}"
             raise _refusal(_kind(optimizer), f"an optimizer {what}, with which the checkpoint was saved")
@@ -202,7 +202,7 @@ def _refusal(value: str, allowed: str) -> ConfigError:
 
 def _kind(optimizer: Any) -> str:
     """Return whose layout an optimizer's state has."""
-    return layout(getattr(optimizer, "kind_behind", None) or type(optimizer))
+    return state_layout(getattr(optimizer, "kind_behind", None) or type(optimizer))
 
 
 def _on(objects: Iterable[object]) -> dict[str, dict[str, Any]]:

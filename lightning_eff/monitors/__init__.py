@@ -1,1 +1,1 @@
-"""What watches a run and changes nothing: callbacks for `Trainer(callbacks=[...])`."""
+"""Callbacks that observe a run and change nothing in its training."""

@@ -1,11 +1,10 @@
-"""One table per run: what was asked, what was applied, and the time, FLOPs and memory that it took.
+"""One table per run: the techniques configured, what each did, and the time, FLOPs and memory of the run.
 
-Printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `report.html` beside the
-run's other files; a run that fails writes both too, with the reason, and again when its last checkpoint is
-on the disk. Measured are all training batches after the first ones, validation left out. Peak memory is the
-allocator's where it keeps one; on the CPU it is the live bytes of the first batches, counted storage by
-storage.
-A compiled model is timed and not counted: it is not dispatched operation by operation.
+Printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `report.html` next to the run's
+other files. A run that fails writes both too, with the reason, and again when its last checkpoint is saved.
+All training batches after the first ones are measured, validation excluded. Peak memory is the allocator's
+where it keeps one; on the CPU it is the live bytes of the first batches, counted storage by storage. A
+compiled model is timed and not counted: its operations are not dispatched one by one.
 
 Costs: a few Python calls a batch; the first batches run slower while they are counted.
 Conflicts: none.
@@ -18,8 +17,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -45,7 +41,7 @@ from lightning_eff.report.meter import Meter
 LEDGER_FILE = "efficiency.json"
 PAGE_FILE = "report.html"
 CONFIG_FILE = "resolved.yaml"
-"""What a recipe's run was built from; a plain Trainer has none."""
+"""The composed config of a recipe's run; a plain Trainer has none."""
 
 
 class EfficiencyReport(pl.Callback):
@@ -68,9 +64,8 @@ class EfficiencyReport(pl.Callback):
         self, *, dirpath: str | None = None, num_warmup_batches: int = 2, count_first_batches: bool = True
     ) -> None:
         if num_warmup_batches < 0:
-            raise ConfigError(
-                key="num_warmup_batches", value=num_warmup_batches, allowed="a whole number of at least 0"
-            )
+            allowed = "a whole number of at least 0"
+            raise ConfigError(key="num_warmup_batches", value=num_warmup_batches, allowed=allowed)
         self.dirpath = dirpath
         self.num_warmup_batches = num_warmup_batches
         self.count_first_batches = count_first_batches
@@ -85,7 +80,7 @@ class EfficiencyReport(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Remember what was asked, before anything settles what `auto` means."""
+        """Record the techniques' arguments before any `auto` is replaced by a value."""
         rules.refuse_legacy(self, trainer)
         if stage == "fit":
             self.report = {}
@@ -95,19 +90,25 @@ class EfficiencyReport(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        reports = [each for each in _callbacks(trainer) if isinstance(each, EfficiencyReport)]
-        if next((each for each in reports if each.dirpath == self.dirpath), self) is not self:
-            return  # that one writes the same files
+        reports = [callback for callback in _callbacks(trainer) if isinstance(callback, EfficiencyReport)]
+        first = next((callback for callback in reports if callback.dirpath == self.dirpath), self)
+        if first is not self:
+            return  # it writes the same files
         self._first_step = self._last_step = trainer.global_step
         self._losses = Losses()
-        self._folder = self._folder_of(trainer)
-        counted = self.count_first_batches and not is_compiled(pl_module)
+        # On all ranks: Lightning broadcasts log_dir. Without a logger no folder was made for this run, and
+        # an earlier report in the Trainer's folder is left as it is.
+        folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
+        if not self.dirpath and not trainer.loggers and (folder / PAGE_FILE).exists():
+            folder = next(new for n in count(2) if not (new := folder / f"efficiency_{n}").exists())
+        self._folder = folder
+        is_counted = self.count_first_batches and not is_compiled(pl_module)
         self._meter = Meter(
             trainer.strategy.root_device,
             trainer.profiler,  # pyright: ignore[reportAttributeAccessIssue]
             num_warmup_batches=self.num_warmup_batches,
-            count_flops=counted,
-            count_bytes=counted,
+            count_flops=is_counted,
+            count_bytes=is_counted,
         )
 
     @override
@@ -125,7 +126,11 @@ class EfficiencyReport(pl.Callback):
             return
         step = trainer.global_step
         self._meter.end_batch(batch, num_steps=step - self._first_step)
-        self._losses.add(step if step > self._last_step else step + 1, outputs, _num_shares(trainer))
+        # Lightning's own loop divides a batch's loss by accumulate_grad_batches; ExactStep does not.
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        is_divided = pl_module.automatic_optimization and not isinstance(loop, ExactStep)
+        divisor = trainer.accumulate_grad_batches if is_divided else 1
+        self._losses.add(step if step > self._last_step else step + 1, outputs, divisor)
         self._last_step = step
 
     @override
@@ -143,33 +148,45 @@ class EfficiencyReport(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
+        if self._meter is None:
+            return
+        meter, strategy = self._meter, trainer.strategy
+        is_stop = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
         reason = f"{type(exception).__name__}: {exception}".splitlines()[0]
-        stopped = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
-        if self._meter is not None:
-            meter = self._meter
-            self._finish(trainer, meter, status="stopped" if stopped else "failed", reason=reason)
-            # Callbacks after this one save checkpoints now, in the background too.
-            _after_teardown(trainer.strategy, partial(self._update, trainer, meter))
+        self._finish(trainer, meter, status="stopped" if is_stop else "failed", reason=reason)
+        teardown = strategy.teardown
 
-    def _update(self, trainer: pl.Trainer, meter: Meter) -> None:
-        """Write the report once more, with what techniques did since; print it."""
-        self.report["ledger"] = report.plain(self._ledger(trainer))
-        self._write(meter)
-        self._print()
+        def teardown_then_update() -> None:
+            vars(strategy).pop("teardown", None)
+            try:
+                teardown()
+            finally:
+                self.report["ledger"] = report.plain(self._ledger(trainer))
+                self._write(meter)
+                self._print()
+
+        # Callbacks after this one save checkpoints now, in the background too; the strategy's teardown waits
+        # for these saves and follows all callbacks' hooks.
+        strategy.teardown = teardown_then_update
 
     def _finish(self, trainer: pl.Trainer, meter: Meter, *, status: str, reason: str) -> None:
         self._meter = None
         meter.close()
+        precision = str(trainer.precision)
+        half = torch.float16 if precision.startswith("16") else torch.float32
+        dtype = torch.bfloat16 if "bf16" in precision else half
+        held = meter.memory()
+        optimizer_bytes = sum(sum(state_bytes(optimizer).values()) for optimizer in trainer.optimizers)
         findings = {
             "title": "Efficiency report",
             "status": status,
             "reason": reason,
             "num_steps": trainer.global_step - self._first_step,
-            "measured": meter.summary(dtype=_compute_dtype(trainer), world_size=trainer.world_size)
-            | {"optimizer_state_bytes": _state_bytes(trainer)},
+            "measured": meter.summary(dtype=dtype, world_size=trainer.world_size)
+            | {"optimizer_state_bytes": optimizer_bytes or None},
             "ledger": self._ledger(trainer),
             "losses": self._losses.curve(),
-            "memory": {} if (held := meter.memory()) is None else held.as_dict(),
+            "memory": {} if held is None else held.as_dict(),
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "environment": machine.describe(meter.device),
             "command": _command(),
@@ -178,18 +195,21 @@ class EfficiencyReport(pl.Callback):
         self._write(meter)
 
     def _ledger(self, trainer: pl.Trainer) -> list[dict[str, Any]]:
-        ran = trainer.global_step > self._first_step
-        return [_entry(technique, arguments, ran=ran) for technique, arguments in self._asked]
-
-    def _folder_of(self, trainer: pl.Trainer) -> Path:
-        """Return where to write; on all ranks, which Lightning lets agree on it.
-
-        Without a logger nobody has made a folder for this run: what lies in the Trainer's is left as it is.
-        """
-        folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
-        if self.dirpath or trainer.loggers or not (folder / PAGE_FILE).exists():
-            return folder
-        return next(new for n in count(2) if not (new := folder / f"efficiency_{n}").exists())
+        """Return one row a technique: its arguments, status, and what it did so far."""
+        rows: list[dict[str, Any]] = []
+        for technique, arguments in self._asked:
+            outcome = technique.outcome()
+            effect = "applied" if outcome.effective else "no effect"
+            rows.append(
+                {
+                    "technique": name_of(technique),
+                    "asked": arguments,
+                    "status": effect if trainer.global_step > self._first_step else "not run",
+                    "did": outcome.did,
+                    "numbers": dict(outcome.numbers),
+                }
+            )
+        return rows
 
     @rank_zero_only
     def _write(self, meter: Meter) -> None:
@@ -217,58 +237,12 @@ class EfficiencyReport(pl.Callback):
         return rows[name]
 
 
-def _after_teardown(strategy: Strategy, act: Callable[[], None]) -> None:
-    """Call `act` once, after the strategy's teardown: it waits for saves and follows all callbacks' hooks."""
-    teardown = strategy.teardown
-
-    def torn_down() -> None:
-        vars(strategy).pop("teardown", None)
-        try:
-            teardown()
-        finally:
-            act()
-
-    strategy.teardown = torn_down
-
-
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _state_bytes(trainer: pl.Trainer) -> int | None:
-    """Return the bytes of all optimizers' state on this rank, None while there is none."""
-    return sum(sum(state_bytes(optimizer).values()) for optimizer in trainer.optimizers) or None
-
-
-def _entry(technique: Technique, arguments: dict[str, Any], *, ran: bool) -> dict[str, Any]:
-    outcome = technique.outcome()
-    effect = "applied" if outcome.effective else "no effect"
-    return {
-        "technique": name_of(technique),
-        "asked": arguments,
-        "status": effect if ran else "not run",
-        "did": outcome.did,
-        "numbers": dict(outcome.numbers),
-    }
-
-
 def _command() -> str:
-    """Return the command line as it can be typed again, whichever way the program was started."""
+    """Return the command line in a form that can be typed again, however the program was started."""
     program = Path(sys.argv[0])
-    ours = program.name == "lightning-eff" or program.parent.name == "lightning_eff"
-    return shlex.join(["lightning-eff" if ours else sys.argv[0], *sys.argv[1:]])
-
-
-def _num_shares(trainer: pl.Trainer) -> int:
-    """Return what Lightning's own loop has divided a batch's loss by; ours leaves it as it was."""
-    stock = trainer.lightning_module.automatic_optimization and not isinstance(
-        trainer.fit_loop.epoch_loop.automatic_optimization, ExactStep
-    )
-    return trainer.accumulate_grad_batches if stock else 1
-
-
-def _compute_dtype(trainer: pl.Trainer) -> torch.dtype:
-    precision = str(trainer.precision)
-    if "bf16" in precision:
-        return torch.bfloat16
-    return torch.float16 if precision.startswith("16") else torch.float32
+    is_ours = program.name == "lightning-eff" or program.parent.name == "lightning_eff"
+    return shlex.join(["lightning-eff" if is_ours else sys.argv[0], *sys.argv[1:]])

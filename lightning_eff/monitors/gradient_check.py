@@ -1,11 +1,11 @@
 """Stop a run whose first optimizer step finds a trainable parameter without a finite gradient.
 
-A layer that is not called, an adapter behind a detached input, a loss that is not a number: training goes
-on and learns nothing. The check looks once, when the first step has been made, and takes its hook off. A
-step that a loss scaler skips is not a step.
+With a layer that is not called, an adapter after a detached input, or a loss of NaN, training continues and
+learns nothing. The check runs once, after the first step, and removes its hook. A step that a loss scaler
+skips does not count.
 
 Costs: one pass over the gradients in the first step.
-Conflicts: models that leave out layers on purpose must name them in `unused`.
+Conflicts: models that skip layers on purpose must name them in `unused`.
 Source: none
 """
 
@@ -24,7 +24,7 @@ class GradientCheck(pl.Callback):
     """Stop a run whose first step left parameters without a finite gradient.
 
     Args:
-        unused: Patterns of parameter names (`decoder.*`) that need not have a gradient; None for none.
+        unused: Patterns of parameter names (`decoder.*`) that need no gradient; None for none.
 
     Raises:
         GradientError: After the first step of an optimizer.
@@ -47,10 +47,10 @@ class GradientCheck(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._first.take_off()
+        self._first.remove_hooks()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._first.take_off()
+        self._first.remove_hooks()

@@ -1,7 +1,7 @@
-"""How far a run is: one line rewritten on a terminal, a new line every few seconds in a log file or CI.
+"""Show a run's progress: one line rewritten on a terminal, a new line every few seconds in a log file or CI.
 
-A line has the optimizer step, what the module logs for a progress bar, samples a second since the last
-line and the time that is left.
+A line has the optimizer step, the time left, what the module logs for a progress bar, and the samples per
+second since the last line.
 
 Costs: one read of the clock a batch between two lines.
 Conflicts: another progress bar, refused by Lightning.
@@ -27,7 +27,7 @@ class Progress(ProgressBar):
     """Show the progress of `fit` on the standard error output.
 
     Args:
-        every_n_seconds: Between two lines; a terminal's line is rewritten ten times as often.
+        every_n_seconds: Seconds between two lines; a terminal's line is rewritten ten times as often.
 
     Raises:
         ConfigError: `every_n_seconds` is not positive.
@@ -41,8 +41,8 @@ class Progress(ProgressBar):
         if every_n_seconds <= 0.0:
             raise ConfigError(key="every_n_seconds", value=every_n_seconds, allowed="a number greater than 0")
         self.every_n_seconds = every_n_seconds
-        self._enabled = True
-        self._due_s = self._line_s = 0.0
+        self._is_enabled = True
+        self._due_s = self._line_s = self._interval_s = 0.0
         self._begin_s, self._begin_step = 0.0, 0
         self._num_samples = 0
 
@@ -53,28 +53,26 @@ class Progress(ProgressBar):
 
     @override
     def enable(self) -> None:
-        self._enabled = True
+        self._is_enabled = True
 
     @override
     def disable(self) -> None:
-        """Show nothing; Lightning calls it on every rank but the first."""
-        self._enabled = False
+        """Show nothing; Lightning calls this on every rank but the first."""
+        self._is_enabled = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin_s = self._line_s = time.monotonic()
         self._begin_step = trainer.global_step
-        self._due_s = self._begin_s + self._interval_s()
+        self._interval_s = self.every_n_seconds / 10 if sys.stderr.isatty() else self.every_n_seconds
+        self._due_s = self._begin_s + self._interval_s
         self._num_samples = 0
-
-    def _interval_s(self) -> float:
-        return self.every_n_seconds / 10 if sys.stderr.isatty() else self.every_n_seconds
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._enabled:
+        if not self._is_enabled:
             return
         self._num_samples += batch_size(batch)[0] * trainer.world_size
         if time.monotonic() >= self._due_s:
@@ -82,31 +80,25 @@ class Progress(ProgressBar):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._enabled:
+        if self._is_enabled:
             self._show(trainer)
             if sys.stderr.isatty():
                 sys.stderr.write("\n")
 
     def _show(self, trainer: pl.Trainer) -> None:
-        now = time.monotonic()
-        words = [self._position(trainer, now)]
-        words += [
-            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in trainer.progress_bar_metrics.items()
-        ]
+        now, step, total = time.monotonic(), trainer.global_step, trainer.estimated_stepping_batches
+        fields = [f"step {step}"]
+        if total not in (float("inf"), -1):
+            done = step - self._begin_step
+            left_s = (now - self._begin_s) / done * (total - step) if done else 0.0
+            fields = [f"step {step}/{total:.0f}", f"{left_s:.0f} s left"]
+        for name, value in trainer.progress_bar_metrics.items():
+            fields.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
         if self._num_samples:
-            words.append(f"{self._num_samples / (now - self._line_s):.1f} samples/s")
+            fields.append(f"{self._num_samples / (now - self._line_s):.1f} samples/s")
+        # On a terminal: back to the start of the line, and erase it.
         start, end = ("\r\x1b[2K", "") if sys.stderr.isatty() else ("", "\n")
-        sys.stderr.write(f"{start}{'  '.join(words)}{end}")
+        sys.stderr.write(f"{start}{'  '.join(fields)}{end}")
         sys.stderr.flush()
         self._line_s, self._num_samples = now, 0
-        self._due_s = now + self._interval_s()
-
-    def _position(self, trainer: pl.Trainer, now: float) -> str:
-        total = trainer.estimated_stepping_batches
-        step = trainer.global_step
-        if total in (float("inf"), -1):
-            return f"step {step}"
-        done = step - self._begin_step
-        left_s = (now - self._begin_s) / done * (total - step) if done else 0.0
-        return f"step {step}/{total:.0f}  {left_s:.0f} s left"
+        self._due_s = now + self._interval_s

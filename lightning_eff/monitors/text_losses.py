@@ -1,7 +1,7 @@
-"""The loss on several texts before the first step and after the last: what was learned, and what forgotten.
+"""Measure the loss on several texts before the first step and after the last: what was learned or forgotten.
 
 Works with any module that has `loss(logits, targets)` and any data module whose `texts()` returns loaders of
-(inputs, targets) by name. The module's mode and the global random state are as they were.
+(inputs, targets) by name. The module's mode and the global random state are restored.
 
 Costs: `max_batches` forward passes a text, twice.
 Conflicts: none.
@@ -27,11 +27,11 @@ class TextLosses(pl.Callback):
     """Show the mean loss on each text, before and after.
 
     Args:
-        max_batches: Of a text.
+        max_batches: Batches of each text.
 
     Raises:
-        ConfigError: `max_batches` is not positive, or at the start of `fit` the module or its data cannot
-            do it.
+        ConfigError: `max_batches` is not positive, or at the start of `fit` the module or its data lack one
+            of these methods.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TextLosses(max_batches=5)], logger=False, accelerator="cpu")
@@ -52,9 +52,10 @@ class TextLosses(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         data: Any = getattr(trainer, "datamodule", None)
         if not hasattr(pl_module, "loss") or not hasattr(data, "texts"):
+            run = f"{type(pl_module).__name__} on {type(data).__name__}"
             raise ConfigError(
-                key="monitors.text_losses",
-                value=f"{type(pl_module).__name__} on {type(data).__name__}",
+                key="",
+                value=f"monitors.text_losses cannot run with {run}",
                 allowed="a module with loss(logits, targets) and a data module with texts()",
                 remedies=["~monitors.text_losses"],
             )
@@ -69,15 +70,16 @@ class TextLosses(pl.Callback):
         shown = [f"{name} {self.before[name]:.3f} -> {loss:.3f}" for name, loss in self.after.items()]
         rank_zero_info("Nats per token, before -> after: %s", ", ".join(shown))
 
-    def _measure(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, float]:
+    def _measure(self, trainer: pl.Trainer, module: Any) -> dict[str, float]:
+        """Return the mean loss of the first batches of each text, in nats per token."""
         data: Any = getattr(trainer, "datamodule", None)
+        means: dict[str, float] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad(), evaluating(module):  # loaders draw a seed
-            return {name: self._mean(trainer, module, loader) for name, loader in data.texts().items()}
-
-    def _mean(self, trainer: pl.Trainer, module: Any, loader: Any) -> float:
-        losses: list[float] = []
-        for batch in itertools.islice(loader, self.max_batches):
-            inputs, targets = trainer.strategy.batch_to_device(batch, module.device)
-            with trainer.precision_plugin.forward_context():
-                losses.append(float(module.loss(module(inputs), targets)))
-        return sum(losses) / len(losses)
+            for name, loader in data.texts().items():
+                losses: list[float] = []
+                for batch in itertools.islice(loader, self.max_batches):
+                    inputs, targets = trainer.strategy.batch_to_device(batch, module.device)
+                    with trainer.precision_plugin.forward_context():
+                        losses.append(float(module.loss(module(inputs), targets)))
+                means[name] = sum(losses) / len(losses)
+        return means

@@ -1,8 +1,8 @@
-"""After a fit of a language model: its losses beside the unigram entropy, and a sample of what it writes.
+"""Show after a language model's fit its losses, the unigram entropy, and a sample of generated text.
 
 Works with any module that has `generate(tokens, num_tokens=..., generator=...)` and any data module that
 has a `tokenizer` (Hugging Face `tokenizers`); a `unigram_entropy` of the data module is shown too. The
-module's mode and the global random state are as they were.
+module's mode and the global random state are restored.
 
 Costs: one forward pass a token, once.
 Conflicts: none.
@@ -29,13 +29,13 @@ class TextSample(pl.Callback):
     r"""Show what a language model has learned.
 
     Args:
-        prompt: Text that the sample goes on from.
+        prompt: Text that the sample continues.
         num_tokens: Tokens to draw.
-        seed: Of the sample alone.
+        seed: Seed of the sample's own generator.
 
     Raises:
-        ConfigError: `num_tokens` is not positive, or at the start of `fit` the module or its data cannot
-            do it.
+        ConfigError: `num_tokens` is not positive, or at the start of `fit` the module or its data lack one
+            of these attributes.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TextSample(prompt="import ")], logger=False, accelerator="cpu")
@@ -58,19 +58,17 @@ class TextSample(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         data: Any = getattr(trainer, "datamodule", None)
         if not hasattr(pl_module, "generate") or not hasattr(data, "tokenizer"):
+            run = f"{type(pl_module).__name__} on {type(data).__name__}"
             raise ConfigError(
-                key="monitors.text_sample",
-                value=f"{type(pl_module).__name__} on {type(data).__name__}",
+                key="",
+                value=f"monitors.text_sample cannot run with {run}",
                 allowed="a module with generate() and a data module with a tokenizer",
                 remedies=["~monitors.text_sample"],
             )
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._show(trainer, pl_module)
-
-    def _show(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw on every rank, for each may have a part of the weights, and show what the first one has."""
+        """Draw on every rank, because each may hold a shard of the weights; rank 0 prints."""
         data: Any = getattr(trainer, "datamodule", None)
         tokens = torch.tensor([data.tokenizer.encode(self.prompt).ids], device=pl_module.device)
         generate: Any = pl_module.generate
@@ -91,7 +89,7 @@ class TextSample(pl.Callback):
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Generator[None]:
-    """Switch every submodule to evaluation, and back to what each was."""
+    """Switch every submodule to evaluation, and restore the mode that it had."""
     modes = {child: child.training for child in module.modules()}
     module.eval()
     try:

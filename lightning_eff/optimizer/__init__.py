@@ -1,1 +1,1 @@
-"""Optimizers that no library has as one: `torch.optim.Optimizer` in front, theirs behind."""
+"""Optimizers that no library has as one `torch.optim.Optimizer`: wrappers around existing ones."""

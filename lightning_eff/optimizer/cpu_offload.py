@@ -1,15 +1,15 @@
-"""Keep the optimizer's state in the host's memory and step there.
+"""Keep the optimizer's state in host memory and step there.
 
-Each parameter has a copy on the host with an optimizer of its own. In a step values and gradients come over,
-one after the other on a side stream, each is stepped on as it arrives, and the new values go back while
-the next one is worked on. The device keeps parameters and gradients alone. Schedulers, clipping, accumulation
-and checkpoints see one optimizer; its state stays on the host when a checkpoint is loaded, and a checkpoint
-has the layout of the optimizer that does the work.
+Each parameter has a copy on the host with an optimizer of its own. In a step, values and gradients are copied
+to the host one after the other on a side stream; each parameter is stepped as soon as its copies arrive, and
+its new value is copied back during the next one's step. The device holds parameters and gradients alone.
+For schedulers, clipping, accumulation and checkpoints it is one optimizer; its state stays on the host when a
+checkpoint is loaded, and a checkpoint has the layout of the optimizer that does the work.
 
 Costs: three copies of the parameters' size over the bus a step, and a step at the CPU's speed; pinned host
     memory for parameters, gradients and state.
-Conflicts: a model on the CPU, warned: its state is there already. Sharding strategies, refused: they move
-    state themselves.
+Conflicts: a model on the CPU, warned: its state is on the host already. Sharding strategies, refused: they
+    move state themselves.
 Source: Ren et al. 2021, https://arxiv.org/abs/2101.06840
 """
 
@@ -24,16 +24,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff.core.errors import NoEffectWarning
-from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter, evaluate, owned
+from lightning_eff.core.optimization.composite import (
+    OptimizerFactory,
+    PerParameter,
+    call_closure,
+    inner_factory,
+)
 from lightning_eff.core.technique import SHARDING, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes
-from lightning_eff.optimizer.in_backward import ADAMW
 
 HOST = torch.device("cpu")
 
 
 class HostState(dict[str, Any]):
-    """One parameter's state; tensors that are put in are moved to the host."""
+    """The state of one parameter; tensors are moved to the host when they are stored."""
 
     @override
     def __setitem__(self, key: str, value: Any) -> None:
@@ -46,13 +50,13 @@ class CpuOffload(PerParameter):
     Args:
         params: Parameters or groups.
         lr: Learning rate.
-        weight_decay: Share of `lr`; a group may have its own.
-        optimizer: What steps each parameter: a class of torch.optim or one that keeps its state for each
+        weight_decay: Fraction of `lr`; a group may have its own.
+        optimizer: Steps each parameter: a class of torch.optim, or another that keeps its state for each
             parameter, without `lr` and `weight_decay`; None is fused AdamW.
         pin_memory: Keep the host's copies in page-locked memory, which copies faster and asynchronously.
 
     Raises:
-        ConfigError: Two places set the learning rate.
+        ConfigError: The learning rate is set for the inner optimizer too.
 
     Warns:
         NoEffectWarning: The parameters are on the CPU.
@@ -77,22 +81,23 @@ class CpuOffload(PerParameter):
     ) -> None:
         self.pin_memory = pin_memory
         self._copies: dict[Tensor, Tensor] = {}
-        self._warned = False
-        super().__init__(params, owned(optimizer or ADAMW, lr=lr, weight_decay=weight_decay))
+        self._side_stream: torch.cuda.Stream | None = None
+        self._has_warned = False
+        super().__init__(params, inner_factory(optimizer, lr=lr, weight_decay=weight_decay))
 
     @staticmethod
     def facts() -> Facts:
-        """State where it does nothing, and what moves state itself."""
-        idle = Rule(
+        """Return where it has no effect, and the strategies that move state themselves."""
+        no_effect = Rule(
             name="run/cpu",
             reason="the optimizer's state is on the CPU already",
             remedies=("optimizer=adamw",),
             verdict=Verdict.WARNED,
         )
-        return Facts(excludes=(idle, *SHARDING))
+        return Facts(excludes=(no_effect, *SHARDING))
 
     @override
-    def stand_in(self, parameter: Tensor) -> Tensor:
+    def host_copy(self, parameter: Tensor) -> Tensor:
         if parameter not in self._copies:
             pinned = self.pin_memory and parameter.is_cuda
             self._copies[parameter] = torch.empty_like(parameter, device=HOST, pin_memory=pinned)
@@ -102,33 +107,34 @@ class CpuOffload(PerParameter):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            part_state = self._parts[parameter].state
-            copy = self.stand_in(parameter)
-            part_state[copy] = HostState(part_state.get(copy, {}))
+            inner_state, copy = self._inner[parameter].state, self.host_copy(parameter)
+            inner_state[copy] = HostState(inner_state.get(copy, {}))
 
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = evaluate(closure)
-        arriving = [(p, self._fetch(p)) for p in self.parameters() if p.grad is not None]
-        for parameter, arrived in arriving:
+        loss = call_closure(closure)
+        # All copies to the host are queued at once and arrive in this order, while earlier parameters step.
+        fetched = [(p, self._fetch(p)) for p in self.parameters() if p.grad is not None]
+        for parameter, arrived in fetched:
             if arrived is not None:
                 arrived.synchronize()
-            self.step_one(parameter)
+            self.step_parameter(parameter)
+            # Overlaps with the next parameter's step; the next fetch waits for it before it reuses the copy.
             parameter.copy_(self._copies[parameter], non_blocking=True)
-        if arriving and not self._warned and all(p.device == HOST for p, _ in arriving):
-            self._warned = True
+        if fetched and not self._has_warned and all(p.device == HOST for p, _ in fetched):
+            self._has_warned = True
             text = "CpuOffload does nothing here: the optimizer's state is on the CPU already"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
         return loss
 
     def _fetch(self, parameter: Tensor) -> torch.Event | None:
-        """Begin to copy value and gradient to the host; return what tells that they are there.
+        """Begin to copy value and gradient to the host; return the event of their arrival, None if they did.
 
-        The value too: others may have written to the parameter, in ways that leave no trace.
+        The value is copied in every step: other code may write to the parameter and leave no trace.
         """
         copy, gradient = self._copies[parameter], parameter.grad
-        if gradient is None or gradient.layout != torch.strided:
+        if gradient is None or gradient.layout != torch.strided:  # a sparse one has no buffer to reuse
             copy.copy_(parameter.detach())
             copy.grad = None if gradient is None else gradient.to(HOST)
             return None
@@ -138,17 +144,12 @@ class CpuOffload(PerParameter):
             copy.copy_(parameter.detach())
             copy.grad.copy_(gradient)
             return None
-        side = self._stream(parameter.device)
-        side.wait_stream(torch.cuda.current_stream(parameter.device))
+        side = self._side_stream = self._side_stream or torch.cuda.Stream(parameter.device)
+        side.wait_stream(torch.cuda.current_stream(parameter.device))  # the backward pass writes the gradient
         with torch.cuda.stream(side):
             copy.copy_(parameter.detach(), non_blocking=True)
             copy.grad.copy_(gradient, non_blocking=True)
             return side.record_event()
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if not hasattr(self, "_side"):
-            self._side = torch.cuda.Stream(device)
-        return self._side
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -175,11 +176,11 @@ class CpuOffload(PerParameter):
         self.share_state()
 
     def outcome(self) -> Outcome:
-        """Say how many bytes the host holds for it."""
-        held = sum(copy.nbytes for copy in self._copies.values())
-        held += sum(v.nbytes for s in self.state.values() for v in s.values() if isinstance(v, Tensor))
+        """Return how many bytes the host holds for it."""
+        num_bytes = sum(copy.nbytes for copy in self._copies.values())
+        num_bytes += sum(v.nbytes for s in self.state.values() for v in s.values() if isinstance(v, Tensor))
         return Outcome(
-            did=f"{human_bytes(held)} of copies and state on the host",
+            did=f"{human_bytes(num_bytes)} of copies and state on the host",
             effective=any(parameter.device != HOST for parameter in self._copies),
-            numbers={"host_bytes": held},
+            numbers={"host_bytes": num_bytes},
         )

@@ -1,10 +1,10 @@
 """GaLore: AdamW's state for a matrix's gradient in a subspace of low rank.
 
-Every so many steps the gradient's leading singular vectors span a new subspace; AdamW's averages live in
-it, `rank` by the longer side, and the step is projected back. All weights are trained, unlike with LoRA.
-The work is done by pytorch-optimizer's GaLore; what this adds is which parameters are projected (hidden
-matrices; embeddings, the output layer, norms and biases are not), and checkpoints of tensors and plain
-values, which load with `weights_only=True`.
+Every `update_proj_gap` steps the gradient's leading singular vectors span a new subspace. AdamW's averages
+have shape `rank` by the matrix's longer side, and the step is projected back. All weights are trained, unlike
+with LoRA. pytorch-optimizer's GaLore does the work; this class adds the choice of what is projected (hidden
+matrices; not embeddings, the output layer, norms and biases) and checkpoints of tensors and plain values,
+which load with `weights_only=True`.
 
 Costs: a singular value decomposition of each matrix every `update_proj_gap` steps; approximate.
 Conflicts: PEFT adapters (their matrices are low-rank already) and ZeRO (flattened matrices), refused.
@@ -21,20 +21,21 @@ from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 from typing_extensions import override
 
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.optimization.composite import WrapperOptimizer
+from lightning_eff.core.optimization.parameter_groups import split_hidden
 from lightning_eff.core.technique import FLATTENED, PROJECTS, Facts, Outcome
-from lightning_eff.optimizer.muon import split
 
 PROJECTOR = "projector"
-"""The library's name for the object that it keeps with a projected parameter's state."""
+"""Under which pytorch-optimizer keeps the projection object in a parameter's state."""
 
 
 class GaLore(pytorch_optimizer.GaLore):
-    """pytorch-optimizer's GaLore over the hidden matrices, and plainly over the rest.
+    """pytorch-optimizer's GaLore for the hidden matrices, and AdamW for the rest.
 
     Args:
         params: Parameters or groups; a key `hidden` as for Muon.
         lr: Learning rate.
-        weight_decay: Share of `lr`.
+        weight_decay: Fraction of `lr`.
         betas: Decay of the two running averages.
         rank: Dimensions of the subspace; a matrix that is not wider is not projected.
         update_proj_gap: Optimizer steps between two subspaces.
@@ -53,6 +54,7 @@ class GaLore(pytorch_optimizer.GaLore):
     """
 
     hidden_groups = True
+    __getstate__ = WrapperOptimizer.__getstate__
 
     def __init__(
         self,
@@ -68,30 +70,36 @@ class GaLore(pytorch_optimizer.GaLore):
     ) -> None:
         if rank < 1:
             raise ConfigError(key="rank", value=rank, allowed="a whole number of at least 1")
-        hidden, others = split(params)
-        wide = [_wider_than(group, rank) for group in hidden]
-        hidden, others = [w for w, _ in wide if w["params"]], [n for _, n in wide if n["params"]] + others
+        hidden, others = split_hidden(params)
+        projection: dict[str, Any] = {
+            "rank": rank,
+            "update_proj_gap": update_proj_gap,
+            "scale": scale,
+            "projection_type": "std",
+        }
+        # A matrix whose shorter side is at most `rank` would not get smaller: it joins the rest.
+        wide = [group | {"params": [p for p in group["params"] if min(p.shape) > rank]} for group in hidden]
+        narrow = [
+            group | {"params": [p for p in group["params"] if min(p.shape) <= rank]} for group in hidden
+        ]
+        projected = [group | projection for group in wide if group["params"]]
         self.rest = rest
-        projection = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale}
-        groups = [group | projection | {"projection_type": "std"} for group in hidden] + others
         first, second = betas
+        groups = [*projected, *(group for group in narrow if group["params"]), *others]
         super().__init__(groups, lr=lr, weight_decay=weight_decay, betas=(first, second), eps=1e-8)
-        self._num_hidden = sum(len(group["params"]) for group in hidden)
+        self._num_projected = sum(len(group["params"]) for group in projected)
 
     @staticmethod
     def facts() -> Facts:
-        """State what breaks its mathematics."""
+        """Return what its mathematics cannot be combined with."""
         return Facts(excludes=(*FLATTENED, PROJECTS))
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        text = "GaLore cannot be copied or pickled: build another and load its state_dict()"
-        raise TypeError(text)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         saved = super().state_dict()
-        saved["state"] = {index: _plain(state) for index, state in saved["state"].items()}
+        for index, state in saved["state"].items():
+            if PROJECTOR in state:
+                saved["state"][index] = state | {PROJECTOR: dict(vars(state[PROJECTOR]))}
         return saved
 
     @override
@@ -104,20 +112,9 @@ class GaLore(pytorch_optimizer.GaLore):
                 state[PROJECTOR] = projector
 
     def outcome(self) -> Outcome:
-        """Say how many matrices are projected."""
+        """Return how many matrices are projected."""
         return Outcome(
-            did=f"{self._num_hidden} hidden matrices wider than the rank projected",
-            effective=self._num_hidden > 0,
-            numbers={"hidden": self._num_hidden},
+            did=f"{self._num_projected} hidden matrices wider than the rank projected",
+            effective=self._num_projected > 0,
+            numbers={"hidden": self._num_projected},
         )
-
-
-def _wider_than(group: dict[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a group by whether a projection would make a matrix smaller."""
-    wide = [p for p in group["params"] if min(p.shape) > rank]
-    narrow = [p for p in group["params"] if min(p.shape) <= rank]
-    return group | {"params": wide}, group | {"params": narrow}
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: dict(vars(value)) if key == PROJECTOR else value for key, value in state.items()}

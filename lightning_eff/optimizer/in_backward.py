@@ -1,11 +1,11 @@
-"""Step each parameter in the backward pass, as soon as its gradient is there, and free the gradient.
+"""Step each parameter in the backward pass, as soon as its gradient is ready, and free the gradient.
 
-Then the gradients of a model never exist together: at most those of one layer do. Behind one face that
-schedulers and checkpoints understand, each parameter has an optimizer of its own; a checkpoint has the
-layout of the optimizer that does the work over the same groups, and either loads the other's.
+The gradients of a model then never exist all at once: at most those of one layer do. For schedulers and
+checkpoints it is one optimizer, inside which each parameter has its own; a checkpoint has the layout of the
+inner optimizer over the same groups, and either can load the other's.
 
 Costs: one optimizer call a parameter and step; no clipping by the norm of all gradients, only by each
-    parameter's own (`max_parameter_norm`). Hooks that look at gradients before the step find none.
+    parameter's own (`max_parameter_norm`). Hooks that read gradients before the step find none.
 Conflicts: gradient accumulation, micro-batches, the Trainer's clipping, a gradient scaler, several devices
     and manual optimization, refused: each needs the gradients after the backward pass.
 Source: Lv et al. 2023, https://arxiv.org/abs/2306.09782;
@@ -14,7 +14,6 @@ Source: Lv et al. 2023, https://arxiv.org/abs/2306.09782;
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -26,11 +25,25 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter, evaluate, owned
+from lightning_eff.core.optimization.composite import (
+    OptimizerFactory,
+    PerParameter,
+    call_closure,
+    inner_factory,
+)
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes
 
-ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
+PER_MICRO_BATCH = "it would step on every micro-batch"
+REASONS = {
+    "run/accumulation": (PER_MICRO_BATCH, "trainer.accumulate_grad_batches=1"),
+    "lightning/GradientAccumulationScheduler": (PER_MICRO_BATCH,),
+    "callbacks/gradient_accumulation": (PER_MICRO_BATCH, "~callbacks.gradient_accumulation"),
+    "callbacks/micro_batch": (PER_MICRO_BATCH, "~callbacks.micro_batch"),
+    "run/scaler": ("it would step on scaled gradients, before the scaler can check for overflow",),
+    "run/many_devices": ("each replica would step on its own gradients, before they are averaged",),
+}
+"""Of what needs the gradients after the backward pass: why it fails, and its own remedy if it has one."""
 
 
 class InBackward(PerParameter):
@@ -39,13 +52,13 @@ class InBackward(PerParameter):
     Args:
         params: Parameters or groups.
         lr: Learning rate.
-        weight_decay: Share of `lr`; a group may have its own.
-        optimizer: What steps each parameter: a class of torch.optim or one that keeps its state for each
+        weight_decay: Fraction of `lr`; a group may have its own.
+        optimizer: Steps each parameter: a class of torch.optim, or another that keeps its state for each
             parameter, without `lr` and `weight_decay`; None is fused AdamW.
-        max_parameter_norm: Scale a parameter's gradient down to this norm; None leaves it as it is.
+        max_parameter_norm: Scale a parameter's gradient down to this norm; None leaves it unchanged.
 
     Raises:
-        ConfigError: A number is outside its range, or two places set the learning rate.
+        ConfigError: A number is outside its range, or the learning rate is set for the inner optimizer too.
 
     Example:
         >>> layer = torch.nn.Linear(2, 2)
@@ -65,116 +78,112 @@ class InBackward(PerParameter):
         max_parameter_norm: float | None = None,
     ) -> None:
         if max_parameter_norm is not None and max_parameter_norm <= 0.0:
-            raise ConfigError(
-                key="max_parameter_norm", value=max_parameter_norm, allowed="a number above 0, or None"
-            )
+            allowed = "a number above 0, or None"
+            raise ConfigError(key="max_parameter_norm", value=max_parameter_norm, allowed=allowed)
         self.max_parameter_norm = max_parameter_norm
         self._gradient_hooks: OrderedDict[int, Callable[[Tensor, Tensor], None]] = OrderedDict()
         self._handles: list[RemovableHandle] = []
         self._freed_bytes = 0
-        self._used: set[Tensor] = set()
-        self._paused = False
-        super().__init__(params, owned(optimizer or ADAMW, lr=lr, weight_decay=weight_decay))
-        # Not __del__: Lightning wraps an optimizer in an object of a derived class, which dies before it.
+        self._stepped: set[Tensor] = set()
+        self._is_paused = False
+        super().__init__(params, inner_factory(optimizer, lr=lr, weight_decay=weight_decay))
+        # Not __del__: Lightning 2.6's wrapper is an instance of a derived class with these same handles, and
+        # dies before the optimizer.
         weakref.finalize(self, _remove, self._handles)
 
     @staticmethod
     def facts() -> Facts:
-        """State what needs the gradients after the backward pass."""
+        """Return what needs the gradients after the backward pass."""
         plain = "optimizer=adamw"
-        reasons = {
-            "run/accumulation": "it would step on every micro-batch",
-            "lightning/GradientAccumulationScheduler": "it would step on every micro-batch",
-            "callbacks/gradient_accumulation": "it would step on every micro-batch",
-            "callbacks/micro_batch": "it would step on every micro-batch",
-            "run/scaler": "it would step on scaled gradients, before anyone can look for overflow",
-            "run/many_devices": "each replica would step on its own gradients, before they are averaged",
-        }
-        clipping = Rule(
-            name="run/clipping",
-            reason="there are no gradients left to clip when the Trainer would",
-            remedies=("optimizer.max_parameter_norm=1.0 trainer.gradient_clip_val=null", plain),
-        )
-        single = {
-            "run/accumulation": ("trainer.accumulate_grad_batches=1",),
-            "callbacks/gradient_accumulation": ("~callbacks.gradient_accumulation",),
-            "callbacks/micro_batch": ("~callbacks.micro_batch",),
-        }
-        others = [
-            Rule(name=name, reason=reason, remedies=(*single.get(name, ()), plain))
-            for name, reason in reasons.items()
-        ]
-        # A recipe's optimizer, and so OptimizerChoice, would refuse such modules too.
-        own = (
+        excludes = [
+            Rule(
+                name="run/clipping",
+                reason="there are no gradients left to clip when the Trainer would",
+                remedies=("optimizer.max_parameter_norm=1.0 trainer.gradient_clip_val=null", plain),
+            ),
+            *(
+                Rule(name=name, reason=reason, remedies=(*own, plain))
+                for name, (reason, *own) in REASONS.items()
+            ),
             Rule(
                 name="run/clipping_by_module",
                 reason="there are no gradients left to clip when the module would",
                 remedies=("optimizer.max_parameter_norm=1.0 in place of that method", plain),
             ),
+            # OptimizerChoice refuses such modules itself; this is for an optimizer that a module made.
             Rule(
                 name="run/manual_optimization",
                 reason="it would step in every backward pass of the module's own",
                 remedies=("an optimizer of torch.optim in configure_optimizers",),
             ),
-        )
-        return Facts(excludes=(clipping, *others, *own))
+        ]
+        return Facts(excludes=tuple(excludes))
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        mine: weakref.ref[InBackward] = weakref.ref(self)
-        # What is frozen now and trained later is used by `step`, in which its gradient is still there.
+        optimizer = weakref.ref(self)  # parameters outlive optimizers: their hooks must not hold this one
+
+        def step_if_alive(parameter: Tensor) -> None:
+            alive = optimizer()
+            if alive is not None:
+                alive.step_and_free(parameter)
+
+        # A parameter that is unfrozen later has no hook: `step` uses its gradient.
         for parameter in [p for p in self.param_groups[-1]["params"] if p.requires_grad]:
-            hook = functools.partial(_use, mine)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(step_if_alive))
 
     def register_gradient_hook(self, hook: Callable[[Tensor, Tensor], None]) -> RemovableHandle:
-        """Call `hook(parameter, gradient)` with each gradient before it is used."""
+        """Call `hook(parameter, gradient)` with every gradient before it is used."""
         handle = RemovableHandle(self._gradient_hooks)
         self._gradient_hooks[handle.id] = hook
         return handle
 
-    def use(self, parameter: Tensor) -> None:
-        """Step one parameter with the gradient that it has, and free it."""
+    def step_and_free(self, parameter: Tensor) -> None:
+        """Step one parameter with its gradient, and free the gradient.
+
+        Raises:
+            RuntimeError: The parameter has been stepped since the last `step()`.
+        """
         gradient = parameter.grad
-        if gradient is None or self._paused:
+        if gradient is None or self._is_paused:
             return
-        if parameter in self._used:
+        if parameter in self._stepped:
             text = (
                 "a parameter has a second gradient before step() was called: from another backward pass, or"
                 " from a layer that is used twice under reentrant checkpointing (use_reentrant=False works)"
             )
             raise RuntimeError(text)
-        self._used.add(parameter)
+        self._stepped.add(parameter)
         for hook in list(self._gradient_hooks.values()):
             hook(parameter, gradient)
         if self.max_parameter_norm is not None:
             torch.nn.utils.clip_grad_norm_([parameter], self.max_parameter_norm)
         self._freed_bytes += gradient.numel() * gradient.element_size()
-        self.step_one(parameter)
+        self.step_parameter(parameter)
         parameter.grad = None
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, whose backward pass steps; a gradient that is there already is used too."""
+        """Run the closure, whose backward pass steps; gradients that are left are used too."""
         if closure is not None:
             self._freed_bytes = 0
-        loss = evaluate(closure)
-        for parameter in [p for p in self.parameters() if p not in self._used]:
-            self.use(parameter)
-        self._used.clear()
+        loss = call_closure(closure)
+        for parameter in [p for p in self.parameters() if p not in self._stepped]:
+            self.step_and_free(parameter)
+        self._stepped.clear()
         return loss
 
     def pause(self, *, paused: bool = True) -> None:
-        """Leave gradients alone, for a backward pass that is not one of the training's."""
-        self._paused = paused
+        """Leave gradients alone, for a backward pass that is not part of the training."""
+        self._is_paused = paused
 
     def close(self) -> None:
-        """Take the hooks off: a later backward pass leaves its gradients alone."""
+        """Remove the hooks: a later backward pass keeps its gradients."""
         _remove(self._handles)
 
     def outcome(self) -> Outcome:
-        """Say how many bytes of gradients the last step did not hold."""
+        """Return how many bytes of gradients the last step did not hold."""
         return Outcome(
             did=f"gradients of {human_bytes(self._freed_bytes)} freed one by one in the backward pass",
             effective=self._freed_bytes > 0,
@@ -185,9 +194,3 @@ class InBackward(PerParameter):
 def _remove(handles: list[RemovableHandle]) -> None:
     while handles:
         handles.pop().remove()
-
-
-def _use(optimizer: weakref.ref[InBackward], parameter: Tensor) -> None:
-    mine = optimizer()
-    if mine is not None:
-        mine.use(parameter)

@@ -1,7 +1,7 @@
 """Muon for hidden matrices and AdamW for everything else, as one optimizer.
 
-Muon replaces a matrix's momentum by the nearest orthogonal matrix, so every direction is learned at the
-same rate. That is right for matrices between hidden layers; embeddings, the output layer, norms, biases and
+Muon replaces a matrix's momentum by the nearest orthogonal matrix, so every direction is learned at the same
+rate. That is right for matrices between hidden layers; embeddings, the output layer, norms, biases and
 convolutions go to AdamW, as its authors advise. Muon's update is scaled to the size of AdamW's, so one
 learning rate and one decay serve both, and a schedule moves both.
 
@@ -19,24 +19,24 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.optimization.composite import Joined, is_matrix
+from lightning_eff.core.optimization.composite import CompositeOptimizer
+from lightning_eff.core.optimization.parameter_groups import split_hidden
 from lightning_eff.core.technique import FLATTENED, Facts, Outcome
 
 
-class Muon(Joined):
-    """torch's Muon and torch's AdamW behind one face.
+class Muon(CompositeOptimizer):
+    """torch's Muon and torch's AdamW as one optimizer.
 
     Args:
         params: Parameters or groups. A group with a key `hidden` goes to Muon where that is true and to
             AdamW where it is false, as `parameter_groups.parameter_groups` sets it; without the key,
             every matrix goes to Muon.
         lr: Learning rate of both.
-        weight_decay: Share of `lr`, of both; a group may have its own.
+        weight_decay: Fraction of `lr`, of both; a group may have its own.
         momentum: Muon's.
         nesterov: Muon's: look ahead along the momentum.
         betas: AdamW's decay of its two running averages.
@@ -45,16 +45,16 @@ class Muon(Joined):
             are known, by `configure_optimizers`.
 
     Raises:
-        ConfigError: There is no hidden matrix.
+        ConfigError: The model has no hidden matrix.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
-        >>> [type(part).__name__ for part in Muon(layer.parameters(), lr=1e-3).parts]
+        >>> [type(inner).__name__ for inner in Muon(layer.parameters(), lr=1e-3).optimizers]
         ['Muon', 'AdamW']
     """
 
     hidden_groups = True
-    """Its parameters are to be grouped by whether they are hidden matrices."""
+    """`build` marks its groups with the key `hidden`."""
 
     def __init__(
         self,
@@ -68,62 +68,37 @@ class Muon(Joined):
         fused: bool | None = True,
         rest: Sequence[str] | None = None,
     ) -> None:
-        hidden, others = split(params)
+        hidden, others = split_hidden(params)
         self.rest = rest
         if not hidden:
             allowed = "a model with hidden matrices"
             raise ConfigError(key="", value="Muon", allowed=allowed, remedies=["optimizer=adamw"])
         shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
-        muon = torch.optim.Muon(
-            hidden,
-            momentum=momentum,
-            nesterov=nesterov,
-            adjust_lr_fn="match_rms_adamw",
-            **shared,
-        )
+        # match_rms_adamw: the update is scaled by 0.2 * sqrt(max(rows, columns)), the usual size of AdamW's.
+        shape: Any = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
+        muon = torch.optim.Muon(hidden, **shape, **shared)
         first, second = betas
-        self._rest = functools.partial(torch.optim.AdamW, betas=(first, second), fused=fused, **shared)
-        super().__init__([muon, self._rest(others)] if others else [muon])
+        self._adamw = functools.partial(torch.optim.AdamW, betas=(first, second), fused=fused, **shared)
+        super().__init__([muon, self._adamw(others)] if others else [muon])
 
     @override
-    def place(self, group: dict[str, Any]) -> list[tuple[Optimizer, dict[str, Any]]]:
-        hidden, others = split([group])
-        if others and len(self.parts) == 1:
-            adamw = self._rest([torch.zeros(0)])  # without parameters of its own until the group is added
+    def assign_group(self, group: dict[str, Any]) -> list[tuple[Optimizer, dict[str, Any]]]:
+        hidden, others = split_hidden([group])
+        if others and len(self.optimizers) == 1:
+            adamw = self._adamw([torch.zeros(0)])  # an optimizer cannot be made without a parameter
             adamw.param_groups.clear()
             adamw.state = self.state
-            self.parts.append(adamw)
-        return [(self.parts[0], each) for each in hidden] + [(self.parts[-1], each) for each in others]
+            self.optimizers.append(adamw)
+        muon, adamw = self.optimizers[0], self.optimizers[-1]
+        return [(muon, members) for members in hidden] + [(adamw, members) for members in others]
 
     @staticmethod
     def facts() -> Facts:
-        """State what breaks its mathematics."""
+        """Return what its mathematics cannot be combined with."""
         return Facts(excludes=FLATTENED)
 
     def outcome(self) -> Outcome:
-        """Say how the parameters were divided."""
-        counts = [sum(len(group["params"]) for group in part.param_groups) for part in self.parts]
+        """Return how many parameters Muon and AdamW step."""
+        counts = [sum(len(group["params"]) for group in inner.param_groups) for inner in self.optimizers]
         did = f"Muon for {counts[0]} hidden matrices, AdamW for {sum(counts[1:])} other tensors"
         return Outcome(did=did, numbers={"hidden": counts[0], "rest": sum(counts[1:])})
-
-
-def split(params: Iterable[Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return groups of hidden matrices and groups of the rest.
-
-    Args:
-        params: Parameters, named or not, or groups, as an optimizer takes them.
-    """
-    given = list(params)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    hidden: list[dict[str, Any]] = []
-    rest: list[dict[str, Any]] = []
-    for group in groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "hidden")}
-        told = group.get("hidden")
-        listed: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-        parameters: list[Tensor] = [each[1] if isinstance(each, tuple) else each for each in listed]
-        for target, chosen in ((hidden, True), (rest, False)):
-            members = [p for p in parameters if (is_matrix(p) and told is not False) is chosen]
-            if members:
-                target.append({"params": members, **options})
-    return hidden, rest

@@ -154,7 +154,7 @@ class Recorder(LiveBytes):
 
     def _mark_stand_ins(self, optimizer: PerParameter) -> None:
         """Mark what an optimizer changes in the place of parameters: it is in the host's memory."""
-        own = [(parameter, optimizer.stand_in(parameter)) for parameter in optimizer.parameters()]
+        own = [(parameter, optimizer.host_copy(parameter)) for parameter in optimizer.parameters()]
         stand_ins = [each for parameter, each in own if each is not parameter]
         self._mark(stand_ins, STATE)
         if stand_ins:

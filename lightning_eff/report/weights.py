@@ -147,7 +147,7 @@ class OptimizerState:
             optimizer.step()
         rates = {kind: _kept_bytes(optimizer.state.get(p)) / p.numel() for kind, p in named.items()}
         first = named[HIDDEN]
-        return cls(rates, isinstance(optimizer, PerParameter) and optimizer.stand_in(first) is not first)
+        return cls(rates, isinstance(optimizer, PerParameter) and optimizer.host_copy(first) is not first)
 
     def __str__(self) -> str:
         low, high = min(self.by_kind.values()), max(self.by_kind.values())

@@ -1,1 +1,1 @@
-"""Learning-rate schedules that no library has in a resumable form."""
+"""Learning-rate schedules that can be resumed with another number of steps."""

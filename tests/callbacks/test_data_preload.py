@@ -120,7 +120,7 @@ def test_without_workers_a_thread_fetches_what_waits(net: Callable[..., Net]) ->
     preload = DataPreload()
     trained(preload, DataLoader(Samples(wait_s=0.002), batch_size=4), net, max_epochs=1)
     assert preload.outcome().numbers["max_ready_bytes"] > 0
-    assert "of the time waiting for data, by estimate" in preload.outcome().did
+    assert "of the time waiting for data (estimate without preloading" in preload.outcome().did
 
 
 def test_the_loader_keeps_its_own_settings(net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_a_stream_keeps_its_workers_and_is_read_when_it_is_asked(net: Callable[.
         results.append((model.losses, stream.position))
     assert results[0] == results[1]
     assert preload is not None
-    assert "0 workers, not measured: its samples have no index to try" in preload.outcome().did
+    assert "0 workers, not measured: its dataset has no indices" in preload.outcome().did
     assert not preload.outcome().effective
 
 
@@ -320,14 +320,14 @@ def test_samples_that_cannot_be_asked_for_by_number_are_not_measured_and_trained
 
 
 def test_numbers_outside_their_range_are_refused() -> None:
-    for keywords, words in (
+    for keywords, message in (
         ({"num_workers": "many"}, "num_workers='many'"),
         ({"prefetch_factor": 0}, "at least 1"),
         ({"num_batches_ahead": -1}, "at least 0"),
         ({"max_bytes_ahead": 0}, "at least 1"),
         ({"max_measure_s": 0.0}, "above 0"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             DataPreload(**keywords)
 
 

@@ -119,13 +119,13 @@ def test_bytes_alive_after_the_forward_pass() -> None:
 @pytest.mark.parametrize("policy", ["full", "every_n", "selective", "offload"])
 def test_frozen_blocks_and_tied_weights_get_the_same_gradients(policy: str) -> None:
     results = []
-    for each in (None, policy):
+    for chosen in (None, policy):
         model = make_gpt(dropout=0.1)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith(("embedding", "blocks.1", "blocks.3.mlp")))
         model.blocks[2].mlp.up.weight = model.blocks[1].mlp.up.weight
-        if each is not None:
-            recompute(model, policy=each)
+        if chosen is not None:
+            recompute(model, policy=chosen)
         step(model).backward()
         results.append([p.grad for p in model.parameters()])
     for plain, ours in zip(*results, strict=True):
@@ -288,17 +288,17 @@ def test_hugging_faces_layers_are_recomputed_without_filling_their_cache_twice(
     policy: str, use_cache: bool
 ) -> None:
     results, tokens = [], torch.randint(0, 50, (2, 9))
-    for each in (None, policy):
+    for chosen in (None, policy):
         model = make_llama()
-        hooks = recompute(model, policy=each) if each else {}
+        hooks = recompute(model, policy=chosen) if chosen else {}
         out = model(input_ids=tokens, labels=tokens, use_cache=use_cache)
         out.loss.backward()
         results.append([out.loss, *(p.grad for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert [name for name, each in hooks.items() if each.num_recomputed == 1] == [
+    assert [name for name, hook in hooks.items() if hook.num_recomputed == 1] == [
         f"model.layers.{i}" for i in range(3)
     ]
-    assert all(each.left_cache_empty == use_cache for each in hooks.values())
+    assert all(hook.left_cache_empty == use_cache for hook in hooks.values())
     if use_cache:
         assert out.past_key_values.get_seq_length() == 0
 

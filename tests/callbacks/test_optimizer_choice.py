@@ -71,7 +71,7 @@ def test_another_error_of_the_optimizer_is_not_swallowed(net: Callable[..., Net]
 
 def test_schedule_is_stepped_once_an_optimizer_step(net: Callable[..., Net]) -> None:
     model = net()
-    schedule = functools.partial(WarmupDecay, total_steps=None, decay="linear", final_share=0.0)
+    schedule = functools.partial(WarmupDecay, total_steps=None, decay="linear", min_lr_ratio=0.0)
     attach(model, functools.partial(torch.optim.SGD, lr=1.0), schedule)
     trainer = make_trainer(accumulate_grad_batches=2, max_steps=4)
     trainer.fit(model, make_loader())
@@ -89,7 +89,7 @@ def test_the_modules_own_method_comes_back(net: Callable[..., Net]) -> None:
     assert isinstance(trainer.optimizers[0], torch.optim.AdamW)
     did, numbers = choice.outcome().did, choice.outcome().numbers
     assert did.startswith(
-        "AdamW (fused) over 6 tensors in 2 groups; state 1.8 KiB on cpu, 8.11 bytes a parameter"
+        "AdamW (fused) over 6 tensors in 2 groups; state 1.8 KiB on cpu, 8.11 bytes per parameter"
     )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     assert numbers["state_bytes"] == {"cpu": 8 * num_parameters + 6 * 4}
@@ -102,7 +102,7 @@ def test_the_number_of_steps_is_filled_in_where_it_is_left_out(net: Callable[...
     trainer.fit(net(), make_loader())
     schedule: Any = trainer.lr_scheduler_configs[0].scheduler
     assert schedule.total_steps == 6
-    assert "rate 0.005 at the start, 0.001 at the end" in choice.outcome().did
+    assert "lr 0.005 at the start, 0.001 at the end" in choice.outcome().did
 
 
 def test_an_optimizer_that_is_made_already_is_refused(net: Callable[..., Net]) -> None:
@@ -118,7 +118,7 @@ def test_without_an_optimizer_it_is_refused() -> None:
 def test_manual_optimization_is_refused(net: Callable[..., Net]) -> None:
     model = net()
     model.automatic_optimization = False
-    with pytest.raises(ConfigError, match="a module with automatic optimization"):
+    with pytest.raises(ConfigError, match="uses manual optimization, so its optimizer cannot be replaced"):
         attach(model, ADAMW)
 
 
@@ -241,7 +241,7 @@ def test_gradients_stay_where_something_may_look_at_them(net: Callable[..., Net]
     choice, model = OptimizerChoice(optimizer=ADAMW), Reads()
     make_trainer(callbacks=[choice], max_steps=3).fit(model, make_loader())
     assert model.seen is not None
-    assert "Reads.on_before_zero_grad may look at them" in choice.outcome().did
+    assert "Reads.on_before_zero_grad may read them" in choice.outcome().did
     choice = OptimizerChoice(optimizer=ADAMW)
     make_trainer(callbacks=[choice, ReadsLater()], max_steps=3).fit(net(), make_loader())
     assert "ReadsLater.on_train_batch_end" in choice.outcome().did
@@ -352,34 +352,34 @@ def test_a_plain_runs_checkpoint_with_other_groups_or_options_is_refused(
     trainer = make_trainer(max_steps=2)
     trainer.fit(net(), make_loader())
     trainer.save_checkpoint(tmp_path / "sgd.ckpt")
-    for factory, words in (
+    for factory, message in (
         (ADAMW, "an optimizer with the option momentum and without betas"),
         (
             functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
             r"groups of 6 tensors, as in the checkpoint, and not \d \+ \d",
         ),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             make_trainer(callbacks=[OptimizerChoice(optimizer=factory)], max_steps=4).fit(
                 net(), make_loader(), ckpt_path=tmp_path / "sgd.ckpt"
             )
 
 
-def unsaid_adamw(groups: Any) -> torch.optim.Optimizer:
+def opaque_adamw(groups: Any) -> torch.optim.Optimizer:
     return ADAMW(groups)
 
 
-def unsaid_muon(groups: Any) -> torch.optim.Optimizer:
+def opaque_muon(groups: Any) -> torch.optim.Optimizer:
     return Muon(groups)
 
 
-def test_a_factory_that_does_not_say_what_it_makes_is_tried(net: Callable[..., Net]) -> None:
-    said = build(net(), ADAMW)
-    unsaid = build(net(), unsaid_adamw)
-    shapes = [[(len(g["params"]), g["weight_decay"]) for g in o.param_groups] for o in (said, unsaid)]
+def test_a_factory_that_hides_its_class_is_tried(net: Callable[..., Net]) -> None:
+    transparent = build(net(), ADAMW)
+    opaque = build(net(), opaque_adamw)
+    shapes = [[(len(g["params"]), g["weight_decay"]) for g in o.param_groups] for o in (transparent, opaque)]
     assert shapes[0] == shapes[1]
     table = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4, bias=False))
-    muon: Any = build(table, unsaid_muon)
+    muon: Any = build(table, opaque_muon)
     assert muon.outcome().numbers == {"hidden": 1, "rest": 1}
 
 

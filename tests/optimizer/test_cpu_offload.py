@@ -120,8 +120,8 @@ def test_clipping_accumulation_and_schedules_work_as_with_the_plain_optimizer(
         results.append(model)
     ours, plain = results
     assert ours.losses == plain.losses
-    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for left, right in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(left, right)
 
 
 @pytest.mark.filterwarnings("default:CpuOffload does nothing here")

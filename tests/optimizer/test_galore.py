@@ -43,20 +43,20 @@ def test_hidden_matrices_alone_have_state_of_the_rank() -> None:
 
 
 def test_a_checkpoint_holds_tensors_and_plain_values_and_the_subspace_comes_back() -> None:
-    whole, part = make(), make()
-    stepped(whole, 5)
-    first = stepped(part, 3)
+    full, resumed = make(), make()
+    stepped(full, 5)
+    first = stepped(resumed, 3)
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
-    second = build(part, FACTORY)
+    second = build(resumed, FACTORY)
     second.load_state_dict(torch.load(file, weights_only=True))
     for _ in range(2):
-        part(torch.arange(3)).square().sum().backward()
+        resumed(torch.arange(3)).square().sum().backward()
         second.step()
         second.zero_grad()
-    for one, other in zip(whole.parameters(), part.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for left, right in zip(full.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(left, right)
 
 
 def test_matrices_that_are_not_wider_than_the_rank_are_not_projected() -> None:

@@ -42,9 +42,9 @@ def test_gradients_never_exist_together() -> None:
     optimizer.register_gradient_hook(lambda parameter, gradient: seen.append(live.now_bytes - start))
     with live:
         model(torch.randn(2, 64)).sum().backward()
-    one = 64 * 64 * 4
+    gradient_bytes = 64 * 64 * 4
     assert len(seen) == 8
-    assert max(seen) < 2 * one, "one gradient and small activations"
+    assert max(seen) < 2 * gradient_bytes, "one gradient and small activations"
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -66,8 +66,8 @@ def test_is_to_the_bit_what_the_plain_optimizer_does(tied: bool) -> None:
         theirs(x).square().sum().backward()
         plain.step()
         plain.zero_grad()
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(left, right)
 
 
 def test_its_checkpoint_and_the_plain_optimizers_load_each_other() -> None:
@@ -192,8 +192,8 @@ def test_the_report_says_what_it_saved_and_when_it_saves_nothing(
         trainer.fit(deep(width=width), make_loader(num_samples * 6, num_samples))
         measured = report.report["measured"]
         saved.append(measured["peak_if_gradients_were_held_bytes"] - measured["peak_bytes"])
-        words = "lowered the peak by" if saved[-1] > 1024 else "did not lower the peak"
-        assert words in verdict(report.report)
+        expected = "lowered the peak by" if saved[-1] > 1024 else "did not lower the peak"
+        assert expected in verdict(report.report)
     assert saved[0] > 2 * 256 * 256 * 4, "more than two of its three blocks' gradients"
     assert saved[1] < 1024
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.optimization.build import build
-from lightning_eff.core.optimization.parameter_groups import hidden_matrices
-from lightning_eff.optimizer.muon import Muon, split
+from lightning_eff.core.optimization.parameter_groups import hidden_matrices, split_hidden
+from lightning_eff.optimizer.muon import Muon
 
 
 class Language(nn.Module):
@@ -41,7 +41,7 @@ def test_embeddings_heads_vectors_and_convolutions_are_not_hidden() -> None:
 def test_the_two_parts_take_all_parameters_and_norms_and_biases_no_decay() -> None:
     model = Language()
     optimizer = build(model, functools.partial(Muon, lr=0.1, weight_decay=0.5))
-    muon, adamw = optimizer.parts
+    muon, adamw = optimizer.optimizers
     assert names(model, muon.param_groups[0]["params"]) == {"hidden.weight"}
     assert [group["weight_decay"] for group in adamw.param_groups] == [0.5, 0.0]
     assert names(model, adamw.param_groups[1]["params"]) == {"hidden.bias", "convolution.bias", "head.bias"}
@@ -52,7 +52,7 @@ def test_the_two_parts_take_all_parameters_and_norms_and_biases_no_decay() -> No
 def test_patterns_name_more_of_the_rest() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = build(model, functools.partial(Muon, lr=0.1, rest=["1.*"]))
-    assert names(model, optimizer.parts[0].param_groups[0]["params"]) == {"0.weight"}
+    assert names(model, optimizer.optimizers[0].param_groups[0]["params"]) == {"0.weight"}
 
 
 def test_a_pattern_that_names_nothing_is_refused() -> None:
@@ -65,7 +65,7 @@ def test_a_schedule_moves_both_parts() -> None:
     model = Language()
     optimizer = build(model, functools.partial(Muon, lr=1.0))
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.25)
-    assert {group["lr"] for part in optimizer.parts for group in part.param_groups} == {0.25}
+    assert {group["lr"] for part in optimizer.optimizers for group in part.param_groups} == {0.25}
 
 
 def test_what_was_loaded_is_what_the_parts_use() -> None:
@@ -76,15 +76,15 @@ def test_what_was_loaded_is_what_the_parts_use() -> None:
     first.step()
     second = build(model, functools.partial(Muon, lr=0.7))
     second.load_state_dict(first.state_dict())
-    assert [group["lr"] for group in second.parts[0].param_groups] == [0.1]
-    buffer = second.parts[0].state[model.hidden.weight]["momentum_buffer"]
+    assert [group["lr"] for group in second.optimizers[0].param_groups] == [0.1]
+    buffer = second.optimizers[0].state[model.hidden.weight]["momentum_buffer"]
     assert torch.equal(buffer, first.state[model.hidden.weight]["momentum_buffer"])
     assert buffer is second.state[model.hidden.weight]["momentum_buffer"]
 
 
 def test_a_bare_list_of_parameters_is_split_by_dimension() -> None:
     layer = nn.Linear(2, 2)
-    hidden, rest = split(layer.parameters())
+    hidden, rest = split_hidden(layer.parameters())
     assert [group["params"] for group in hidden] == [[layer.weight]]
     assert [group["params"] for group in rest] == [[layer.bias]]
 
@@ -136,7 +136,7 @@ def test_a_group_that_comes_later_is_trained_and_comes_back(start: str) -> None:
 def test_named_and_complex_parameters_are_taken() -> None:
     layer = nn.Linear(2, 2)
     layer.phase = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
-    hidden, rest = split(layer.named_parameters())
+    hidden, rest = split_hidden(layer.named_parameters())
     assert [len(group["params"]) for group in (*hidden, *rest)] == [1, 2]
 
 

@@ -35,36 +35,36 @@ def walk(schedule: WarmupDecay, num_steps: int) -> list[list[float]]:
 
 
 def test_linear_curve_is_exact() -> None:
-    schedule = make_schedule(total_steps=10, warmup_steps=2, decay="linear", final_share=0.0)
-    assert [schedule.share(step) for step in range(12)] == [
+    schedule = make_schedule(total_steps=10, warmup_steps=2, decay="linear", min_lr_ratio=0.0)
+    assert [schedule.lr_factor(step) for step in range(12)] == [
         *(0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0, 0.0)
     ]
 
 
 # A curve that is one step off is wrong by more than 1e-3 somewhere.
-@pytest.mark.parametrize("decay_share", [1.0, 0.5, 0.2])
+@pytest.mark.parametrize("decay_fraction", [1.0, 0.5, 0.2])
 @pytest.mark.parametrize("warmup_steps", [0, 1, 20])
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
-def test_curve_equals_another_formula(decay: str, warmup_steps: int, decay_share: float) -> None:
+def test_curve_equals_another_formula(decay: str, warmup_steps: int, decay_fraction: float) -> None:
     total, final = 120, 0.1
     schedule = make_schedule(
         total_steps=total,
         warmup_steps=warmup_steps,
         decay=decay,
-        decay_share=decay_share,
-        final_share=final,
+        decay_fraction=decay_fraction,
+        min_lr_ratio=final,
     )
     steps = np.arange(total + 30)
-    begin = total - decay_share * (total - warmup_steps)
+    begin = total - decay_fraction * (total - warmup_steps)
     progress = np.interp(steps, [begin, total], [0.0, 1.0])
     fall = (1 + np.cos(np.pi * progress)) / 2 if decay == "cosine" else 1 - progress
     rise = np.minimum(1.0, (steps + 1) / max(1, warmup_steps))
     expected = np.where(steps < warmup_steps, rise, final * (1 - fall) + fall)
-    np.testing.assert_allclose([schedule.share(int(s)) for s in steps], expected, rtol=0.0, atol=1e-12)
+    np.testing.assert_allclose([schedule.lr_factor(int(s)) for s in steps], expected, rtol=0.0, atol=1e-12)
 
 
 def test_cosine_matches_torchs() -> None:
-    schedule = make_schedule(make_optimizer(0.3), total_steps=25, decay="cosine", final_share=0.1)
+    schedule = make_schedule(make_optimizer(0.3), total_steps=25, decay="cosine", min_lr_ratio=0.1)
     optimizer = make_optimizer(0.3)
     theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=25, eta_min=0.03)
     for ours in walk(schedule, 25):
@@ -76,30 +76,30 @@ def test_cosine_matches_torchs() -> None:
 def test_none_stays_at_one_with_and_without_a_length() -> None:
     for total in (None, 5):
         schedule = make_schedule(total_steps=total, warmup_steps=4, decay="none")
-        assert [schedule.share(step) for step in (0, 1, 2, 3, 4, 99)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+        assert [schedule.lr_factor(step) for step in (0, 1, 2, 3, 4, 99)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
 def test_a_short_decay_leaves_the_rest_at_one() -> None:
-    schedule = make_schedule(total_steps=8, decay="linear", decay_share=0.25, final_share=0.5)
-    assert [schedule.share(step) for step in range(10)] == [*[1.0] * 7, 0.75, 0.5, 0.5]
+    schedule = make_schedule(total_steps=8, decay="linear", decay_fraction=0.25, min_lr_ratio=0.5)
+    assert [schedule.lr_factor(step) for step in range(10)] == [*[1.0] * 7, 0.75, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
 def test_rate_never_rises_after_the_warmup(decay: str) -> None:
-    schedule = make_schedule(total_steps=50, warmup_steps=7, decay=decay, decay_share=0.6)
-    shares = [schedule.share(step) for step in range(7, 70)]
-    assert shares == sorted(shares, reverse=True)
-    assert shares[0] == 1.0
-    assert shares[43] == shares[-1] == 0.1
+    schedule = make_schedule(total_steps=50, warmup_steps=7, decay=decay, decay_fraction=0.6)
+    factors = [schedule.lr_factor(step) for step in range(7, 70)]
+    assert factors == sorted(factors, reverse=True)
+    assert factors[0] == 1.0
+    assert factors[43] == factors[-1] == 0.1
 
 
 def test_every_group_gets_its_rate_step_by_step() -> None:
     optimizer = make_optimizer(1.0, 0.5)
-    schedule = make_schedule(optimizer, total_steps=8, warmup_steps=4, decay="linear", final_share=0.0)
-    shares = [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
-    assert walk(schedule, 10) == [[share, share / 2] for share in shares]
+    schedule = make_schedule(optimizer, total_steps=8, warmup_steps=4, decay="linear", min_lr_ratio=0.0)
+    factors = [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert walk(schedule, 10) == [[factor, factor / 2] for factor in factors]
     weights = [float(group["params"][0].detach()) for group in optimizer.param_groups]
-    assert weights == [-sum(shares), -sum(shares) / 2], "a gradient of one moves a weight by the rates' sum"
+    assert weights == [-sum(factors), -sum(factors) / 2], "a gradient of one moves a weight by the rates' sum"
 
 
 def test_a_checkpoint_holds_the_step_alone() -> None:
@@ -139,10 +139,10 @@ def test_resumed_with_the_same_length_goes_on_as_if_nothing_had_happened() -> No
         ("warmup_steps", -1),
         ("warmup_steps", 0.5),
         ("total_steps", 10.0),
-        ("decay_share", 1.01),
-        ("decay_share", -0.1),
-        ("final_share", 1.5),
-        ("final_share", math.nan),
+        ("decay_fraction", 1.01),
+        ("decay_fraction", -0.1),
+        ("min_lr_ratio", 1.5),
+        ("min_lr_ratio", math.nan),
     ],
 )
 def test_values_out_of_range_are_named(key: str, value: Any) -> None:
@@ -152,11 +152,11 @@ def test_values_out_of_range_are_named(key: str, value: Any) -> None:
     assert str(caught.value).startswith(f"{key}={value!r}: expected ")
 
 
-def test_a_decay_share_of_zero_stays_until_the_end() -> None:
+def test_a_decay_fraction_of_zero_stays_until_the_end() -> None:
     schedule = WarmupDecay(
-        make_optimizer(1.0), total_steps=10, decay="linear", decay_share=0.0, final_share=0.1
+        make_optimizer(1.0), total_steps=10, decay="linear", decay_fraction=0.0, min_lr_ratio=0.1
     )
-    assert [schedule.share(step) for step in (0, 5, 9, 10, 12)] == [1.0, 1.0, 1.0, 0.1, 0.1]
+    assert [schedule.lr_factor(step) for step in (0, 5, 9, 10, 12)] == [1.0, 1.0, 1.0, 0.1, 0.1]
 
 
 def test_a_tensor_rate_is_filled_and_not_replaced() -> None:

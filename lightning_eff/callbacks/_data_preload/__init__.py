@@ -1,1 +1,1 @@
-"""Parts of `callbacks/data_preload`: trials with workers, and batches that are fetched ahead."""
+"""Parts of `callbacks/data_preload`: timing of a loader with workers, and prefetching of its batches."""

@@ -1,8 +1,8 @@
-"""A loader whose batches are fetched, and moved to the device, before they are asked for.
+"""A loader whose batches are prefetched, and moved to the device, for the training loop.
 
-What is asked of it otherwise, its loader answers. A stateful loader's state is the one after the last batch
-that was handed out, not after the last that was fetched. Whoever iterates it beside the training (to look
-at some images) gets an iterator of the loader itself, and takes nothing from the training.
+All other attributes are the wrapped loader's. A stateful loader's state is the one after the last batch that
+was handed out, not after the last that was fetched. A second iteration during a pass (to look at some images)
+gets an iterator of the loader itself, and takes nothing from the training.
 """
 
 from __future__ import annotations
@@ -13,103 +13,98 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_eff.callbacks._data_preload.lookahead import Fetched, Lookahead, Seen, Settings
+from lightning_eff.callbacks._data_preload.prefetch_iterator import (
+    LoaderStats,
+    PrefetchIterator,
+    PrefetchSettings,
+)
 
 
-class Ahead:
+class PrefetchLoader:
     """A loader with batches ready.
 
     Args:
         loader: Any iterable.
-        settings: How far to go.
-        tuned: The same loader with other workers, which the training iterates in its place; None for none.
+        settings: How far to prefetch.
+        tuned: The same loader with other workers, iterated for the training; None iterates `loader` itself.
     """
 
-    _OWN = ("loader", "settings", "seen", "_tuned", "_current", "_taken_state", "_over")
+    _OWN = ("loader", "settings", "stats", "_tuned", "_current", "_taken_state", "_is_over")
 
-    def __init__(self, loader: Any, settings: Settings, tuned: Any = None) -> None:
+    def __init__(self, loader: Any, settings: PrefetchSettings, tuned: Any = None) -> None:
         self.loader = loader
         self.settings = settings
-        self.seen = Seen()
+        self.stats = LoaderStats()
         self._tuned = loader if tuned is None else tuned
-        self._current: Lookahead | None = None
+        self._current: PrefetchIterator | None = None
         self._taken_state: Any = None
-        self._over = False
+        self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
-        if self._over or (self._current is not None and not self._current.ended):
+        if self._is_over or (self._current is not None and not self._current.ended):
             return iter(self.loader)
-        self._taken_state = None
-        stateful = isinstance(self, StatefulAhead)
-        self._current = Lookahead(self._make_source(), self, stateful=stateful)
+        get_state = self.loader.state_dict if isinstance(self, StatefulPrefetchLoader) else None
+        begin = self._source_factory()
+        self._current = PrefetchIterator(begin, self.settings, self.stats, get_state)
         return self._current
 
-    def _make_source(self) -> Callable[[], Iterator[Any]]:
-        """Return what begins the pass, so that the random state is drawn from as without it.
+    def _source_factory(self) -> Callable[[], Iterator[Any]]:
+        """Return what makes the pass's iterator, with the same draws from the random state as `loader`.
 
-        A loader without workers draws a seed when its iterator is made and the sampler's when the first
-        batch is asked for; one with workers draws both at once, and one whose workers stay draws none.
+        torch 2.13: a loader without workers draws a seed when its iterator is made, and the sampler's with
+        the first batch; one with workers draws both at once; persistent workers draw none in later passes.
         """
         tuned, loader = self._tuned, self.loader
         if tuned is loader or loader.num_workers > 0:
             if tuned is not loader and tuned._iterator is not None and not loader.persistent_workers:  # noqa: SLF001
-                _seed(loader)
+                _draw_seed(loader)  # persistent workers of ours draw none, new ones of the loader would
             source = iter(tuned)
             return lambda: source
-        seed = _seed(loader)
+        seed = _draw_seed(loader)
 
-        def begin() -> Iterator[Any]:
+        def make_source() -> Iterator[Any]:
             object.__setattr__(tuned, "generator", torch.Generator().manual_seed(seed))
             return iter(tuned)
 
-        return begin
+        return make_source
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __bool__(self) -> bool:
-        return True
-
-    def take(self, fetched: Fetched, wait_s: float) -> None:
-        """Count a batch that is handed out."""
-        self.seen.count(wait_s)
-        self._taken_state = fetched.state
+        return True  # without asking for a length
 
     def pause(self, *, paused: bool = True) -> None:
-        """Fetch nothing while others use the data; what is being fetched is waited for."""
+        """Stop or resume prefetching, while other code uses the dataset; waits for a batch in flight."""
         if self._current is not None:
             self._current.pause(paused=paused)
 
     def close(self) -> None:
-        """Stop fetching and forget what is ready; the loader may be iterated again."""
-        self._stop(for_good=False)
+        """End the pass, drop what is ready, and end workers that are not persistent."""
+        current, self._current = self._current, None
+        if current is None:
+            return
+        current.close()
+        self._taken_state = current.taken_state
+        if self._tuned is not self.loader and not self._tuned.persistent_workers:
+            # Now, and not when the last traceback that refers to them is gone.
+            end_workers = getattr(current.source, "_shutdown_workers", None)
+            if end_workers is not None:
+                end_workers()
 
     def end(self) -> None:
-        """Close for good, and end the workers that stay; who iterates it afterwards iterates the loader."""
-        self._stop(for_good=True)
-        self._over = True
+        """Close for good, persistent workers too; later iterations are the loader's own."""
+        self.close()
+        self._is_over = True
         if self._tuned is not self.loader:
             if self._tuned._iterator is not None:  # noqa: SLF001
                 self._tuned._iterator._shutdown_workers()  # noqa: SLF001
                 self._tuned._iterator = None  # noqa: SLF001
             self._tuned = self.loader
 
-    def _stop(self, *, for_good: bool) -> None:
-        if self._current is None:
-            return
-        source = self._current.source
-        self._current.close()
-        self._current = None
-        ours = self._tuned is not self.loader
-        if ours and (for_good or not self._tuned.persistent_workers):
-            # Now, and not when the last traceback is forgotten that refers to it.
-            end_workers = getattr(source, "_shutdown_workers", None)
-            if end_workers is not None:
-                end_workers()
-
     @property
     def _iterator(self) -> Any:
-        """What Lightning looks for when it stops a loader's workers: nobody may be waiting for them then."""
+        """Close the pass and return the inner iterator: Lightning 2.6 shuts down its workers through this."""
         self.close()
         return self._tuned._iterator  # noqa: SLF001
 
@@ -128,30 +123,31 @@ class Ahead:
         setattr(self.loader, name, value)
 
 
-class StatefulAhead(Ahead):
-    """The same for a loader with a state, which does not run ahead."""
+class StatefulPrefetchLoader(PrefetchLoader):
+    """The same for a loader with a state."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state after the last batch that was handed out."""
-        return self.loader.state_dict() if self._taken_state is None else self._taken_state
+        taken = self._taken_state if self._current is None else self._current.taken_state
+        return self.loader.state_dict() if taken is None else taken
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state in the next iteration."""
+        """Continue from a state in the next iteration."""
         self.close()
         self._taken_state = None
         self.loader.load_state_dict(state_dict)
 
 
-def _seed(loader: Any) -> int:
-    """Draw what a loader draws when it makes an iterator."""
+def _draw_seed(loader: Any) -> int:
+    """Draw the seed that a DataLoader draws when it makes an iterator."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
 
 
-def wrap(loader: Any, settings: Settings, tuned: Any = None) -> Ahead:
-    """Return a loader that fetches ahead."""
-    return (StatefulAhead if is_stateful(loader) else Ahead)(loader, settings, tuned)
+def wrap(loader: Any, settings: PrefetchSettings, tuned: Any = None) -> PrefetchLoader:
+    """Return a loader that prefetches."""
+    return (StatefulPrefetchLoader if is_stateful(loader) else PrefetchLoader)(loader, settings, tuned)
 
 
 def is_stateful(loader: Any) -> bool:
-    """Say whether a loader can be saved and go on where it was."""
+    """Return whether a loader's position can be saved and restored."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

@@ -1,7 +1,7 @@
-"""How long a loader takes for a batch, in this process and with workers, tried on samples of its own.
+"""Measure how long a loader takes for a batch, in this process and with workers, on samples of its dataset.
 
-A trial makes batches from fixed places of the dataset, so no sampler is advanced, and puts the random state
-back. Only a loader over a dataset with an index can be tried: a stream would be consumed.
+A trial makes batches from fixed indices of the dataset, so it advances no sampler, and restores the random
+state. Only a map-style dataset can be tried: a stream would be consumed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
-FEWEST, MOST = 4, 512
+MIN_BATCHES, MAX_BATCHES = 4, 512
 """Batches in a trial."""
-GAIN = 0.9
-"""A choice with more workers must take at most this share of the time of the one before."""
+MAX_TIME_RATIO = 0.9
+"""More workers are chosen only if a batch then takes at most this fraction of the time."""
 SAMPLE_ERRORS = (
     LookupError,
     TypeError,
@@ -37,19 +37,19 @@ SAMPLE_ERRORS = (
     EOFError,
     PicklingError,
 )
-"""What samples raise for an index that their own sampler would not ask for, or in a worker."""
-DEADLINE_S = 20.0
-"""Time after which a worker that gives no sample is taken to hang."""
+"""What samples raise for an index that their own sampler would not use, or in a worker."""
+WORKER_TIMEOUT_S = 20.0
+"""Time after which a worker that returns no sample counts as hung."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How many workers to use, and what was measured for it.
+class WorkerChoice:
+    """How many workers to use, and the measurements behind it.
 
     Args:
         num_workers: The best number.
         seconds_per_batch: By number of workers; 0 is this process.
-        idle_s: Time that any batch in this process waited, for a disk, a network or a lock, at least.
+        idle_s: The least time that a batch in this process waited for a disk, a network or a lock.
         reason: Why workers were not tried, or not trusted; empty if they were.
     """
 
@@ -59,8 +59,8 @@ class Choice:
     reason: str = ""
 
 
-def can_be_tried(loader: Any) -> bool:
-    """Say whether a loader has a dataset whose samples can be asked for by index."""
+def is_map_style(loader: Any) -> bool:
+    """Return whether a loader has a dataset with indices, and not an empty one."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     try:
@@ -76,40 +76,39 @@ def num_cores(num_processes: int = 1) -> int:
     return max(1, cores // num_processes)
 
 
-def choose(loader: DataLoader[Any], *, max_workers: int, budget_s: float) -> Choice:
+def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: float) -> WorkerChoice:
     """Try 0, 1, 2, 4 ... workers, until more do not help.
 
     Args:
-        loader: Whose dataset and collation are used.
+        loader: Its dataset and collation are used.
         max_workers: The most to try.
         budget_s: Seconds for all trials, the start of workers not counted.
 
     Raises:
-        Exception: One of `SAMPLE_ERRORS`: the samples cannot be asked for by number.
+        Exception: One of `SAMPLE_ERRORS`: the dataset has no samples at indices 0, 1, 2, ...
 
     Example:
-        >>> choose(DataLoader(range(64)), max_workers=0, budget_s=0.1).num_workers
+        >>> choose_num_workers(DataLoader(range(64)), max_workers=0, budget_s=0.1).num_workers
         0
     """
-    counts = [0, *(2**power for power in range(16) if 2**power <= max_workers)]
-    reason = _why_no_workers(loader) if len(counts) > 1 else ""
-    share_s = budget_s / len(counts)
-    with untouched_random_state():
-        trial = Trial(loader, share_s)
+    counts = [2**power for power in range(16) if 2**power <= max_workers]
+    trial = LoaderTrial(loader, budget_s / (1 + len(counts)))
+    reason = _reason_against_workers(loader) if counts else ""
+    with preserved_random_state():
         tried = {0: trial.alone()}
-        for count in () if reason else counts[1:]:
+        for count in () if reason else counts:
             try:
                 tried[count] = trial.with_workers(count)
             except SAMPLE_ERRORS as error:
                 reason = f"{type(error).__name__} in a worker: {error}".splitlines()[0]
                 break
-            if count > 1 and tried[count] > GAIN * min(tried[c] for c in tried if c < count):
+            if count > 1 and tried[count] > MAX_TIME_RATIO * min(tried[c] for c in tried if c < count):
                 break
-    return Choice(0 if reason else best(tried), tried, trial.idle_s, reason)
+    return WorkerChoice(0 if reason else best_num_workers(tried), tried, trial.idle_s, reason)
 
 
-def _why_no_workers(loader: DataLoader[Any]) -> str:
-    """Return why starting processes would not be safe, where the loader has none of its own."""
+def _reason_against_workers(loader: DataLoader[Any]) -> str:
+    """Return why it is not safe to start processes, if the loader starts none itself."""
     if multiprocessing.current_process().daemon:
         return "this process may not start others"
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
@@ -118,25 +117,25 @@ def _why_no_workers(loader: DataLoader[Any]) -> str:
     return ""
 
 
-def best(seconds_per_batch: dict[int, float]) -> int:
+def best_num_workers(seconds_per_batch: dict[int, float]) -> int:
     """Return the number of workers beyond which more gain too little.
 
     Example:
-        >>> best({0: 1.0, 1: 1.1, 2: 0.55, 4: 0.54}), best({0: 1.0, 1: 6.0, 2: 5.0})
+        >>> best_num_workers({0: 1.0, 1: 1.1, 2: 0.55, 4: 0.54}), best_num_workers({0: 1.0, 1: 6.0, 2: 5.0})
         (2, 0)
     """
-    chosen = 0
+    best = 0
     for count in sorted(seconds_per_batch):
-        if seconds_per_batch[count] < GAIN * seconds_per_batch[chosen]:
-            chosen = count
-    return chosen
+        if seconds_per_batch[count] < MAX_TIME_RATIO * seconds_per_batch[best]:
+            best = count
+    return best
 
 
-class Trial:
-    """Times batches of a loader's samples, asked for by index.
+class LoaderTrial:
+    """Times batches of a loader's dataset, made by index.
 
     Args:
-        loader: Whose dataset, collation and worker settings are used.
+        loader: Its dataset, collation and worker settings are used.
         budget_s: Seconds for each number of workers. Slow samples are timed in smaller batches.
     """
 
@@ -144,63 +143,65 @@ class Trial:
         self.idle_s = 0.0
         self._loader = loader
         self._budget_s = budget_s
-        self._total = len(loader.dataset)  # pyright: ignore[reportArgumentType]
+        self._num_samples = len(loader.dataset)  # pyright: ignore[reportArgumentType]
         self._size = self._batch_size = _batch_size(loader)
-        self._first: list[Any] = []
-        self._random = False
+        self._reference: list[Any] = []
+        self._is_random = False
 
     def alone(self) -> float:
         """Return the seconds of a batch in this process."""
         start = time.perf_counter()
         _ = self._loader.dataset[0]
         sample_s = time.perf_counter() - start
-        affordable = int(self._budget_s / (3 * FEWEST) / max(sample_s, 1e-9))
+        affordable = int(self._budget_s / (3 * MIN_BATCHES) / max(sample_s, 1e-9))
         self._size = min(self._batch_size, max(1, affordable))
-        self._first = list(self._made(0, 1, FEWEST))
-        again = list(self._made(0, 1, FEWEST))
-        self._random = not _equal(self._first, again)
-        seconds, self.idle_s = self._timed(self._made(0, 1 + FEWEST, FEWEST), 0)
+        self._reference = list(self._batches(0, 1, MIN_BATCHES))
+        self._is_random = not _are_equal(self._reference, list(self._batches(0, 1, MIN_BATCHES)))
+        seconds, self.idle_s = self._time(self._batches(0, 1 + MIN_BATCHES, MIN_BATCHES), 0)
         return seconds
 
     def with_workers(self, count: int) -> float:
-        """Return the seconds of a batch with so many workers.
+        """Return the seconds of a batch with `count` workers.
 
         Raises:
-            ValueError: A worker's samples are not those of this process, which do not draw random numbers.
+            ValueError: A worker's samples differ from this process's, and they draw no random numbers.
         """
-        if not self._random and not _equal(self._first, list(self._made(count, 1, FEWEST))):
-            text = "samples are others than in this process (a file or another handle that processes share?)"
-            raise ValueError(text)
-        return self._timed(self._made(count, 1 + 2 * FEWEST, MOST), count)[0]
+        if not self._is_random:
+            batches = list(self._batches(count, 1, MIN_BATCHES))
+            if not _are_equal(self._reference, batches):
+                text = "samples differ from this process's (a file or another handle that processes share?)"
+                raise ValueError(text)
+        return self._time(self._batches(count, 1 + 2 * MIN_BATCHES, MAX_BATCHES), count)[0]
 
-    def _timed(self, batches: Iterator[Any], count: int) -> tuple[float, float]:
+    def _time(self, batches: Iterator[Any], count: int) -> tuple[float, float]:
+        """Return the seconds and the least idle seconds of a batch, after one batch for each worker."""
         for _ in range(count):
             next(batches)
         start = last_s = time.perf_counter()
-        computed, done, idle_s = time.thread_time(), 0, float("inf")
+        cpu_s, num_done, idle_s = time.thread_time(), 0, float("inf")
         for _ in batches:
-            now, used = time.perf_counter(), time.thread_time()
-            idle_s = min(idle_s, now - last_s - (used - computed))
-            done, last_s, computed = done + 1, now, used
-            if now - start > self._budget_s and done >= max(1, count):
+            now, cpu_now = time.perf_counter(), time.thread_time()
+            idle_s = min(idle_s, now - last_s - (cpu_now - cpu_s))
+            num_done, last_s, cpu_s = num_done + 1, now, cpu_now
+            if now - start > self._budget_s and num_done >= max(1, count):
                 break
-            if done >= 16 * max(1, count) and now - start > 0.1:
+            if num_done >= 16 * max(1, count) and now - start > 0.1:
                 break
         scale = self._batch_size / self._size
-        return (last_s - start) / max(1, done) * scale, max(0.0, idle_s) * scale
+        return (last_s - start) / max(1, num_done) * scale, max(0.0, idle_s) * scale
 
-    def _made(self, count: int, first: int, num_batches: int) -> Iterator[Any]:
-        """Return batches number `first` to `first + num_batches`, by so many workers."""
-        loader, single = self._loader, self._loader.batch_sampler is None
+    def _batches(self, count: int, first: int, num_batches: int) -> Iterator[Any]:
+        """Return batches number `first` to `first + num_batches`, made by `count` workers."""
+        loader = self._loader
         indices = [
-            [(index * self._size + k) % self._total for k in range(self._size)]
+            [(index * self._size + k) % self._num_samples for k in range(self._size)]
             for index in range(first, first + num_batches)
         ]
         keywords: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
         if count:
             keywords["multiprocessing_context"] = loader.multiprocessing_context
-            keywords |= {"num_workers": count, "timeout": max(DEADLINE_S, self._budget_s)}
-        if single:
+            keywords |= {"num_workers": count, "timeout": max(WORKER_TIMEOUT_S, self._budget_s)}
+        if loader.batch_sampler is None:  # batch_size=None: the loader hands out samples
             keywords |= {"sampler": [batch[0] for batch in indices], "batch_size": None}
         else:
             keywords |= {"batch_sampler": indices}
@@ -208,35 +209,34 @@ class Trial:
 
 
 def _batch_size(loader: DataLoader[Any]) -> int:
-    """Return the samples of a batch, on average where a sampler of its own makes batches."""
+    """Return the samples of a batch, on average where the loader has a batch sampler of unknown size."""
     if loader.batch_sampler is None:
         return 1
-    known = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    if known is not None:
-        return int(known)
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if size is not None:
+        return int(size)
     try:
         return -(-len(loader.dataset) // len(loader))  # pyright: ignore[reportArgumentType]
     except (TypeError, NotImplementedError, ZeroDivisionError):
         return 1
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _are_equal(left: Any, right: Any) -> bool:
     """Compare batches; what cannot be compared counts as different."""
-    leaves = tree_leaves(one), tree_leaves(other)
-    if len(leaves[0]) != len(leaves[1]):
+    pairs = tree_leaves(left), tree_leaves(right)
+    if len(pairs[0]) != len(pairs[1]):
         return False
-    return all(_same(a, b) for a, b in zip(*leaves, strict=True))
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(one is other or one == other)
+    return all(
+        torch.equal(a, b)
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        else bool(a is b or a == b)
+        for a, b in zip(*pairs, strict=True)
+    )
 
 
 @contextmanager
-def untouched_random_state() -> Generator[None]:
-    """Put the random states of PyTorch's CPU generator, NumPy and Python back at the end."""
+def preserved_random_state() -> Generator[None]:
+    """Restore the random states of PyTorch's CPU generator, NumPy and Python at the end."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield

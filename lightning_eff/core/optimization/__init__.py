@@ -1,1 +1,1 @@
-"""What stands between an optimizer's class and a training: groups, schedules, facades, first gradients."""
+"""Build a run's optimizer from its class: parameter groups, schedules, wrappers, a gradient check."""

@@ -1,9 +1,9 @@
-"""What Lightning calls as `configure_optimizers`, made from an optimizer, a schedule and a module.
+"""Build what Lightning calls as `configure_optimizers` from an optimizer, a schedule and a module.
 
 One function, `attach`, serves a recipe's `optimizer` and `scheduler` groups and the callback for a plain
-Trainer. Norms and biases get no weight decay. Where the module has an optimizer of its own that is replaced,
-its groups stay (which parameters are trained, and at which share of the learning rate), and its schedule
-too, unless another is given.
+Trainer. Norms and biases get no weight decay. If the module's own optimizer is replaced, its groups stay
+(which parameters are trained, and at which fraction of the learning rate), and so does its schedule unless
+another one is given.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,8 +25,8 @@ from torch.utils._foreach_utils import (
 
 from lightning_eff.core.errors import ConfigError, ConflictWarning, SlowPathWarning
 from lightning_eff.core.optimization.composite import OptimizerFactory
-from lightning_eff.core.optimization.factories import classes, settings
-from lightning_eff.core.optimization.kept_schedule import KeptSchedule, Replaced
+from lightning_eff.core.optimization.factories import factory_keywords, optimizer_classes
+from lightning_eff.core.optimization.kept_schedule import KeptSchedule, ReplacedOptimizer
 from lightning_eff.core.optimization.parameter_groups import hidden_matrices, parameter_groups
 
 SchedulerFactory = Callable[..., LRScheduler]
@@ -38,79 +38,64 @@ def build(
     """Make the optimizer for `module`; `fused=True` falls back, with a warning, where it cannot run.
 
     Args:
-        module: Whose trainable parameters are optimized.
+        module: Its trainable parameters are optimized.
         optimizer: Called with parameter groups.
         own: Groups of the module's own optimizer, see `parameter_groups`.
     """
-    keywords, made = settings(optimizer), classes(optimizer) or [type(_probe(optimizer))]
-    asks = any(getattr(kind, "hidden_groups", False) for kind in made)
-    hidden = hidden_matrices(module, keywords.get("rest")) if asks else None
-    groups = parameter_groups(module, decays=_decays(optimizer), hidden=hidden, own=own)
-    shares = [group.pop("share", None) for group in groups]
-    reason = _unfusable(groups) if getattr(optimizer, "keywords", {}).get("fused") else ""
-    if reason:
-        text = f"fused=True cannot run here, so the optimizer steps in a loop: {reason}"
-        warnings.warn(text, SlowPathWarning, stacklevel=2)
-    built = optimizer(groups, **({"fused": None} if reason else {}))
+    keywords = factory_keywords(optimizer)
+    decays, needs_hidden = _group_needs(optimizer, keywords)
+    hidden = hidden_matrices(module, keywords.get("rest")) if needs_hidden else None
+    groups = parameter_groups(module, decays=decays, hidden=hidden, own=own)
+    popped = [(group.pop("lr_fraction", None), group["params"]) for group in groups]
+    fraction_of = {parameter: fraction for fraction, parameters in popped for parameter in parameters}
+    override: dict[str, Any] = {}
+    if getattr(optimizer, "keywords", {}).get("fused"):
+        # torch finds out only in the first step that one kernel cannot step all parameters.
+        devices = _get_fused_kernels_supported_devices()  # torch 2.13
+        parameters = [p for group in groups for p in group["params"]]
+        unfit = [p for p in parameters if not p.is_floating_point() or p.device.type not in devices]
+        if unfit:
+            reason = f"a parameter is {unfit[0].dtype} on {unfit[0].device.type}"
+            text = f"fused=True cannot run here, so the optimizer steps in a loop: {reason}"
+            warnings.warn(text, SlowPathWarning, stacklevel=2)
+            override = {"fused": None}
+    built = optimizer(groups, **override)
     if own is not None:
-        _scale_rates(built, groups, shares)
-    built.register_load_state_dict_pre_hook(functools.partial(_refuse_another, keywords))
+        for group in built.param_groups:
+            fraction = fraction_of[group["params"][0]]
+            if fraction is not None:
+                group["lr"] = group["lr"] * fraction
+    built.register_load_state_dict_pre_hook(functools.partial(_refuse_foreign_state, keywords))
     return built
 
 
-def _probe(factory: OptimizerFactory) -> Optimizer:
-    """Return an optimizer over nothing to speak of, of a factory that does not say what it makes."""
-    return factory([nn.Parameter(torch.zeros(1, 1))])
+def _group_needs(factory: OptimizerFactory, keywords: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return whether an optimizer decays weights, and whether it needs groups of hidden matrices."""
+    kinds = optimizer_classes(factory)
+    if kinds:
+        signatures = [inspect.signature(kind).parameters for kind in kinds]
+        decay = next((s["weight_decay"].default for s in signatures if "weight_decay" in s), 0.0)
+    else:  # a plain function shows no class: make one optimizer over a parameter of no use
+        probe = factory([nn.Parameter(torch.zeros(1, 1))])
+        kinds, decay = [type(probe)], probe.param_groups[0].get("weight_decay")
+    needs_hidden = any(getattr(kind, "hidden_groups", False) for kind in kinds)
+    return bool(keywords.get("weight_decay", decay)), needs_hidden
 
 
-def _unfusable(groups: Iterable[Mapping[str, Any]]) -> str:
-    """Return why one kernel cannot step all parameters; torch finds that out in the first step."""
-    devices = _get_fused_kernels_supported_devices()
-    for parameter in (p for group in groups for p in group["params"]):
-        if not parameter.is_floating_point() or parameter.device.type not in devices:
-            return f"a parameter is {parameter.dtype} on {parameter.device.type}"
-    return ""
-
-
-def _refuse_another(keywords: Mapping[str, Any], built: Optimizer, saved: Mapping[str, Any]) -> None:
+def _refuse_foreign_state(keywords: Mapping[str, Any], built: Optimizer, saved: Mapping[str, Any]) -> None:
     """Refuse the state of an optimizer with other groups or options, before it is half loaded.
 
     Raises:
-        ConfigError: It is another's.
+        ConfigError: The state is that of another optimizer.
     """
     ours, theirs = built.param_groups, saved["param_groups"]
     missing = [key for key in keywords if key in ours[0] and theirs and key not in theirs[0]]
     if len(ours) == len(theirs) and not missing:
         return
     found = f"without {missing[0]!r}" if missing else f"with {len(theirs)} parameter groups"
-    raise ConfigError(
-        key="optimizer",
-        value=type(built).__name__,
-        allowed=f"the optimizer that the checkpoint was saved with: its state is one {found}"
-        + ("" if missing else f" and not {len(ours)} (norms and biases may be one of their own)"),
-    )
-
-
-def _scale_rates(
-    built: Optimizer, groups: Iterable[Mapping[str, Any]], shares: Iterable[float | None]
-) -> None:
-    """Give every parameter the share of the learning rate that its group had."""
-    share_of = {p: share for group, share in zip(groups, shares, strict=True) for p in group["params"]}
-    for group in built.param_groups:
-        share = share_of[group["params"][0]]
-        if share is not None:
-            group["lr"] = group["lr"] * share
-
-
-def _decays(factory: OptimizerFactory) -> bool:
-    """Say whether there is a weight decay, as a keyword or as a default."""
-    keywords = settings(factory)
-    if "weight_decay" in keywords:
-        return bool(keywords["weight_decay"])
-    signatures = [inspect.signature(kind).parameters for kind in classes(factory)]
-    if not signatures:
-        return bool(_probe(factory).param_groups[0].get("weight_decay"))
-    return bool(next((s["weight_decay"].default for s in signatures if "weight_decay" in s), 0.0))
+    found += "" if missing else f" and not {len(ours)} (norms and biases may be one of their own)"
+    allowed = f"the optimizer that the checkpoint was saved with: its state is one {found}"
+    raise ConfigError(key="optimizer", value=type(built).__name__, allowed=allowed)
 
 
 def attach(
@@ -126,19 +111,16 @@ def attach(
         module: May have the method or not; must use automatic optimization.
         optimizer: Called with parameter groups, for example `functools.partial(torch.optim.AdamW, lr=1e-3)`.
         scheduler: Called with the optimizer and stepped after each of its steps; a `total_steps=None`
-            among its keywords is filled with the Trainer's number of steps. None is a constant rate, or what
-            `keep` brings.
-        keep: The module's own method, whose groups are kept, and whose schedule unless there is another.
+            among its keywords is filled with the Trainer's number of steps. None is a constant rate, or the
+            schedule from `keep`.
+        keep: The module's own method: its groups are kept, and its schedule unless there is another.
 
     Raises:
         ConfigError: The module optimizes manually.
     """
     if not module.automatic_optimization:
-        raise ConfigError(
-            key="optimizer",
-            value=type(module).__name__,
-            allowed="a module with automatic optimization: this one steps optimizers of its own",
-        )
+        fault = f"{type(module).__name__} uses manual optimization, so its optimizer cannot be replaced"
+        raise ConfigError(key="", value=fault, allowed="a module with automatic_optimization=True")
     configure: Any = functools.partial(_configure, module, optimizer, scheduler, keep)
     module.configure_optimizers = configure
 
@@ -149,37 +131,45 @@ def _configure(
     scheduler: SchedulerFactory | None,
     keep: Callable[[], Any] | None,
 ) -> Any:
-    own, schedules = _own(keep()) if keep is not None else (None, [])
-    built = build(module, optimizer, _shares(own) if own is not None else None)
+    """Return the optimizer and its schedules in one of the forms that Lightning accepts."""
+    configured = keep() if keep is not None else None
+    optimizers, schedules = ([None], []) if configured is None else _split_configuration(configured)
+    if len(optimizers) != 1:
+        allowed = "a module with one optimizer of its own"
+        raise ConfigError(key="optimizer", value=f"{len(optimizers)} optimizers", allowed=allowed)
+    own = optimizers[0]
+    built = build(module, optimizer, _groups_of(own) if own is not None else None)
+    replaced = ReplacedOptimizer(own, built) if own is not None else None
     if scheduler is not None:
         filled: dict[str, Any] = {}
         if _lacks_total_steps(scheduler):
             steps = module.trainer.estimated_stepping_batches
             filled["total_steps"] = int(steps) if 0 < steps < float("inf") else None
-        if own is not None:
-            Replaced(own, built)
         return [built], [{"scheduler": scheduler(built, **filled), "interval": "step"}]
-    if own is None:
+    if replaced is None:
         return [built], []
-    if not schedules and any("initial_lr" in group for group in own.param_groups):
+    if not schedules and any("initial_lr" in group for group in replaced.groups):
         text = f"a schedule that {type(module).__name__} steps itself does not reach {type(built).__name__}"
         warnings.warn(text, ConflictWarning, stacklevel=2)
-    replaced = Replaced(own, built)
-    return [built], [_kept(schedule, built, replaced) for schedule in schedules]
+    for schedule in schedules:
+        stepped = schedule["scheduler"]
+        schedule.setdefault("reduce_on_plateau", isinstance(stepped, ReduceLROnPlateau))
+        schedule["scheduler"] = KeptSchedule(stepped, built, replaced)
+    return [built], schedules
 
 
 def _lacks_total_steps(scheduler: SchedulerFactory) -> bool:
-    """Say whether a schedule takes the number of steps, and has not been given it."""
+    """Return whether a schedule takes the number of steps and has not been given it."""
     keywords: Mapping[str, Any] = getattr(scheduler, "keywords", {})
     if "total_steps" in keywords:
         return keywords["total_steps"] is None
-    made: Any = getattr(scheduler, "func", scheduler)
-    parameter = inspect.signature(made).parameters.get("total_steps")
+    function: Any = getattr(scheduler, "func", scheduler)
+    parameter = inspect.signature(function).parameters.get("total_steps")
     return parameter is not None and parameter.default is None
 
 
-def _shares(own: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer that is replaced, with their shares of its learning rate."""
+def _groups_of(own: Optimizer) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer that is replaced, with their fractions of its learning rate."""
     rates = [float(g.get("max_lr", g.get("initial_lr", g.get("lr", 0.0)))) for g in own.param_groups]
     default = float(own.defaults.get("lr", 0.0))
     base = default if default in rates else max(rates)
@@ -187,50 +177,28 @@ def _shares(own: Optimizer) -> list[dict[str, Any]]:
     for group, rate in zip(own.param_groups, rates, strict=True):
         kept = {"params": group["params"]}
         if base and rate != base:
-            kept["share"] = rate / base
-        if own.defaults.get("weight_decay"):  # if none has a decay, it was not taken from these alone
+            kept["lr_fraction"] = rate / base
+        if own.defaults.get("weight_decay"):  # without a decay, a group's 0.0 excludes nothing
             kept["weight_decay"] = group.get("weight_decay")
         groups.append(kept)
     return groups
 
 
-def _own(answer: Any) -> tuple[Optimizer | None, list[dict[str, Any]]]:
-    """Return optimizer and schedules of what a `configure_optimizers` may return.
-
-    Raises:
-        ConfigError: There are several optimizers.
-    """
-    if answer is None:
-        return None, []
-    optimizers, schedules = _listed(answer)
-    if len(optimizers) != 1:
-        raise ConfigError(
-            key="optimizer",
-            value=f"{len(optimizers)} optimizers",
-            allowed="a module with one optimizer of its own",
-        )
-    return optimizers[0], schedules
-
-
-def _listed(answer: Any) -> tuple[list[Optimizer], list[dict[str, Any]]]:
-    if isinstance(answer, Mapping):
-        schedule = answer.get("lr_scheduler")
-        monitor = {"monitor": answer["monitor"]} if "monitor" in answer else {}
-        return [answer["optimizer"]], [monitor | _as_dict(schedule)] if schedule is not None else []
-    if isinstance(answer, (list, tuple)):
-        if len(answer) == 2 and isinstance(answer[0], (list, tuple)):
-            schedules = answer[1] if isinstance(answer[1], (list, tuple)) else [answer[1]]
-            return list(answer[0]), [_as_dict(schedule) for schedule in schedules]
-        parts = [_listed(each) for each in answer]
-        return [o for optimizers, _ in parts for o in optimizers], [s for _, found in parts for s in found]
-    return [answer], []
+def _split_configuration(configured: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Split what `configure_optimizers` returned, in any form, into optimizers and schedules."""
+    if isinstance(configured, Mapping):
+        monitor = {"monitor": configured["monitor"]} if "monitor" in configured else {}
+        schedule = configured.get("lr_scheduler")
+        return [configured["optimizer"]], [monitor | _as_dict(schedule)] if schedule is not None else []
+    if not isinstance(configured, (list, tuple)):
+        return [configured], []
+    if len(configured) == 2 and isinstance(configured[0], (list, tuple)):
+        optimizers, schedules = configured
+        several = schedules if isinstance(schedules, (list, tuple)) else [schedules]
+        return list(optimizers), [_as_dict(schedule) for schedule in several]
+    pairs = [_split_configuration(item) for item in configured]
+    return [o for optimizers, _ in pairs for o in optimizers], [s for _, found in pairs for s in found]
 
 
 def _as_dict(schedule: Any) -> dict[str, Any]:
     return dict(schedule) if isinstance(schedule, Mapping) else {"scheduler": schedule}
-
-
-def _kept(schedule: dict[str, Any], built: Optimizer, replaced: Replaced) -> dict[str, Any]:
-    on_plateau = schedule.get("reduce_on_plateau", isinstance(schedule["scheduler"], ReduceLROnPlateau))
-    kept = KeptSchedule(schedule["scheduler"], built, replaced)
-    return schedule | {"scheduler": kept, "reduce_on_plateau": on_plateau}

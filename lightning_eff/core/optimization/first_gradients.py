@@ -1,4 +1,4 @@
-"""What the first optimizer step finds: each trainable parameter has a finite gradient, or the run stops."""
+"""Check after the first optimizer step that every trainable parameter got a finite gradient."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ MAX_NAMES = 5
 
 
 class GradientError(HasRemedies, RuntimeError):
-    """The first gradients show that the run would not learn what it should; names the parameters."""
+    """The first gradients show that some parameters would not be trained; names them."""
 
     exit_code = EXIT_FAILED
 
 
 class FirstGradients:
-    """Looks once, after the first step of each optimizer; `take_off` ends it.
+    """Checks gradients once, in the first step of each optimizer; `remove_hooks` ends it.
 
     Args:
         remedy: What helps where a gradient is missing, for the error's text.
-        unused: Patterns of parameter names that need not have a gradient.
+        unused: Patterns of parameter names that need no gradient.
     """
 
     def __init__(self, *, remedy: str, unused: str | Sequence[str] = ()) -> None:
@@ -38,87 +38,89 @@ class FirstGradients:
         self._handles: list[RemovableHandle] = []
 
     def check_patterns(self, module: nn.Module) -> None:
-        """Refuse a pattern that fits no parameter: it would excuse nothing.
+        """Refuse a pattern in `unused` that matches no parameter.
 
         Raises:
-            ConfigError: There is one.
+            ConfigError: A pattern matches nothing.
         """
         names = [name for name, _ in module.named_parameters()]
         for pattern in self.unused:
             if not any(fnmatchcase(name, pattern) for name in names):
-                allowed = f"a pattern of names of parameters; {nearest(pattern, names)}"
+                allowed = f"a pattern of parameter names; {nearest(pattern, names)}"
                 raise ConfigError(key="unused", value=pattern, allowed=allowed)
 
     def watch(self, module: nn.Module, optimizers: Iterable[Any]) -> None:
-        """Look at the gradients of the next step.
+        """Check the gradients of the next step.
 
         Args:
-            module: Whose names the parameters are called by.
-            optimizers: As Lightning keeps them, or as they are.
+            module: Gives the parameters their names.
+            optimizers: Optimizers, or Lightning's wrappers of them.
         """
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for optimizer in optimizers:
-            groups = getattr(optimizer, "whole_groups", None)  # of a strategy that steps on other tensors
-            self._watch(getattr(optimizer, "optimizer", optimizer), names, groups)
+            # DeepSpeed steps flattened tensors; its strategy adds the parameters' groups as `whole_groups`.
+            full_groups = getattr(optimizer, "whole_groups", None)
+            self._watch_optimizer(getattr(optimizer, "optimizer", optimizer), names, full_groups)
 
-    def _watch(self, optimizer: Optimizer, names: dict[int, str], groups: Any) -> None:
-        used: dict[int, torch.Tensor] = {}
+    def _watch_optimizer(self, optimizer: Optimizer, names: dict[int, str], full_groups: Any) -> None:
+        freed: dict[int, torch.Tensor] = {}  # sums of gradients that are gone when `step` ends
+        is_done = False
 
-        def keep_one_value(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-            used[id(parameter)] = gradient.sum()  # finite only if all are; the gradient itself is freed
+        def keep_sum(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+            freed[id(parameter)] = gradient.sum()  # finite only if all values are
 
-        looked = False
-
-        def look(stepped: Optimizer, *_: Any) -> None:
-            nonlocal looked
-            if looked:
-                return  # it stays until the end: torch calls the others while one is taken off
-            looked = True
+        def check_once(stepped: Optimizer, *_: Any) -> None:
+            nonlocal is_done
+            if is_done:
+                return  # this hook stays: torch iterates the step hooks while they run
+            is_done = True
             for handle in handles[1:]:
                 handle.remove()
-            given = groups or stepped.param_groups
-            parameters = [p for group in given for p in group["params"] if p.requires_grad]
-            named = [(names.get(id(p), "a parameter that is not the module's"), p) for p in parameters]
-            self._judge([(name, used.get(id(p), p.grad)) for name, p in named])
-            used.clear()
+            groups = full_groups or stepped.param_groups
+            trained = [p for group in groups for p in group["params"] if p.requires_grad]
+            unnamed = "a parameter that is not the module's"
+            self._check([(names.get(id(p), unnamed), freed.get(id(p), p.grad)) for p in trained])
+            freed.clear()
 
-        handles = [optimizer.register_step_post_hook(look)]
+        handles = [optimizer.register_step_post_hook(check_once)]
         if isinstance(optimizer, FreesGradients):
-            handles.append(optimizer.register_gradient_hook(keep_one_value))
-        trained = [p for group in groups or () for p in group["params"] if p.requires_grad]
-        handles += [parameter.register_hook(partial(keep_one_value, parameter)) for parameter in trained]
+            handles.append(optimizer.register_gradient_hook(keep_sum))
+        partitioned = [p for group in full_groups or () for p in group["params"] if p.requires_grad]
+        handles += [parameter.register_hook(partial(keep_sum, parameter)) for parameter in partitioned]
         self._handles += handles
 
-    def _judge(self, gradients: list[tuple[str, torch.Tensor | None]]) -> None:
-        missing = [name for name, gradient in gradients if gradient is None and not self._may_lack(name)]
-        broken = [name for name, gradient in gradients if gradient is not None and not _finite(gradient)]
+    def _check(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+        missing: list[str] = []
+        broken: list[str] = []
+        for name, gradient in gradients:
+            if gradient is None:
+                if not any(fnmatchcase(name, pattern) for pattern in self.unused):
+                    missing.append(name)
+                continue
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            if not torch.isfinite(values).all():
+                broken.append(name)
         if missing:
-            text = f"{listed(missing)} no gradient after the first step\n  try: {self.remedy}"
+            text = f"{parameters_have(missing)} no gradient after the first step\n  try: {self.remedy}"
             raise GradientError(text)
         if broken:
-            text = f"{listed(broken)} a gradient that is not finite after the first step"
+            text = f"{parameters_have(broken)} a gradient that is not finite after the first step"
             raise GradientError(text)
 
-    def _may_lack(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.unused)
-
-    def take_off(self) -> None:
-        """Remove what is still there."""
+    def remove_hooks(self) -> None:
+        """Remove the hooks that are left."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-
-def _finite(gradient: torch.Tensor) -> bool:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return bool(torch.isfinite(values).all())
+    take_off = remove_hooks  # the name that callbacks/peft_adapter.py calls
 
 
-def listed(names: list[str]) -> str:
+def parameters_have(names: list[str]) -> str:
     """Return the beginning of a sentence about parameters.
 
     Example:
-        >>> listed(["head.weight"])
+        >>> parameters_have(["head.weight"])
         'the parameter head.weight has'
     """
     shown = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")

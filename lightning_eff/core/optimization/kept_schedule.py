@@ -1,9 +1,9 @@
-"""A module's own learning-rate schedules for another optimizer than the one that they were made for.
+"""Keep a module's own learning-rate schedules when its optimizer is replaced.
 
-A scheduler is bound to its optimizer: it holds lists by group, and other schedulers inside itself. So it
-stays with that optimizer, which never steps, and after each of its own steps the new optimizer's rates are
-set: to the same share of their base, or to the same number where the schedule sets numbers of its own
-(OneCycleLR).
+A scheduler is bound to its optimizer: it holds lists by group, and other schedulers inside itself. It
+therefore stays with the replaced optimizer, which never steps. After each of its steps the new optimizer's
+learning rates are set: to the same multiple of their base, or to the same number where the schedule sets
+absolute rates (OneCycleLR).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 MOMENTA = ("momentum", "betas")
-OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-"""What schedules put into an optimizer's groups, and read there."""
+SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""Keys that schedulers write into parameter groups and read back."""
 
 
-class Replaced:
-    """An optimizer that no longer steps, and whose groups' rates another one's groups follow.
+class ReplacedOptimizer:
+    """An optimizer that no longer steps; the groups of another one follow its groups' learning rates.
 
     Args:
-        own: The one that is replaced; it is left without parameters and state.
+        own: The replaced optimizer; it is left without parameters and state.
         optimizer: The one that trains. Each of its groups follows the group that had its first parameter.
     """
 
@@ -39,70 +39,64 @@ class Replaced:
         for group in self.groups:
             group["params"] = []
         own.state.clear()
-        # A scheduler would warn that its optimizer has not stepped, and it never will.
+        # torch 2.13's schedulers warn when their optimizer has not stepped, and this one never will.
         own._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # noqa: SLF001
         close = getattr(own, "close", None)
         if close is not None:
             close()
 
-    def show_bases(self) -> None:
-        """Put into the groups what the schedule reads, for a run in which it is not kept but in use."""
+    def _factor(self, index: int) -> float | None:
+        """Return a group's rate as a multiple of its first; None if the schedule sets absolute rates."""
+        group, start = self.groups[index], self._starts[index]
+        return None if "max_lr" in group or not start else float(group["lr"]) / start
+
+    def copy_schedule_keys(self) -> None:
+        """Copy what the scheduler reads into the trained groups, for a resumed run that steps it directly."""
         for group, base, index in zip(self._optimizer.param_groups, self._bases, self._followed, strict=True):
-            own = self.groups[index]
-            group |= {key: own[key] for key in OF_SCHEDULES if key in own}
-            if not self._sets_numbers(index):
+            group |= {key: self.groups[index][key] for key in SCHEDULE_KEYS if key in self.groups[index]}
+            if self._factor(index) is not None:
                 group["initial_lr"] = base
 
-    def go_on(self, rates: Iterable[float]) -> None:
-        """Take saved rates; momenta are those of the optimizer that trains, which was loaded before."""
+    def resume(self, rates: Iterable[float]) -> None:
+        """Set saved rates; momenta come from the optimizer that trains, which was loaded before."""
         for group, rate in zip(self.groups, rates, strict=False):
             group["lr"] = rate
         for group, index in zip(self._optimizer.param_groups, self._followed, strict=False):
             self.groups[index] |= {k: group[k] for k in MOMENTA if k in self.groups[index] and k in group}
-        self.follow()
+        self.update_rates()
 
-    def follow(self) -> None:
-        """Set the rates of the optimizer that trains."""
-        self._take_in_new_groups()
-        for group, base, index in zip(self._optimizer.param_groups, self._bases, self._followed, strict=True):
-            own = self.groups[index]
-            rate = float(own["lr"]) if self._sets_numbers(index) else base * self._share(index)
+    def update_rates(self) -> None:
+        """Set the learning rates of the optimizer that trains: `base * lr / first lr`, or `lr` itself."""
+        groups = self._optimizer.param_groups
+        for group in groups[len(self._bases) :]:  # added later: follows the first group from its own rate
+            self._bases.append(float(group["lr"]) / (self._factor(0) or 1.0))
+            self._followed.append(0)
+        for group, base, index in zip(groups, self._bases, self._followed, strict=True):
+            own, factor = self.groups[index], self._factor(index)
+            rate = float(own["lr"]) if factor is None else base * factor
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)  # a compiled step holds on to the tensor
+                group["lr"].fill_(rate)  # a compiled step reads this tensor
             else:
                 group["lr"] = rate
             if "max_momentum" in own:
                 group |= {key: own[key] for key in MOMENTA if key in own and key in group}
 
-    def _sets_numbers(self, index: int) -> bool:
-        return "max_lr" in self.groups[index] or not self._starts[index]
-
-    def _share(self, index: int) -> float:
-        return float(self.groups[index]["lr"]) / self._starts[index]
-
-    def _take_in_new_groups(self) -> None:
-        """Let a group that was added later follow the first one, from the rate that it came with."""
-        for group in self._optimizer.param_groups[len(self._bases) :]:
-            share = 1.0 if self._sets_numbers(0) else self._share(0)
-            self._bases.append(float(group["lr"]) / share if share else float(group["lr"]))
-            self._followed.append(0)
-
 
 class KeptSchedule(LRScheduler):
-    """A scheduler of an optimizer that is replaced, for the one in its place.
+    """A scheduler of a replaced optimizer, used for the optimizer that trains.
 
     Args:
-        kept: The scheduler; what is not said here it answers itself.
-        optimizer: The one that trains.
-        replaced: The one that the scheduler is bound to.
+        kept: The scheduler; attributes that are not defined here are its own.
+        optimizer: The optimizer that trains.
+        replaced: The optimizer that the scheduler is bound to.
     """
 
-    def __init__(self, kept: Any, optimizer: Optimizer, replaced: Replaced) -> None:
+    def __init__(self, kept: Any, optimizer: Optimizer, replaced: ReplacedOptimizer) -> None:
         self.kept = kept
         self.optimizer = optimizer
         self._replaced = replaced
-        replaced.show_bases()
-        replaced.follow()
+        replaced.copy_schedule_keys()
+        replaced.update_rates()
 
     def __getattr__(self, name: str) -> Any:
         if "kept" not in self.__dict__:  # while it is copied
@@ -112,7 +106,7 @@ class KeptSchedule(LRScheduler):
     @override
     def step(self, *arguments: Any, **keywords: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.kept.step(*arguments, **keywords)
-        self._replaced.follow()
+        self._replaced.update_rates()
 
     @override
     def get_last_lr(self) -> list[Any]:
@@ -120,10 +114,10 @@ class KeptSchedule(LRScheduler):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's own state, from which a run goes on in which it is not kept but in use."""
+        """Return the scheduler's own state, which a run that steps it directly can load too."""
         return self.kept.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.kept.load_state_dict(state_dict)
-        self._replaced.go_on(state_dict.get("_last_lr", ()))
+        self._replaced.resume(state_dict.get("_last_lr", ()))

@@ -1,15 +1,14 @@
-"""Which parameters are optimized alike: norms and biases without decay, hidden matrices for those who ask."""
+"""Split parameters into groups: no weight decay for norms and biases, hidden matrices marked on request."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_eff.core.errors import ConfigError, nearest
-from lightning_eff.core.optimization.composite import is_matrix
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -25,13 +24,13 @@ def parameter_groups(
 
     Args:
         module: Its trainable parameters are taken, each once.
-        decays: Whether there is a weight decay to keep from the rest.
-        hidden: Parameters to tell from the others, by a key of that name.
-        own: Groups that the module's own optimizer had: each is split for itself, a parameter that is in none
-            is left out, and one that is frozen stays in. Their key `share`, if any, is kept.
+        decays: Whether the optimizer has a weight decay.
+        hidden: Parameters to mark with `hidden: True`, and all others with `hidden: False`; None marks none.
+        own: Groups of the module's own optimizer: each is split, parameters in none are left out, frozen
+            ones stay in. A key `lr_fraction` is kept.
 
     Raises:
-        ConfigError: Nothing is trainable.
+        ConfigError: No parameter is trainable.
 
     Example:
         >>> [len(group["params"]) for group in parameter_groups(nn.Linear(2, 2), decays=True)]
@@ -43,10 +42,10 @@ def parameter_groups(
         for parameter in candidate["params"]:
             if own is None and not parameter.requires_grad:
                 continue
-            decayed = not decays or (parameter.dim() >= 2 and candidate.get("weight_decay") != 0.0)
-            options: dict[str, Any] = {} if decayed else {"weight_decay": 0.0}
+            is_decayed = not decays or (parameter.dim() >= 2 and candidate.get("weight_decay") != 0.0)
+            options: dict[str, Any] = {} if is_decayed else {"weight_decay": 0.0}
             options |= {"hidden": parameter in hidden} if hidden is not None else {}
-            options |= {"share": candidate["share"]} if "share" in candidate else {}
+            options |= {"lr_fraction": candidate["lr_fraction"]} if "lr_fraction" in candidate else {}
             key = (index, *options.items())
             groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
     if not any(parameter.requires_grad for group in groups.values() for parameter in group["params"]):
@@ -57,13 +56,13 @@ def parameter_groups(
 
 
 def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set[Tensor]:
-    """Return the matrices between hidden layers: neither embeddings nor the output layer's.
+    """Return the matrices of hidden layers: neither embeddings nor the output layer.
 
-    A matrix is a parameter called `weight` or `..._weight`. The output layer is every linear layer as wide as
-    the largest embedding has entries; without an embedding it must be named.
+    A matrix is a parameter called `weight` or `..._weight`. The output layer is every linear layer with as
+    many outputs as the largest embedding has entries; without an embedding it must be named in `rest`.
 
     Args:
-        module: Whose parameters are looked at.
+        module: Its parameters are searched.
         rest: Patterns of names of parameters that are not hidden either, a classifier's for example.
 
     Raises:
@@ -78,18 +77,45 @@ def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set
     names = [name for name, _ in module.named_parameters()]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(
-                key="optimizer.rest", value=pattern, allowed=f"a parameter's name; {nearest(pattern, names)}"
-            )
-    tables = [part for part in module.modules() if isinstance(part, EMBEDDINGS)]
+            allowed = f"a parameter's name; {nearest(pattern, names)}"
+            raise ConfigError(key="optimizer.rest", value=pattern, allowed=allowed)
+    tables = [layer for layer in module.modules() if isinstance(layer, EMBEDDINGS)]
     vocabulary = max((table.num_embeddings for table in tables), default=0)
     heads = [m for m in module.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
-    others: set[Tensor] = {layer.weight for layer in [*tables, *heads]}
+    excluded: set[Tensor] = {layer.weight for layer in [*tables, *heads]}
     return {
         parameter
         for name, parameter in module.named_parameters()
         if is_matrix(parameter)
         and "weight" in name.rpartition(".")[2]
-        and parameter not in others
+        and parameter not in excluded
         and not any(fnmatchcase(name, pattern) for pattern in patterns)
     }
+
+
+def split_hidden(params: Iterable[Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Split what an optimizer is given into groups of hidden matrices and groups of the rest.
+
+    Args:
+        params: Parameters, named or not, or groups. A group's key `hidden` decides; without it every matrix
+            is hidden.
+    """
+    entries = list(params)
+    groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    hidden: list[dict[str, Any]] = []
+    rest: list[dict[str, Any]] = []
+    for group in groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "hidden")}
+        listed: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        parameters: list[Tensor] = [item[1] if isinstance(item, tuple) else item for item in listed]
+        may_be_hidden = group.get("hidden") is not False
+        for target, is_hidden in ((hidden, True), (rest, False)):
+            members = [p for p in parameters if (may_be_hidden and is_matrix(p)) is is_hidden]
+            if members:
+                target.append({"params": members, **options})
+    return hidden, rest
+
+
+def is_matrix(parameter: Tensor) -> bool:
+    """Return whether a parameter is a real matrix, which Muon can orthogonalize."""
+    return parameter.dim() == 2 and not parameter.is_complex()

@@ -1,4 +1,4 @@
-"""Ahead: order, limits in batches and bytes, states, random draws, failures, and what it forwards."""
+"""PrefetchLoader: order, limits in batches and bytes, states, random draws, failures, attributes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_eff.callbacks._data_preload import lookahead
-from lightning_eff.callbacks._data_preload.lookahead import Settings
-from lightning_eff.callbacks._data_preload.prefetch import Ahead, StatefulAhead, wrap
+from lightning_eff.callbacks._data_preload import prefetch_iterator
+from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, StatefulPrefetchLoader, wrap
+from lightning_eff.callbacks._data_preload.prefetch_iterator import PrefetchSettings
 
 # torchdata 0.11 on torch 2.13
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -48,9 +48,9 @@ class Source:
             yield torch.tensor([index])
 
 
-def ahead(source: Any, num_batches: int = 2, **settings: Any) -> Ahead:
+def prefetched(source: Any, num_batches: int = 2, **settings: Any) -> PrefetchLoader:
     keywords: dict[str, Any] = {"max_bytes": None, "device": None, "limit": lambda: float("inf")}
-    return wrap(source, Settings(num_batches=num_batches, **(keywords | settings)))
+    return wrap(source, PrefetchSettings(num_batches=num_batches, **(keywords | settings)))
 
 
 def until(condition: Any) -> None:
@@ -74,16 +74,16 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("num_batches", [0, 1, 3])
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 9])
 def test_every_batch_comes_once_and_in_order_in_every_pass(num_batches: int, length: int) -> None:
-    loader = ahead(Source(length), num_batches)
+    loader = prefetched(Source(length), num_batches)
     for _ in range(3):
         assert [int(batch) for batch in loader] == list(range(length))
-    assert loader.seen.num_taken == 3 * length
+    assert loader.stats.num_taken == 3 * length
     assert len(loader) == length
 
 
 def test_it_runs_so_many_batches_ahead_in_a_thread_and_not_further() -> None:
     source = Source(20)
-    loader = ahead(source, 3)
+    loader = prefetched(source, 3)
     batches = iter(loader)
     assert source.num_asked == 0, "the first batch is fetched when it is asked for"
     next(batches)
@@ -100,7 +100,7 @@ def test_it_runs_so_many_batches_ahead_in_a_thread_and_not_further() -> None:
 def test_it_holds_no_more_bytes_than_it_may_and_one_batch_whatever_its_size() -> None:
     for max_bytes, ready in ((16, 2), (1, 1)):
         source = Source(20)
-        loader = ahead(source, 9, max_bytes=max_bytes)
+        loader = prefetched(source, 9, max_bytes=max_bytes)
         batches = iter(loader)
         for _ in range(3):
             next(batches)
@@ -108,12 +108,12 @@ def test_it_holds_no_more_bytes_than_it_may_and_one_batch_whatever_its_size() ->
         time.sleep(0.02)
         assert source.num_asked == 3 + ready
         loader.close()
-        assert loader.seen.max_ready_bytes == 8 * ready
+        assert loader.stats.max_ready_bytes == 8 * ready
 
 
 def test_it_stops_at_the_limit_and_goes_on_when_asked_all_the_same() -> None:
     source = Source(20)
-    loader = ahead(source, 4, limit=lambda: 5)
+    loader = prefetched(source, 4, limit=lambda: 5)
     batches = iter(loader)
     assert [int(next(batches)) for _ in range(5)] == [0, 1, 2, 3, 4]
     time.sleep(0.02)
@@ -123,15 +123,15 @@ def test_it_stops_at_the_limit_and_goes_on_when_asked_all_the_same() -> None:
 
 
 def test_a_failure_comes_where_its_batch_would_have_come() -> None:
-    loader = ahead(Source(9, fails_at=5), 3)
+    loader = prefetched(Source(9, fails_at=5), 3)
     seen: list[int] = []
     with pytest.raises(OSError, match="no sample 5"):
         seen.extend(int(batch) for batch in loader)
-    assert loader.seen.num_taken == 5
+    assert loader.stats.num_taken == 5
 
 
 def test_stopping_in_the_middle_leaves_no_thread_and_a_new_pass_begins_anew() -> None:
-    loader = ahead(Source(9), 3)
+    loader = prefetched(Source(9), 3)
     batches = iter(loader)
     for _ in range(4):
         next(batches)
@@ -157,14 +157,14 @@ class Draws(Source):
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1), np.random.rand, random.random])
 def test_samples_that_draw_random_numbers_are_fetched_when_they_are_asked_for(draw: Any) -> None:
     source = Draws(draw)
-    loader = ahead(source, 3)
+    loader = prefetched(source, 3)
     assert [int(batch) for batch in loader] == list(range(6))
-    assert loader.seen.draws
+    assert loader.stats.draws
     assert "lightning_eff prefetch" not in source.threads
 
 
 def test_beside_the_training_everyone_has_an_iterator_of_the_loaders_own() -> None:
-    loader = ahead(Source(9), 3)
+    loader = prefetched(Source(9), 3)
     batches = iter(loader)
     assert [int(next(batches)) for _ in range(4)] == [0, 1, 2, 3]
     assert [int(batch) for batch in loader] == list(range(9))
@@ -173,12 +173,12 @@ def test_beside_the_training_everyone_has_an_iterator_of_the_loaders_own() -> No
     assert next(batches, "end") == "end"
     loader.end()
     assert [int(batch) for batch in loader] == list(range(9))
-    assert loader.seen.num_taken == 9
+    assert loader.stats.num_taken == 9
 
 
 def test_a_pause_waits_for_what_is_being_fetched_and_fetches_no_more() -> None:
     source = Source(20)
-    loader = ahead(source, 2)
+    loader = prefetched(source, 2)
     batches = iter(loader)
     for _ in range(3):
         next(batches)
@@ -202,9 +202,9 @@ class Pair:
 
 def test_bytes_of_every_kind_of_batch_count() -> None:
     batches = [Pair(torch.zeros(4), [torch.zeros(2)]) for _ in range(9)]
-    loader = ahead(batches, 8, max_bytes=1)
+    loader = prefetched(batches, 8, max_bytes=1)
     assert len(list(loader)) == 9
-    assert loader.seen.max_ready_bytes == 24
+    assert loader.stats.max_ready_bytes == 24
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -212,15 +212,15 @@ def test_a_stateful_loaders_state_is_that_of_the_last_batch_handed_out(num_worke
     def make() -> StatefulDataLoader:
         return StatefulDataLoader(TensorDataset(torch.arange(12)), batch_size=1, num_workers=num_workers)
 
-    loader = ahead(make(), 3)
-    assert isinstance(loader, StatefulAhead)
+    loader = prefetched(make(), 3)
+    assert isinstance(loader, StatefulPrefetchLoader)
     assert isinstance(loader, _Stateful)
     batches = iter(loader)
     for _ in range(5):
         next(batches)
     state = loader.state_dict()
     loader.close()
-    other = ahead(make(), 3)
+    other = prefetched(make(), 3)
     other.load_state_dict(state)
     assert [int(batch[0]) for batch in other] == list(range(5, 12))
     plain = make()
@@ -230,12 +230,12 @@ def test_a_stateful_loaders_state_is_that_of_the_last_batch_handed_out(num_worke
 
 def test_before_the_first_batch_the_state_is_the_loaders_own() -> None:
     own = SimpleNamespace(state_dict=lambda: {"at": 3}, load_state_dict=lambda state: None)
-    assert ahead(own).state_dict() == {"at": 3}
+    assert prefetched(own).state_dict() == {"at": 3}
 
 
 def test_what_is_asked_of_it_its_loader_answers_and_what_is_set_is_set_there() -> None:
     plain = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
-    loader = ahead(plain)
+    loader = prefetched(plain)
     assert loader.sampler is plain.sampler
     assert loader.batch_sampler is plain.batch_sampler
     assert loader.dataset is plain.dataset
@@ -246,9 +246,9 @@ def test_what_is_asked_of_it_its_loader_answers_and_what_is_set_is_set_there() -
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = loader.nonsense
     with pytest.raises(TypeError):
-        len(ahead(DataLoader(Stream())))
+        len(prefetched(DataLoader(Stream())))
     with pytest.raises(AttributeError):
-        Ahead.__new__(Ahead).__getattr__("anything")
+        PrefetchLoader.__new__(PrefetchLoader).__getattr__("anything")
 
 
 class Stream(IterableDataset[int]):
@@ -274,7 +274,7 @@ def test_other_workers_draw_from_the_random_state_what_the_loaders_own_would(
             object.__setattr__(tuned, "prefetch_factor", 2)
             object.__setattr__(tuned, "persistent_workers", persistent)
         keywords: dict[str, Any] = {"max_bytes": None, "device": None, "limit": lambda: float("inf")}
-        loader = wrap(plain, Settings(num_batches=0, **keywords), tuned)
+        loader = wrap(plain, PrefetchSettings(num_batches=0, **keywords), tuned)
         seen = []
         for _ in range(3):
             batches = iter(loader)
@@ -325,7 +325,7 @@ def test_batches_are_copied_on_a_stream_of_their_own_and_waited_for_by_the_one_t
         "lightning.fabric.utilities.apply_func.move_data_to_device",
         lambda batch, device: batch.as_subclass(OnDevice),
     )
-    loader = ahead(Source(2), 2, device=torch.device("cuda", 0))
+    loader = prefetched(Source(2), 2, device=torch.device("cuda", 0))
     assert [int(batch) for batch in loader] == [0, 1]
     assert FakeStream.log == [
         ("record", f"{torch.device('cuda', 0)}"),
@@ -348,8 +348,8 @@ def test_the_end_of_a_pass_does_not_wait_for_ever_for_a_sample(monkeypatch: pyte
                     waited.append(3)
                 yield batch
 
-    monkeypatch.setattr(lookahead, "JOIN_TIMEOUT_S", 0.01)
-    loader = ahead(Stuck(9), 3)
+    monkeypatch.setattr(prefetch_iterator, "JOIN_TIMEOUT_S", 0.01)
+    loader = prefetched(Stuck(9), 3)
     batches = iter(loader)
     for _ in range(3):
         next(batches)

@@ -45,7 +45,7 @@ class Noting(Dataset[int]):
     ],
 )
 def test_more_workers_must_earn_their_place(seconds: dict[int, float], chosen: int) -> None:
-    assert worker_trials.best(seconds) == chosen
+    assert worker_trials.best_num_workers(seconds) == chosen
 
 
 def test_a_trial_asks_for_samples_by_index_and_leaves_sampler_and_random_states_alone() -> None:
@@ -54,17 +54,17 @@ def test_a_trial_asks_for_samples_by_index_and_leaves_sampler_and_random_states_
     loader = DataLoader(dataset, batch_size=5, sampler=sampler)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     sampler.__iter__ = lambda: pytest.fail("the sampler was asked")  # pyright: ignore[reportAttributeAccessIssue]
-    choice = worker_trials.choose(loader, max_workers=0, budget_s=60.0)
+    choice = worker_trials.choose_num_workers(loader, max_workers=0, budget_s=60.0)
     after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
     assert choice.num_workers == 0
-    assert set(dataset.asked) == {0, *range(5, 5 * (2 * worker_trials.FEWEST + 1))}
+    assert set(dataset.asked) == {0, *range(5, 5 * (2 * worker_trials.MIN_BATCHES + 1))}
 
 
 def test_trials_with_workers_ask_for_samples_of_their_own_and_leave_no_process() -> None:
     loader = DataLoader(Noting(), batch_size=2)
-    choice = worker_trials.choose(loader, max_workers=2, budget_s=0.5)
+    choice = worker_trials.choose_num_workers(loader, max_workers=2, budget_s=0.5)
     assert set(choice.seconds_per_batch) == {0, 1, 2}
     for _ in range(3000):
         if not multiprocessing.active_children():
@@ -90,7 +90,7 @@ class Sleeps(Dataset[int]):
 
 
 def test_a_batch_is_as_long_as_its_samples_and_workers_share_them() -> None:
-    choice = worker_trials.choose(DataLoader(Sleeps(), batch_size=8), max_workers=2, budget_s=1.0)
+    choice = worker_trials.choose_num_workers(DataLoader(Sleeps(), batch_size=8), max_workers=2, budget_s=1.0)
     assert choice.seconds_per_batch[0] >= 8 * 0.002
     assert choice.idle_s > 0.0
     assert set(choice.seconds_per_batch) == {0, 1, 2}
@@ -101,18 +101,22 @@ def test_more_workers_are_tried_until_they_do_not_help(
     most: int, chosen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds, tried = {0: 1.0, 1: 1.1, 2: 0.6, 4: 0.3, 8: 0.29, 16: 0.01}, list[int]()
-    monkeypatch.setattr(worker_trials.Trial, "alone", lambda _: seconds[0])
+    monkeypatch.setattr(worker_trials.LoaderTrial, "alone", lambda _: seconds[0])
     monkeypatch.setattr(
-        worker_trials.Trial, "with_workers", lambda _, count: tried.append(count) or seconds[count]
+        worker_trials.LoaderTrial, "with_workers", lambda _, count: tried.append(count) or seconds[count]
     )
-    choice = worker_trials.choose(DataLoader(Sleeps(), batch_size=8), max_workers=most, budget_s=1.0)
+    choice = worker_trials.choose_num_workers(
+        DataLoader(Sleeps(), batch_size=8), max_workers=most, budget_s=1.0
+    )
     assert choice.num_workers == chosen
     assert tried == [count for count in (1, 2, 4, 8) if count <= most]
 
 
 def test_the_budget_bounds_the_samples_of_trials() -> None:
     samples = Sleeps()
-    choice = worker_trials.choose(DataLoader(samples, batch_size=1000), max_workers=2, budget_s=0.3)
+    choice = worker_trials.choose_num_workers(
+        DataLoader(samples, batch_size=1000), max_workers=2, budget_s=0.3
+    )
     assert samples.num_made.value < 1000, "fewer than one batch has"
     assert choice.seconds_per_batch[0] >= 1000 * 0.002
 
@@ -134,12 +138,12 @@ class ByProcess(Dataset[int]):
 
 
 def test_workers_whose_samples_are_others_are_not_used_unless_samples_are_drawn() -> None:
-    choice = worker_trials.choose(
+    choice = worker_trials.choose_num_workers(
         DataLoader(ByProcess(draws=False), batch_size=4), max_workers=2, budget_s=0.4
     )
     assert choice.num_workers == 0
-    assert "samples are others than in this process" in choice.reason
-    choice = worker_trials.choose(
+    assert "samples differ from this process" in choice.reason
+    choice = worker_trials.choose_num_workers(
         DataLoader(ByProcess(draws=True), batch_size=4), max_workers=2, budget_s=0.4
     )
     assert choice.reason == ""
@@ -161,15 +165,15 @@ class Hangs(Dataset[int]):
 
 
 def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_trials, "DEADLINE_S", 0.5)
-    choice = worker_trials.choose(DataLoader(Hangs(), batch_size=4), max_workers=2, budget_s=0.2)
+    monkeypatch.setattr(worker_trials, "WORKER_TIMEOUT_S", 0.5)
+    choice = worker_trials.choose_num_workers(DataLoader(Hangs(), batch_size=4), max_workers=2, budget_s=0.2)
     assert choice.num_workers == 0
     assert "RuntimeError in a worker" in choice.reason
 
 
 def test_no_process_is_started_where_that_would_run_the_script_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_trials.multiprocessing, "get_start_method", lambda allow_none: "spawn")
-    choice = worker_trials.choose(DataLoader(Sleeps(), batch_size=8), max_workers=2, budget_s=0.3)
+    choice = worker_trials.choose_num_workers(DataLoader(Sleeps(), batch_size=8), max_workers=2, budget_s=0.3)
     assert (choice.num_workers, set(choice.seconds_per_batch)) == (0, {0})
     assert "a script without a main guard" in choice.reason
 
@@ -202,7 +206,7 @@ class Unsized(Dataset[int]):
     ],
 )
 def test_what_can_be_tried(loader: Any, answer: bool) -> None:
-    assert worker_trials.can_be_tried(loader) is answer
+    assert worker_trials.is_map_style(loader) is answer
 
 
 def test_batches_have_the_loaders_size_however_it_makes_them() -> None:
@@ -216,7 +220,7 @@ def test_batches_have_the_loaders_size_however_it_makes_them() -> None:
     asked = []
     for loader in forms.values():
         dataset.asked = []
-        worker_trials.choose(loader, max_workers=0, budget_s=0.1)
+        worker_trials.choose_num_workers(loader, max_workers=0, budget_s=0.1)
         asked.append(dataset.asked[:4])
     assert asked == [[0, 3, 4, 5], [0, 3, 4, 5], [0, 3, 4, 5], [0, 1, 2, 3]]
 

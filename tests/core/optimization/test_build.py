@@ -13,7 +13,7 @@ from torch import nn
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.optimization.build import build
-from lightning_eff.core.optimization.factories import classes, settings
+from lightning_eff.core.optimization.factories import factory_keywords, optimizer_classes
 from lightning_eff.core.optimization.parameter_groups import parameter_groups
 from lightning_eff.optimizer.in_backward import InBackward
 from tests.support.models import Net, make_loader, make_trainer
@@ -84,10 +84,13 @@ def test_what_is_in_no_group_is_left_out_and_nothing_left_is_refused() -> None:
 def test_settings_and_classes_look_inside() -> None:
     inner = functools.partial(torch.optim.SGD, momentum=0.9, foreach=True)
     factory = functools.partial(InBackward, lr=0.1, optimizer=inner)
-    assert settings(factory) == {"lr": 0.1, "optimizer": inner, "momentum": 0.9, "foreach": True}
-    assert classes(factory) == [InBackward, torch.optim.SGD]
-    assert classes(functools.partial(InBackward, optimizer=torch.optim.SGD)) == [InBackward, torch.optim.SGD]
-    assert classes(lambda groups: None) == []
+    assert factory_keywords(factory) == {"lr": 0.1, "optimizer": inner, "momentum": 0.9, "foreach": True}
+    assert optimizer_classes(factory) == [InBackward, torch.optim.SGD]
+    assert optimizer_classes(functools.partial(InBackward, optimizer=torch.optim.SGD)) == [
+        InBackward,
+        torch.optim.SGD,
+    ]
+    assert optimizer_classes(lambda groups: None) == []
 
 
 def test_where_no_group_uses_the_default_rate_shares_are_of_the_largest(net: Callable[..., Net]) -> None:

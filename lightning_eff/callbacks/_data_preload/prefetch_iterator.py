@@ -1,0 +1,262 @@
+"""One pass over a loader that prefetches batches in a thread.
+
+The thread never fetches more batches than the epoch needs, and holds no more bytes than allowed. Samples that
+draw random numbers in this process are not prefetched: their draws would interleave with the training's.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+JOIN_TIMEOUT_S = 60.0
+"""How long the end of an epoch waits for a sample that is being made."""
+
+
+@dataclass
+class FetchedBatch:
+    """One batch, or the error that ended the pass.
+
+    Args:
+        batch: From the loader, on the device if it is moved ahead.
+        num_bytes: Bytes of its tensors.
+        state: The loader's state after it, for a stateful loader.
+        arrived: CUDA event of the end of the copy to the device; None if nothing was copied.
+        error: What the loader raised, `StopIteration` at its end.
+    """
+
+    batch: Any = None
+    num_bytes: int = 0
+    state: Any = None
+    arrived: Any = None
+    error: BaseException | None = None
+
+
+@dataclass
+class PrefetchSettings:
+    """How far to prefetch.
+
+    Args:
+        num_batches: Batches that may be ready; 0 prefetches none.
+        max_bytes: Bytes that may be ready, beyond the first batch; None for no limit.
+        device: A CUDA device to copy batches to, on a side stream; None leaves them on the host.
+        limit: Returns how many batches the epoch takes.
+    """
+
+    num_batches: int
+    max_bytes: int | None
+    device: torch.device | None
+    limit: Callable[[], float]
+
+
+@dataclass
+class LoaderStats:
+    """What was measured of a loader.
+
+    Args:
+        num_workers: Worker processes of the loader; set by the callback.
+        num_taken: Batches that were handed out.
+        wait_s: Seconds of waiting for them, without the first, for which workers are started.
+        first_taken_s: When the first was handed out.
+        last_taken_s: When the last was handed out.
+        num_ahead: Batches that were prefetched.
+        max_ready_bytes: The most bytes that were ready at a time.
+        draws: Whether a sample drew random numbers in this process.
+    """
+
+    num_workers: int = 0
+    num_taken: int = 0
+    wait_s: float = 0.0
+    first_taken_s: float = 0.0
+    last_taken_s: float = 0.0
+    num_ahead: int = 0
+    max_ready_bytes: int = 0
+    draws: bool = False
+
+    def count(self, wait_s: float) -> None:
+        """Count a batch that was waited for."""
+        self.last_taken_s = time.perf_counter()
+        if self.num_taken == 0:
+            self.first_taken_s = self.last_taken_s
+        else:
+            self.wait_s += wait_s
+        self.num_taken += 1
+
+
+class PrefetchIterator:
+    """One pass over a loader.
+
+    Args:
+        begin: Returns the loader's iterator; called for the first batch.
+        settings: How far to prefetch.
+        stats: Updated with each batch.
+        get_state: Returns the state of a stateful loader; None for another.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], Iterator[Any]],
+        settings: PrefetchSettings,
+        stats: LoaderStats,
+        get_state: Callable[[], Any] | None = None,
+    ) -> None:
+        self.source: Iterator[Any] | None = None
+        self.ended = False
+        self.taken_state: Any = None
+        """The loader's state after the last batch that was handed out."""
+        self._begin = begin
+        self._settings = settings
+        self._stats = stats
+        self._get_state = get_state
+        self._num_fetched = 0
+        self._grad = torch.is_grad_enabled()  # a thread has a grad mode of its own
+        self._thread: threading.Thread | None = None
+        self._stream: Any = None
+        self._ready: deque[FetchedBatch] = deque()
+        self._ready_bytes = 0
+        self._changed = threading.Condition()
+        """Guards the batches that are ready and the flags below."""
+        self._is_stopped = False
+        self._is_awaited = False
+        self._is_paused = False
+        self._is_fetching = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.ended:
+            raise StopIteration
+        start = time.perf_counter()
+        # The first two batches are fetched here, and all of them if the second one drew random numbers.
+        is_beginning = self._thread is None and self._num_fetched < 2
+        is_direct = self._settings.num_batches < 1 or self._stats.draws or is_beginning
+        fetched = self._fetch() if is_direct else self._take_ready()
+        if fetched.error is not None:
+            self.close()
+            raise fetched.error
+        if fetched.arrived is not None:
+            current = torch.cuda.current_stream(self._settings.device)
+            current.wait_event(fetched.arrived)
+            for tensor in tensors_of(fetched.batch):
+                tensor.record_stream(current)  # the side stream allocated it, this one uses it last
+        self._stats.count(time.perf_counter() - start)
+        self.taken_state = fetched.state
+        return fetched.batch
+
+    def _fetch(self) -> FetchedBatch:
+        """Fetch one batch, check on the second whether it draws random numbers, and move it."""
+        is_watched = self._num_fetched == 1 and self._settings.num_batches > 0
+        before = _random_state() if is_watched else None
+        try:
+            if self.source is None:
+                self.source = self._begin()
+            batch = next(self.source)
+        except BaseException as error:  # noqa: BLE001 - raised where the batch would have been handed out
+            return FetchedBatch(error=error)
+        self._num_fetched += 1
+        if before is not None:
+            after = _random_state()
+            self._stats.draws = not torch.equal(before[0], after[0]) or before[1:] != after[1:]
+        state = self._get_state() if self._get_state is not None else None
+        device, arrived = self._settings.device, None
+        if device is not None:
+            from lightning.fabric.utilities.apply_func import move_data_to_device
+
+            self._stream = self._stream or torch.cuda.Stream(device)
+            with torch.cuda.stream(self._stream):
+                batch, arrived = move_data_to_device(batch, device), self._stream.record_event()
+        return FetchedBatch(batch, state=state, arrived=arrived)
+
+    def _take_ready(self) -> FetchedBatch:
+        """Wait for the thread's next batch; starts the thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lightning_eff prefetch", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._is_awaited = not self._ready
+            self._changed.notify_all()
+            while not self._ready:
+                self._changed.wait()
+            self._is_awaited = False
+            fetched = self._ready.popleft()
+            self._ready_bytes -= fetched.num_bytes
+            self._changed.notify_all()
+        return fetched
+
+    def _run(self) -> None:
+        """Fetch until the end, a failure, the limit or `close`; in the thread."""
+        torch.set_grad_enabled(self._grad)
+        while self._wait_for_room():
+            fetched = self._fetch()
+            fetched.num_bytes = sum(tensor.nbytes for tensor in tensors_of(fetched.batch))
+            with self._changed:
+                self._is_fetching = False
+                self._ready.append(fetched)
+                self._ready_bytes += fetched.num_bytes
+                self._stats.max_ready_bytes = max(self._stats.max_ready_bytes, self._ready_bytes)
+                self._stats.num_ahead += 1
+                self._changed.notify_all()
+            if fetched.error is not None:
+                return
+
+    def _wait_for_room(self) -> bool:
+        """Wait until another batch may be fetched; return False after `close`."""
+        settings = self._settings
+        with self._changed:
+            while not self._is_stopped:
+                in_bytes = settings.max_bytes is None or self._ready_bytes < settings.max_bytes
+                has_room = not self._ready or (len(self._ready) < settings.num_batches and in_bytes)
+                is_needed = self._is_awaited and not self._ready  # also past the limit, and in a pause
+                if has_room and (is_needed or (self._num_fetched < settings.limit() and not self._is_paused)):
+                    self._is_fetching = True
+                    return True
+                self._changed.wait()
+        return False
+
+    def pause(self, *, paused: bool) -> None:
+        """Stop or resume prefetching; waits for the batch that is being fetched."""
+        with self._changed:
+            self._is_paused = paused
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not (paused and self._is_fetching), JOIN_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Stop the thread and drop what is ready; the pass has ended."""
+        self.ended = True
+        with self._changed:
+            self._is_stopped = True
+            self._ready.clear()
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(JOIN_TIMEOUT_S)
+            self._thread = None
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch, in dataclasses too."""
+    found: list[Tensor] = []
+
+    def append(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    apply_to_collection(batch, Tensor, append)
+    return found
+
+
+def _random_state() -> tuple[Any, ...]:
+    """Return the states of PyTorch's CPU generator, of Python's and of NumPy's, to be compared."""
+    generator: dict[str, Any] = cast(Any, np.random).get_state(legacy=False)
+    numbers = generator["state"]
+    return torch.get_rng_state(), random.getstate(), numbers["pos"], numbers["key"].tobytes()
