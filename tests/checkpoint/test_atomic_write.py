@@ -192,11 +192,11 @@ def test_a_temporary_file_of_a_living_process_and_files_of_others_stay(tmp_path:
     fd, living = atomic_write._open_temporary(tmp_path)
     assert oct(living.stat().st_mode & 0o777) == "0o600"
     kept = {each.name for each in tmp_path.iterdir()}
-    removed = atomic_write.remove_orphans(tmp_path)
+    removed = atomic_write.remove_temporary_files(tmp_path)
     assert [each.name for each in removed] == [".durable-3333333333333333.tmp"]
     assert {each.name for each in tmp_path.iterdir()} == kept - {removed[0].name}
     os.close(fd)
-    assert atomic_write.remove_orphans(tmp_path) == [living]
+    assert atomic_write.remove_temporary_files(tmp_path) == [living]
 
 
 def test_a_writer_whose_file_was_tidied_up_before_its_lock_takes_another(
@@ -208,7 +208,7 @@ def test_a_writer_whose_file_was_tidied_up_before_its_lock_takes_another(
         times.append(fd)
         if len(times) == 1:
             monkeypatch.setattr(fcntl, "flock", lock)
-            assert len(atomic_write.remove_orphans(tmp_path)) == 1
+            assert len(atomic_write.remove_temporary_files(tmp_path)) == 1
             monkeypatch.setattr(fcntl, "flock", late)
         lock(fd, how)
 

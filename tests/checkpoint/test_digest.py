@@ -197,7 +197,7 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
 
 def test_what_torch_writes_is_an_archive_without_a_comment(tmp_path: Path) -> None:
     with (tmp_path / "a").open("wb") as file:
-        writer = digest.SealingWriter(file.fileno())
+        writer = digest.DigestWriter(file.fileno())
         writer.write(b"something else")
         with pytest.raises(CheckpointError, match=r"did not write what it used to write"):
             writer.seal()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_eff.checkpoint import full_state
-from lightning_eff.strategy._fsdp2.dtensor_state import DTensorParts
+from lightning_eff.strategy._fsdp2.checkpoint import DTensorState
 from tests.conftest import Net
 
 
@@ -23,7 +23,7 @@ def test_a_state_from_before_the_first_step_leaves_no_momentum_behind() -> None:
 
     def load(saved: Any) -> None:
         groups = [group["params"] for group in optimizer.param_groups]
-        full_state.load_optimizer_state(groups, optimizer.param_groups, saved, DTensorParts(optimizer))
+        full_state.load_optimizer_state(groups, optimizer.param_groups, saved, DTensorState(optimizer))
 
     assert optimizer.state
     load(empty)

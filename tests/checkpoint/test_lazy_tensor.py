@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_eff.checkpoint.lazy_tensor import InRows, assembled, divide, in_rows, mapped
+from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, materialize, split_shards, from_shards, map_tensors
 from lightning_eff.core.errors import CheckpointError
 
 WHOLE = torch.arange(10.0).reshape(5, 2)
 
 
-def made() -> InRows:
-    return in_rows(
+def made() -> LazyShardedTensor:
+    return from_shards(
         WHOLE.to("meta"), [(3, WHOLE[3:].clone()), (0, WHOLE[:2].clone()), (2, WHOLE[2:3].clone())]
     )
 
@@ -79,15 +79,15 @@ def test_rows_are_read_where_they_lie(first: int, end: int) -> None:
 )  # fmt: skip
 def test_other_rows_are_refused(pieces: Any) -> None:
     with pytest.raises(CheckpointError, match=r"rows of a tensor .5, 2. are missing, or of another one"):
-        in_rows(WHOLE.to("meta"), pieces)
+        from_shards(WHOLE.to("meta"), pieces)
 
 
 def test_only_what_changes_is_made_anew() -> None:
     inner = {"a": 1}
     value = OrderedDict(x=WHOLE, inner=inner, items=(inner, [WHOLE]))
-    assert mapped(value, lambda _, tensor: tensor) is value
+    assert map_tensors(value, lambda _, tensor: tensor) is value
     seen: list[str] = []
-    new = mapped(value, lambda path, tensor: seen.append(path) or tensor * 2)
+    new = map_tensors(value, lambda path, tensor: seen.append(path) or tensor * 2)
     assert seen == ["['x']", "['items'][1][0]"]
     assert type(new) is OrderedDict
     assert new["inner"] is inner
@@ -97,11 +97,11 @@ def test_only_what_changes_is_made_anew() -> None:
 
 def test_a_tensor_under_two_names_is_divided_once_and_stays_one() -> None:
     one, other = WHOLE.clone(), WHOLE.clone()
-    rest, rows = divide({"a": one, "b": [one, other]}, lambda tensor: (0, tensor))
+    rest, rows = split_shards({"a": one, "b": [one, other]}, lambda tensor: (0, tensor))
     assert list(rows) == ["['a']", "['b'][1]"]
     assert rest["a"] is rest["b"][0]
     assert rest["a"].is_meta
     value = made()
-    whole = assembled({"a": value, "b": (value, 3)})
+    whole = materialize({"a": value, "b": (value, 3)})
     assert whole["a"] is whole["b"][0]
     assert type(whole["a"]) is torch.Tensor

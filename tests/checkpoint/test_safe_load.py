@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_eff.checkpoint import digest, sharded, stored_weights
-from lightning_eff.checkpoint.atomic_write import write_sealed
+from lightning_eff.checkpoint.atomic_write import write_with_digest
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.models.hub.sources import check_weights
@@ -52,7 +52,7 @@ def test_what_is_no_regular_file_is_not_opened_to_wait(odd: str) -> None:
             CheckpointError, match=f"odd.ckpt is not loaded: it is a {odd}, and no regular file"
         ):
             look(path)
-    for look in (digest.bears_seal, digest.looks_like_one):
+    for look in (digest.has_digest, digest.looks_like_checkpoint):
         with pytest.raises(CheckpointError, match=f"it is a {odd}, and no regular file"):
             look(path)
     with pytest.raises(CheckpointError, match=f"odd.safetensors is not loaded: it is a {odd}"):
@@ -83,7 +83,7 @@ def test_a_version_that_is_none_is_refused_before_a_folder_is_made(
     version: Any, tiny: list[str], command: Command
 ) -> None:
     content = {"pytorch-lightning_version": version, "state_dict": {}, "global_step": 1}
-    write_sealed(Path("a.ckpt"), lambda file: torch.save(content, file))
+    write_with_digest(Path("a.ckpt"), lambda file: torch.save(content, file))
     text = f"its pytorch-lightning_version is {str(version)!r}, which is no version"
     refused(command, text, *tiny, "ckpt_path=a.ckpt")
     refused(command, text, *tiny, "+callbacks=peft_adapter", f"{BASE}=a.ckpt")
@@ -107,7 +107,7 @@ def index(path: Path, **changes: Any) -> None:
     """Write a folder's index as it is but for some entries."""
     good = {"format": sharded.FORMAT, "version": sharded.VERSION, "token": "0" * 16}
     good |= {"parts": ["a" * 64], "divided": [], "checkpoint": {}}
-    write_sealed(path / sharded.INDEX, lambda file: torch.save(good | changes, file))
+    write_with_digest(path / sharded.INDEX, lambda file: torch.save(good | changes, file))
 
 
 def test_a_checkpoint_without_a_version_is_no_trainers(tiny: list[str], command: Command) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_eff.checkpoint import atomic_write, latest, saving, sharded, stored_weights
-from lightning_eff.checkpoint.lazy_tensor import InRows, divide
+from lightning_eff.checkpoint import atomic_write, stored_weights, sharded_write, sharded, stored_weights
+from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, split_shards
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.config import ckpt_path
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
@@ -58,16 +58,16 @@ def rows_of(rank: int, num_ranks: int) -> Callable[[Tensor], Any]:
 def save(path: Path, content: dict[str, Any] | None = None, num_ranks: int = NUM_RANKS) -> str:
     """Save as ranks would, one after the other; return the token."""
     content = checkpoint() if content is None else content
-    saving.prepare(path)
-    token = saving.new_token()
+    sharded_write.prepare(path)
+    token = sharded_write.new_token()
     digests: list[str] = []
     with contextlib.ExitStack() as held:
         for rank in range(num_ranks):
-            rest, rows = divide(content, rows_of(rank, num_ranks))
-            part = held.enter_context(saving.part(path, token, rank, num_ranks, rows))
+            rest, rows = split_shards(content, rows_of(rank, num_ranks))
+            part = held.enter_context(sharded_write.part(path, token, rank, num_ranks, rows))
             digests.append(part.digest)
-        saving.write_index(path, token, digests, rest, rows)
-        saving.tidy(path, just_saved=True)
+        sharded_write.write_index(path, token, digests, rest, rows)
+        sharded_write.clean_up(path, just_saved=True)
     return token
 
 
@@ -100,13 +100,13 @@ def test_any_rows_are_read_for_any_number_of_ranks(tmp_path: Path) -> None:
     """Saved by three, each cut of rows is there, whoever asks."""
     path = tmp_path / "a.ckpt"
     save(path)
-    found = sharded.joined(sharded.verified(path))
+    found = sharded.lazy_checkpoint(sharded.verified_index(path))
     for name, expected in checkpoint()["state_dict"].items():
         value = found["state_dict"][name]
         if not expected.ndim:
             assert type(value) is Tensor
             continue
-        assert isinstance(value, InRows)
+        assert isinstance(value, LazyShardedTensor)
         for num_ranks in (1, 2, 4):
             cuts = [rows_of(rank, num_ranks)(expected) for rank in range(num_ranks)]
             for first, rows in cuts:
@@ -124,7 +124,7 @@ def test_every_flipped_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
         for place in range(0, len(content), len(content) // 40):
             content[place] ^= 4
             file.write_bytes(content)
-            for load in (Durable().load_checkpoint, stored_weights.checkpoint, latest.verify_path):
+            for load in (Durable().load_checkpoint, stored_weights.checkpoint, stored_weights.verify_checkpoint):
                 with pytest.raises(CheckpointError, match=file.name):
                     load(path)
             content[place] ^= 4
@@ -138,9 +138,9 @@ def test_every_flipped_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
 def test_a_part_that_is_missing_or_of_another_save_is_named(tmp_path: Path) -> None:
     path, other = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
     token, another = save(path), save(other, checkpoint(2.0))
-    part = sharded.part_path(path, token, 1, NUM_RANKS)
+    part = sharded.shard_path(path, token, 1, NUM_RANKS)
     content = part.read_bytes()
-    part.write_bytes(sharded.part_path(other, another, 1, NUM_RANKS).read_bytes())
+    part.write_bytes(sharded.shard_path(other, another, 1, NUM_RANKS).read_bytes())
     with pytest.raises(CheckpointError, match=f"{part.name} is not loaded: it is whole, and not the one"):
         Durable().load_checkpoint(path)
     torch.save({"token": token, "rows": {}}, part)
@@ -163,7 +163,7 @@ def test_a_part_that_is_missing_or_of_another_save_is_named(tmp_path: Path) -> N
 def hostile(path: Path, **changes: Any) -> None:
     """Give a folder an index that says something else, sealed as its writer would seal it."""
     content = torch.load(path / "index.ckpt", weights_only=True) | changes
-    atomic_write.write_sealed(path / "index.ckpt", lambda file: torch.save(content, file))
+    atomic_write.write_with_digest(path / "index.ckpt", lambda file: torch.save(content, file))
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_an_index_may_say_anything(changes: dict[str, Any], message: str, tmp_pa
 def test_a_part_may_hold_anything(rows: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     token = save(path, num_ranks=1)
-    part = sharded.part_path(path, token, 0, 1)
-    written = atomic_write.write_sealed(part, lambda file: torch.save({"rows": rows}, file))
+    part = sharded.shard_path(path, token, 0, 1)
+    written = atomic_write.write_with_digest(part, lambda file: torch.save({"rows": rows}, file))
     hostile(path, parts=[written.digest])
     with pytest.raises(CheckpointError, match="it holds no rows of tensors"):
         Durable().load_checkpoint(path)
@@ -215,9 +215,9 @@ def test_code_is_never_loaded(tmp_path: Path) -> None:
             return Path.touch, (touched,)
 
     token = save(path, num_ranks=1)
-    part = sharded.part_path(path, token, 0, 1)
+    part = sharded.shard_path(path, token, 0, 1)
     content = {"rows": {"x": [0, torch.ones(1)]}, "more": Hostile()}
-    written = atomic_write.write_sealed(part, lambda file: torch.save(content, file))
+    written = atomic_write.write_with_digest(part, lambda file: torch.save(content, file))
     hostile(path, parts=[written.digest])
     for load in (Durable().load_checkpoint, stored_weights.checkpoint):
         with pytest.raises(CheckpointError, match="only tensors and plain values"):
@@ -266,7 +266,7 @@ def test_a_kill_at_any_step_leaves_the_checkpoint_before(first: bool, tmp_path: 
             next(steps(patch, at))
             save(path, checkpoint(2.0))
             ends.add("done")
-        if not path.exists() or not sharded.is_one(path):
+        if not path.exists() or not sharded.is_sharded_checkpoint(path):
             assert first
             ends.add("none")
         else:
@@ -274,7 +274,7 @@ def test_a_kill_at_any_step_leaves_the_checkpoint_before(first: bool, tmp_path: 
             old = not first and same(found, checkpoint(1.0))
             assert old or same(found, checkpoint(2.0))
             ends.add("old" if old else "new")
-        saving.remove_orphans(tmp_path)
+        sharded_write.remove_leftovers(tmp_path)
         if path.exists():
             left = names(path)
             assert left == [] or (len(left) == NUM_RANKS + 1 and left[0] == "index.ckpt"), at
@@ -308,13 +308,13 @@ def test_an_error_leaves_nothing_of_the_save(tmp_path: Path, monkeypatch: pytest
 
 def test_parts_that_are_being_written_stay_and_left_ones_go(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    saving.prepare(path)
-    _, rows = divide(checkpoint(), rows_of(0, 1))
-    with saving.part(path, "0" * 16, 0, 1, rows):
-        assert saving.remove_orphans(tmp_path) == []
+    sharded_write.prepare(path)
+    _, rows = split_shards(checkpoint(), rows_of(0, 1))
+    with sharded_write.part(path, "0" * 16, 0, 1, rows):
+        assert sharded_write.remove_leftovers(tmp_path) == []
     (left,) = path.iterdir()
     (path / "part-1111111111111111-0-of-1.ckpt").write_text("no seal: not ours")
-    assert saving.remove_orphans(tmp_path) == [left]
+    assert sharded_write.remove_leftovers(tmp_path) == [left]
     assert names(path) == ["part-1111111111111111-0-of-1.ckpt"]
 
 
@@ -322,45 +322,45 @@ def test_who_tidies_up_while_a_save_ends_takes_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The index is read again once the locks are there: another process may have ended its save meanwhile."""
-    path, real = tmp_path / "a.ckpt", saving.token_of
+    path, real = tmp_path / "a.ckpt", sharded_write.token_of
     save(path)
-    saving.prepare(path)
-    rest, rows = divide(checkpoint(2.0), rows_of(0, 1))
+    sharded_write.prepare(path)
+    rest, rows = split_shards(checkpoint(2.0), rows_of(0, 1))
     with contextlib.ExitStack() as held:
-        part = held.enter_context(saving.part(path, "f" * 16, 0, 1, rows))
+        part = held.enter_context(sharded_write.part(path, "f" * 16, 0, 1, rows))
 
         def late(where: Path) -> str | None:
             """Say what the index said, and let the other process end its save right after."""
             token = real(where)
-            monkeypatch.setattr(saving, "token_of", real)
-            saving.write_index(path, "f" * 16, [part.digest], rest, rows)
+            monkeypatch.setattr(sharded_write, "token_of", real)
+            sharded_write.write_index(path, "f" * 16, [part.digest], rest, rows)
             held.close()
             return token
 
-        monkeypatch.setattr(saving, "token_of", late)
-        saving.tidy(path)
+        monkeypatch.setattr(sharded_write, "token_of", late)
+        sharded_write.clean_up(path)
     assert same(Durable().load_checkpoint(path), checkpoint(2.0))
 
 
 def test_an_error_behind_the_index_takes_no_part_of_it(tmp_path: Path) -> None:
     """As a disk that does not confirm a name that is there: what is named must stay."""
     path = tmp_path / "a.ckpt"
-    saving.prepare(path)
-    rest, rows = divide(checkpoint(), rows_of(0, 1))
-    written = saving.part(path, "0" * 16, 0, 1, rows)
+    sharded_write.prepare(path)
+    rest, rows = split_shards(checkpoint(), rows_of(0, 1))
+    written = sharded_write.part(path, "0" * 16, 0, 1, rows)
     part = written.__enter__()
-    saving.write_index(path, "0" * 16, [part.digest], rest, rows)
+    sharded_write.write_index(path, "0" * 16, [part.digest], rest, rows)
     late = OSError(5, "late")
     assert not written.__exit__(OSError, late, None)
     assert same(Durable().load_checkpoint(path), checkpoint())
 
 
 def test_rank_0_must_see_what_the_others_wrote(tmp_path: Path) -> None:
-    saving.prepare(tmp_path / "a.ckpt")
+    sharded_write.prepare(tmp_path / "a.ckpt")
     with pytest.raises(
         CheckpointError, match="does not see there what rank 0 wrote\n  try: a folder on a disk"
     ):
-        saving.write_index(tmp_path / "a.ckpt", "0" * 16, ["x"], {}, [])
+        sharded_write.write_index(tmp_path / "a.ckpt", "0" * 16, ["x"], {}, [])
 
 
 def test_what_is_none_of_ours_is_left_alone(tmp_path: Path) -> None:
@@ -424,13 +424,13 @@ def test_the_newest_whole_one_may_be_a_folder(tmp_path: Path, caplog: pytest.Log
     save(runs / "step-3.ckpt")
     for age, name in enumerate(("step-1.ckpt", "step-2.ckpt/index.ckpt", "step-3.ckpt/index.ckpt")):
         os.utime(runs / name, (1e9 + age, 1e9 + age))
-    assert latest.newest_whole(tmp_path) == runs / "step-3.ckpt"
+    assert stored_weights.newest_valid(tmp_path) == runs / "step-3.ckpt"
     (runs / "step-3.ckpt" / "index.ckpt").unlink()
-    assert latest.newest_whole(tmp_path) == runs / "step-2.ckpt"
+    assert stored_weights.newest_valid(tmp_path) == runs / "step-2.ckpt"
     assert "a save that did not end" in caplog.messages[0]
     caplog.clear()
-    sharded.part_path(runs / "step-2.ckpt", token, 2, NUM_RANKS).unlink()
-    assert latest.newest_whole(runs.parent) == runs / "step-1.ckpt"
+    sharded.shard_path(runs / "step-2.ckpt", token, 2, NUM_RANKS).unlink()
+    assert stored_weights.newest_valid(runs.parent) == runs / "step-1.ckpt"
     assert any(f"its part part-{token}-2-of-3.ckpt is missing" in message for message in caplog.messages)
 
 
@@ -463,7 +463,7 @@ def test_a_folder_must_be_whole_and_leave_something_to_do(tmp_path: Path) -> Non
     ckpt_path.check_something_left(path, make_trainer(max_steps=4))
     with pytest.raises(ConfigError, match="expected more than the 3 steps that"):
         ckpt_path.check_something_left(path, make_trainer(max_steps=3))
-    sharded.part_path(path, token, 2, NUM_RANKS).unlink()
+    sharded.shard_path(path, token, 2, NUM_RANKS).unlink()
     with pytest.raises(ConfigError, match=f"part-{token}-2-of-3.ckpt is missing"):
         ckpt_path.check_something_left(path, make_trainer(max_steps=4))
 
@@ -479,5 +479,5 @@ def test_a_base_may_be_a_folder(tmp_path: Path) -> None:
 def test_optimizer_state_that_nobody_asked_for_is_not_read(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt")
     state = stored_weights.checkpoint(tmp_path / "a.ckpt")["optimizer_states"][0]["state"][0]["exp_avg"]
-    assert isinstance(state, InRows)
+    assert isinstance(state, LazyShardedTensor)
     assert len(state.pieces) == NUM_RANKS

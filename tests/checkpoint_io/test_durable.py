@@ -13,8 +13,8 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_eff.checkpoint import atomic_write, latest
-from lightning_eff.checkpoint.latest import newest_whole
+from lightning_eff.checkpoint import atomic_write, stored_weights
+from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core import rules
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
@@ -198,7 +198,7 @@ class Held:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
-        write = atomic_write.replacing
+        write = atomic_write.atomic_replace
 
         def late(path: Path) -> Any:
             assert self.go.wait(20)
@@ -358,17 +358,17 @@ def test_the_newest_whole_checkpoint_is_found_and_the_skipped_ones_are_named(
         os.utime(folder / name, (1e9 + age, 1e9 + age))
     (folder / "gone.ckpt").symlink_to("nothing.ckpt")
     (folder / "last.ckpt").symlink_to("newest.ckpt")
-    assert newest_whole(tmp_path) == folder / "newest.ckpt"
+    assert newest_valid(tmp_path) == folder / "newest.ckpt"
     assert caplog.messages == []
     for name in ("newest.ckpt", "newer.ckpt"):
         age = (folder / name).stat().st_mtime
         (folder / name).write_bytes((folder / name).read_bytes()[:-100])
         os.utime(folder / name, (age, age))
-    assert newest_whole(tmp_path) == folder / "new.ckpt"
+    assert newest_valid(tmp_path) == folder / "new.ckpt"
     assert [message.split(":")[0] for message in caplog.messages] == ["skipped", "skipped", "taken instead"]
     assert "newest.ckpt is not loaded: it is cut off" in caplog.messages[0]
     (folder / "new.ckpt").unlink()
-    assert newest_whole(tmp_path) is None
+    assert newest_valid(tmp_path) is None
 
 
 def test_a_checkpoint_that_its_run_removes_meanwhile_is_passed_over(
@@ -376,14 +376,14 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_passed_over(
 ) -> None:
     for name in ("a", "b"):
         Durable().save_checkpoint({"x": 1}, tmp_path / "run" / "checkpoints" / f"{name}.ckpt")
-    whole = latest.verify_path
+    whole = stored_weights.verify_checkpoint
 
     def removed(path: Path) -> None:
         (path.parent / "b.ckpt").unlink(missing_ok=True)
         whole(path)
 
-    monkeypatch.setattr(latest, "verify_path", removed)
-    assert newest_whole(tmp_path) == tmp_path / "run" / "checkpoints" / "a.ckpt"
+    monkeypatch.setattr(stored_weights, "verify_path", removed)
+    assert newest_valid(tmp_path) == tmp_path / "run" / "checkpoints" / "a.ckpt"
 
 
 def test_a_home_folder_is_meant_as_stock_lightning_means_it(

@@ -30,7 +30,7 @@ from lightning_eff.core.errors import ConfigError, ConflictError, EnvironmentLac
 from lightning_eff.core.technique import asked
 from lightning_eff.precision.frozen_low import FrozenLow
 from lightning_eff.precision.mixed import Mixed
-from lightning_eff.strategy._zero.one_optimizer import one_optimizer
+from lightning_eff.strategy._zero.optimizer import single_optimizer
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from tests.conftest import Net, make_trainer
 
@@ -156,10 +156,10 @@ def test_one_optimizer_is_stepped() -> None:
         module.configure_optimizers = lambda answer=answer: answer
         module.automatic_optimization = answer is None
         with pytest.raises(ConflictError, match=message):
-            one_optimizer(module)
+            single_optimizer(module)
     module.configure_optimizers = lambda: optimizer
     module.automatic_optimization = True
-    assert one_optimizer(module) == (optimizer, None)
+    assert single_optimizer(module) == (optimizer, None)
 
 
 def test_without_deepspeed_one_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

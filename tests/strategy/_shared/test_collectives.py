@@ -1,4 +1,4 @@
-"""Ranks that compare the order of a model's parts; here two watchers in one process stand for two ranks."""
+"""RankDivergenceCheck and all-or-none steps, on one rank; two ranks are in tests/test_strategies.py."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_eff.core.errors import ConflictError
-from lightning_eff.strategy._shared.module_order import SameOrder
+from lightning_eff.core.errors import CheckpointError, ConflictError
+from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, Ranks
 from tests.conftest import Deep
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, SameOrder]]]:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, RankDivergenceCheck]]]:
     """Return a maker of two models with their watchers, which a fake group lets talk."""
     sent: list[torch.Tensor] = []
 
@@ -34,10 +34,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, Same
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
 
-    def make(**options: bool) -> list[tuple[Any, SameOrder]]:
+    def make(**options: bool) -> list[tuple[Any, RankDivergenceCheck]]:
         models = [Deep(dropout=0.0) for _ in range(2)]
         options = {"gathers": False} | options
-        return [(model, SameOrder("strategy/fsdp2", model, **options)) for model in models]
+        return [(model, RankDivergenceCheck("strategy/fsdp2", model, **options)) for model in models]
 
     return make
 
@@ -102,7 +102,21 @@ def test_nothing_is_left_behind_and_a_copy_is_a_copy(ranks: Any) -> None:
 def test_compiled_models_are_not_watched(ranks: Any) -> None:
     model = Deep()
     model.blocks[1].compile(backend="eager")
-    watcher = SameOrder("strategy/fsdp2", model, gathers=True)
+    watcher = RankDivergenceCheck("strategy/fsdp2", model, gathers=True)
     assert not any(part._forward_pre_hooks for part in model.modules())
     watcher.compare()
     watcher.end()
+
+
+def test_an_error_stays_what_it_is() -> None:
+    ranks = Ranks(torch.device("cpu"))
+    with pytest.raises(OSError, match="full"), ranks.all_or_none():
+        raise OSError(28, "full")
+
+
+def test_the_first_that_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(torch.device("cpu"))
+    messages = [{"x": 1}, {"failed": "no space"}, {"failed": "neither"}]
+    monkeypatch.setattr(ranks, "_all_gather", lambda _: messages)
+    with pytest.raises(CheckpointError, match=r"^rank 1: no space$"), ranks.all_or_none():
+        pass

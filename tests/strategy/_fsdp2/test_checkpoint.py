@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_eff.checkpoint.lazy_tensor import in_rows
+from lightning_eff.checkpoint.lazy_tensor import from_shards
 from lightning_eff.core.shards import rows_here
-from lightning_eff.strategy._fsdp2.dtensor_state import DTensorParts, OwnParts
+from lightning_eff.strategy._fsdp2.checkpoint import DTensorState, LocalDTensorState
 
 NUM_RANKS = 3
 
@@ -34,19 +34,19 @@ def test_rows_are_those_that_torch_gives_a_rank(rank: int, num_rows: int) -> Non
     assert here is not None
     assert torch.equal(whole[here[0] : here[1]], theirs.to_local())
     cuts = [(0, whole[:1].clone()), (1, whole[1:].clone())] if num_rows else []
-    saved = in_rows(whole.to("meta"), cuts)
+    saved = from_shards(whole.to("meta"), cuts)
     parameter = torch.nn.Parameter(theirs.clone().zero_())
-    DTensorParts().put(parameter, saved)
+    DTensorState().put(parameter, saved)
     assert torch.equal(parameter.data.to_local(), theirs.to_local())
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-    DTensorParts(optimizer).put_state(parameter, {"momentum_buffer": saved, "step": torch.tensor(3.0)})
+    DTensorState(optimizer).put_state(parameter, {"momentum_buffer": saved, "step": torch.tensor(3.0)})
     state = optimizer.state[parameter]
     assert isinstance(state["momentum_buffer"], DTensor)
     assert state["momentum_buffer"].shape == parameter.shape
     assert torch.equal(state["momentum_buffer"].to_local(), theirs.to_local())
     assert float(state["step"]) == 3.0
     assert len(saved.pieces) == min(num_rows, 2), "the other rows were not read"
-    assert OwnParts().whole(parameter) is parameter
+    assert LocalDTensorState().whole(parameter) is parameter
 
 
 def test_what_is_divided_otherwise_has_no_rows(rank: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import optim
 
-from lightning_eff.strategy._zero.elementwise import is_elementwise
+from lightning_eff.strategy._zero.optimizer import is_elementwise
 
 ALONE = [
     optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.NAdam, optim.RAdam, optim.Adamax,

@@ -1,0 +1,120 @@
+"""What ZeRO would not see of a parameter; two ranks in tests/test_strategies.py show that it changes none."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_eff.core.errors import ConflictError, ConflictWarning
+from lightning_eff.strategy._zero.parameters import (
+    ParameterGuard,
+    PreservedDtypes,
+    full_shapes,
+    warn_of_hooks,
+)
+from tests.conftest import Net
+
+
+@torch.no_grad()
+def clamp(net: Any) -> None:
+    net.second.weight.clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda net: net.first.requires_grad_(requires_grad=True), r"first\.weight was unfrozen after"),
+        (lambda net: net.second.requires_grad_(requires_grad=False), r"second\.weight was frozen after"),
+        (clamp, r"second\.weight was changed in place"),
+    ],
+)
+def test_what_a_step_would_not_see_is_refused(change: Callable[[Any], object], message: str) -> None:
+    net = Net()
+    net.first.requires_grad_(requires_grad=False)
+    unseen = ParameterGuard(net)
+    unseen.check()
+    change(net)
+    with pytest.raises(ConflictError, match=rf"{message}[\s\S]*try: FSDP2\(\)"):
+        unseen.check()
+
+
+def test_what_is_frozen_may_be_changed() -> None:
+    """By a teacher's average, for example."""
+    net = Net()
+    net.first.requires_grad_(requires_grad=False)
+    unseen = ParameterGuard(net)
+    net.first.weight.mul_(0.9).add_(0.1)
+    net(torch.zeros(2, 8)).sum().backward()
+    unseen.check()
+
+
+@pytest.mark.parametrize("name", ["on_after_backward", "on_before_optimizer_step"])
+def test_hooks_that_look_for_gradients_are_told_that_there_are_none(name: str) -> None:
+    net: Any = type("Watched", (Net,), {name: lambda self, *_: None})()
+    with pytest.warns(ConflictWarning, match=rf"Watched\.{name} finds no gradients[\s\S]*try: FSDP2\(\)"):
+        warn_of_hooks(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_hooks(Net())
+
+
+def odd() -> nn.Linear:
+    module = nn.Linear(2, 2)
+    module.bias.requires_grad_(requires_grad=False)
+    module.bias.data = module.bias.data.bfloat16()
+    module.register_buffer("phase", torch.tensor([1.0 + 2.0j]))
+    module.register_buffer("exact", torch.tensor([1.0], dtype=torch.float64) / 3.0)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+def test_one_that_casts_nothing_on_one_device_loses_nothing() -> None:
+    module, before = odd(), odd().state_dict()
+    formats = PreservedDtypes(module, "32-true")
+    module.to(torch.float32)
+    assert not module.get_buffer("phase").is_complex()
+    formats.restore()
+    assert {key: value.dtype for key, value in module.state_dict().items()} == {
+        key: value.dtype for key, value in before.items()
+    }
+    assert torch.equal(module.get_buffer("phase"), before["phase"])
+    assert torch.equal(module.get_buffer("exact"), before["exact"])
+    assert module.bias is dict(module.named_parameters())["bias"]
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+def test_one_that_casts_leaves_complex_ones_alone() -> None:
+    module = odd()
+    formats = PreservedDtypes(module, "bf16-true")
+    module.to(torch.bfloat16)
+    formats.restore()
+    assert module.get_buffer("phase").is_complex()
+    assert module.get_buffer("exact").dtype == module.weight.dtype == torch.bfloat16
+
+
+def test_groups_by_dimension_are_those_of_the_whole_model() -> None:
+    model: Any = nn.Linear(3, 5)
+    model.weight.ds_shape = torch.Size((1 << 20, 1 << 20))
+    model.weight.data = part = torch.empty(0)
+    bias = model.bias.data
+    with full_shapes(model):
+        assert model.weight.dim() == 2
+        assert model.weight.shape == (1 << 20, 1 << 20)
+        assert model.weight.untyped_storage().nbytes() == 4
+        assert model.bias.data.data_ptr() == bias.data_ptr()
+    assert model.weight.data.data_ptr() == part.data_ptr()
+    assert model.weight.shape == (0,)
+
+
+def test_parts_come_back_when_the_optimizer_is_refused() -> None:
+    model: Any = nn.Linear(3, 5)
+    model.weight.ds_shape, model.weight.data = torch.Size((5, 3)), torch.empty(0)
+    text = "no"
+    with pytest.raises(ValueError, match=text), full_shapes(model):
+        raise ValueError(text)
+    assert model.weight.shape == (0,)
