@@ -17,7 +17,7 @@ from lightning_eff.strategy._zero.parameters import (
     full_shapes,
     warn_of_hooks,
 )
-from tests.conftest import Net
+from tests.support.models import Net
 
 
 @torch.no_grad()
