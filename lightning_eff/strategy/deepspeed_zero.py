@@ -311,7 +311,9 @@ class DeepSpeedZero(DeepSpeedStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module: Any = self.lightning_module
-        full_state.load_state_dict(module, checkpoint["state_dict"], PartitionedState(self.model), strict=strict)
+        full_state.load_state_dict(
+            module, checkpoint["state_dict"], PartitionedState(self.model), strict=strict
+        )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

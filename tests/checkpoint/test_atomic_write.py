@@ -82,7 +82,7 @@ def die_at(number: int, when: str) -> None:
 def test_dying_at_any_step_leaves_the_old_or_the_new_one_and_the_next_start_tidies_up(
     when: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest, "_PIECE_BYTES", 2048)
+    monkeypatch.setattr(digest, "_CHUNK_BYTES", 2048)
     folder = tmp_path / "run" / "checkpoints"
     path = folder / "last.ckpt"
     found, orphans = list[int | None](), 0
@@ -129,7 +129,7 @@ def test_negative_control_stock_lightning_loses_the_old_one(
     assert in_child(saves) == 9
     for left in set(shm.iterdir()) - before:
         left.unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
         load(path)
 
 
@@ -281,7 +281,7 @@ def unlimited() -> Iterator[None]:
 def test_a_refusal_is_an_error_at_that_save_and_the_old_one_is_as_it_was(
     name: str, asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest, "_PIECE_BYTES", 2048)
+    monkeypatch.setattr(digest, "_CHUNK_BYTES", 2048)
     prepare, message = REFUSALS[name]
     path = tmp_path / "last.ckpt"
     save(path, 1)
@@ -301,7 +301,7 @@ def test_a_refusal_is_an_error_at_that_save_and_the_old_one_is_as_it_was(
     assert str(path) in str(caught.value)
     assert "was not saved" in str(caught.value)
     assert "it needs 21.1 KiB, " in str(caught.value)
-    assert "free; the checkpoint that was there is as it was" in str(caught.value)
+    assert "free; the previous checkpoint is unchanged" in str(caught.value)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert path.read_bytes() == old
     assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"], "a temporary file is left"
@@ -315,7 +315,9 @@ def test_a_name_that_the_disk_does_not_confirm_is_told_with_the_new_file_whole(
     save(tmp_path / "a.ckpt", 1)
     with monkeypatch.context() as patch:
         refusing("fsync", errno.EIO, call=2)(patch, tmp_path)
-        with pytest.raises(CheckpointError, match=r"is written and whole, but the disk did not confirm"):
+        with pytest.raises(
+            CheckpointError, match=r"was written completely, but its folder could not be synced"
+        ):
             save(tmp_path / "a.ckpt", 2)
     assert load(tmp_path / "a.ckpt") == 2
     with monkeypatch.context() as patch:
@@ -337,10 +339,10 @@ def test_a_folder_without_permission_and_one_that_is_a_file(tmp_path: Path) -> N
         if os.geteuid() == 0:
             os.seteuid(65534)
         try:
-            with pytest.raises(CheckpointError, match=r"Permission denied(.|\n)*as it was(.|\n)*dirpath="):
+            with pytest.raises(CheckpointError, match=r"Permission denied(.|\n)*unchanged(.|\n)*dirpath="):
                 save(folder / "a.ckpt", 2)
             io = Durable()
-            io._own.add(folder.resolve() / "a.ckpt")
+            io._own_files.add(folder.resolve() / "a.ckpt")
             with pytest.raises(CheckpointError, match="was not removed: Permission denied"):
                 io.remove_checkpoint(folder / "a.ckpt")
         finally:
@@ -374,10 +376,10 @@ def test_a_really_full_disk_and_a_really_read_only_one(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_not_overwritten_and_links_are_not_followed(tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("mine")
-    with pytest.raises(CheckpointError, match="what is there is no checkpoint, and is not overwritten"):
+    with pytest.raises(CheckpointError, match="the existing file is not a checkpoint and is not overwritten"):
         save(notes, 1)
     (tmp_path / "sharded").mkdir()
-    with pytest.raises(CheckpointError, match="there is a folder of that name"):
+    with pytest.raises(CheckpointError, match="a folder of that name exists"):
         save(tmp_path / "sharded", 1)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="not overwritten"):

@@ -23,7 +23,7 @@ def test_a_state_from_before_the_first_step_leaves_no_momentum_behind() -> None:
 
     def load(saved: Any) -> None:
         groups = [group["params"] for group in optimizer.param_groups]
-        full_state.load_optimizer_state(groups, optimizer.param_groups, saved, DTensorState(optimizer))
+        full_state.load_optimizer_state_dict(groups, optimizer.param_groups, saved, DTensorState(optimizer))
 
     assert optimizer.state
     load(empty)

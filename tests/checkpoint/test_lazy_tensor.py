@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, materialize, split_shards, from_shards, map_tensors
+from lightning_eff.checkpoint.lazy_tensor import (
+    LazyShardedTensor,
+    from_shards,
+    map_tensors,
+    materialize,
+    split_shards,
+)
 from lightning_eff.core.errors import CheckpointError
 
 WHOLE = torch.arange(10.0).reshape(5, 2)
@@ -27,7 +33,7 @@ def test_values_are_those_of_the_whole_and_shapes_need_none() -> None:
     value = made()
     assert (value.shape, value.dtype, value.ndim, len(value)) == ((5, 2), torch.float32, 2, 5)
     assert (value.numel(), value.nbytes, value.size(1), value.is_floating_point()) == (10, 40, 2, True)
-    assert len(value.pieces) == 3, "nothing was put together for that"
+    assert len(value.shards) == 3, "nothing was put together for that"
     assert value.tolist() == WHOLE.tolist()
     assert value.device == torch.device("cpu")
     assert torch.equal(value, WHOLE)
@@ -65,9 +71,9 @@ def test_rows_are_read_where_they_lie(first: int, end: int) -> None:
     rows = value.rows(first, end)
     assert torch.equal(rows, WHOLE[first:end])
     assert type(rows) is torch.Tensor
-    assert len(value.pieces) == 3
+    assert len(value.shards) == 3
     inside = value.rows(3, 4)
-    assert inside.untyped_storage().data_ptr() == value.pieces[2][1].untyped_storage().data_ptr(), "no copy"
+    assert inside.untyped_storage().data_ptr() == value.shards[2][1].untyped_storage().data_ptr(), "no copy"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +84,7 @@ def test_rows_are_read_where_they_lie(first: int, end: int) -> None:
     ],
 )  # fmt: skip
 def test_other_rows_are_refused(pieces: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"rows of a tensor .5, 2. are missing, or of another one"):
+    with pytest.raises(CheckpointError, match=r"rows of a tensor of shape .5, 2. are missing or do not fit"):
         from_shards(WHOLE.to("meta"), pieces)
 
 

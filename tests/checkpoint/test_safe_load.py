@@ -48,11 +48,11 @@ def test_what_is_no_regular_file_is_not_opened_to_wait(odd: str) -> None:
     path = Path("odd.ckpt")
     for look in (digest.verify_path, stored_weights.checkpoint, Durable().load_checkpoint):
         with pytest.raises(
-            CheckpointError, match=f"odd.ckpt is not loaded: it is a {odd}, and no regular file"
+            CheckpointError, match=f"odd.ckpt is not loaded: it is a {odd}, not a regular file"
         ):
             look(path)
     for look in (digest.has_digest, digest.looks_like_checkpoint):
-        with pytest.raises(CheckpointError, match=f"it is a {odd}, and no regular file"):
+        with pytest.raises(CheckpointError, match=f"it is a {odd}, not a regular file"):
             look(path)
     with pytest.raises(CheckpointError, match=f"odd.safetensors is not loaded: it is a {odd}"):
         stored_weights.weights(Path("odd.safetensors"))
@@ -62,7 +62,7 @@ def test_what_is_no_regular_file_is_not_opened_to_wait(odd: str) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_run_does_not_wait_for_what_is_no_regular_file(odd: str, tiny: list[str], command: Command) -> None:
-    text = f"odd.ckpt is not loaded: it is a {odd}, and no regular file"
+    text = f"odd.ckpt is not loaded: it is a {odd}, not a regular file"
     refused(command, text, *tiny, "ckpt_path=odd.ckpt")
     refused(command, text, *tiny, "+callbacks=peft_adapter", f"{BASE}=odd.ckpt")
     refused(command, f"it is a {odd}", *tiny, "+callbacks=peft_adapter", f"{BASE}=odd.safetensors")
@@ -83,11 +83,13 @@ def test_a_version_that_is_none_is_refused_before_a_folder_is_made(
 ) -> None:
     content = {"pytorch-lightning_version": version, "state_dict": {}, "global_step": 1}
     write_with_digest(Path("a.ckpt"), lambda file: torch.save(content, file))
-    text = f"its pytorch-lightning_version is {str(version)!r}, which is no version"
+    text = f"its pytorch-lightning_version {str(version)!r} is not a version"
     refused(command, text, *tiny, "ckpt_path=a.ckpt")
     refused(command, text, *tiny, "+callbacks=peft_adapter", f"{BASE}=a.ckpt")
     for look in (stored_weights.checkpoint, Durable().load_checkpoint):
-        with pytest.raises(CheckpointError, match=r"a\.ckpt is not loaded: its pytorch-lightning_version is"):
+        with pytest.raises(
+            CheckpointError, match=r"a\.ckpt is not loaded: its pytorch-lightning_version .* is not a version"
+        ):
             look(Path("a.ckpt"))
     index(Path("parts.ckpt"), checkpoint=content)
     refused(command, text, *tiny, "ckpt_path=parts.ckpt")
@@ -98,8 +100,15 @@ def test_a_version_of_ours_that_is_none_is_refused_too(
     version: Any, tiny: list[str], command: Command
 ) -> None:
     index(Path("parts.ckpt"), version=version)
-    refused(command, "parts.ckpt/index.ckpt is not loaded: it is no index of", *tiny, "ckpt_path=parts.ckpt")
-    refused(command, "it is no index of this", *tiny, "+callbacks=peft_adapter", f"{BASE}=parts.ckpt")
+    refused(
+        command,
+        "parts.ckpt/index.ckpt is not loaded: it is not an index of version 1",
+        *tiny,
+        "ckpt_path=parts.ckpt",
+    )
+    refused(
+        command, "it is not an index of version 1", *tiny, "+callbacks=peft_adapter", f"{BASE}=parts.ckpt"
+    )
 
 
 def index(path: Path, **changes: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_eff.checkpoint import atomic_write, stored_weights, sharded_write, sharded, stored_weights
+from lightning_eff.checkpoint import atomic_write, sharded, sharded_write, stored_weights
 from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, split_shards
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.config import ckpt_path
@@ -58,13 +58,12 @@ def rows_of(rank: int, num_ranks: int) -> Callable[[Tensor], Any]:
 def save(path: Path, content: dict[str, Any] | None = None, num_ranks: int = NUM_RANKS) -> str:
     """Save as ranks would, one after the other; return the token."""
     content = checkpoint() if content is None else content
-    sharded_write.prepare(path)
-    token = sharded_write.new_token()
+    token = sharded_write.prepare(path)
     digests: list[str] = []
     with contextlib.ExitStack() as held:
         for rank in range(num_ranks):
             rest, rows = split_shards(content, rows_of(rank, num_ranks))
-            part = held.enter_context(sharded_write.part(path, token, rank, num_ranks, rows))
+            part = held.enter_context(sharded_write.write_shard(path, token, rank, num_ranks, rows))
             digests.append(part.digest)
         sharded_write.write_index(path, token, digests, rest, rows)
         sharded_write.clean_up(path, just_saved=True)
@@ -113,7 +112,7 @@ def test_any_rows_are_read_for_any_number_of_ranks(tmp_path: Path) -> None:
                 assert torch.equal(value.rows(first, first + len(rows)), rows)
         assert value.shape == expected.shape
         assert value.numel() == expected.numel()
-        assert len(value.pieces) == len([r for r in range(3) if len(rows_of(r, 3)(expected)[1])])
+        assert len(value.shards) == len([r for r in range(3) if len(rows_of(r, 3)(expected)[1])])
 
 
 def test_every_flipped_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
@@ -124,7 +123,11 @@ def test_every_flipped_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
         for place in range(0, len(content), len(content) // 40):
             content[place] ^= 4
             file.write_bytes(content)
-            for load in (Durable().load_checkpoint, stored_weights.checkpoint, stored_weights.verify_checkpoint):
+            for load in (
+                Durable().load_checkpoint,
+                stored_weights.checkpoint,
+                stored_weights.verify_checkpoint,
+            ):
                 with pytest.raises(CheckpointError, match=file.name):
                     load(path)
             content[place] ^= 4
@@ -141,20 +144,24 @@ def test_a_part_that_is_missing_or_of_another_save_is_named(tmp_path: Path) -> N
     part = sharded.shard_path(path, token, 1, NUM_RANKS)
     content = part.read_bytes()
     part.write_bytes(sharded.shard_path(other, another, 1, NUM_RANKS).read_bytes())
-    with pytest.raises(CheckpointError, match=f"{part.name} is not loaded: it is whole, and not the one"):
+    with pytest.raises(
+        CheckpointError, match=f"{part.name} is not loaded: it is intact, but of another save"
+    ):
         Durable().load_checkpoint(path)
     torch.save({"token": token, "rows": {}}, part)
-    with pytest.raises(CheckpointError, match=f"{part.name} is not loaded: it is whole, and not the one"):
+    with pytest.raises(
+        CheckpointError, match=f"{part.name} is not loaded: it is intact, but of another save"
+    ):
         Durable().load_checkpoint(path)
     part.unlink()
-    with pytest.raises(CheckpointError, match=f"its part {part.name} is missing"):
+    with pytest.raises(CheckpointError, match=f"its shard {part.name} is missing"):
         Durable().load_checkpoint(path)
     part.write_bytes(content)
     (path / "index.ckpt").write_bytes((other / "index.ckpt").read_bytes())
-    with pytest.raises(CheckpointError, match=f"its part part-{another}-0-of-3.ckpt is missing"):
+    with pytest.raises(CheckpointError, match=f"its shard part-{another}-0-of-3.ckpt is missing"):
         Durable().load_checkpoint(path)
     (path / "index.ckpt").unlink()
-    with pytest.raises(CheckpointError, match=r"a folder without index\.ckpt: a save that did not end"):
+    with pytest.raises(CheckpointError, match=r"a folder without index\.ckpt: an incomplete save"):
         Durable().load_checkpoint(path)
     with pytest.raises(FileNotFoundError):
         Durable().load_checkpoint(tmp_path / "never.ckpt")
@@ -169,19 +176,19 @@ def hostile(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"token": "../../precious00"}, "does not say which parts"),
-        ({"token": "0123456789abcde/"}, "does not say which parts"),
-        ({"token": 3}, "does not say which parts"),
-        ({"parts": []}, "does not say which parts"),
-        ({"parts": "abc"}, "does not say which parts"),
-        ({"parts": [1, 2, 3]}, "does not say which parts"),
-        ({"divided": [3]}, "does not say which parts"),
-        ({"checkpoint": [1]}, "does not say which parts"),
-        ({"version": 2}, "no index of this version, of format 2"),
-        ({"version": True, "format": "x"}, "no index of this version"),
-        ({"format": "else"}, "no index of this version"),
-        ({"checkpoint": {"state_dict": {"few": torch.empty(3, device="meta")}}}, "few.*of a tensor .3,."),
-        ({"checkpoint": {"state_dict": {"few": torch.empty(2, 1, device="meta")}}}, "of a tensor .2, 1."),
+        ({"token": "../../precious00"}, "does not list its shards"),
+        ({"token": "0123456789abcde/"}, "does not list its shards"),
+        ({"token": 3}, "does not list its shards"),
+        ({"parts": []}, "does not list its shards"),
+        ({"parts": "abc"}, "does not list its shards"),
+        ({"parts": [1, 2, 3]}, "does not list its shards"),
+        ({"divided": [3]}, "does not list its shards"),
+        ({"checkpoint": [1]}, "does not list its shards"),
+        ({"version": 2}, "not an index of version 1, but of version 2"),
+        ({"version": True, "format": "x"}, "not an index of version 1"),
+        ({"format": "else"}, "not an index of version 1"),
+        ({"checkpoint": {"state_dict": {"few": torch.empty(3, device="meta")}}}, "few.*of a tensor of shape .3,."),
+        ({"checkpoint": {"state_dict": {"few": torch.empty(2, 1, device="meta")}}}, "of a tensor of shape .2, 1."),
         ({"checkpoint": {"state_dict": {"few": torch.empty((), device="meta")}}}, "rows of a tensor"),
     ],
 )  # fmt: skip
@@ -225,7 +232,7 @@ def test_code_is_never_loaded(tmp_path: Path) -> None:
     whole = tmp_path / "b.ckpt"
     save(whole)
     hostile(whole, more=Hostile())
-    with pytest.raises(CheckpointError, match=r"index.ckpt is not loaded: it holds a \S+, and only tensors"):
+    with pytest.raises(CheckpointError, match=r"index.ckpt is not loaded: it holds a \S+, but only tensors"):
         Durable().load_checkpoint(whole)
     assert not touched.exists()
     torch.load(part, weights_only=False)
@@ -310,7 +317,7 @@ def test_parts_that_are_being_written_stay_and_left_ones_go(tmp_path: Path) -> N
     path = tmp_path / "a.ckpt"
     sharded_write.prepare(path)
     _, rows = split_shards(checkpoint(), rows_of(0, 1))
-    with sharded_write.part(path, "0" * 16, 0, 1, rows):
+    with sharded_write.write_shard(path, "0" * 16, 0, 1, rows):
         assert sharded_write.remove_leftovers(tmp_path) == []
     (left,) = path.iterdir()
     (path / "part-1111111111111111-0-of-1.ckpt").write_text("no seal: not ours")
@@ -327,7 +334,7 @@ def test_who_tidies_up_while_a_save_ends_takes_nothing_of_it(
     sharded_write.prepare(path)
     rest, rows = split_shards(checkpoint(2.0), rows_of(0, 1))
     with contextlib.ExitStack() as held:
-        part = held.enter_context(sharded_write.part(path, "f" * 16, 0, 1, rows))
+        part = held.enter_context(sharded_write.write_shard(path, "f" * 16, 0, 1, rows))
 
         def late(where: Path) -> str | None:
             """Say what the index said, and let the other process end its save right after."""
@@ -347,7 +354,7 @@ def test_an_error_behind_the_index_takes_no_part_of_it(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     sharded_write.prepare(path)
     rest, rows = split_shards(checkpoint(), rows_of(0, 1))
-    written = sharded_write.part(path, "0" * 16, 0, 1, rows)
+    written = sharded_write.write_shard(path, "0" * 16, 0, 1, rows)
     part = written.__enter__()
     sharded_write.write_index(path, "0" * 16, [part.digest], rest, rows)
     late = OSError(5, "late")
@@ -358,7 +365,7 @@ def test_an_error_behind_the_index_takes_no_part_of_it(tmp_path: Path) -> None:
 def test_rank_0_must_see_what_the_others_wrote(tmp_path: Path) -> None:
     sharded_write.prepare(tmp_path / "a.ckpt")
     with pytest.raises(
-        CheckpointError, match="does not see there what rank 0 wrote\n  try: a folder on a disk"
+        CheckpointError, match="the shard of rank 0 is not visible to rank 0\n  try: a folder on a disk"
     ):
         sharded_write.write_index(tmp_path / "a.ckpt", "0" * 16, ["x"], {}, [])
 
@@ -367,7 +374,10 @@ def test_what_is_none_of_ours_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file.ckpt").write_text("mine")
     (tmp_path / "folder.ckpt").mkdir()
     (tmp_path / "folder.ckpt" / "thesis.txt").write_text("mine")
-    for name, words in (("file", "a file of that name"), ("folder", "holds other things .'thesis.txt'")):
+    for name, words in (
+        ("file", "a file of that name exists"),
+        ("folder", "holds other files .'thesis.txt'"),
+    ):
         with pytest.raises(CheckpointError, match=words):
             save(tmp_path / f"{name}.ckpt")
     save(tmp_path / "a.ckpt")
@@ -408,11 +418,11 @@ def test_another_folder_is_kept(tmp_path: Path) -> None:
     io.save_checkpoint({}, tmp_path / "b.ckpt")
     (tmp_path / "dcp.ckpt").mkdir()
     (tmp_path / "dcp.ckpt" / ".metadata").touch()
-    with pytest.warns(CheckpointWarning, match="it is a folder, which another strategy wrote"):
+    with pytest.warns(CheckpointWarning, match="it is a folder that another strategy wrote"):
         io.remove_checkpoint(tmp_path / "dcp.ckpt")
     assert names(tmp_path / "dcp.ckpt") == [".metadata"]
     with pytest.raises(
-        CheckpointError, match=r"torch's distributed checkpoint, which runs code(.|\n)*dcp_to_torch"
+        CheckpointError, match=r"torch.distributed.checkpoint, which runs code(.|\n)*dcp_to_torch"
     ):
         io.load_checkpoint(tmp_path / "dcp.ckpt")
 
@@ -427,11 +437,11 @@ def test_the_newest_whole_one_may_be_a_folder(tmp_path: Path, caplog: pytest.Log
     assert stored_weights.newest_valid(tmp_path) == runs / "step-3.ckpt"
     (runs / "step-3.ckpt" / "index.ckpt").unlink()
     assert stored_weights.newest_valid(tmp_path) == runs / "step-2.ckpt"
-    assert "a save that did not end" in caplog.messages[0]
+    assert "an incomplete save" in caplog.messages[0]
     caplog.clear()
     sharded.shard_path(runs / "step-2.ckpt", token, 2, NUM_RANKS).unlink()
     assert stored_weights.newest_valid(runs.parent) == runs / "step-1.ckpt"
-    assert any(f"its part part-{token}-2-of-3.ckpt is missing" in message for message in caplog.messages)
+    assert any(f"its shard part-{token}-2-of-3.ckpt is missing" in message for message in caplog.messages)
 
 
 def test_a_run_goes_on_from_a_folder_of_ours_and_of_no_other(tmp_path: Path) -> None:
@@ -446,7 +456,7 @@ def test_a_run_goes_on_from_a_folder_of_ours_and_of_no_other(tmp_path: Path) -> 
         dcp: f"try: python -m torch.distributed.checkpoint.format_utils dcp_to_torch {dcp} FILE",
         zero: f"try: python {zero}/zero_to_fp32.py {zero} DIR",
         lightnings: f"convert_zero_checkpoint_to_fp32_state_dict({lightnings}, FILE)",
-        tmp_path: "a folder without index.ckpt: a save that did not end, or no checkpoint",
+        tmp_path: "a folder without index.ckpt: an incomplete save, or not a checkpoint",
     }
     for path, way in ways.items():
         with pytest.raises(ConfigError) as raised:
@@ -480,4 +490,4 @@ def test_optimizer_state_that_nobody_asked_for_is_not_read(tmp_path: Path) -> No
     save(tmp_path / "a.ckpt")
     state = stored_weights.checkpoint(tmp_path / "a.ckpt")["optimizer_states"][0]["state"][0]["exp_avg"]
     assert isinstance(state, LazyShardedTensor)
-    assert len(state.pieces) == NUM_RANKS
+    assert len(state.shards) == NUM_RANKS

@@ -92,8 +92,8 @@ def test_it_says_what_it_did(net: Callable[..., Net], tmp_path: Path) -> None:
     assert io.outcome().effective
     size = sum(path.stat().st_size for path in tmp_path.glob("*.ckpt"))
     assert io.outcome().numbers["saved_bytes"] >= size
-    assert "times, " in io.outcome().did
-    assert "tidied up 1 left by dead processes" in io.outcome().did
+    assert "saved 2 times, " in io.outcome().did
+    assert "removed 1 left by dead processes" in io.outcome().did
 
 
 def test_a_save_after_the_end_and_weights_alone(net: Callable[..., Net], tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_code_is_never_loaded(tmp_path: Path) -> None:
     for given in (None, True):
         with (
             pytest.warns(CheckpointWarning, match="no SHA-256"),
-            pytest.raises(CheckpointError, match=r"it holds a \S+, and only tensors and plain values"),
+            pytest.raises(CheckpointError, match=r"it holds a \S+, but only tensors and plain values"),
         ):
             Durable().load_checkpoint(class_of_ours, weights_only=given)
     with pytest.raises(CheckpointError, match=r"weights_only=False would run code that it holds"):
@@ -274,7 +274,7 @@ def test_an_error_behind_the_run_is_raised_once_at_the_next_save_load_or_end(
         "load": lambda: io.load_checkpoint(tmp_path / "old.ckpt"),
         "end": io.teardown,
     }
-    with pytest.raises(CheckpointError, match="there is a folder of that name"):
+    with pytest.raises(CheckpointError, match="a folder of that name exists"):
         ask[asked]()
     assert Durable().load_checkpoint(tmp_path / "old.ckpt") == {"x": 1}, "removed though the new one failed"
     io.teardown()
@@ -365,7 +365,7 @@ def test_the_newest_whole_checkpoint_is_found_and_the_skipped_ones_are_named(
         (folder / name).write_bytes((folder / name).read_bytes()[:-100])
         os.utime(folder / name, (age, age))
     assert newest_valid(tmp_path) == folder / "new.ckpt"
-    assert [message.split(":")[0] for message in caplog.messages] == ["skipped", "skipped", "taken instead"]
+    assert [message.split(":")[0] for message in caplog.messages] == ["skipped", "skipped", "using instead"]
     assert "newest.ckpt is not loaded: it is cut off" in caplog.messages[0]
     (folder / "new.ckpt").unlink()
     assert newest_valid(tmp_path) is None

@@ -45,12 +45,12 @@ MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
         ({"offload_parameters": "cpu"}, "offload_parameters='cpu': expected None under stage 2"),
         ({"offload_optimizer": "nvme", "nvme_path": "x"}, "offload_optimizer='nvme': expected cpu or None"),
         ({"stage": 3, "offload_optimizer": "nvme"}, "nvme_path=None: expected a folder on a local disk"),
-        ({"nvme_path": "x"}, "nvme_path='x': expected a folder on a local disk for nvme, and None without"),
-        ({"config": {"gradient_clipping": 1.0}}, "set in one place: trainer.gradient_clip_val"),
-        ({"config": {"train_batch_size": 8}}, "set in one place: data.batch_size"),
-        ({"config": {"bf16": {"enabled": True}}}, "set in one place: trainer.precision or precision="),
-        ({"config": {"optimizer": {"type": "Adam"}}}, "set in one place: optimizer="),
-        ({"config": {"zero_optimization": {"stage": 1}}}, "set in one place: strategy.stage"),
+        ({"nvme_path": "x"}, "nvme_path='x': expected a folder on a local disk for nvme, else None"),
+        ({"config": {"gradient_clipping": 1.0}}, "set by trainer.gradient_clip_val"),
+        ({"config": {"train_batch_size": 8}}, "set by data.batch_size"),
+        ({"config": {"bf16": {"enabled": True}}}, "set by trainer.precision or precision="),
+        ({"config": {"optimizer": {"type": "Adam"}}}, "set by optimizer="),
+        ({"config": {"zero_optimization": {"stage": 1}}}, "set by strategy.stage"),
         (
             {"config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}},
             "config.zero_optimization.offload_optimizer.device='cpu': expected no such key",
@@ -104,7 +104,8 @@ def test_remedies_can_be_typed() -> None:
     with pytest.raises(ConfigError, match=r"try: DeepSpeedZero\(nvme_path=./"):
         DeepSpeedZero(stage=3, offload_optimizer="nvme")
     with pytest.raises(
-        ConfigError, match=r"nvme_path='no/such': expected a folder[\s\S]*try: mkdir -p no/such"
+        ConfigError,
+        match=r"nvme_path='no/such': expected an existing, writable folder[\s\S]*try: mkdir -p no/such",
     ):
         DeepSpeedZero(stage=3, offload_optimizer="nvme", nvme_path="no/such")
 
@@ -151,7 +152,10 @@ def test_one_optimizer_is_stepped() -> None:
     optimizer = module.configure_optimizers()
     for answer, message in [
         (None, r"Net\.configure_optimizers returned no optimizer[\s\S]*try: return one"),
-        ([optimizer, optimizer], "returned 2 optimizers and 0 schedules[\\s\\S]*try: groups of one"),
+        (
+            [optimizer, optimizer],
+            "returned several \\(optimizers: 2, schedules: 0\\)[\\s\\S]*try: parameter groups of one",
+        ),
     ]:
         module.configure_optimizers = lambda answer=answer: answer
         module.automatic_optimization = answer is None

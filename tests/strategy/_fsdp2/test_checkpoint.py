@@ -36,17 +36,17 @@ def test_rows_are_those_that_torch_gives_a_rank(rank: int, num_rows: int) -> Non
     cuts = [(0, whole[:1].clone()), (1, whole[1:].clone())] if num_rows else []
     saved = from_shards(whole.to("meta"), cuts)
     parameter = torch.nn.Parameter(theirs.clone().zero_())
-    DTensorState().put(parameter, saved)
+    DTensorState().load_tensor(parameter, saved)
     assert torch.equal(parameter.data.to_local(), theirs.to_local())
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-    DTensorState(optimizer).put_state(parameter, {"momentum_buffer": saved, "step": torch.tensor(3.0)})
+    DTensorState(optimizer).load_state(parameter, {"momentum_buffer": saved, "step": torch.tensor(3.0)})
     state = optimizer.state[parameter]
     assert isinstance(state["momentum_buffer"], DTensor)
     assert state["momentum_buffer"].shape == parameter.shape
     assert torch.equal(state["momentum_buffer"].to_local(), theirs.to_local())
     assert float(state["step"]) == 3.0
-    assert len(saved.pieces) == min(num_rows, 2), "the other rows were not read"
-    assert LocalDTensorState().whole(parameter) is parameter
+    assert len(saved.shards) == min(num_rows, 2), "the other rows were not read"
+    assert LocalDTensorState().full_tensor(parameter) is parameter
 
 
 def test_what_is_divided_otherwise_has_no_rows(rank: int) -> None:

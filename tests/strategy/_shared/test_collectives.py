@@ -64,7 +64,7 @@ def test_the_same_order_is_fine_and_any_other_is_refused(ranks: Any) -> None:
         compared(pairs, order, order)
     for other in ((0, 2), (0, 2, 1), (0, 1, 2, 2)):
         with pytest.raises(
-            ConflictError, match=r"fsdp2: the ranks run other parts[\s\S]*try: Trainer\(strategy=.ddp"
+            ConflictError, match=r"fsdp2: the ranks run different modules[\s\S]*try: Trainer\(strategy=.ddp"
         ):
             compared(ranks(), (0, 1, 2), other)
 

@@ -28,8 +28,8 @@ def clamp(net: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda net: net.first.requires_grad_(requires_grad=True), r"first\.weight was unfrozen after"),
-        (lambda net: net.second.requires_grad_(requires_grad=False), r"second\.weight was frozen after"),
+        (lambda net: net.first.requires_grad_(requires_grad=True), r"first\.weight was unfrozen during"),
+        (lambda net: net.second.requires_grad_(requires_grad=False), r"second\.weight was frozen during"),
         (clamp, r"second\.weight was changed in place"),
     ],
 )
