@@ -92,7 +92,7 @@ def test_it_says_what_it_did(net: Callable[..., Net], tmp_path: Path) -> None:
     assert io.outcome().effective
     size = sum(path.stat().st_size for path in tmp_path.glob("*.ckpt"))
     assert io.outcome().numbers["saved_bytes"] >= size
-    assert "saved 2 times, " in io.outcome().did
+    assert "saved once, " in io.outcome().did
     assert "removed 1 left by dead processes" in io.outcome().did
 
 
@@ -204,7 +204,7 @@ class Held:
             assert self.go.wait(20)
             return write(path)
 
-        patch.setattr(atomic_write, "replacing", late)
+        patch.setattr(atomic_write, "atomic_replace", late)
 
 
 def test_an_asynchronous_save_is_the_state_at_the_call(
@@ -327,7 +327,7 @@ def test_under_fabric(asynchronous: bool, tmp_path: Path) -> None:
 def test_what_it_cannot_do_is_told(tmp_path: Path) -> None:
     io = Durable()
     for do in (io.load_checkpoint, io.remove_checkpoint, lambda path: io.save_checkpoint({}, path)):
-        with pytest.raises(CheckpointError, match=r"s3://.*local disks\n  try: TorchCheckpointIO\(\)"):
+        with pytest.raises(CheckpointError, match=r"s3://.*local disks only\n  try: TorchCheckpointIO\(\)"):
             do("s3://bucket/a.ckpt")
     with pytest.raises(TypeError, match="storage_options='x'"):
         io.save_checkpoint({}, tmp_path / "a.ckpt", storage_options="x")
@@ -382,7 +382,7 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_passed_over(
         (path.parent / "b.ckpt").unlink(missing_ok=True)
         whole(path)
 
-    monkeypatch.setattr(stored_weights, "verify_path", removed)
+    monkeypatch.setattr(stored_weights, "verify_checkpoint", removed)
     assert newest_valid(tmp_path) == tmp_path / "run" / "checkpoints" / "a.ckpt"
 
 
