@@ -61,7 +61,7 @@ def state_dict(module: nn.Module, sharded: ShardedState, *, keep: bool) -> dict[
     state: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
-            if id(value) not in known:
+            if id(value) not in known:  # tied tensors are gathered once
                 known[id(value)] = _kept(sharded.full_tensor(value), keep=keep)
             state[name] = known[id(value)]
         else:
@@ -83,7 +83,7 @@ def load_state_dict(
     keys = _IncompatibleKeys([n for n in own if n not in state], [n for n in state if n not in everything])
     hooks: Any = vars(module)["_load_state_dict_post_hooks"]
     for hook in hooks.values():  # as nn.Module.load_state_dict does in torch 2.13
-        hook(module, keys)
+        hook(module, keys)  # may remove keys: PEFT's drops those of the base model, for example
     if strict and (keys.missing_keys or keys.unexpected_keys):
         text = (
             f"the checkpoint does not fit the model: {len(keys.missing_keys)} missing keys "
@@ -97,7 +97,7 @@ def load_state_dict(
         if saved_shape != shape:
             text = f"the checkpoint does not fit the model: {name} has shape {saved_shape}, expected {shape}"
             raise CheckpointError(text)
-    for name in common:
+    for name in common:  # all ranks in the same order: loading may be a collective
         sharded.load_tensor(own[name], state[name])
 
 

@@ -135,8 +135,8 @@ def read_index(path: Path) -> Index:
     token, digests, sharded, checkpoint = (loaded.get(k) for k in ("token", "parts", "divided", "checkpoint"))
     if (
         not (isinstance(token, str) and _TOKEN.fullmatch(token) and isinstance(checkpoint, dict))
-        or not (isinstance(digests, list) and digests and all(isinstance(each, str) for each in digests))
-        or not (isinstance(sharded, list) and all(isinstance(each, str) for each in sharded))
+        or not (isinstance(digests, list) and digests and all(isinstance(digest, str) for digest in digests))
+        or not (isinstance(sharded, list) and all(isinstance(key, str) for key in sharded))
     ):
         text = f"checkpoint {path / INDEX} is not loaded: it does not list its shards"
         raise CheckpointError(text)
@@ -196,7 +196,7 @@ def lazy_checkpoint(index: Index) -> dict[str, Any]:
         for path, shard in _read_rows(index.shard(rank)).items():
             if path in shards:
                 shards[path].append(shard)
-    known: dict[int, Tensor] = {}
+    known: dict[int, Tensor] = {}  # by outline: tied tensors share one, and stay tied
 
     def lazy(path: str, tensor: Tensor) -> Tensor:
         if path in shards and tensor.is_meta and id(tensor) not in known:

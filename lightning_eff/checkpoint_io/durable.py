@@ -221,7 +221,8 @@ class Durable(CheckpointIO):
                 self._statistics.num_verified += 1
             else:
                 self._statistics.num_without_digest += 1
-                text = f"checkpoint {target} has no SHA-256 (stock Lightning writes none): its CRC-32s were compared"
+                text = f"checkpoint {target} has no SHA-256 (stock Lightning writes none): its CRC-32s "
+                text += "were compared"
                 warnings.warn(text, CheckpointWarning, stacklevel=2)
             state = load_plain(file, map_location="cpu" if map_location is None else map_location)
             if has_digest:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -133,7 +132,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        return False
+        return False  # Lightning's loop accumulates and divides; DeepSpeed would divide again
 
     @property
     @override
@@ -174,6 +173,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
     @override
     def model_sharded_context(self) -> Generator[None]:
         self._init_config_if_needed()
+        # Lightning 2.6 would always enter deepspeed.zero.Init in stage 3, also where weights are loaded.
         with super().model_sharded_context() if self.shard_while_building else nullcontext():
             yield
 
@@ -223,6 +223,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
     def _format_batch_size_and_grad_accum_config(self) -> None:
         config: Any = self.config
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        # DeepSpeed clips by the norm of the full gradient; Lightning's own clipping would see one slice.
         config["gradient_clipping"] = (trainer.gradient_clip_val if trainer is not None else None) or 0.0
 
     @override
@@ -230,6 +231,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
         module: Any = self.lightning_module
         with full_shapes(module):
             optimizer, scheduler = single_optimizer(module)
+        # DeepSpeed will replace these by flat vectors; checkpoints are laid out by them.
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         return optimizer, scheduler
 
@@ -280,7 +282,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         if self._divergence is not None:
-            self._divergence.remove_hooks()
+            self._divergence.remove_hooks()  # without communication: another rank may have failed
         self._divergence = self._guard = None
         super().teardown()
 
@@ -296,17 +298,9 @@ class DeepSpeedZero(DeepSpeedStrategy):
         options, state = zero.optimizer.param_groups, PartitionedState(self.model)
         return full_state.optimizer_state_dict(self._groups, options, state, keep=self.is_global_zero)
 
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+    # Through the run's CheckpointIO: DeepSpeedStrategy's own methods write and read folders of pickles.
+    save_checkpoint = Strategy.save_checkpoint
+    load_checkpoint = Strategy.load_checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

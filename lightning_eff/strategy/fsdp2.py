@@ -121,6 +121,7 @@ class FSDP2(ModelParallelStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.sync_every_micro_batch = sync_every_micro_batch
         self.checkpoints = checkpoints
+        self._saved_state = LocalDTensorState if checkpoints == "sharded" else DTensorState
         self._divergence: RankDivergenceCheck | None = None
         self._unsharded: dict[str, ref[nn.Parameter]] = {}
         self._attributes: dict[str, dict[str, Any]] = {}
@@ -140,7 +141,9 @@ class FSDP2(ModelParallelStrategy):
         if isinstance(model, FSDPModule):
             return 0
         shard.check_meta_adapters(model)
+        # Before sharding, while every rank still has full tensors; a collective of all ranks.
         broadcast_from_rank0([*model.parameters(), *model.buffers()], self.root_device)
+        # Weak references: an optimizer or another owner that keeps one alive holds a stale parameter.
         self._unsharded = {name: ref(parameter) for name, parameter in model.named_parameters()}
         self._attributes = shard.parameter_attributes(model)
         self._numel = sum(parameter.numel() for parameter in model.parameters())
@@ -161,6 +164,7 @@ class FSDP2(ModelParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         module: Any = self.lightning_module
+        # Lightning has moved the model to its device since `_shard`, which made new parameters again.
         shard.restore_attributes(module, self._attributes)
         super().setup_optimizers(trainer)
         checks.check_hooks(module)
@@ -171,7 +175,7 @@ class FSDP2(ModelParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:
-        result = super().optimizer_step(optimizer, *arguments, **keywords)
+        result = super().optimizer_step(optimizer, *arguments, **keywords)  # runs the last forward too
         if self._divergence is not None:
             self._divergence.compare()
         return result
@@ -185,13 +189,13 @@ class FSDP2(ModelParallelStrategy):
     @override
     def teardown(self) -> None:
         if self._divergence is not None:
-            self._divergence.remove_hooks()
+            self._divergence.remove_hooks()  # without communication: another rank may have failed
         self._divergence = None
         super().teardown()
 
     @override
     def model_to_device(self) -> None:
-        if not self.cpu_offload:
+        if not self.cpu_offload:  # else FSDP2 moves a block to the device when it gathers it
             super().model_to_device()
 
     @property
@@ -235,10 +239,6 @@ class FSDP2(ModelParallelStrategy):
         finally:
             module.set_requires_gradient_sync(requires_gradient_sync=True)
 
-    def _saved_state(self, optimizer: Optimizer | None = None) -> DTensorState:
-        """Return the tensors to save: full, or this rank's shards."""
-        return LocalDTensorState(optimizer) if self.checkpoints == "sharded" else DTensorState(optimizer)
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module: Any = self.lightning_module
@@ -262,7 +262,7 @@ class FSDP2(ModelParallelStrategy):
             text = f"checkpoint {filepath}: folders need a local disk\n  try: strategy.checkpoints=full"
             raise CheckpointError(text)
         io = self.checkpoint_io
-        if isinstance(io, Technique):
+        if isinstance(io, Technique):  # as its own save_checkpoint, not called here, does
             checkpoint = checkpoint_stamp.with_plugin(checkpoint, io)
         saved = fsdp2_checkpoint.save(checkpoint, Path(filepath).expanduser(), Ranks(self.root_device))
         if isinstance(io, sharded.CheckpointListener):
@@ -287,6 +287,7 @@ class FSDP2(ModelParallelStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         path = Path(filepath).expanduser()
         is_listener = isinstance(self.checkpoint_io, sharded.CheckpointListener)
+        # TorchCheckpointIO would remove the folder with everything in it.
         if is_listener or not sharded.is_sharded_checkpoint(path):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:

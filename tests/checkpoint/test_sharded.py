@@ -187,8 +187,8 @@ def hostile(path: Path, **changes: Any) -> None:
         ({"version": 2}, "not an index of version 1, but of version 2"),
         ({"version": True, "format": "x"}, "not an index of version 1"),
         ({"format": "else"}, "not an index of version 1"),
-        ({"checkpoint": {"state_dict": {"few": torch.empty(3, device="meta")}}}, "few.*of a tensor of shape .3,."),
-        ({"checkpoint": {"state_dict": {"few": torch.empty(2, 1, device="meta")}}}, "of a tensor of shape .2, 1."),
+        ({"checkpoint": {"state_dict": {"few": torch.empty(3, device="meta")}}}, "few.*of shape .3,."),
+        ({"checkpoint": {"state_dict": {"few": torch.empty(2, 1, device="meta")}}}, "of shape .2, 1."),
         ({"checkpoint": {"state_dict": {"few": torch.empty((), device="meta")}}}, "rows of a tensor"),
     ],
 )  # fmt: skip

@@ -62,7 +62,7 @@ class DTensorState:
             return
         self._optimizer.state.pop(parameter, None)
         if not state:
-            return
+            return  # as before the first step: the optimizer initializes it
         own = self._optimizer.state[parameter]
         for key, value in state.items():
             is_like = isinstance(value, Tensor) and key not in COUNTS and value.shape == parameter.shape
@@ -115,17 +115,21 @@ def save(checkpoint: Mapping[str, Any], path: Path, ranks: Ranks) -> Saved:
         CheckpointError: A rank cannot write its files.
     """
     start = time.perf_counter()
+    # 1. Rank 0 makes the folder and names the save.
     with ranks.all_or_none() as step, _disk_errors(path, checkpoint):
         if ranks.rank == 0:
             step.local = {"path": str(path), "token": sharded_write.prepare(path)}
     path, token = Path(step.gathered[0]["path"]), step.gathered[0]["token"]
+    # Tensors that are not sharded by rows are gathered here, by all ranks in the same order.
     rest, rows = split_shards(checkpoint, _local_shard)
     names = hashlib.sha256("\n".join(rows).encode()).hexdigest()
+    # 2. Each rank writes its shard, and locks it against clean-up until the index names it.
     with ExitStack() as locks:
         with ranks.all_or_none() as step, _disk_errors(path, rows):
             shard = locks.enter_context(sharded_write.write_shard(path, token, ranks.rank, ranks.size, rows))
             step.local = {"digest": shard.digest, "bytes": shard.num_bytes, "names": names}
         shards = step.gathered
+        # 3. Rank 0 replaces the index. Only now the folder is the new checkpoint.
         with ranks.all_or_none() as step, _disk_errors(path, rest):
             if len({shard["names"] for shard in shards}) > 1:
                 text = f"checkpoint {path} was not saved: ranks have shards of different tensors"

@@ -63,6 +63,7 @@ def shard(
     checks.check_hooks(model)
     checks.check_groups(model, selected)
     attributes = parameter_attributes(model)
+    # Inner modules first: the root takes the parameters that no block has.
     for block in selected:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     # By default (torch 2.13) the root stays gathered after its forward, since its backward comes next.

@@ -1,14 +1,14 @@
 """DeepSpeed's partitions of a model: gather full tensors from them, and load full tensors into them.
 
-In all three stages the optimizer works on flat float32 vectors. In stages 1 and 2 each rank has, per parameter
-group, one contiguous slice of all of the group's parameters concatenated, which may begin or end inside a
-parameter. In stage 3 it has an equal slice of each parameter, the last rank's padded. Optimizer state per
-element lies at the same position of a vector of its own. Weights are read from these vectors, since the model's
-own may be a 16-bit copy.
+In all three stages the optimizer works on flat float32 vectors. In stages 1 and 2 each rank has, per
+parameter group, one contiguous slice of all of the group's parameters concatenated, which may begin or end
+inside a parameter. In stage 3 it has an equal slice of each parameter, the last rank's padded. Optimizer
+state per element lies at the same position of a vector of its own. Weights are read from these vectors, since
+the model's own may be a 16-bit copy.
 
 Why not DeepSpeed's own functions (`deepspeed.utils.safe_set_full_*`): they cannot set a stage-3 slice of a
-tensor that does not divide evenly, nor any state before the first step. Only this module uses these attributes
-(DeepSpeed 0.19.8).
+tensor that does not divide evenly, nor any state before the first step. Only this module uses these
+attributes (DeepSpeed 0.19.8).
 """
 
 from __future__ import annotations
