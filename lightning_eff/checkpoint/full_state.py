@@ -83,7 +83,7 @@ def load_state_dict(
     keys = _IncompatibleKeys([n for n in own if n not in state], [n for n in state if n not in everything])
     hooks: Any = vars(module)["_load_state_dict_post_hooks"]
     for hook in hooks.values():  # as nn.Module.load_state_dict does in torch 2.13
-        hook(module, keys)  # may remove keys: PEFT's drops those of the base model, for example
+        hook(module, keys)  # may remove keys: adapters' checkpoints lack the base model
     if strict and (keys.missing_keys or keys.unexpected_keys):
         text = (
             f"the checkpoint does not fit the model: {len(keys.missing_keys)} missing keys "

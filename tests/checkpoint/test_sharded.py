@@ -1,4 +1,4 @@
-"""A checkpoint in a folder, by three ranks in one process: faults in every file, a kill at every step."""
+"""Sharded checkpoints of three ranks in one process: faults in every file, a kill at every step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_RANKS = 3
 
 
 class Killed(BaseException):
-    """What a kill is here: nothing catches it, and nothing is cleaned up."""
+    """Simulate a kill: nothing catches it, and nothing is cleaned up."""
 
 
 def checkpoint(value: float = 1.0) -> dict[str, Any]:
@@ -63,8 +63,8 @@ def save(path: Path, content: dict[str, Any] | None = None, num_ranks: int = NUM
     with contextlib.ExitStack() as held:
         for rank in range(num_ranks):
             rest, rows = split_shards(content, rows_of(rank, num_ranks))
-            part = held.enter_context(sharded_write.write_shard(path, token, rank, num_ranks, rows))
-            digests.append(part.digest)
+            shard = held.enter_context(sharded_write.write_shard(path, token, rank, num_ranks, rows))
+            digests.append(shard.digest)
         sharded_write.write_index(path, token, digests, rest, rows)
         sharded_write.clean_up(path, just_saved=True)
     return token
@@ -75,7 +75,7 @@ def names(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_what_ranks_saved_is_loaded_whole(num_ranks: int, tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_loads_as_full_tensors(num_ranks: int, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     token = save(path, num_ranks=num_ranks)
     parts = [f"part-{token}-{rank}-of-{num_ranks}.ckpt" for rank in range(num_ranks)]
@@ -95,8 +95,8 @@ def test_what_ranks_saved_is_loaded_whole(num_ranks: int, tmp_path: Path) -> Non
     assert found["list"][1][1] is found["list"][0]
 
 
-def test_any_rows_are_read_for_any_number_of_ranks(tmp_path: Path) -> None:
-    """Saved by three, each cut of rows is there, whoever asks."""
+def test_any_number_of_ranks_reads_its_rows(tmp_path: Path) -> None:
+    """Saved by three ranks, loaded by one, two and four."""
     path = tmp_path / "a.ckpt"
     save(path)
     found = sharded.lazy_checkpoint(sharded.verified_index(path))
@@ -138,7 +138,7 @@ def test_every_flipped_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
     assert same(Durable().load_checkpoint(path), checkpoint()), "negative control"
 
 
-def test_a_part_that_is_missing_or_of_another_save_is_named(tmp_path: Path) -> None:
+def test_a_shard_that_is_missing_or_of_another_save_is_named(tmp_path: Path) -> None:
     path, other = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
     token, another = save(path), save(other, checkpoint(2.0))
     part = sharded.shard_path(path, token, 1, NUM_RANKS)
@@ -168,7 +168,7 @@ def test_a_part_that_is_missing_or_of_another_save_is_named(tmp_path: Path) -> N
 
 
 def hostile(path: Path, **changes: Any) -> None:
-    """Give a folder an index that says something else, sealed as its writer would seal it."""
+    """Change an index's content, with a correct digest."""
     content = torch.load(path / "index.ckpt", weights_only=True) | changes
     atomic_write.write_with_digest(path / "index.ckpt", lambda file: torch.save(content, file))
 
@@ -192,7 +192,7 @@ def hostile(path: Path, **changes: Any) -> None:
         ({"checkpoint": {"state_dict": {"few": torch.empty((), device="meta")}}}, "rows of a tensor"),
     ],
 )  # fmt: skip
-def test_an_index_may_say_anything(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_hostile_indexes_are_rejected(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     save(path)
     hostile(path, **changes)
@@ -204,7 +204,7 @@ def test_an_index_may_say_anything(changes: dict[str, Any], message: str, tmp_pa
     "rows",
     [None, 3, *({"x": x} for x in (3, [0], [0, 1], ["a", torch.ones(1)], [0, torch.ones(())]))],
 )
-def test_a_part_may_hold_anything(rows: Any, tmp_path: Path) -> None:
+def test_hostile_shards_are_rejected(rows: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     token = save(path, num_ranks=1)
     part = sharded.shard_path(path, token, 0, 1)
@@ -262,7 +262,7 @@ def steps(patch: pytest.MonkeyPatch, at: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_kill_at_any_step_leaves_the_checkpoint_before(first: bool, tmp_path: Path) -> None:
+def test_a_kill_at_any_step_leaves_the_previous_checkpoint(first: bool, tmp_path: Path) -> None:
     """Between every two things that a save does to the disk; afterwards nothing is left over."""
     ends = set[str]()
     for at in range(1, 200):
@@ -291,7 +291,7 @@ def test_a_kill_at_any_step_leaves_the_checkpoint_before(first: bool, tmp_path: 
     assert at > 30, "there are that many things that a save does"
 
 
-def test_an_error_leaves_nothing_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_removes_the_files_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.ckpt"
     save(path)
     before = {file: file.read_bytes() for file in path.iterdir()}
@@ -313,34 +313,34 @@ def test_an_error_leaves_nothing_of_the_save(tmp_path: Path, monkeypatch: pytest
     assert same(Durable().load_checkpoint(path), checkpoint(2.0))
 
 
-def test_parts_that_are_being_written_stay_and_left_ones_go(tmp_path: Path) -> None:
+def test_locked_shards_stay_and_leftovers_go(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     sharded_write.prepare(path)
     _, rows = split_shards(checkpoint(), rows_of(0, 1))
     with sharded_write.write_shard(path, "0" * 16, 0, 1, rows):
         assert sharded_write.remove_leftovers(tmp_path) == []
     (left,) = path.iterdir()
-    (path / "part-1111111111111111-0-of-1.ckpt").write_text("no seal: not ours")
+    (path / "part-1111111111111111-0-of-1.ckpt").write_text("no digest: another file")
     assert sharded_write.remove_leftovers(tmp_path) == [left]
     assert names(path) == ["part-1111111111111111-0-of-1.ckpt"]
 
 
-def test_who_tidies_up_while_a_save_ends_takes_nothing_of_it(
+def test_cleaning_up_while_a_save_ends_removes_none_of_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index is read again once the locks are there: another process may have ended its save meanwhile."""
+    """The index is read again after locking: another process may have ended its save meanwhile."""
     path, real = tmp_path / "a.ckpt", sharded_write.token_of
     save(path)
     sharded_write.prepare(path)
     rest, rows = split_shards(checkpoint(2.0), rows_of(0, 1))
     with contextlib.ExitStack() as held:
-        part = held.enter_context(sharded_write.write_shard(path, "f" * 16, 0, 1, rows))
+        shard = held.enter_context(sharded_write.write_shard(path, "f" * 16, 0, 1, rows))
 
         def late(where: Path) -> str | None:
-            """Say what the index said, and let the other process end its save right after."""
+            """Return the old token, and end the other save right after."""
             token = real(where)
             monkeypatch.setattr(sharded_write, "token_of", real)
-            sharded_write.write_index(path, "f" * 16, [part.digest], rest, rows)
+            sharded_write.write_index(path, "f" * 16, [shard.digest], rest, rows)
             held.close()
             return token
 
@@ -349,20 +349,20 @@ def test_who_tidies_up_while_a_save_ends_takes_nothing_of_it(
     assert same(Durable().load_checkpoint(path), checkpoint(2.0))
 
 
-def test_an_error_behind_the_index_takes_no_part_of_it(tmp_path: Path) -> None:
-    """As a disk that does not confirm a name that is there: what is named must stay."""
+def test_an_error_after_the_index_removes_no_shard(tmp_path: Path) -> None:
+    """As when the folder cannot be synced: shards that the index names must stay."""
     path = tmp_path / "a.ckpt"
     sharded_write.prepare(path)
     rest, rows = split_shards(checkpoint(), rows_of(0, 1))
     written = sharded_write.write_shard(path, "0" * 16, 0, 1, rows)
-    part = written.__enter__()
-    sharded_write.write_index(path, "0" * 16, [part.digest], rest, rows)
+    shard = written.__enter__()
+    sharded_write.write_index(path, "0" * 16, [shard.digest], rest, rows)
     late = OSError(5, "late")
     assert not written.__exit__(OSError, late, None)
     assert same(Durable().load_checkpoint(path), checkpoint())
 
 
-def test_rank_0_must_see_what_the_others_wrote(tmp_path: Path) -> None:
+def test_rank_0_must_see_the_shards_of_all_ranks(tmp_path: Path) -> None:
     sharded_write.prepare(tmp_path / "a.ckpt")
     with pytest.raises(
         CheckpointError, match="the shard of rank 0 is not visible to rank 0\n  try: a folder on a disk"
@@ -370,7 +370,7 @@ def test_rank_0_must_see_what_the_others_wrote(tmp_path: Path) -> None:
         sharded_write.write_index(tmp_path / "a.ckpt", "0" * 16, ["x"], {}, [])
 
 
-def test_what_is_none_of_ours_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "file.ckpt").write_text("mine")
     (tmp_path / "folder.ckpt").mkdir()
     (tmp_path / "folder.ckpt" / "thesis.txt").write_text("mine")
@@ -388,7 +388,7 @@ def test_what_is_none_of_ours_is_left_alone(tmp_path: Path) -> None:
     assert names(tmp_path / "a.ckpt") == before, "the link gave way, and not what it led to"
 
 
-def test_the_index_goes_first_and_what_is_not_ours_stays(
+def test_the_index_is_removed_first_and_other_files_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, gone = tmp_path / "a.ckpt", list[str]()
@@ -413,7 +413,7 @@ def test_the_index_goes_first_and_what_is_not_ours_stays(
     assert io.outcome().numbers["num_removed"] == 3
 
 
-def test_another_folder_is_kept(tmp_path: Path) -> None:
+def test_folders_of_other_formats_are_kept(tmp_path: Path) -> None:
     io = Durable()
     io.save_checkpoint({}, tmp_path / "b.ckpt")
     (tmp_path / "dcp.ckpt").mkdir()
@@ -427,7 +427,9 @@ def test_another_folder_is_kept(tmp_path: Path) -> None:
         io.load_checkpoint(tmp_path / "dcp.ckpt")
 
 
-def test_the_newest_whole_one_may_be_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_newest_valid_checkpoint_may_be_a_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     runs = tmp_path / "run" / "checkpoints"
     Durable().save_checkpoint({"x": 1}, runs / "step-1.ckpt")
     token = save(runs / "step-2.ckpt")
@@ -444,7 +446,7 @@ def test_the_newest_whole_one_may_be_a_folder(tmp_path: Path, caplog: pytest.Log
     assert any(f"its shard part-{token}-2-of-3.ckpt is missing" in message for message in caplog.messages)
 
 
-def test_a_run_goes_on_from_a_folder_of_ours_and_of_no_other(tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_sharded_checkpoint_only(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt")
     assert ckpt_path.find_checkpoint(str(tmp_path / "a.ckpt"), tmp_path) == tmp_path / "a.ckpt"
     dcp, zero, lightnings = (tmp_path / f"{name}.ckpt" for name in ("dcp", "zero", "lightnings"))
@@ -467,7 +469,7 @@ def test_a_run_goes_on_from_a_folder_of_ours_and_of_no_other(tmp_path: Path) -> 
         )
 
 
-def test_a_folder_must_be_whole_and_leave_something_to_do(tmp_path: Path) -> None:
+def test_a_folder_must_be_intact_and_leave_steps_to_do(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     token = save(path)
     ckpt_path.check_something_left(path, make_trainer(max_steps=4))
@@ -478,7 +480,7 @@ def test_a_folder_must_be_whole_and_leave_something_to_do(tmp_path: Path) -> Non
         ckpt_path.check_something_left(path, make_trainer(max_steps=4))
 
 
-def test_a_base_may_be_a_folder(tmp_path: Path) -> None:
+def test_a_base_checkpoint_may_be_a_folder(tmp_path: Path) -> None:
     torch.manual_seed(3)
     one, other = torch.nn.Linear(3, 5), torch.nn.Linear(3, 5)
     save(tmp_path / "a.ckpt", {"state_dict": one.state_dict(), "global_step": 1})
@@ -486,7 +488,7 @@ def test_a_base_may_be_a_folder(tmp_path: Path) -> None:
     assert torch.equal(other.weight, one.weight)
 
 
-def test_optimizer_state_that_nobody_asked_for_is_not_read(tmp_path: Path) -> None:
+def test_unused_optimizer_state_is_not_read(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt")
     state = stored_weights.checkpoint(tmp_path / "a.ckpt")["optimizer_states"][0]["state"][0]["exp_avg"]
     assert isinstance(state, LazyShardedTensor)

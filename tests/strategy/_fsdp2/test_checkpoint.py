@@ -1,4 +1,4 @@
-"""Which rows a rank has and reads, on three ranks of which two are not there."""
+"""Rows that a rank has and reads, on three ranks of a fake process group."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 7, 9])
-def test_rows_are_those_that_torch_gives_a_rank(rank: int, num_rows: int) -> None:
+def test_local_rows_match_torch_and_only_they_are_read(rank: int, num_rows: int) -> None:
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    whole = torch.arange(num_rows * 2.0).reshape(num_rows, 2)
-    theirs = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    full = torch.arange(num_rows * 2.0).reshape(num_rows, 2)
+    theirs = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
     here = rows_here(theirs)
     assert here is not None
-    assert torch.equal(whole[here[0] : here[1]], theirs.to_local())
-    cuts = [(0, whole[:1].clone()), (1, whole[1:].clone())] if num_rows else []
-    saved = from_shards(whole.to("meta"), cuts)
+    assert torch.equal(full[here[0] : here[1]], theirs.to_local())
+    cuts = [(0, full[:1].clone()), (1, full[1:].clone())] if num_rows else []
+    saved = from_shards(full.to("meta"), cuts)
     parameter = torch.nn.Parameter(theirs.clone().zero_())
     DTensorState().load_tensor(parameter, saved)
     assert torch.equal(parameter.data.to_local(), theirs.to_local())
@@ -49,11 +49,11 @@ def test_rows_are_those_that_torch_gives_a_rank(rank: int, num_rows: int) -> Non
     assert LocalDTensorState().full_tensor(parameter) is parameter
 
 
-def test_what_is_divided_otherwise_has_no_rows(rank: int) -> None:
+def test_other_placements_have_no_local_rows(rank: int) -> None:
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    whole = torch.ones(6, 6)
+    full = torch.ones(6, 6)
     for placement in (Shard(1), Replicate()):
-        assert rows_here(distribute_tensor(whole, mesh, [placement], src_data_rank=None)) is None
+        assert rows_here(distribute_tensor(full, mesh, [placement], src_data_rank=None)) is None
     square = init_device_mesh("cpu", (1, NUM_RANKS))
-    divided = distribute_tensor(whole, square, [Replicate(), Shard(0)], src_data_rank=None)
+    divided = distribute_tensor(full, square, [Replicate(), Shard(0)], src_data_rank=None)
     assert rows_here(divided) is None

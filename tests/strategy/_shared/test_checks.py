@@ -1,4 +1,4 @@
-"""What of a model is refused by name before it is divided; one process is enough, nothing is divided."""
+"""Models that are rejected by name before sharding, in one process."""
 
 from __future__ import annotations
 
@@ -87,19 +87,21 @@ CHECKS: dict[str, Callable[[Any], object]] = {
     ],
 )
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
-def test_it_is_named_with_what_would_do(change: Callable[[Any], object], check: str, message: str) -> None:
+def test_unsuitable_parameters_are_named_with_remedies(
+    change: Callable[[Any], object], check: str, message: str
+) -> None:
     with pytest.raises(ConflictError, match=rf"{message}[\s\S]*try: ") as raised:
         CHECKS[check](model(change))
     assert len(str(raised.value).splitlines()) >= 3, "a remedy or two"
     CHECKS[check](model())
 
 
-def test_a_weight_may_be_in_one_block_twice() -> None:
+def test_a_weight_may_be_tied_within_a_block() -> None:
     deep = model(tied_within)
     checks.check_groups(deep, list(deep.blocks))
 
 
-def test_an_optimizer_that_holds_what_was_there_before_is_refused() -> None:
+def test_an_optimizer_of_unsharded_parameters_is_rejected() -> None:
     deep = model()
     old = deep.second.weight
     before = {name: ref(parameter) for name, parameter in deep.named_parameters()}
@@ -112,14 +114,14 @@ def test_an_optimizer_that_holds_what_was_there_before_is_refused() -> None:
         checks.check_optimizer(torch.optim.SGD(groups, lr=0.1), deep, before)
 
 
-def test_what_hangs_on_parameters_goes_to_those_in_their_place() -> None:
+def test_attributes_of_parameters_are_restored() -> None:
     deep, other = model(), model()
     deep.second.weight.slow = True
     shard.restore_attributes(other, shard.parameter_attributes(deep))
     assert [name for name, p in other.named_parameters() if getattr(p, "slow", False)] == ["second.weight"]
 
 
-def test_a_weight_in_parts_is_explained_and_other_errors_are_left_alone() -> None:
+def test_an_error_about_a_sharded_weight_is_explained_and_no_other() -> None:
     text = (
         "aten.addmm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor"
     )

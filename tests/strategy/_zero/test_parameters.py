@@ -1,4 +1,4 @@
-"""What ZeRO would not see of a parameter; two ranks in tests/test_strategies.py show that it changes none."""
+"""Changes that DeepSpeed ignores, preserved dtypes and full shapes; two ranks: tests/test_strategies.py."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ def clamp(net: Any) -> None:
         (clamp, r"second\.weight was changed in place"),
     ],
 )
-def test_what_a_step_would_not_see_is_refused(change: Callable[[Any], object], message: str) -> None:
+def test_changes_that_deepspeed_ignores_are_rejected(change: Callable[[Any], object], message: str) -> None:
     net = Net()
     net.first.requires_grad_(requires_grad=False)
-    unseen = ParameterGuard(net)
-    unseen.check()
+    guard = ParameterGuard(net)
+    guard.check()
     change(net)
     with pytest.raises(ConflictError, match=rf"{message}[\s\S]*try: FSDP2\(\)"):
-        unseen.check()
+        guard.check()
 
 
-def test_what_is_frozen_may_be_changed() -> None:
-    """By a teacher's average, for example."""
+def test_frozen_parameters_may_be_changed() -> None:
+    """For example by a teacher's average."""
     net = Net()
     net.first.requires_grad_(requires_grad=False)
-    unseen = ParameterGuard(net)
+    guard = ParameterGuard(net)
     net.first.weight.mul_(0.9).add_(0.1)
     net(torch.zeros(2, 8)).sum().backward()
-    unseen.check()
+    guard.check()
 
 
 @pytest.mark.parametrize("name", ["on_after_backward", "on_before_optimizer_step"])
-def test_hooks_that_look_for_gradients_are_told_that_there_are_none(name: str) -> None:
+def test_hooks_that_read_gradients_are_warned_of(name: str) -> None:
     net: Any = type("Watched", (Net,), {name: lambda self, *_: None})()
     with pytest.warns(ConflictWarning, match=rf"Watched\.{name} finds no gradients[\s\S]*try: FSDP2\(\)"):
         warn_of_hooks(net)
@@ -73,12 +73,12 @@ def odd() -> nn.Linear:
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
-def test_one_that_casts_nothing_on_one_device_loses_nothing() -> None:
+def test_under_32_true_all_dtypes_are_preserved() -> None:
     module, before = odd(), odd().state_dict()
-    formats = PreservedDtypes(module, "32-true")
+    preserved = PreservedDtypes(module, "32-true")
     module.to(torch.float32)
     assert not module.get_buffer("phase").is_complex()
-    formats.restore()
+    preserved.restore()
     assert {key: value.dtype for key, value in module.state_dict().items()} == {
         key: value.dtype for key, value in before.items()
     }
@@ -88,30 +88,30 @@ def test_one_that_casts_nothing_on_one_device_loses_nothing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
-def test_one_that_casts_leaves_complex_ones_alone() -> None:
+def test_under_16_bits_complex_buffers_are_preserved() -> None:
     module = odd()
-    formats = PreservedDtypes(module, "bf16-true")
+    preserved = PreservedDtypes(module, "bf16-true")
     module.to(torch.bfloat16)
-    formats.restore()
+    preserved.restore()
     assert module.get_buffer("phase").is_complex()
     assert module.get_buffer("exact").dtype == module.weight.dtype == torch.bfloat16
 
 
-def test_groups_by_dimension_are_those_of_the_whole_model() -> None:
+def test_sharded_parameters_have_their_full_shapes_without_memory() -> None:
     model: Any = nn.Linear(3, 5)
     model.weight.ds_shape = torch.Size((1 << 20, 1 << 20))
-    model.weight.data = part = torch.empty(0)
+    model.weight.data = shard = torch.empty(0)
     bias = model.bias.data
     with full_shapes(model):
         assert model.weight.dim() == 2
         assert model.weight.shape == (1 << 20, 1 << 20)
         assert model.weight.untyped_storage().nbytes() == 4
         assert model.bias.data.data_ptr() == bias.data_ptr()
-    assert model.weight.data.data_ptr() == part.data_ptr()
+    assert model.weight.data.data_ptr() == shard.data_ptr()
     assert model.weight.shape == (0,)
 
 
-def test_parts_come_back_when_the_optimizer_is_refused() -> None:
+def test_shards_are_restored_after_an_error() -> None:
     model: Any = nn.Linear(3, 5)
     model.weight.ds_shape, model.weight.data = torch.Size((5, 3)), torch.empty(0)
     text = "no"
