@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
-from lightning_eff.checkpoint.saving import remove_orphans
+from lightning_eff.checkpoint.sharded_write import remove_leftovers
 from lightning_eff.config.ckpt_path import (
     RESOLVED,
     callbacks_of,
@@ -88,7 +88,7 @@ class Run:
     def _tidy(self) -> None:
         """Remove what runs beside this one left that died while they saved."""
         for folder in self.run_dir.parent.glob("*/checkpoints"):
-            for path in remove_orphans(folder):
+            for path in remove_leftovers(folder):
                 log.info("removed %s, which a run left that died while it saved", path)
 
 

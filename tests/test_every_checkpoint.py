@@ -1,4 +1,4 @@
-"""Saved under any set of techniques, loaded under any other: every ordered pair goes on as one plain run."""
+"""A checkpoint saved under any set of techniques resumes under any other like one plain run."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ STEPS = [
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("saved", MODES)
-def test_every_pair_goes_on_like_one_plain_run(saved: str, step: int, plain: Double, tmp_path: Path) -> None:
+def test_every_pair_resumes_like_one_plain_run(saved: str, step: int, plain: Double, tmp_path: Path) -> None:
     path = tmp_path / "one.ckpt"
     first, _ = train(MODES[saved], SaveAt(step, path))
     assert_same(first, plain, exact=MODES[saved].exact)
@@ -176,7 +176,7 @@ def test_every_pair_goes_on_like_one_plain_run(saved: str, step: int, plain: Dou
             raise
 
 
-def test_a_format_changes_where_the_checkpoint_is_and_nowhere_else(
+def test_a_precision_changes_at_the_checkpoint_and_nowhere_else(
     deep: Callable[..., Deep], tmp_path: Path
 ) -> None:
     """T0: a plain loop that switches autocast on or off between two epochs."""
@@ -208,7 +208,7 @@ def test_a_format_changes_where_the_checkpoint_is_and_nowhere_else(
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(results, 2))
 
 
-def test_an_adapted_model_and_a_full_checkpoint_refuse_each_other_by_names(
+def test_adapted_and_full_checkpoints_reject_each_other_by_name(
     deep: Callable[..., Deep], tmp_path: Path
 ) -> None:
     path = tmp_path / "one.ckpt"

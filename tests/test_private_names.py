@@ -39,7 +39,7 @@ USED_IN = {
     "_checkpoint_without_reentrant_generator": "core/recompute.py",
     "_version": "core/recompute.py",
     "parameter._version": "adapters/base_fingerprint.py",
-    "p._version": "strategy/_zero/unseen.py",
+    "p._version": "strategy/_zero/parameters.py",
     "_dynamo.callback": "callbacks/_compilation.py",
     "_dynamo.utils": "callbacks/_compilation.py",
     "_dynamo": "callbacks/torch_compile.py",

@@ -1,1 +1,1 @@
-"""Files that survive: written in one step, verified before they are read, plain values and never code."""
+"""Checkpoint files: atomic writes, verified before use, only tensors and plain values."""

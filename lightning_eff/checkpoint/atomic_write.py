@@ -1,11 +1,13 @@
-"""Replace a file in one step, or leave it as it is: what a kill, a full disk or a refusal cannot undo.
+"""Replace a file or a folder in one step: a kill, a full disk or an error leaves the old one as it was.
 
-A temporary file in the same folder (elsewhere a rename would be a copy, which a kill cuts in two), readable
-by its owner alone, is written, brought to the disk, renamed over the old file, and the folder brought to the
-disk too. Whoever dies on the way leaves a temporary file; the next one to come removes it. Whether its writer
-lives is asked of the kernel: a writer holds a lock (`flock`) on its temporary file, which ends with it,
-however it ends. A process number in the name would be wrong in another container, after a restart, or when
-the number is given again. Where a file system has no such locks nothing is removed.
+A temporary file in the same folder (a rename across file systems is a copy, which a kill cuts in two),
+readable by its owner only, is written and synced, renamed over the old file, and the folder is synced too. A
+process that dies meanwhile leaves its temporary file, which the next save or start removes. The kernel
+decides whether its writer still lives: a writer holds a lock (`flock`) on its temporary file, released when
+the process ends for any reason. Where a file system has no such locks nothing is removed.
+
+Why not a process id in the file name: it would be wrong in another container, after a restart, or once the
+number is reused.
 """
 
 from __future__ import annotations
@@ -18,80 +20,65 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from lightning_eff.checkpoint.digest import SealingWriter, looks_like_one
+from lightning_eff.checkpoint.digest import DigestWriter, looks_like_checkpoint
 from lightning_eff.core.errors import CheckpointError
+from lightning_eff.core.text import human_bytes
 
 TEMPORARY = re.compile(r"\.durable-[0-9a-f]{16}\.tmp")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Generator[int]:
-    """Open a file that takes the place of `path` when the block ends, and leaves no trace when it raises.
-
-    Raises:
-        CheckpointError: What is at `path` is no checkpoint and is not overwritten; or all was written, and
-            the disk did not confirm the new name.
-        OSError: The disk refuses; `path` is as it was.
-    """
-    _check_replaceable(path)
-    make_folder(path.parent)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fd, temporary = _open_temporary(path.parent)
-        try:
-            yield fd
-            os.fchmod(fd, _mode(path))
-            os.fsync(fd)
-            temporary.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-        finally:
-            os.close(fd)
-        _sync_name(folder, path)
-    finally:
-        os.close(folder)
+_FEWER = "keep fewer checkpoints: ModelCheckpoint(save_top_k=1)"
+_ELSEWHERE = "a writable folder: ModelCheckpoint(dirpath=...), output_root=..."
+REMEDIES = {
+    errno.ENOSPC: f"free some space, or {_FEWER}",
+    errno.EDQUOT: f"free some of your quota, or {_FEWER}",
+    errno.EFBIG: "allow larger files: ulimit -f unlimited",
+    errno.EACCES: _ELSEWHERE,
+    errno.EPERM: _ELSEWHERE,
+    errno.EROFS: _ELSEWHERE,
+    errno.ENOTDIR: _ELSEWHERE,
+    errno.EIO: "check the system log for errors of this disk before writing more to it",
+    errno.ENAMETOOLONG: "a shorter name: ModelCheckpoint(filename=...)",
+}
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a file that was written holds: the SHA-256 in its end, and its size."""
+    """A file that was written: its SHA-256 and its size in bytes."""
 
     digest: str
     num_bytes: int
 
 
-def write_sealed(
-    path: Path, fill: Callable[[Any], object], held: contextlib.ExitStack | None = None
+def write_with_digest(
+    path: Path, fill: Callable[[Any], object], locks: contextlib.ExitStack | None = None
 ) -> Written:
-    """Replace a file by one that `torch.save` fills and that carries its SHA-256.
+    """Replace a file by one that `torch.save` writes and that carries its SHA-256.
 
     Args:
-        path: Of the file.
-        fill: Writes to what it is given.
-        held: Keeps the new file's lock until it closes, which says that a save is not over; None for none.
+        path: The file.
+        fill: Called with a file object; writes the checkpoint to it.
+        locks: Holds the new file's lock until it is closed, to mark an unfinished save; None for no lock.
 
     Raises:
-        CheckpointError: As `replacing`.
-        OSError: The disk refuses, whatever torch made of that; `path` is as it was.
+        CheckpointError: As `atomic_replace`.
+        OSError: The disk failed (also where torch raised its own error for it); `path` is as it was.
     """
-    writer: SealingWriter | None = None
+    writer: DigestWriter | None = None
     try:
-        with replacing(path) as fd:
-            writer = SealingWriter(fd)
-            if held is not None:
-                held.callback(os.close, os.dup(fd))  # a lock is the open file's, whichever number it has
+        with atomic_replace(path) as fd:
+            writer = DigestWriter(fd)
+            if locks is not None:
+                locks.callback(os.close, os.dup(fd))  # flock belongs to the open file: a dup keeps it
             with contextlib.closing(writer):
                 fill(writer)
-                digest = writer.seal()
+                digest = writer.finish()
     except RuntimeError as error:
         cause = writer and writer.error
         if cause is None:
@@ -101,12 +88,50 @@ def write_sealed(
 
 
 @contextlib.contextmanager
-def appearing(folder: Path) -> Generator[Path]:
-    """Yield an empty folder that is at `folder` when the block ends, whole, and is gone when it raises.
+def atomic_replace(path: Path) -> Generator[int]:
+    """Yield the descriptor of a file that replaces `path` when the block ends and is removed if it raises.
 
     Raises:
-        FileExistsError: There is something at `folder`, which is left alone.
-        OSError: The disk refuses.
+        CheckpointError: `path` exists and is not a checkpoint; or the file was replaced, but syncing its
+            folder failed.
+        OSError: The disk failed; `path` is as it was.
+    """
+    _check_replaceable(path)
+    make_folder(path.parent)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fd, temporary = _open_temporary(path.parent)
+        try:
+            yield fd
+            is_file = path.is_file() and not path.is_symlink()
+            os.fchmod(fd, stat.S_IMODE(path.stat().st_mode) if is_file else 0o666 & ~_umask())
+            os.fsync(fd)  # content before the name: else a power loss could leave an empty file
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        finally:
+            os.close(fd)
+        try:
+            _sync_folder(folder)
+        except OSError as error:
+            text = (
+                f"checkpoint {path} was written completely, but its folder could not be synced "
+                f"({error.strerror}): after a power loss the previous checkpoint may reappear"
+            )
+            raise CheckpointError(text) from error
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def atomic_folder(folder: Path) -> Generator[Path]:
+    """Yield an empty folder that is renamed to `folder` when the block ends and is removed if it raises.
+
+    Raises:
+        FileExistsError: `folder` exists; it is not touched.
+        OSError: The disk failed.
     """
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
@@ -121,51 +146,107 @@ def appearing(folder: Path) -> Generator[Path]:
                 os.fsync(fd) if path.is_file() else _sync_folder(fd)
             finally:
                 os.close(fd)
-        mask = os.umask(0o077)
-        os.umask(mask)
-        temporary.chmod(0o777 & ~mask)
+        temporary.chmod(0o777 & ~_umask())
         temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    fd = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+    _sync_folder(folder.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its missing parents, and sync each of them."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        _sync_folder(path.parent)
+
+
+def remove_temporary_files(folder: Path) -> list[Path]:
+    """Remove the temporary files of dead writers and return their paths; a living writer's file stays."""
+    removed: list[Path] = []
+    with contextlib.suppress(OSError):
+        for path in list(folder.iterdir()):
+            if not TEMPORARY.fullmatch(path.name) or not path.is_file() or path.is_symlink():
+                continue
+            with contextlib.suppress(OSError), exclusive_lock(path):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: Path, *, ignore_missing_locks: bool = False) -> Generator[None]:
+    """Hold the lock of a file whose writer has ended.
+
+    Args:
+        path: The file.
+        ignore_missing_locks: Continue without a lock where the file system has none.
+
+    Raises:
+        OSError: Its writer lives, or the system fails.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        _sync_folder(fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if not (ignore_missing_locks and error.errno in _NO_LOCKS):
+                raise
+        yield
     finally:
         os.close(fd)
 
 
+def save_error(path: Path, cause: OSError, fill: Callable[[Any], object]) -> CheckpointError:
+    """Return the error for a save that failed: cause, bytes needed and free, what is left, remedy.
+
+    Args:
+        path: Where the checkpoint was to be.
+        cause: The system's error.
+        fill: Writes the checkpoint to a file object; called again to measure its size.
+    """
+    sizes: list[int] = []
+
+    def count(data: bytes | memoryview) -> int:
+        sizes.append(len(data))
+        return len(data)
+
+    fill(SimpleNamespace(write=count, flush=lambda: None))
+    folder = next((path for path in path.absolute().parents if os.access(path, os.F_OK)), Path("/"))
+    left = "the previous checkpoint is unchanged" if os.path.lexists(path) else "no partial file is left"
+    needed, free = human_bytes(sum(sizes)), human_bytes(shutil.disk_usage(folder).free)
+    remedy = REMEDIES.get(cause.errno or 0)
+    lines = [f"checkpoint {path} was not saved: {cause.strerror or cause}"]
+    lines += [f"  it needs {needed}, {free} are free; {left}", *([f"  try: {remedy}"] if remedy else [])]
+    return CheckpointError("\n".join(lines))
+
+
 def _check_replaceable(path: Path) -> None:
-    """Refuse to overwrite what is no checkpoint; a link is replaced, and not what it leads to."""
+    """Reject anything but a checkpoint; a link is replaced itself, not its target."""
     if not os.path.lexists(path) or path.is_symlink():
         return
     if path.is_dir():
-        text = f"checkpoint {path} was not saved: there is a folder of that name, which is left alone"
+        text = f"checkpoint {path} was not saved: a folder of that name exists"
         raise CheckpointError(text)
-    if not path.is_file() or not looks_like_one(path):
-        text = f"checkpoint {path} was not saved: what is there is no checkpoint, and is not overwritten"
+    if not path.is_file() or not looks_like_checkpoint(path):
+        text = (
+            f"checkpoint {path} was not saved: the existing file is not a checkpoint and is not overwritten"
+        )
         raise CheckpointError(text)
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, each of them on the disk."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        fd = os.open(each.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            _sync_folder(fd)
-        finally:
-            os.close(fd)
 
 
 def _open_temporary(folder: Path) -> tuple[int, Path]:
-    """Open a temporary file and hold its lock; again, if another process removed it between the two."""
+    """Create and lock a temporary file; retry if another process removed it between the two."""
     while True:
         path = folder / f".durable-{secrets.token_hex(8)}.tmp"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            _lock(fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
             if os.fstat(fd).st_nlink:
                 return fd, path
         except OSError:
@@ -175,82 +256,20 @@ def _open_temporary(folder: Path) -> tuple[int, Path]:
         os.close(fd)
 
 
-def _lock(fd: int) -> None:
-    """Wait for the lock of an open file, where its file system has locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-
-
-def _mode(path: Path) -> int:
-    """Return the permissions of the file that is replaced, or those that any new file has."""
-    if path.is_file() and not path.is_symlink():
-        return stat.S_IMODE(path.stat().st_mode)
-    mask = os.umask(0o077)
+def _umask() -> int:
+    mask = os.umask(0o077)  # it can only be read by setting it
     os.umask(mask)
-    return 0o666 & ~mask
+    return mask
 
 
-def _sync_folder(fd: int) -> None:
+def _sync_folder(folder: Path | int) -> None:
+    """Sync a folder by its path or its open descriptor."""
+    fd = folder if isinstance(folder, int) else os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:  # some network file systems have no such thing
+        if error.errno not in _NO_FOLDER_SYNC:  # some network file systems cannot sync folders
             raise
-
-
-def _sync_name(folder: int, path: Path) -> None:
-    try:
-        _sync_folder(folder)
-    except OSError as error:
-        text = (
-            f"checkpoint {path} is written and whole, but the disk did not confirm its folder "
-            f"({error.strerror}): after a loss of power the one before may be there again"
-        )
-        raise CheckpointError(text) from error
-
-
-def remove_orphans(folder: Path) -> list[Path]:
-    """Remove temporary files whose writer is dead; one that is being written stays.
-
-    Returns:
-        What was removed.
-    """
-    removed: list[Path] = []
-    for path in _temporaries(folder):
-        with contextlib.suppress(OSError), unheld(path):
-            path.unlink()
-            removed.append(path)
-    return removed
-
-
-@contextlib.contextmanager
-def unheld(path: Path, *, without_locks: bool = False) -> Generator[None]:
-    """Hold the lock of a file that nobody writes any more.
-
-    Args:
-        path: Of the file.
-        without_locks: Go on without where the file system has none, and nobody knows.
-
-    Raises:
-        OSError: Its writer lives, or the system refuses.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if not (without_locks and error.errno in _NO_LOCKS):
-                raise
-        yield
     finally:
-        os.close(fd)
-
-
-def _temporaries(folder: Path) -> Iterator[Path]:
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            if TEMPORARY.fullmatch(path.name) and path.is_file() and not path.is_symlink():
-                yield path
+        if isinstance(folder, Path):
+            os.close(fd)

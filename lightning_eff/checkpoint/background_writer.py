@@ -1,4 +1,4 @@
-"""Jobs in a thread, one after another, whose errors are not lost."""
+"""Jobs in one thread, one after another, whose errors are raised or logged."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 log = logging.getLogger(__name__)
 
 
-class InOrder:
-    """A thread that does one job after another; it begins with the first job.
+class BackgroundWriter:
+    """Run jobs in order in one thread, which starts with the first job.
 
     Example:
-        >>> jobs, done = InOrder(), []
+        >>> jobs, done = BackgroundWriter(), []
         >>> _ = jobs.add(lambda: done.append(1)), jobs.add(lambda: done.append(2))
-        >>> jobs.settle()
+        >>> jobs.wait()
         >>> done
         [1, 2]
         >>> jobs.close()
@@ -27,39 +27,39 @@ class InOrder:
         self._pending: list[Future[None]] = []
 
     def add(self, job: Callable[[], None]) -> None:
-        """Do `job` after those before it."""
+        """Run `job` after those before it."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="in_order")
-            atexit.register(self._say_unheard)
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint_writer")
+            atexit.register(self._log_errors)
         self._pending.append(self._pool.submit(job))
 
-    def add_if_all_went_well(self, job: Callable[[], None]) -> None:
-        """Do `job` unless one before it failed that nobody has asked about yet; at once if there is none."""
+    def add_on_success(self, job: Callable[[], None]) -> None:
+        """Run `job` after the pending jobs unless one of them failed; at once if none is pending."""
         before = list(self._pending)
         if before:
-            self.add(lambda: None if any(each.exception() for each in before) else job())
+            self.add(lambda: None if any(future.exception() for future in before) else job())
         else:
             job()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for all jobs and raise the first error, once."""
         pending, self._pending = self._pending, []
-        errors = [error for each in pending if (error := each.exception()) is not None]
+        errors = [error for future in pending if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
 
     def close(self) -> None:
-        """Wait for all jobs, let the thread go, and raise the first error."""
+        """Wait for all jobs, end the thread, and raise the first error."""
         try:
-            self.settle()
+            self.wait()
         finally:
             if self._pool is not None:
                 self._pool.shutdown()
                 self._pool = None
-                atexit.unregister(self._say_unheard)
+                atexit.unregister(self._log_errors)
 
-    def _say_unheard(self) -> None:
-        """Tell of errors at the end of a program that did not ask for them."""
-        for each in self._pending:
-            if error := each.exception():
+    def _log_errors(self) -> None:
+        """Log errors when a program ends without `wait` or `close`."""
+        for future in self._pending:
+            if error := future.exception():
                 log.error("%s", error)

@@ -1,13 +1,14 @@
-"""A checkpoint file that carries its own SHA-256, and how it is verified.
+"""Checkpoint files that carry their own SHA-256, and their verification.
 
-`torch.save` writes a zip archive, and an archive may end with a comment: ours is `lightning-eff sha256:` and
-the SHA-256 of every byte before those 64 characters. `torch.load`, stock Lightning and `unzip -z` read the
-file as ever, and two commands verify it anywhere: `head -c -64 FILE | sha256sum` and `tail -c 64 FILE`.
+`torch.save` writes a zip archive, and an archive may end with a comment. Here the comment is
+`lightning-eff sha256:` followed by the SHA-256 of every byte before those last 64 characters. `torch.load`,
+stock Lightning and `unzip -z` read the file as usual, and two commands verify it anywhere:
+`head -c -64 FILE | sha256sum` and `tail -c 64 FILE`.
 
-Why not a file beside it: two files cannot be replaced in one step, so that after a kill a good checkpoint
-would meet the digest of another; and a digest must travel when its file is copied or renamed.
-Why not leave it at the archive's own CRC-32: torch does not look at them when it loads, and headers, sizes
-and names are not covered by any.
+Why not a separate digest file: two files cannot be replaced in one step, so a kill could leave a good
+checkpoint with another one's digest; and a digest must travel when its file is copied or renamed.
+Why not the archive's own CRC-32: torch does not check it when it loads, and it covers neither headers, sizes
+nor names.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from typing import IO, Any
 
 from lightning_eff.core.errors import CheckpointError
 
-SEAL = b"lightning-eff sha256:"
+DIGEST_PREFIX = b"lightning-eff sha256:"
 NUM_DIGEST_BYTES = 64
-NUM_COMMENT_BYTES = len(SEAL) + NUM_DIGEST_BYTES
+NUM_COMMENT_BYTES = len(DIGEST_PREFIX) + NUM_DIGEST_BYTES
 FIRST_BYTES = b"PK\x03\x04"
 END_RECORD = b"PK\x05\x06"
 NUM_END_BYTES = 22
-"""An archive's last record without its comment; the last two bytes are the comment's length."""
+"""Length of an archive's last record without a comment; its last two bytes are the comment's length."""
 _KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFCHR: "character device", stat.S_IFBLK: "block device"}
-_PIECE_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 22
 _UNZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError)
-"""What Python's reader of archives raises about a damaged one."""
+"""Errors that `zipfile` raises about a damaged archive."""
 
 
-class SealingWriter:
-    """What `torch.save` writes to: hashes while it writes, and puts the digest behind the last byte.
+class DigestWriter:
+    """File object for `torch.save`: hash what is written and append the digest as the archive's comment.
 
     Args:
         fd: An open file.
@@ -49,108 +50,111 @@ class SealingWriter:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._hash = hashlib.sha256()
-        self._held = bytearray()
+        self._buffer = (
+            bytearray()
+        )  # always ends with the last NUM_END_BYTES: `finish` rewrites the end record
         self._pool = ThreadPoolExecutor(1)
         self.num_bytes = 0
         self.error: OSError | None = None
-        """Why the file could not be written; torch puts an error of its own in front of it."""
+        """Why the file could not be written; torch raises its own RuntimeError instead of it."""
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of `data`, but for the last bytes, which may be the archive's end."""
-        if len(data) < _PIECE_BYTES:
-            self._held += data
-            if len(self._held) >= _PIECE_BYTES:
-                self._put(self._held[:-NUM_END_BYTES])
-                del self._held[:-NUM_END_BYTES]
+        """Write `data`, except the last bytes, which may be the archive's end record."""
+        if len(data) < _CHUNK_BYTES:
+            self._buffer += data
+            if len(self._buffer) >= _CHUNK_BYTES:
+                self._write_out(self._buffer[:-NUM_END_BYTES])
+                del self._buffer[:-NUM_END_BYTES]
         else:
             view = memoryview(data)
-            self._put(self._held)
-            self._put(view[:-NUM_END_BYTES])
-            self._held = bytearray(view[-NUM_END_BYTES:])
+            self._write_out(self._buffer)
+            self._write_out(view[:-NUM_END_BYTES])
+            self._buffer = bytearray(view[-NUM_END_BYTES:])
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: the end is written by `seal`."""
+        """Do nothing: `finish` writes the end."""
 
-    def seal(self) -> str:
-        """Give the archive its comment; return the SHA-256 in it.
+    def finish(self) -> str:
+        """Write the archive's comment and return the SHA-256 in it.
 
         Raises:
-            CheckpointError: What was written is no archive without a comment.
+            CheckpointError: What was written is not a zip archive without a comment.
         """
-        end = bytes(self._held[-NUM_END_BYTES:])
+        end = bytes(self._buffer[-NUM_END_BYTES:])
         if not end.startswith(END_RECORD) or end[-2:] != b"\0\0":
-            text = "torch.save did not write what it used to write: a zip archive without a comment"
+            text = "torch.save did not write a zip archive without a comment, as torch 2.13 does"
             raise CheckpointError(text)
-        self._put(self._held[:-2] + struct.pack("<H", NUM_COMMENT_BYTES) + SEAL)
+        self._write_out(self._buffer[:-2] + struct.pack("<H", NUM_COMMENT_BYTES) + DIGEST_PREFIX)
         digest = self._hash.hexdigest()
-        self._put(digest.encode())
+        self._write_out(digest.encode())
         return digest
 
     def close(self) -> None:
-        """Let the hashing thread go; the file stays open."""
+        """End the hashing thread; the file stays open."""
         self._pool.shutdown()
 
-    def _put(self, data: bytes | bytearray | memoryview) -> None:
+    def _write_out(self, data: bytes | bytearray | memoryview) -> None:
+        """Write `data` in chunks; full chunks are hashed in the thread meanwhile (both release the GIL)."""
         view = memoryview(data)
-        for start in range(0, len(view), _PIECE_BYTES):
-            piece = view[start : start + _PIECE_BYTES]
-            hashing = self._pool.submit(self._hash.update, piece) if len(view) >= _PIECE_BYTES else None
+        for start in range(0, len(view), _CHUNK_BYTES):
+            chunk = view[start : start + _CHUNK_BYTES]
+            hashing = self._pool.submit(self._hash.update, chunk) if len(view) >= _CHUNK_BYTES else None
             try:
                 written = 0
-                while written < len(piece):
-                    written += os.write(self._fd, piece[written:])
+                while written < len(chunk):
+                    written += os.write(self._fd, chunk[written:])
             except OSError as error:
                 self.error = error
                 raise
             finally:
-                self._hash.update(piece) if hashing is None else hashing.result()
-                self.num_bytes += len(piece)
+                self._hash.update(chunk) if hashing is None else hashing.result()
+                self.num_bytes += len(chunk)
 
 
 def verify(file: IO[bytes]) -> str | None:
     """Read a checkpoint file once and compare it with its digest.
 
     Args:
-        file: Open for reading; it is at its beginning afterwards.
+        file: Open for reading; rewound afterwards.
 
     Returns:
-        The digest; None for a file of stock torch, which has none: its CRC-32s were compared instead, which
-        cover the values and not what lies around them.
+        The digest; None for a file of stock torch, which has none. Its CRC-32s were compared instead, which
+        cover the values only.
 
     Raises:
-        CheckpointError: The file is damaged, cut off, or no checkpoint.
+        CheckpointError: The file is damaged, cut off, or not a checkpoint.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - NUM_COMMENT_BYTES))
     tail = file.read()
     file.seek(0)
-    whole = file.read(len(FIRST_BYTES)) == FIRST_BYTES
-    if tail.startswith(SEAL):
+    is_archive = file.read(len(FIRST_BYTES)) == FIRST_BYTES
+    digest = None
+    if tail.startswith(DIGEST_PREFIX):
         digest = tail[-NUM_DIGEST_BYTES:].decode("ascii", "replace")
-        _compare(file, size - NUM_DIGEST_BYTES, digest)
-    elif whole and tail[-NUM_END_BYTES:].startswith(END_RECORD) and tail.endswith(b"\0\0"):
-        digest = None
-        _compare_parts(file)
+        _compare_digest(file, size - NUM_DIGEST_BYTES, digest)
+    elif is_archive and tail[-NUM_END_BYTES:].startswith(END_RECORD) and tail.endswith(b"\0\0"):
+        _compare_checksums(file)
     else:
-        text = "it is cut off, or no checkpoint at all" if whole or not size else "it is no checkpoint"
+        text = "it is cut off or not a checkpoint" if is_archive or not size else "it is not a checkpoint"
         raise CheckpointError(text)
     file.seek(0)
     return digest
 
 
-def _compare(file: IO[bytes], num_bytes: int, digest: str) -> None:
+def _compare_digest(file: IO[bytes], num_bytes: int, digest: str) -> None:
     found = hashlib.sha256()
     file.seek(0)
-    while num_bytes and (piece := file.read(min(num_bytes, _PIECE_BYTES))):
-        found.update(piece)
-        num_bytes -= len(piece)
+    while num_bytes and (chunk := file.read(min(num_bytes, _CHUNK_BYTES))):
+        found.update(chunk)
+        num_bytes -= len(chunk)
     if found.hexdigest() != digest:
-        text = f"it is damaged: its SHA-256 is {found.hexdigest()[:12]}... and was {digest[:12]}..."
+        text = f"it is damaged: its SHA-256 is {found.hexdigest()[:12]}..., expected {digest[:12]}..."
         raise CheckpointError(text)
 
 
-def _compare_parts(file: IO[bytes]) -> None:
+def _compare_checksums(file: IO[bytes]) -> None:
     file.seek(0)
     try:
         with zipfile.ZipFile(file) as archive:
@@ -159,43 +163,43 @@ def _compare_parts(file: IO[bytes]) -> None:
         text = f"it is damaged: {error}"
         raise CheckpointError(text) from error
     if damaged is not None:
-        text = f"it is damaged: the CRC-32 of its part {damaged!r} is wrong"
+        text = f"it is damaged: the CRC-32 of its entry {damaged!r} is wrong"
         raise CheckpointError(text)
 
 
 def verify_path(path: Path) -> str | None:
-    """Verify a file by its name; see `verify`.
+    """Verify a file by its path; see `verify`.
 
     Raises:
-        CheckpointError: The file is damaged, cut off, no checkpoint, or cannot be read; it is named.
+        CheckpointError: The file is damaged, cut off, not a checkpoint, or unreadable; the text names it.
     """
-    return read(path, verify)
+    return read_with(path, verify)
 
 
 def check_regular(path: Path) -> None:
-    """Refuse what is no file that can be read to its end; the content is not looked at.
+    """Check that a path is a readable regular file; its content is not read.
 
     Raises:
-        CheckpointError, FileNotFoundError: As `read`.
+        CheckpointError, FileNotFoundError: As `read_with`.
     """
-    read(path, lambda _: None)
+    read_with(path, lambda _: None)
 
 
-def read(path: Path, how: Callable[[IO[bytes]], Any]) -> Any:
-    """Open a checkpoint file and return what `how` makes of it; every complaint names the file.
+def read_with(path: Path, reader: Callable[[IO[bytes]], Any]) -> Any:
+    """Open a checkpoint file and return `reader(file)`; every error names the file.
 
     Raises:
-        CheckpointError: It is no regular file, cannot be read, or `how` says so.
-        FileNotFoundError: There is none.
+        CheckpointError: It is not a regular file, cannot be read, or `reader` rejects it.
+        FileNotFoundError: It does not exist.
     """
     try:
         with open_regular(path) as file:
-            return how(file)
+            return reader(file)
     except FileNotFoundError as error:
         text = f"checkpoint {path}: there is no such file"
         raise FileNotFoundError(text) from error
     except IsADirectoryError as error:
-        text = f"checkpoint {path} is not loaded: it is a folder, and not a file"
+        text = f"checkpoint {path} is not loaded: it is a folder, not a file"
         raise CheckpointError(text) from error
     except (OSError, CheckpointError) as error:
         text = f"checkpoint {path} is not loaded: {error}"
@@ -203,16 +207,16 @@ def read(path: Path, how: Callable[[IO[bytes]], Any]) -> Any:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file for reading: a FIFO would wait for a writer, and a device need not end.
+    """Open a regular file for reading; opening a FIFO would block, and a device may never end.
 
     Raises:
-        CheckpointError: It is no regular file.
+        CheckpointError: It is not a regular file.
         OSError: It cannot be opened.
 
     Example:
         >>> open_regular(Path("/dev/zero"))
         Traceback (most recent call last):
-        lightning_eff.core.errors.CheckpointError: it is a character device, and no regular file
+        lightning_eff.core.errors.CheckpointError: it is a character device, not a regular file
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -223,19 +227,19 @@ def open_regular(path: Path) -> IO[bytes]:
         os.close(fd)
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    text = f"it is a {_KINDS.get(kind, 'special file')}, and no regular file"
+    text = f"it is a {_KINDS.get(kind, 'special file')}, not a regular file"
     raise CheckpointError(text)
 
 
-def looks_like_one(path: Path) -> bool:
-    """Say whether a file begins as `torch.save` begins, or is empty: then it may be replaced."""
+def looks_like_checkpoint(path: Path) -> bool:
+    """Return whether a file is empty or begins as `torch.save` begins, so that it may be replaced."""
     with open_regular(path) as file:
         head = file.read(512)
     return not head or (head.startswith(FIRST_BYTES) and b"/data.pkl" in head)
 
 
-def bears_seal(path: Path) -> bool:
-    """Say whether a file was written here, by its last bytes alone."""
+def has_digest(path: Path) -> bool:
+    """Return whether a file ends with a digest of this module; only its last bytes are read."""
     with open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - NUM_COMMENT_BYTES))
-        return file.read().startswith(SEAL)
+        return file.read().startswith(DIGEST_PREFIX)

@@ -1,14 +1,13 @@
-"""The checkpoint of a divided model, as one device would have written it.
+"""Checkpoints of a sharded model, laid out as a single device would write them.
 
-Ranks that hold parts of every tensor save and load what one rank without any strategy would: each weight
-whole and in the format that it is trained in, the optimizer's state by the parameter's place in its groups.
-So a checkpoint goes from any strategy to any other, on any number of ranks, and the techniques that look
-into checkpoints (adapters, averages) need not know of strategies.
+Ranks that hold shards of every tensor save and load what one device without a strategy would: full weights in
+the dtype that is trained, and the optimizer's state by the parameter's index in its groups. So a checkpoint
+goes from any strategy to any other, on any number of ranks, and techniques that read checkpoints (adapters,
+averages) need no code per strategy.
 
-All ranks call these functions together, for putting parts together is a collective; the first rank alone
-keeps what comes of it, on the host, one tensor after the other. A strategy says how, by `Parts`. Where a
-strategy leaves tensors in parts (`dtensor_parts.OwnParts`), for a checkpoint in a folder, every rank keeps
-its own.
+All ranks call these functions, since gathering a tensor is a collective; only rank 0 keeps the result, on the
+host, one tensor after another. A strategy implements `ShardedState`. Where that leaves tensors sharded
+(`LocalDTensorState`, for a checkpoint folder), every rank keeps its own shard.
 """
 
 from __future__ import annotations
@@ -24,143 +23,145 @@ from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.shards import is_part, shape_of
 
 COUNTS = ("step",)
-"""Keys of an optimizer's state that are numbers, also where a parameter is one."""
+"""Optimizer state that is one number per parameter, even if the parameter is a scalar too."""
 Group = Sequence[Tensor]
 """Parameters of an optimizer's group, as the optimizer was built with them."""
 
 
-class Parts(Protocol):
-    """How a strategy has divided tensors; every method is called by all ranks."""
+class ShardedState(Protocol):
+    """Read and write full tensors of a sharded model; all ranks call every method."""
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """Return a parameter or a buffer put together, in the format that it is trained in."""
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Return a parameter or a buffer unsharded, in the dtype that is trained."""
         ...
 
-    def put(self, tensor: Tensor, value: Tensor) -> None:
-        """Set a parameter or a buffer from its whole value."""
+    def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
+        """Set a parameter or a buffer from its full value."""
         ...
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return an optimizer's state of a parameter, with tensors of its shape put together."""
+        """Return the optimizer's state of a parameter, with unsharded tensors."""
         ...
 
-    def put_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        """Set an optimizer's state of a parameter from whole tensors; none where it had not begun."""
+    def load_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        """Set the optimizer's state of a parameter from full tensors; empty before its first step."""
         ...
 
 
 @torch.no_grad()
-def weights(module: nn.Module, parts: Parts, *, keep: bool) -> dict[str, Any]:
-    """Return a module's state, each tensor put together; tied ones stay tied.
+def state_dict(module: nn.Module, sharded: ShardedState, *, keep: bool) -> dict[str, Any]:
+    """Return a module's unsharded state dict; tied tensors stay tied.
 
     Args:
-        module: Divided or not; its `state_dict` says what belongs to a checkpoint.
-        parts: How.
-        keep: Whether this rank keeps the values; the others return names and shapes (on `meta`).
+        module: Sharded or not; its `state_dict` defines which tensors are saved.
+        sharded: Its tensors.
+        keep: Whether this rank keeps the values; other ranks return names and shapes (on `meta`).
     """
     known: dict[int, Tensor] = {}
     state: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
+        if isinstance(value, Tensor):
+            if id(value) not in known:  # tied tensors are gathered once
+                known[id(value)] = _kept(sharded.full_tensor(value), keep=keep)
+            state[name] = known[id(value)]
+        else:
             state[name] = value
-            continue
-        if id(value) not in known:
-            known[id(value)] = _kept(parts.whole(value), keep=keep)
-        state[name] = known[id(value)]
     return state
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, state: Mapping[str, Any], parts: Parts, *, strict: bool) -> None:
-    """Set a divided module's state from whole tensors.
+def load_state_dict(
+    module: nn.Module, state: Mapping[str, Any], sharded: ShardedState, *, strict: bool
+) -> None:
+    """Set a sharded module's state from full tensors.
 
     Raises:
-        CheckpointError: A name or a shape does not fit; nothing has been assigned then.
+        CheckpointError: A name or a shape does not fit; nothing was assigned then.
     """
     everything = module.state_dict(keep_vars=True)
     own = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
     keys = _IncompatibleKeys([n for n in own if n not in state], [n for n in state if n not in everything])
     hooks: Any = vars(module)["_load_state_dict_post_hooks"]
-    for hook in hooks.values():  # as PyTorch would call them
-        hook(module, keys)
+    for hook in hooks.values():  # as nn.Module.load_state_dict does in torch 2.13
+        hook(module, keys)  # may remove keys: adapters' checkpoints lack the base model
     if strict and (keys.missing_keys or keys.unexpected_keys):
         text = (
-            f"the checkpoint does not fit: {len(keys.missing_keys)} tensors are missing "
-            f"({keys.missing_keys[:3]}), {len(keys.unexpected_keys)} are not of this model "
+            f"the checkpoint does not fit the model: {len(keys.missing_keys)} missing keys "
+            f"({keys.missing_keys[:3]}), {len(keys.unexpected_keys)} unexpected keys "
             f"({keys.unexpected_keys[:3]})"
         )
         raise CheckpointError(text)
-    shared = [name for name in own if name in state]
-    for name in shared:
-        theirs, ours = tuple(state[name].shape), tuple(shape_of(own[name]))
-        if theirs != ours:
-            text = f"the checkpoint does not fit: {name} is {theirs} there and {ours} here"
+    common = [name for name in own if name in state]
+    for name in common:
+        saved_shape, shape = tuple(state[name].shape), tuple(shape_of(own[name]))
+        if saved_shape != shape:
+            text = f"the checkpoint does not fit the model: {name} has shape {saved_shape}, expected {shape}"
             raise CheckpointError(text)
-    for name in shared:
-        parts.put(own[name], state[name])
+    for name in common:  # all ranks in the same order: loading may be a collective
+        sharded.load_tensor(own[name], state[name])
 
 
 @torch.no_grad()
-def optimizer_state(
-    groups: Sequence[Group], options: Sequence[Mapping[str, Any]], parts: Parts, *, keep: bool
+def optimizer_state_dict(
+    groups: Sequence[Group], options: Sequence[Mapping[str, Any]], sharded: ShardedState, *, keep: bool
 ) -> dict[str, Any]:
-    """Return an optimizer's state in torch's own layout.
+    """Return an optimizer's unsharded state in torch's layout.
 
     Args:
         groups: Its parameters.
-        options: Each group's options as they are now.
-        parts: How the state is put together.
+        options: Current options of each group.
+        sharded: Its state.
         keep: Whether this rank keeps the values.
     """
     state: dict[int, dict[str, Any]] = {}
-    described: list[dict[str, Any]] = []
-    index = 0
+    param_groups: list[dict[str, Any]] = []
+    start = 0
     for group, option in zip(groups, options, strict=True):
-        for offset, parameter in enumerate(group):
-            entries = parts.state_of(parameter) if parameter.requires_grad else {}
+        for index, parameter in enumerate(group, start):
+            entries = sharded.state_of(parameter) if parameter.requires_grad else {}
             if entries:
-                state[index + offset] = {
+                state[index] = {
                     key: _kept(value, keep=keep) if isinstance(value, Tensor) else value
                     for key, value in entries.items()
                 }
-        numbers = list(range(index, index + len(group)))
-        described.append({k: v for k, v in option.items() if k != "params"} | {"params": numbers})
-        index += len(group)
-    return {"state": state, "param_groups": described}
+        indices = list(range(start, start + len(group)))
+        param_groups.append({k: v for k, v in option.items() if k != "params"} | {"params": indices})
+        start += len(group)
+    return {"state": state, "param_groups": param_groups}
 
 
 @torch.no_grad()
-def load_optimizer_state(
+def load_optimizer_state_dict(
     groups: Sequence[Group],
     options: Sequence[dict[str, Any]],
     saved: Mapping[str, Any],
-    parts: Parts,
+    sharded: ShardedState,
 ) -> None:
-    """Set an optimizer's state and its groups' options from torch's own layout.
+    """Set an optimizer's state and its groups' options from torch's layout.
 
     Args:
         groups: Its parameters.
-        options: Each group's live options, which are changed.
+        options: Live options of each group; changed in place.
         saved: From a checkpoint.
-        parts: How the state is divided.
+        sharded: Its state.
 
     Raises:
-        CheckpointError: Groups or numbers of parameters are not those of this optimizer.
+        CheckpointError: The numbers of parameters per group differ.
     """
-    theirs = [len(group["params"]) for group in saved["param_groups"]]
-    ours = [len(group) for group in groups]
-    if theirs != ours:
-        text = f"the optimizer in the checkpoint has groups of {theirs} tensors, and this one of {ours}"
+    saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
+    sizes = [len(group) for group in groups]
+    if saved_sizes != sizes:
+        text = f"the saved optimizer has groups of {saved_sizes} tensors, this run's has {sizes}"
         raise CheckpointError(text)
-    for group, option, described in zip(groups, options, saved["param_groups"], strict=True):
-        option.update({key: value for key, value in described.items() if key != "params"})
-        for parameter, number in zip(group, described["params"], strict=True):
+    for group, option, saved_group in zip(groups, options, saved["param_groups"], strict=True):
+        option.update({key: value for key, value in saved_group.items() if key != "params"})
+        for parameter, index in zip(group, saved_group["params"], strict=True):
             if parameter.requires_grad:
-                parts.put_state(parameter, saved["state"].get(number, {}))
+                sharded.load_state(parameter, saved["state"].get(index, {}))
 
 
 def _kept(tensor: Tensor, *, keep: bool) -> Tensor:
-    if is_part(tensor):  # each rank writes its own
+    if is_part(tensor):  # LocalDTensorState: every rank saves its shard
         return tensor.detach()
     if not keep:
         return torch.empty_like(tensor, device="meta")

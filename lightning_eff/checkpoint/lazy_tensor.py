@@ -1,13 +1,13 @@
-"""Tensors whose rows lie in several places: how a checkpoint is taken apart, and put together again.
+"""Tensors whose rows lie in several files: split a checkpoint into shards, and read it back lazily.
 
-On the way out each divided tensor of a checkpoint leaves an outline in it (a tensor on `meta`, its shape and
-format alone), and this rank's rows stand beside it under the path of its first appearance. On the way in the
-outline becomes an `InRows`: whoever wants some rows asks for them, and reads no others; to everyone else it
-is the whole tensor, put together when it is first looked at. So a hook that looks into a checkpoint need not
-know of this, and a model is never in memory as a whole unless somebody asks for all of it.
+For saving, each sharded tensor of a checkpoint is replaced by an outline (a `meta` tensor: shape and dtype
+only), and this rank's rows are collected under the path of the tensor's first appearance. For loading, each
+outline becomes a `LazyShardedTensor`: `rows(first, end)` reads those rows and no others; any other use makes
+it the full tensor on first access. So hooks that read a checkpoint need no special case, and a full model is
+in memory only if something uses all of it.
 
-Why not leave outlines there and look the rows up beside them: a hook that computes with a value would compute
-with none, and one that renames or copies tensors would lose them.
+Why not outlines plus a separate table of rows: a hook that computes with a value would get no values, and one
+that renames or copies tensors would lose them.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ from typing_extensions import override
 
 from lightning_eff.core.errors import CheckpointError
 
-Piece = tuple[int, Tensor]
-"""A tensor's first row here, and the rows."""
-_OF_OUTLINES = {
+RowShard = tuple[int, Tensor]
+"""Index of the first row, and the rows."""
+_NEED_NO_VALUES = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "nbytes", "layout")),
     *(Tensor.size, Tensor.numel, Tensor.dim, Tensor.__len__, Tensor.is_floating_point),
 }
-"""What is asked of a tensor that needs none of its values."""
+"""Functions that are answered by the outline."""
 
 
-class InRows(Tensor):
-    """A tensor that is put together when its values are needed; made by `in_rows`."""
+class LazyShardedTensor(Tensor):
+    """A tensor that is concatenated when its values are needed; made by `from_shards`."""
 
     outline: Tensor
-    pieces: list[Piece]
+    shards: list[RowShard]
+    """Sorted by first row, without empty ones."""
 
-    def whole(self) -> Tensor:
-        """Return the tensor put together, always the same one, so that what is changed in place stays."""
-        if len(self.pieces) != 1:
-            rows = [rows for _, rows in self.pieces]
-            joined = torch.cat(rows) if rows else torch.empty_like(self.outline, device="cpu")
-            self.pieces = [(0, joined)]
-        return self.pieces[0][1]
+    def full_tensor(self) -> Tensor:
+        """Return the full tensor, always the same object, so that changes in place persist."""
+        if len(self.shards) != 1:
+            rows = [rows for _, rows in self.shards]
+            full = torch.cat(rows) if rows else torch.empty_like(self.outline, device="cpu")
+            self.shards = [(0, full)]
+        return self.shards[0][1]
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Return some rows and read no others; views of where they lie, if they lie in one place."""
+        """Return rows `first` to `end` and read no others; a view if they lie in one shard."""
         found = [
             rows[max(first - start, 0) : end - start]
-            for start, rows in self.pieces
+            for start, rows in self.shards
             if start < end and first < start + len(rows)
         ]
         if first >= end or not found:
@@ -61,31 +62,31 @@ class InRows(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        def known(_: str, value: Tensor) -> Tensor:
-            if not isinstance(value, InRows):
+        def unwrap(_: str, value: Tensor) -> Tensor:
+            if not isinstance(value, LazyShardedTensor):
                 return value
-            return value.outline if func in _OF_OUTLINES else value.whole()
+            return value.outline if func in _NEED_NO_VALUES else value.full_tensor()
 
-        return func(*mapped(tuple(args), known), **mapped(dict(kwargs or {}), known))
+        return func(*map_tensors(tuple(args), unwrap), **map_tensors(dict(kwargs or {}), unwrap))
 
 
-def in_rows(outline: Tensor, pieces: Iterable[Piece]) -> InRows:
-    """Return the tensor that has this outline and these rows.
+def from_shards(outline: Tensor, shards: Iterable[RowShard]) -> LazyShardedTensor:
+    """Return the tensor with this outline and these rows.
 
     Args:
-        outline: Of the whole tensor, on `meta`.
-        pieces: In any order; none, or those of a rank without rows, may be empty.
+        outline: Shape and dtype of the full tensor, on `meta`.
+        shards: In any order; those of ranks without rows are empty.
 
     Raises:
-        CheckpointError: They are not the rows of such a tensor, each once.
+        CheckpointError: The shards do not cover the tensor's rows exactly once.
 
     Example:
         >>> outline = torch.empty(3, 1, device="meta")
-        >>> made = in_rows(outline, [(2, torch.ones(1, 1)), (0, torch.zeros(2, 1))])
-        >>> made.shape, made.rows(1, 3).tolist(), (made * 2).tolist()
+        >>> lazy = from_shards(outline, [(2, torch.ones(1, 1)), (0, torch.zeros(2, 1))])
+        >>> lazy.shape, lazy.rows(1, 3).tolist(), (lazy * 2).tolist()
         (torch.Size([3, 1]), [[0.0], [1.0]], [[0.0], [0.0], [2.0]])
     """
-    ordered = sorted(((first, rows) for first, rows in pieces if len(rows)), key=lambda piece: piece[0])
+    ordered = sorted(((first, rows) for first, rows in shards if len(rows)), key=lambda shard: shard[0])
     end = 0
     for first, rows in ordered:
         if (first, rows.dtype, rows.shape[1:]) != (end, outline.dtype, outline.shape[1:]):
@@ -93,81 +94,83 @@ def in_rows(outline: Tensor, pieces: Iterable[Piece]) -> InRows:
         end += len(rows)
     else:
         if outline.ndim and end == len(outline):
-            made = torch.empty_like(outline, device="meta").as_subclass(InRows)
-            made.outline, made.pieces = outline, ordered
-            return made
-    text = f"rows of a tensor {tuple(outline.shape)} are missing, or of another one"
+            lazy = torch.empty_like(outline, device="meta").as_subclass(LazyShardedTensor)
+            lazy.outline, lazy.shards = outline, ordered
+            return lazy
+    text = f"rows of a tensor of shape {tuple(outline.shape)} are missing or do not fit it"
     raise CheckpointError(text)
 
 
-def divide(checkpoint: Any, rows_of: Callable[[Tensor], Piece | Tensor]) -> tuple[Any, dict[str, Piece]]:
-    """Take the divided tensors out of a checkpoint.
+def split_shards(
+    checkpoint: Any, shard_of: Callable[[Tensor], RowShard | Tensor]
+) -> tuple[Any, dict[str, RowShard]]:
+    """Move the sharded tensors out of a checkpoint.
 
     Args:
-        checkpoint: Stays as it is.
-        rows_of: Returns this rank's rows of a tensor; for one that is not divided the whole.
+        checkpoint: Not changed.
+        shard_of: Returns this rank's rows of a sharded tensor, and any other tensor in full.
 
     Returns:
-        The rest, with outlines in it, one for each tensor under however many names; and the rows by path.
+        The checkpoint with outlines, the same one for a tensor under several names; and the rows by path.
     """
     known: dict[int, Tensor] = {}
-    divided: dict[str, Piece] = {}
+    shards: dict[str, RowShard] = {}
 
     def outlined(path: str, tensor: Tensor) -> Tensor:
         if id(tensor) not in known:
-            found = rows_of(tensor)
+            found = shard_of(tensor)
             if isinstance(found, Tensor):
                 known[id(tensor)] = found
             else:
-                divided[path] = found
+                shards[path] = found
                 known[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return known[id(tensor)]
 
-    return mapped(checkpoint, outlined), divided
+    return map_tensors(checkpoint, outlined), shards
 
 
-def assembled(value: Any, device: Any = "cpu") -> Any:
-    """Return what `value` holds with each tensor put together; tied ones stay tied.
+def materialize(value: Any, device: Any = "cpu") -> Any:
+    """Return `value` with full tensors on `device` instead of lazy ones; tied tensors stay tied.
 
     Args:
-        value: Dictionaries, lists and tuples of tensors and anything.
-        device: Where what is put together goes.
+        value: Nested dictionaries, lists and tuples.
+        device: Of the full tensors.
     """
     known: dict[int, Tensor] = {}
 
-    def put(_: str, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, InRows):
+    def full(_: str, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, LazyShardedTensor):
             return tensor
         if id(tensor) not in known:
-            known[id(tensor)] = tensor.whole().to(device)
+            known[id(tensor)] = tensor.full_tensor().to(device)
         return known[id(tensor)]
 
-    return mapped(value, put)
+    return map_tensors(value, full)
 
 
-def mapped(value: Any, change: Callable[[str, Tensor], Any], path: str = "") -> Any:
-    """Return what `value` holds with its tensors changed; what has none in it stays itself.
+def map_tensors(value: Any, change: Callable[[str, Tensor], Any], path: str = "") -> Any:
+    """Return `value` with its tensors changed; containers without a changed tensor stay the same objects.
 
     Args:
-        value: Dictionaries, lists and tuples of tensors and anything.
-        change: Is given each tensor's path, as one would write it in Python, and the tensor.
+        value: Nested dictionaries, lists and tuples.
+        change: Called with each tensor's path, as a Python subscript, and the tensor.
         path: Of `value`.
 
     Example:
-        >>> mapped({"a": [torch.ones(1), 2]}, lambda path, _: path)
+        >>> map_tensors({"a": [torch.ones(1), 2]}, lambda path, _: path)
         {'a': ["['a'][0]", 2]}
     """
     if isinstance(value, Tensor):
         return change(path, value)
     if isinstance(value, dict):
-        new = {key: mapped(item, change, f"{path}[{key!r}]") for key, item in value.items()}
+        new = {key: map_tensors(item, change, f"{path}[{key!r}]") for key, item in value.items()}
         if all(new[key] is item for key, item in value.items()):
             return value
-        made = copy.copy(value)
-        made.update(new)
-        return made
+        changed = copy.copy(value)  # keeps the class, such as OrderedDict
+        changed.update(new)
+        return changed
     if type(value) in (list, tuple):
-        items = [mapped(item, change, f"{path}[{number}]") for number, item in enumerate(value)]
-        same = all(one is other for one, other in zip(items, value, strict=True))
-        return value if same else type(value)(items)
+        items = [map_tensors(item, change, f"{path}[{index}]") for index, item in enumerate(value)]
+        is_same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if is_same else type(value)(items)
     return value

@@ -1,19 +1,19 @@
-"""A checkpoint in a folder: a file for each rank with its rows, and an index that makes them one.
+"""Checkpoints in a folder: one file of rows per rank, and an index that makes them one checkpoint.
 
     step-10.ckpt/
-        index.ckpt                              what is not divided, and the parts' SHA-256
-        part-0123456789abcdef-0-of-2.ckpt       the rows of rank 0, by each tensor's place in the checkpoint
+        index.ckpt                              all tensors that are not sharded, and the shards' SHA-256
+        part-0123456789abcdef-0-of-2.ckpt       rows of rank 0, by each tensor's path in the checkpoint
         part-0123456789abcdef-1-of-2.ckpt
 
-Every file is one of `torch.save`'s that carries its own SHA-256 (checkpoint/digest.py), appears in one step
-(checkpoint/atomic_write.py), and holds tensors and plain values alone. A save writes parts under new names,
-then the index, in one step, then removes the parts that it does not name: at any moment the index names parts
-of one save, all of them complete, so that the checkpoint before survives whatever happens. Who dies on the
-way leaves files that no index names; the next save or start removes them, unless a writer still holds their
-locks. A folder without an index is no checkpoint.
+Every file is written by `torch.save`, carries its own SHA-256 (digest.py), appears in one step
+(atomic_write.py), and holds only tensors and plain values. A save (sharded_write.py) writes shards under new
+names, then replaces the index, then removes the shards that it does not name. So at any moment the index
+names the complete shards of one save, and an interrupted save leaves the previous checkpoint intact. The next
+save or start removes the files that no index names, unless a writer still holds their locks. A folder without
+an index is not a checkpoint.
 
-The index holds no names of files, for what a checkpoint says is never joined to a path: they follow from a
-token of 16 hexadecimal digits and the number of parts.
+The index holds no file names, since text from a checkpoint must never become a path: names follow from a
+token of 16 hexadecimal digits and the number of shards.
 """
 
 from __future__ import annotations
@@ -26,92 +26,92 @@ from typing import IO, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from lightning_eff.checkpoint.digest import read, verify, verify_path
-from lightning_eff.checkpoint.lazy_tensor import Piece, in_rows, mapped
+from lightning_eff.checkpoint.digest import read_with, verify, verify_path
+from lightning_eff.checkpoint.lazy_tensor import RowShard, from_shards, map_tensors
 from lightning_eff.checkpoint.safe_load import check_version, load_plain
 from lightning_eff.core.errors import CheckpointError
 
 INDEX = "index.ckpt"
 FORMAT = "lightning_eff/parts"
 VERSION = 1
+SHARD_FILE = re.compile(r"part-[0-9a-f]{16}-[0-9]{1,6}-of-[0-9]{1,6}\.ckpt")
 _TOKEN = re.compile(r"[0-9a-f]{16}")
-PART = re.compile(r"part-[0-9a-f]{16}-[0-9]{1,6}-of-[0-9]{1,6}\.ckpt")
-FOREIGN = {
-    ".metadata": "torch's distributed checkpoint, which runs code when it is loaded\n"
+OTHER_FORMATS = {
+    ".metadata": "torch.distributed.checkpoint, which runs code when it is loaded\n"
     "  try: python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER, if FSDPStrategy wrote it\n"
     "  try: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE, for its weights",
-    "checkpoint": "DeepSpeed's, by Lightning, which runs code when it is loaded\n"
+    "checkpoint": "DeepSpeed by Lightning, which runs code when it is loaded\n"
     "  try: lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict(FOLDER, FILE)",
-    "latest": "DeepSpeed's, which runs code when it is loaded\n"
+    "latest": "DeepSpeed, which runs code when it is loaded\n"
     "  try: python FOLDER/zero_to_fp32.py FOLDER DIR, for its weights",
 }
-"""What marks the folder of another format, and how it becomes a file."""
+"""A file that marks the folder of another format, the format's name, and how to convert it to one file."""
 
 
 @runtime_checkable
-class Keeper(Protocol):
-    """A plugin for checkpoints that has to know of folders which a strategy writes and reads."""
+class CheckpointListener(Protocol):
+    """A `CheckpointIO` that is notified of folders which a strategy writes and reads itself."""
 
     def folder_saved(self, path: Path, num_bytes: int, duration_s: float) -> None:
-        """Take note of a folder that is on the disk."""
+        """Record a saved folder."""
         ...
 
     def folder_loaded(self, path: Path) -> None:
-        """Take note of a folder that was verified and loaded."""
+        """Record a folder that was verified and loaded."""
         ...
 
 
 @dataclass(frozen=True)
 class Index:
-    """What an index says.
+    """Content of an index file.
 
     Args:
-        folder: Where it lies.
+        folder: The checkpoint.
         token: Of the save.
-        digests: The SHA-256 of each part.
-        checkpoint: All that is not divided, with outlines in place of what is.
-        divided: Paths of the first appearances of what is.
+        digests: The SHA-256 of each shard, by rank.
+        checkpoint: All that is not sharded, with outlines of the tensors that are.
+        sharded: Paths of the first appearances of sharded tensors.
     """
 
     folder: Path
     token: str
     digests: tuple[str, ...]
     checkpoint: dict[str, Any]
-    divided: frozenset[str]
+    sharded: frozenset[str]
 
-    def part(self, rank: int) -> Path:
-        """Return where a rank's part lies."""
-        return part_path(self.folder, self.token, rank, len(self.digests))
+    def shard(self, rank: int) -> Path:
+        """Return the path of a rank's shard."""
+        return shard_path(self.folder, self.token, rank, len(self.digests))
 
 
-def is_one(path: Path) -> bool:
-    """Say whether a folder is such a checkpoint, by its index's presence alone."""
+def is_sharded_checkpoint(path: Path) -> bool:
+    """Return whether a folder has an index; its content is not read."""
     return path.is_dir() and (path / INDEX).is_file()
 
 
-def what_is(path: Path) -> str:
-    """Return in words what a folder is that is no such checkpoint, and how it becomes one, if it can."""
-    found = [words for name, words in FOREIGN.items() if (path / name).exists()]
+def describe_folder(path: Path) -> str:
+    """Describe a folder without an index, with the ways to convert it if its format is known."""
+    found = [text for name, text in OTHER_FORMATS.items() if (path / name).exists()]
     if found:
-        return f"a folder in another format, {found[0]}".replace("FOLDER", str(path))
-    return f"a folder without {INDEX}: a save that did not end, or no checkpoint"
+        return f"a folder in the format of {found[0]}".replace("FOLDER", str(path))
+    return f"a folder without {INDEX}: an incomplete save, or not a checkpoint"
 
 
-def part_path(folder: Path, token: str, rank: int, num_ranks: int) -> Path:
-    """Return where a rank's part lies."""
+def shard_path(folder: Path, token: str, rank: int, num_ranks: int) -> Path:
+    """Return the path of a rank's shard."""
     return folder / f"part-{token}-{rank}-of-{num_ranks}.ckpt"
 
 
 def read_index(path: Path) -> Index:
-    """Verify a folder's index and return what it says; parts are not looked at.
+    """Verify and return a folder's index; shards are not read.
 
     Raises:
         CheckpointError: It is damaged, or of another format.
-        FileNotFoundError: There is no such folder.
+        FileNotFoundError: The folder does not exist.
     """
-    if not is_one(path):
+    if not is_sharded_checkpoint(path):
         if path.is_dir():
-            text = f"checkpoint {path} is not loaded: it is {what_is(path)}"
+            text = f"checkpoint {path} is not loaded: it is {describe_folder(path)}"
             raise CheckpointError(text)
         text = f"checkpoint {path}: there is no such folder"
         raise FileNotFoundError(text)
@@ -120,111 +120,103 @@ def read_index(path: Path) -> Index:
         if verify(file) is None:
             text = "it has no SHA-256"
             raise CheckpointError(text)
-        said = load_plain(file)
-        check_version(said.get("checkpoint") if isinstance(said, dict) else None)
-        return said
+        loaded = load_plain(file)
+        check_version(loaded.get("checkpoint") if isinstance(loaded, dict) else None)
+        return loaded
 
-    return _index(path, read(path / INDEX, content))
-
-
-def _index(path: Path, said: Any) -> Index:
-    """Return an index of what a file holds, which may be anything."""
-    said = said if isinstance(said, dict) else {}
-    version = said.get("version")
-    if said.get("format") != FORMAT or type(version) is not int or version != VERSION:
-        newer = f", of format {version}" if isinstance(version, int) and version > VERSION else ""
-        text = f"checkpoint {path / INDEX} is not loaded: it is no index of this version{newer}"
+    loaded = read_with(path / INDEX, content)
+    loaded = loaded if isinstance(loaded, dict) else {}
+    version = loaded.get("version")
+    # type() and not isinstance: True == 1, and a file may hold anything.
+    if loaded.get("format") != FORMAT or type(version) is not int or version != VERSION:
+        newer = f", but of version {version}" if isinstance(version, int) and version > VERSION else ""
+        text = f"checkpoint {path / INDEX} is not loaded: it is not an index of version {VERSION}{newer}"
         raise CheckpointError(text)
-    token, digests, divided, checkpoint = (said.get(k) for k in ("token", "parts", "divided", "checkpoint"))
+    token, digests, sharded, checkpoint = (loaded.get(k) for k in ("token", "parts", "divided", "checkpoint"))
     if (
         not (isinstance(token, str) and _TOKEN.fullmatch(token) and isinstance(checkpoint, dict))
-        or not (isinstance(digests, list) and digests and all(isinstance(each, str) for each in digests))
-        or not (isinstance(divided, list) and all(isinstance(each, str) for each in divided))
+        or not (isinstance(digests, list) and digests and all(isinstance(digest, str) for digest in digests))
+        or not (isinstance(sharded, list) and all(isinstance(key, str) for key in sharded))
     ):
-        text = f"checkpoint {path / INDEX} is not loaded: it does not say which parts there are"
+        text = f"checkpoint {path / INDEX} is not loaded: it does not list its shards"
         raise CheckpointError(text)
-    return Index(path, token, tuple(digests), checkpoint, frozenset(divided))
+    return Index(path, token, tuple(digests), checkpoint, frozenset(sharded))
 
 
 def token_of(path: Path) -> str | None:
-    """Return the token of the save that a folder's index is of; None without an index that is whole."""
+    """Return the token of the save that a folder's index names; None without a valid index."""
     try:
         return read_index(path).token
     except (CheckpointError, OSError):
         return None
 
 
-def verify_parts(index: Index, ranks: Iterable[int] | None = None) -> None:
-    """Compare parts with the SHA-256 that the index has of them.
+def verify_shards(index: Index, ranks: Iterable[int] | None = None) -> None:
+    """Compare shards with their SHA-256 in the index.
 
     Args:
-        index: Says which there are.
-        ranks: Whose; None for all.
+        index: Of the folder.
+        ranks: Which shards; None for all.
 
     Raises:
-        CheckpointError: One is missing, damaged, or of another save; it is named.
+        CheckpointError: A shard is missing, damaged, or of another save; the text names it.
     """
     for rank in range(len(index.digests)) if ranks is None else ranks:
-        file = index.part(rank)
+        file = index.shard(rank)
         try:
             found = verify_path(file)
         except FileNotFoundError as error:
-            text = f"checkpoint {index.folder} is not loaded: its part {file.name} is missing"
+            text = f"checkpoint {index.folder} is not loaded: its shard {file.name} is missing"
             raise CheckpointError(text) from error
         if found != index.digests[rank]:
-            text = f"checkpoint {file} is not loaded: it is whole, and not the one that its index names"
+            text = f"checkpoint {file} is not loaded: it is intact, but of another save than its index"
             raise CheckpointError(text)
 
 
-def verified(path: Path) -> Index:
-    """Verify a folder's index and every part.
+def verified_index(path: Path) -> Index:
+    """Verify a folder's index and all shards, and return the index.
 
     Raises:
-        CheckpointError: A file is missing, damaged, or of another save; it is named.
-        FileNotFoundError: There is no such folder.
+        CheckpointError: A file is missing, damaged, or of another save; the text names it.
+        FileNotFoundError: The folder does not exist.
     """
     index = read_index(path)
-    verify_parts(index)
+    verify_shards(index)
     return index
 
 
-def joined(index: Index) -> dict[str, Any]:
-    """Return a checkpoint whose parts are verified; its divided tensors are read when they are needed.
+def lazy_checkpoint(index: Index) -> dict[str, Any]:
+    """Return a checkpoint whose shards are verified; its sharded tensors are read on first use.
 
     Raises:
-        CheckpointError: Parts hold something else than the rows that belong there.
+        CheckpointError: A shard does not hold the rows that belong in it.
     """
-    places: dict[str, list[Piece]] = {place: [] for place in index.divided}
+    shards: dict[str, list[RowShard]] = {path: [] for path in index.sharded}
     for rank in range(len(index.digests)):
-        for place, piece in _rows(index.part(rank)).items():
-            if place in places:
-                places[place].append(piece)
-    known: dict[int, Tensor] = {}
+        for path, shard in _read_rows(index.shard(rank)).items():
+            if path in shards:
+                shards[path].append(shard)
+    known: dict[int, Tensor] = {}  # by outline: tied tensors share one, and stay tied
 
-    def put(place: str, tensor: Tensor) -> Tensor:
-        if place in places and tensor.is_meta and id(tensor) not in known:
+    def lazy(path: str, tensor: Tensor) -> Tensor:
+        if path in shards and tensor.is_meta and id(tensor) not in known:
             try:
-                known[id(tensor)] = in_rows(tensor, places[place])
+                known[id(tensor)] = from_shards(tensor, shards[path])
             except CheckpointError as error:
-                text = f"checkpoint {index.folder} is not loaded: {place[:200]!a}: {error}"
+                text = f"checkpoint {index.folder} is not loaded: {path[:200]!a}: {error}"
                 raise CheckpointError(text) from error
         return known.get(id(tensor), tensor)
 
-    return mapped(index.checkpoint, put)
+    return map_tensors(index.checkpoint, lazy)
 
 
-def _rows(file: Path) -> dict[str, Piece]:
+def _read_rows(file: Path) -> dict[str, RowShard]:
     content = load_plain(file, mmap=True)
     rows: Any = content.get("rows") if isinstance(content, dict) else None
-    pieces: list[Any] = list(rows.values()) if isinstance(rows, dict) else [None]
-    if not all(
-        isinstance(piece, list)
-        and len(piece) == 2
-        and isinstance(piece[0], int)
-        and isinstance(piece[1], Tensor)
-        and piece[1].ndim
-        for piece in pieces
-    ):
-        text = f"checkpoint {file} is not loaded: it holds no rows of tensors"
-        raise CheckpointError(text)
-    return {str(place): (piece[0], piece[1]) for place, piece in rows.items()}
+    shards: list[Any] = list(rows.values()) if isinstance(rows, dict) else [None]
+    for shard in shards:
+        is_shard = isinstance(shard, list) and len(shard) == 2 and isinstance(shard[0], int)
+        if not (is_shard and isinstance(shard[1], Tensor) and shard[1].ndim):
+            text = f"checkpoint {file} is not loaded: it holds no rows of tensors"
+            raise CheckpointError(text)
+    return {str(path): (first, tensor) for path, (first, tensor) in rows.items()}

@@ -1,7 +1,8 @@
-"""Weights from files: verified before they are read, and nothing but tensors and plain values.
+"""Read weights from files, and find the newest intact checkpoint; files are verified before they are read.
 
-A checkpoint's SHA-256 is compared, then it is mapped into memory, so that optimizer state which nobody asked
-for is not read; so are the parts of one in a folder. A `.safetensors` file holds tensors alone.
+A checkpoint's SHA-256 is compared, then the file is mapped into memory, so that unused optimizer state is
+never read; the same holds for the shards of a folder. Only tensors and plain values are loaded. A
+`.safetensors` file holds only tensors.
 """
 
 from __future__ import annotations
@@ -16,49 +17,92 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lightning_eff.adapters.state import load_weights
-from lightning_eff.checkpoint import sharded
-from lightning_eff.checkpoint.digest import check_regular, verify_path
-from lightning_eff.checkpoint.latest import newest_whole
-from lightning_eff.checkpoint.lazy_tensor import assembled
+from lightning_eff.checkpoint import digest, sharded
+from lightning_eff.checkpoint.lazy_tensor import materialize
 from lightning_eff.checkpoint.safe_load import load_plain
 from lightning_eff.core.errors import CheckpointError, ConfigError, check_path
 
 log = logging.getLogger(__name__)
 
 
+def verify_checkpoint(path: Path) -> None:
+    """Verify a checkpoint, a file or a folder.
+
+    Raises:
+        CheckpointError: It is damaged, cut off, not a checkpoint, or unreadable; the text names the file.
+        FileNotFoundError: It does not exist.
+    """
+    if path.is_dir():
+        sharded.verified_index(path)
+    else:
+        digest.verify_path(path)
+
+
+def newest_valid(runs: Path) -> Path | None:
+    """Return the newest intact checkpoint of a folder of runs, and log a warning for each damaged one.
+
+    Args:
+        runs: Folder of the runs of one recipe.
+    """
+
+    def modified_at(path: Path) -> float:
+        try:  # a folder is as old as its index
+            return (path / sharded.INDEX if sharded.is_sharded_checkpoint(path) else path).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    # Links to a checkpoint that is found by its own name, and dangling links, are dropped.
+    found = [path for path in runs.glob("**/checkpoints/*.ckpt") if path.exists()]
+    by_file = {path.resolve(): path for path in sorted(found, key=Path.is_symlink, reverse=True)}
+    has_skipped = False
+    for path in sorted(by_file.values(), key=modified_at, reverse=True):
+        try:
+            verify_checkpoint(path)
+        except CheckpointError as error:
+            log.warning("skipped: %s", error)
+            has_skipped = True
+        except FileNotFoundError:
+            continue  # removed meanwhile by its own run
+        else:
+            if has_skipped:
+                log.warning("using instead: %s", path)
+            return path
+    return None
+
+
 def checkpoint(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds, mapped from its file, or the files in its folder.
+    """Return the content of a checkpoint, mapped from its file or the files in its folder.
 
     Raises:
         CheckpointError: It is damaged, or holds more than tensors and plain values.
-        FileNotFoundError: There is none.
+        FileNotFoundError: It does not exist.
     """
     if path.is_dir():
-        parts = sharded.joined(sharded.verified(path))
-        return parts | {"state_dict": assembled(parts.get("state_dict"))}
-    verify_path(path)
+        lazy = sharded.lazy_checkpoint(sharded.verified_index(path))
+        return lazy | {"state_dict": materialize(lazy.get("state_dict"))}
+    digest.verify_path(path)
     try:
-        found: Any = load_plain(path, mmap=True)
+        content: Any = load_plain(path, mmap=True)
     except CheckpointError as error:
         text = f"checkpoint {path} is not loaded: {error}"
         raise CheckpointError(text) from error
-    if not isinstance(found, dict):
-        text = f"checkpoint {path} is not loaded: it holds no checkpoint of a Trainer"
+    if not isinstance(content, dict):
+        text = f"checkpoint {path} is not loaded: no Trainer wrote it"
         raise CheckpointError(text)
-    return found
+    return content
 
 
 def weights(path: Path) -> Mapping[str, Any]:
     """Return the weights of a checkpoint or of a `.safetensors` file.
 
     Raises:
-        CheckpointError: The file cannot be read, or holds none.
-        FileNotFoundError: There is none.
+        CheckpointError: The file cannot be read.
+        FileNotFoundError: It does not exist.
     """
     if path.suffix != ".safetensors":
         state = checkpoint(path).get("state_dict")
         return state if isinstance(state, dict) else {}
-    check_regular(path)
+    digest.check_regular(path)
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
@@ -67,34 +111,33 @@ def weights(path: Path) -> Mapping[str, Any]:
 
 
 def load_base(model: nn.Module, path: Path, *, key: str) -> int:
-    """Load the weights of a model that has no adapters yet; return how many tensors.
+    """Load the weights of a model that has no adapters yet; return the number of tensors.
 
     Args:
         model: As it was when they were saved.
-        path: The checkpoint; or a folder of runs, for the newest whole one in it.
+        path: The checkpoint; or a folder of runs, for its newest intact checkpoint.
         key: The setting that names it.
 
     Raises:
-        ConfigError: There is no such file, it is damaged, or of another model; nothing was assigned.
+        ConfigError: The file is missing, damaged, or of another model; nothing was assigned.
     """
     path = path.expanduser()
     check_path(key, path)
-    runs = path.is_dir() and not sharded.is_one(path)
-    file = newest_whole(path) if runs or not (path.suffix or path.exists()) else path
+    is_runs = path.is_dir() and not sharded.is_sharded_checkpoint(path)
+    file = newest_valid(path) if is_runs or not (path.suffix or path.exists()) else path
     if file is None:
-        allowed = "a checkpoint, or a folder of runs with one; there is none in this"
-        remedies = [f"lightning-eff train {path.name}"]  # runs lie in a folder of their recipe's name
+        allowed = "a checkpoint, or a folder of runs with at least one"
+        remedies = [f"lightning-eff train {path.name}"]  # a recipe's runs lie in a folder of its name
         raise ConfigError(key=key, value=str(path), allowed=allowed, remedies=remedies)
     try:
         if any(parameter.is_meta for parameter in model.parameters()):
-            text = "this model has no memory yet, on the meta device"
+            text = "the model is on the meta device and has no memory yet"
             raise CheckpointError(text)
         count = load_weights(model, weights(file))
         log.info("base: %s", file)
         return count
     except (FileNotFoundError, CheckpointError) as error:
-        reason = str(error).partition(" is not loaded: ")[2] or str(error).removeprefix(
-            f"checkpoint {file}: "
-        )
+        _, _, reason = str(error).partition(" is not loaded: ")
+        reason = reason or str(error).removeprefix(f"checkpoint {file}: ")
         allowed = f"a checkpoint of this model without adapters: {reason}"
         raise ConfigError(key=key, value=str(file), allowed=allowed) from error

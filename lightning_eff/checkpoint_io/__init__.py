@@ -1,1 +1,1 @@
-"""Techniques that go into `Trainer(plugins=[...])`, one a run: how checkpoints are written and read."""
+"""Techniques for `Trainer(plugins=[...])`, one per run: how checkpoints are written and read."""

@@ -80,7 +80,7 @@ def _usage_error(message: str) -> NoReturn:
 
 def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
     """Return a run's folder and the checkpoint that is meant."""
-    from lightning_eff.checkpoint.latest import newest_whole
+    from lightning_eff.checkpoint.stored_weights import newest_valid
     from lightning_eff.core.errors import check_path
     from lightning_eff.run import RESOLVED
 
@@ -88,7 +88,7 @@ def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
         check_path(key, path)
     folder = Path(run)
     if not (folder / RESOLVED).is_file():
-        newest = newest_whole(root / run) if not folder.is_absolute() and ".." not in folder.parts else None
+        newest = newest_valid(root / run) if not folder.is_absolute() and ".." not in folder.parts else None
         if newest is None:
             recipes = _recipes(root) | ({run} & _folders(root))
             allowed = f"a run's folder (it has a {RESOLVED}), or a recipe with runs in {root}"
@@ -103,7 +103,7 @@ def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
                 key="--checkpoint", value=which, allowed="last, best, or an existing checkpoint"
             )
         return folder, Path(which)
-    last = newest_whole(folder)
+    last = newest_valid(folder)
     if last is None:
         allowed = f"a run with a checkpoint that is whole; there is none in {folder / 'checkpoints'}"
         raise ConfigError(key="RUN", value=run, allowed=allowed)
@@ -176,12 +176,12 @@ def _write(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, ada
     """Build the run's model, load its checkpoint and let the files appear; return what to say about them."""
     from lightning_eff import run
     from lightning_eff.adapters import export as adapter_export
-    from lightning_eff.checkpoint.atomic_write import appearing
+    from lightning_eff.checkpoint.atomic_write import atomic_folder
 
     model = run.model_again(values)
     notes = _load(model, path, adapted=adapted)
     try:
-        with appearing(out) as folder:
+        with atomic_folder(out) as folder:
             if adapted and not merge:
                 adapter_export.save_adapter(model, folder)
                 return notes

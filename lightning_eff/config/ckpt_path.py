@@ -12,7 +12,7 @@ from lightning_eff.adapters import state as adapter_state
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.checkpoint import sharded as parts
 from lightning_eff.checkpoint.digest import check_regular, verify_path
-from lightning_eff.checkpoint.latest import newest_whole
+from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.checkpoint.safe_load import LIGHTNING_VERSION, load_plain
 from lightning_eff.config.reading import read
 from lightning_eff.core.checkpoint_stamp import inside
@@ -40,7 +40,7 @@ def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
     if ckpt_path is None:
         return None
     if ckpt_path == "last":
-        found = newest_whole(folder)
+        found = newest_valid(folder)
         if found is None:
             raise ConfigError(
                 key="ckpt_path", value=ckpt_path, allowed=f"a checkpoint; there is none under {folder}"
@@ -50,8 +50,8 @@ def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
     path = Path(ckpt_path)
     if not path.exists():
         raise ConfigError(key="ckpt_path", value=ckpt_path, allowed="an existing checkpoint, or last")
-    if path.is_dir() and not parts.is_one(path):
-        what, *ways = parts.what_is(path).split("\n  try: ")
+    if path.is_dir() and not parts.is_sharded_checkpoint(path):
+        what, *ways = parts.describe_folder(path).split("\n  try: ")
         allowed = f"a checkpoint; this is {what}"
         raise ConfigError(key="ckpt_path", value=ckpt_path, allowed=allowed, remedies=ways)
     return path
@@ -79,7 +79,7 @@ def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str,
     if given is None or Path(given).suffix:
         return values
     before = _base_of_run(ckpt_path.parent.parent) if ckpt_path is not None else None
-    found = before if before is not None and Path(before).suffix else newest_whole(Path(given))
+    found = before if before is not None and Path(before).suffix else newest_valid(Path(given))
     if found is None:
         return values  # which is told when it is to be loaded
     adapter = {**values["callbacks"]["peft_adapter"], "base_checkpoint": str(found)}
@@ -99,7 +99,7 @@ def check_base(values: Mapping[str, Any]) -> None:
     try:
         if path.suffix == ".safetensors":
             check_regular(path)
-        elif not path.is_dir() or parts.is_one(path):
+        elif not path.is_dir() or parts.is_sharded_checkpoint(path):
             _outline(path)
     except (CheckpointError, OSError) as error:
         allowed = f"a checkpoint of tensors and plain values ({_reason(error)})"
@@ -162,7 +162,7 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
 def _outline(path: Path) -> Any:
     """Return what a checkpoint holds, verified, without the values of its tensors."""
     if path.is_dir():
-        return parts.verified(path).checkpoint
+        return parts.verified_index(path).checkpoint
     verify_path(path)
     return load_plain(path, map_location="meta", mmap=True)
 

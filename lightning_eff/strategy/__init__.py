@@ -1,1 +1,10 @@
-"""Techniques that decide where a model's tensors live: `Trainer(strategy=...)`, one of them."""
+"""Techniques for `Trainer(strategy=...)`, one per run: where a model's tensors are.
+
+To change FSDP2, read `fsdp2.py`, `_fsdp2/shard.py` (wrap the model), `_fsdp2/checkpoint.py` (its shards in
+checkpoints), `_shared/checks.py`, `_shared/collectives.py`; `checkpoint/full_state.py`, `lazy_tensor.py`,
+`sharded.py` and `sharded_write.py` (layouts of checkpoints); `core/shards.py` and `core/model_surgery.py`.
+For ZeRO: `deepspeed_zero.py`, `_zero/`, `_shared/` and `checkpoint/full_state.py`.
+
+A LoRA run's checkpoint takes the same path under every strategy: the strategy returns full tensors
+(`full_state.state_dict`), then `callbacks/peft_adapter.py` leaves out the base in its `on_save_checkpoint`.
+"""

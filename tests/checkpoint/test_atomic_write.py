@@ -1,4 +1,4 @@
-"""Replacing a checkpoint: killed at any step, refused by any disk, it is the old or the new one, whole."""
+"""Replacing a checkpoint: after a kill or a disk error at any step it is the old or the new file, intact."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_eff.core.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 STEPS = ("open", "write", "fchmod", "fsync", "close", "replace", "umask", "mkdir")
-"""What a save asks of the system, by name in `os`; and `fcntl.flock`."""
+"""System calls of a save, by name in `os`; and `fcntl.flock`."""
 
 
 def state(step: int, num_values: int = 5000) -> dict[str, Any]:
@@ -79,10 +79,10 @@ def die_at(number: int, when: str) -> None:
 
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_dying_at_any_step_leaves_the_old_or_the_new_one_and_the_next_start_tidies_up(
+def test_a_kill_at_any_step_leaves_the_old_or_the_new_file_and_the_next_start_cleans_up(
     when: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest, "_PIECE_BYTES", 2048)
+    monkeypatch.setattr(digest, "_CHUNK_BYTES", 2048)
     folder = tmp_path / "run" / "checkpoints"
     path = folder / "last.ckpt"
     found, orphans = list[int | None](), 0
@@ -101,14 +101,14 @@ def test_dying_at_any_step_leaves_the_old_or_the_new_one_and_the_next_start_tidi
         ]
         if code == 0:
             break
-    assert number > 20, "the steps were not seen"
-    assert orphans > 10, "no temporary file was left, and none was tidied up"
+    assert number > 20, "the calls were not counted"
+    assert orphans > 10, "no temporary file was left to clean up"
     old = 1 if there else None
     change = found.index(2)
     assert found == [old] * change + [2] * (len(found) - change), "the file changes once, for good"
 
 
-def test_negative_control_stock_lightning_loses_the_old_one(
+def test_negative_control_stock_lightning_loses_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shm = Path("/dev/shm")
@@ -129,7 +129,7 @@ def test_negative_control_stock_lightning_loses_the_old_one(
     assert in_child(saves) == 9
     for left in set(shm.iterdir()) - before:
         left.unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
         load(path)
 
 
@@ -169,20 +169,20 @@ def killed(path: Path, num_kills: int, seed: int) -> list[int]:
     return loaded
 
 
-def test_killed_at_random_the_newest_whole_checkpoint_loads(tmp_path: Path) -> None:
+def test_after_random_kills_the_newest_checkpoint_loads(tmp_path: Path) -> None:
     assert len(killed(tmp_path / "last.ckpt", 10, seed=1)) == 11
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tmpdir", ["/dev/shm", None])
-def test_killed_a_hundred_times_whatever_the_folder_for_temporary_files_is(
+def test_after_a_hundred_kills_with_any_temporary_folder(
     tmpdir: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", tmpdir)
     assert len(killed(tmp_path / "last.ckpt", 50, seed=2)) == 51
 
 
-def test_a_temporary_file_of_a_living_process_and_files_of_others_stay(tmp_path: Path) -> None:
+def test_temporary_files_of_living_writers_and_other_files_stay(tmp_path: Path) -> None:
     others = [".durable-0123456789abcdef.tmp.bak", ".durable-xyz.tmp", "durable-0123456789abcdef.tmp"]
     for name in others:
         (tmp_path / name).write_text("mine")
@@ -192,14 +192,14 @@ def test_a_temporary_file_of_a_living_process_and_files_of_others_stay(tmp_path:
     fd, living = atomic_write._open_temporary(tmp_path)
     assert oct(living.stat().st_mode & 0o777) == "0o600"
     kept = {each.name for each in tmp_path.iterdir()}
-    removed = atomic_write.remove_orphans(tmp_path)
+    removed = atomic_write.remove_temporary_files(tmp_path)
     assert [each.name for each in removed] == [".durable-3333333333333333.tmp"]
     assert {each.name for each in tmp_path.iterdir()} == kept - {removed[0].name}
     os.close(fd)
-    assert atomic_write.remove_orphans(tmp_path) == [living]
+    assert atomic_write.remove_temporary_files(tmp_path) == [living]
 
 
-def test_a_writer_whose_file_was_tidied_up_before_its_lock_takes_another(
+def test_a_writer_whose_file_was_removed_before_its_lock_retries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, times = fcntl.flock, list[int]()
@@ -208,7 +208,7 @@ def test_a_writer_whose_file_was_tidied_up_before_its_lock_takes_another(
         times.append(fd)
         if len(times) == 1:
             monkeypatch.setattr(fcntl, "flock", lock)
-            assert len(atomic_write.remove_orphans(tmp_path)) == 1
+            assert len(atomic_write.remove_temporary_files(tmp_path)) == 1
             monkeypatch.setattr(fcntl, "flock", late)
         lock(fd, how)
 
@@ -243,7 +243,7 @@ def limited(patch: pytest.MonkeyPatch, path: Path) -> None:
     patch.setattr(signal, "SIGXFSZ", signal.SIGXFSZ)
 
 
-REFUSALS = {
+DISK_ERRORS = {
     "full at the first byte": (refusing("write", errno.ENOSPC), "No space left.*(.|\n)*try: free some space"),
     "full in the middle": (refusing("write", errno.ENOSPC, call=4), "No space left"),
     "full at the last byte": (refusing("write", errno.ENOSPC, call=11), "No space left"),
@@ -277,18 +277,18 @@ def unlimited() -> Iterator[None]:
 
 @pytest.mark.usefixtures("unlimited")
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("name", REFUSALS)
-def test_a_refusal_is_an_error_at_that_save_and_the_old_one_is_as_it_was(
+@pytest.mark.parametrize("name", DISK_ERRORS)
+def test_a_disk_error_is_raised_and_the_old_file_is_unchanged(
     name: str, asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest, "_PIECE_BYTES", 2048)
-    prepare, message = REFUSALS[name]
+    monkeypatch.setattr(digest, "_CHUNK_BYTES", 2048)
+    prepare, message = DISK_ERRORS[name]
     path = tmp_path / "last.ckpt"
     save(path, 1)
     old = path.read_bytes()
     io = Durable(asynchronous=asynchronous)
 
-    def save_behind_or_not() -> None:
+    def save_and_wait() -> None:
         io.save_checkpoint(state(2), path)
         io.teardown()
 
@@ -296,12 +296,12 @@ def test_a_refusal_is_an_error_at_that_save_and_the_old_one_is_as_it_was(
     with monkeypatch.context() as patch:
         prepare(patch, path)
         with pytest.raises(CheckpointError, match=message) as caught:
-            save_behind_or_not()
+            save_and_wait()
     assert len(list(Path("/proc/self/fd").iterdir())) == num_open, "a file is left open"
     assert str(path) in str(caught.value)
     assert "was not saved" in str(caught.value)
     assert "it needs 21.1 KiB, " in str(caught.value)
-    assert "free; the checkpoint that was there is as it was" in str(caught.value)
+    assert "free; the previous checkpoint is unchanged" in str(caught.value)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert path.read_bytes() == old
     assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"], "a temporary file is left"
@@ -309,13 +309,15 @@ def test_a_refusal_is_an_error_at_that_save_and_the_old_one_is_as_it_was(
     assert load(path) == 2, "the same save works when the disk does"
 
 
-def test_a_name_that_the_disk_does_not_confirm_is_told_with_the_new_file_whole(
+def test_an_unsynced_folder_is_reported_and_the_new_file_is_intact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "a.ckpt", 1)
     with monkeypatch.context() as patch:
         refusing("fsync", errno.EIO, call=2)(patch, tmp_path)
-        with pytest.raises(CheckpointError, match=r"is written and whole, but the disk did not confirm"):
+        with pytest.raises(
+            CheckpointError, match=r"was written completely, but its folder could not be synced"
+        ):
             save(tmp_path / "a.ckpt", 2)
     assert load(tmp_path / "a.ckpt") == 2
     with monkeypatch.context() as patch:
@@ -323,7 +325,7 @@ def test_a_name_that_the_disk_does_not_confirm_is_told_with_the_new_file_whole(
         save(tmp_path / "a.ckpt", 3)
 
 
-def test_a_folder_without_permission_and_one_that_is_a_file(tmp_path: Path) -> None:
+def test_a_folder_without_permission_and_a_file_as_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match=r"(File exists|Not a directory)"):
         save(tmp_path / "file" / "a.ckpt", 1)
@@ -337,10 +339,10 @@ def test_a_folder_without_permission_and_one_that_is_a_file(tmp_path: Path) -> N
         if os.geteuid() == 0:
             os.seteuid(65534)
         try:
-            with pytest.raises(CheckpointError, match=r"Permission denied(.|\n)*as it was(.|\n)*dirpath="):
+            with pytest.raises(CheckpointError, match=r"Permission denied(.|\n)*unchanged(.|\n)*dirpath="):
                 save(folder / "a.ckpt", 2)
             io = Durable()
-            io._own.add(folder.resolve() / "a.ckpt")
+            io._own_files.add(folder.resolve() / "a.ckpt")
             with pytest.raises(CheckpointError, match="was not removed: Permission denied"):
                 io.remove_checkpoint(folder / "a.ckpt")
         finally:
@@ -351,7 +353,7 @@ def test_a_folder_without_permission_and_one_that_is_a_file(tmp_path: Path) -> N
         assert len(list(folder.iterdir())) == 1
 
 
-def test_a_really_full_disk_and_a_really_read_only_one(tmp_path: Path) -> None:
+def test_a_full_and_a_read_only_file_system(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
@@ -371,13 +373,13 @@ def test_a_really_full_disk_and_a_really_read_only_one(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_what_is_no_checkpoint_is_not_overwritten_and_links_are_not_followed(tmp_path: Path) -> None:
+def test_other_files_are_not_overwritten_and_links_are_replaced(tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("mine")
-    with pytest.raises(CheckpointError, match="what is there is no checkpoint, and is not overwritten"):
+    with pytest.raises(CheckpointError, match="the existing file is not a checkpoint and is not overwritten"):
         save(notes, 1)
     (tmp_path / "sharded").mkdir()
-    with pytest.raises(CheckpointError, match="there is a folder of that name"):
+    with pytest.raises(CheckpointError, match="a folder of that name exists"):
         save(tmp_path / "sharded", 1)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="not overwritten"):
@@ -392,7 +394,7 @@ def test_what_is_no_checkpoint_is_not_overwritten_and_links_are_not_followed(tmp
     save(tmp_path / "last.ckpt", 2)  # a damaged checkpoint is one
 
 
-def test_permissions_are_those_of_any_new_file_or_of_the_one_before(tmp_path: Path) -> None:
+def test_permissions_follow_the_umask_or_the_replaced_file(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     save(path, 1)
     (tmp_path / "plain").touch()

@@ -1,4 +1,4 @@
-"""The digest in a checkpoint file: no damage loads silently, and everyone else reads the file as ever."""
+"""The digest in a checkpoint file: no damaged file loads, and stock readers still read the file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def equal(loaded: dict[str, Any], expected: dict[str, Any]) -> bool:
     }
 
 
-def test_everyone_reads_the_file_and_two_commands_verify_it(tmp_path: Path) -> None:
+def test_stock_readers_read_the_file_and_two_commands_verify_it(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     content = save(path)
     for keywords in ({}, {"mmap": True}):
@@ -77,7 +77,7 @@ def damages(draw: random.Random, good: bytes, other: bytes) -> dict[str, Callabl
         place = draw.randrange(len(good))
         return good[:place] + bytes([good[place] ^ (1 << draw.randrange(8))]) + good[place + 1 :]
 
-    def swap_parts() -> bytes:
+    def swap() -> bytes:
         size = draw.randrange(16, 200)
         one, two = sorted(draw.sample(range(0, len(good) - size, size), 2))
         return b"".join(
@@ -101,7 +101,7 @@ def damages(draw: random.Random, good: bytes, other: bytes) -> dict[str, Callabl
     return {
         "flip": flip,
         "cut": lambda: good[: draw.randrange(len(good))],
-        "swap": swap_parts,
+        "swap": swap,
         "zeros": zeros,
         "other tail": other_tail,
         "more": lambda: good + draw.randbytes(draw.randrange(1, 100)),
@@ -144,7 +144,7 @@ def test_no_damaged_file_loads(num_files: int, tmp_path: Path) -> None:
 
 
 def test_no_bit_of_the_end_or_the_beginning_can_flip(tmp_path: Path) -> None:
-    """A flip in the seal's name must not make the file one that never had a digest."""
+    """A flip in the digest's prefix must not turn the file into one without a digest."""
     good, path = save(tmp_path / "a.ckpt"), tmp_path / "bad.ckpt"
     end = range(len(good) - 130, len(good))
     for place in [*range(40), *end]:
@@ -155,13 +155,13 @@ def test_no_bit_of_the_end_or_the_beginning_can_flip(tmp_path: Path) -> None:
         assert not loads_silently(path, good[:place])
 
 
-def test_a_file_of_stock_lightning_loads_with_a_warning_and_only_if_its_values_are_right(
+def test_a_stock_file_loads_with_a_warning_and_only_if_its_checksums_match(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "a.ckpt"
     TorchCheckpointIO().save_checkpoint(state(), path)
     io_ = Durable()
-    with pytest.warns(CheckpointWarning, match=r"has no SHA-256 \(stock Lightning's have none\)"):
+    with pytest.warns(CheckpointWarning, match=r"has no SHA-256 \(stock Lightning writes none\)"):
         assert equal(io_.load_checkpoint(path), state())
     assert io_.outcome().numbers["num_without_digest"] == 1
     with pytest.raises(
@@ -179,37 +179,37 @@ def test_a_file_of_stock_lightning_loads_with_a_warning_and_only_if_its_values_a
 @pytest.mark.parametrize(
     "content", [b"", b"text", b"PK\x03\x04", b"\x80\x02}q\x00.", bytes(500), b"PK\5\6" + bytes(18)]
 )
-def test_what_is_no_checkpoint_is_told(content: bytes, tmp_path: Path) -> None:
+def test_other_files_are_rejected(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.ckpt").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"a.ckpt is not loaded: it is (cut off|no checkpoint)"):
+    with pytest.raises(CheckpointError, match=r"a.ckpt is not loaded: it is (cut off|not a checkpoint)"):
         Durable().load_checkpoint(tmp_path / "a.ckpt")
 
 
-def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_unreadable_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"a.ckpt: there is no such file"):
         Durable().load_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match=r"it is a folder without index.ckpt: a save that did not end"):
+    with pytest.raises(CheckpointError, match=r"it is a folder without index.ckpt: an incomplete save"):
         Durable().load_checkpoint(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(CheckpointError, match=r"loop is not loaded: .*symbolic links"):
         Durable().load_checkpoint(tmp_path / "loop")
 
 
-def test_what_torch_writes_is_an_archive_without_a_comment(tmp_path: Path) -> None:
+def test_content_that_is_no_archive_is_rejected(tmp_path: Path) -> None:
     with (tmp_path / "a").open("wb") as file:
-        writer = digest.SealingWriter(file.fileno())
+        writer = digest.DigestWriter(file.fileno())
         writer.write(b"something else")
-        with pytest.raises(CheckpointError, match=r"did not write what it used to write"):
-            writer.seal()
+        with pytest.raises(CheckpointError, match=r"did not write a zip archive without a comment"):
+            writer.finish()
         writer.close()
 
 
-@pytest.mark.parametrize("piece_bytes", [30, 1000, 1 << 22])
-def test_pieces_of_any_size_give_the_same_file(
-    piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("chunk_bytes", [30, 1000, 1 << 22])
+def test_chunks_of_any_size_give_the_same_file(
+    chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = save(tmp_path / "a.ckpt")
-    monkeypatch.setattr(digest, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(digest, "_CHUNK_BYTES", chunk_bytes)
     assert save(tmp_path / "b.ckpt")[:-64] == whole[:-64] or len(whole) == len(save(tmp_path / "b.ckpt"))
     assert digest.verify_path(tmp_path / "b.ckpt")
     assert equal(torch.load(tmp_path / "b.ckpt"), state())

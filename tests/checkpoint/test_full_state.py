@@ -1,4 +1,4 @@
-"""An optimizer's state from a checkpoint takes the place of what there is."""
+"""Loading an optimizer's state replaces its current state."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from lightning_eff.checkpoint import full_state
-from lightning_eff.strategy._fsdp2.dtensor_state import DTensorParts
+from lightning_eff.strategy._fsdp2.checkpoint import DTensorState
 from tests.support.models import Net
 
 
-def test_a_state_from_before_the_first_step_leaves_no_momentum_behind() -> None:
-    """As after a search for a rate, which steps and then goes back."""
+def test_a_state_from_before_the_first_step_clears_momentum() -> None:
+    """As after a learning-rate search, which restores the initial state."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     empty = copy.deepcopy(optimizer.state_dict())
@@ -23,7 +23,7 @@ def test_a_state_from_before_the_first_step_leaves_no_momentum_behind() -> None:
 
     def load(saved: Any) -> None:
         groups = [group["params"] for group in optimizer.param_groups]
-        full_state.load_optimizer_state(groups, optimizer.param_groups, saved, DTensorParts(optimizer))
+        full_state.load_optimizer_state_dict(groups, optimizer.param_groups, saved, DTensorState(optimizer))
 
     assert optimizer.state
     load(empty)

@@ -1,4 +1,4 @@
-"""A tensor whose rows lie in several places is the whole tensor to whoever looks at it."""
+"""A lazy tensor equals the full tensor and reads only the rows that are used."""
 
 from __future__ import annotations
 
@@ -11,36 +11,42 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_eff.checkpoint.lazy_tensor import InRows, assembled, divide, in_rows, mapped
+from lightning_eff.checkpoint.lazy_tensor import (
+    LazyShardedTensor,
+    from_shards,
+    map_tensors,
+    materialize,
+    split_shards,
+)
 from lightning_eff.core.errors import CheckpointError
 
-WHOLE = torch.arange(10.0).reshape(5, 2)
+FULL = torch.arange(10.0).reshape(5, 2)
 
 
-def made() -> InRows:
-    return in_rows(
-        WHOLE.to("meta"), [(3, WHOLE[3:].clone()), (0, WHOLE[:2].clone()), (2, WHOLE[2:3].clone())]
+def lazy() -> LazyShardedTensor:
+    return from_shards(
+        FULL.to("meta"), [(3, FULL[3:].clone()), (0, FULL[:2].clone()), (2, FULL[2:3].clone())]
     )
 
 
-def test_values_are_those_of_the_whole_and_shapes_need_none() -> None:
-    value = made()
+def test_it_equals_the_full_tensor_and_its_shape_reads_no_values() -> None:
+    value = lazy()
     assert (value.shape, value.dtype, value.ndim, len(value)) == ((5, 2), torch.float32, 2, 5)
     assert (value.numel(), value.nbytes, value.size(1), value.is_floating_point()) == (10, 40, 2, True)
-    assert len(value.pieces) == 3, "nothing was put together for that"
-    assert value.tolist() == WHOLE.tolist()
+    assert len(value.shards) == 3, "no values were read"
+    assert value.tolist() == FULL.tolist()
     assert value.device == torch.device("cpu")
-    assert torch.equal(value, WHOLE)
-    assert (value.numpy() == WHOLE.numpy()).all()
-    assert torch.equal(torch.stack([value, value])[1], WHOLE)
+    assert torch.equal(value, FULL)
+    assert (value.numpy() == FULL.numpy()).all()
+    assert torch.equal(torch.stack([value, value])[1], FULL)
     assert type(value * 2) is torch.Tensor
     assert type(value.to(torch.bfloat16)) is torch.Tensor
-    assert torch.equal(copy.deepcopy({"x": value})["x"], WHOLE)
-    assert str(value) == str(WHOLE)
+    assert torch.equal(copy.deepcopy({"x": value})["x"], FULL)
+    assert str(value) == str(FULL)
 
 
-def test_what_is_changed_in_place_stays_changed() -> None:
-    value = made()
+def test_changes_in_place_persist() -> None:
+    value = lazy()
     value.mul_(2)
     value[0] = 7
     assert value[:, 0].tolist() == [7, 4, 8, 12, 16]
@@ -48,60 +54,60 @@ def test_what_is_changed_in_place_stays_changed() -> None:
     assert value.data_ptr() == value.data_ptr(), "and it is not made anew each time"
 
 
-def test_it_is_saved_and_loaded_as_the_whole() -> None:
+def test_it_is_saved_and_loaded_as_the_full_tensor() -> None:
     file = io.BytesIO()
-    torch.save({"x": made()}, file)
+    torch.save({"x": lazy()}, file)
     file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=True)["x"], WHOLE)
+    assert torch.equal(torch.load(file, weights_only=True)["x"], FULL)
     layer = nn.Linear(2, 5, bias=False)
-    layer.load_state_dict({"weight": made()})
-    assert torch.equal(layer.weight.data, WHOLE)
+    layer.load_state_dict({"weight": lazy()})
+    assert torch.equal(layer.weight.data, FULL)
     assert type(layer.weight) is nn.Parameter
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 5), (1, 4), (3, 5), (2, 3), (4, 4), (5, 5), (0, 1)])
-def test_rows_are_read_where_they_lie(first: int, end: int) -> None:
-    value = made()
+def test_rows_are_views_of_their_shard(first: int, end: int) -> None:
+    value = lazy()
     rows = value.rows(first, end)
-    assert torch.equal(rows, WHOLE[first:end])
+    assert torch.equal(rows, FULL[first:end])
     assert type(rows) is torch.Tensor
-    assert len(value.pieces) == 3
+    assert len(value.shards) == 3
     inside = value.rows(3, 4)
-    assert inside.untyped_storage().data_ptr() == value.pieces[2][1].untyped_storage().data_ptr(), "no copy"
+    assert inside.untyped_storage().data_ptr() == value.shards[2][1].untyped_storage().data_ptr(), "no copy"
 
 
 @pytest.mark.parametrize(
-    "pieces",
+    "shards",
     [
-        [], [(0, WHOLE[:4])], [(0, WHOLE), (5, WHOLE[:1])], [(0, WHOLE[:3]), (2, WHOLE[2:])], [(1, WHOLE)],
-        [(0, WHOLE[:2]), (3, WHOLE[3:])], [(0, WHOLE.double())], [(0, WHOLE[:, :1])], [(-1, WHOLE)],
+        [], [(0, FULL[:4])], [(0, FULL), (5, FULL[:1])], [(0, FULL[:3]), (2, FULL[2:])], [(1, FULL)],
+        [(0, FULL[:2]), (3, FULL[3:])], [(0, FULL.double())], [(0, FULL[:, :1])], [(-1, FULL)],
     ],
 )  # fmt: skip
-def test_other_rows_are_refused(pieces: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"rows of a tensor .5, 2. are missing, or of another one"):
-        in_rows(WHOLE.to("meta"), pieces)
+def test_missing_or_foreign_rows_are_rejected(shards: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"rows of a tensor of shape .5, 2. are missing or do not fit"):
+        from_shards(FULL.to("meta"), shards)
 
 
-def test_only_what_changes_is_made_anew() -> None:
+def test_only_changed_containers_are_copied() -> None:
     inner = {"a": 1}
-    value = OrderedDict(x=WHOLE, inner=inner, items=(inner, [WHOLE]))
-    assert mapped(value, lambda _, tensor: tensor) is value
+    value = OrderedDict(x=FULL, inner=inner, items=(inner, [FULL]))
+    assert map_tensors(value, lambda _, tensor: tensor) is value
     seen: list[str] = []
-    new = mapped(value, lambda path, tensor: seen.append(path) or tensor * 2)
+    new = map_tensors(value, lambda path, tensor: seen.append(path) or tensor * 2)
     assert seen == ["['x']", "['items'][1][0]"]
     assert type(new) is OrderedDict
     assert new["inner"] is inner
     assert new["items"][0] is inner
-    assert torch.equal(value["x"], WHOLE), "the one before is as it was"
+    assert torch.equal(value["x"], FULL), "the one before is as it was"
 
 
-def test_a_tensor_under_two_names_is_divided_once_and_stays_one() -> None:
-    one, other = WHOLE.clone(), WHOLE.clone()
-    rest, rows = divide({"a": one, "b": [one, other]}, lambda tensor: (0, tensor))
+def test_tied_tensors_are_split_once_and_stay_tied() -> None:
+    one, other = FULL.clone(), FULL.clone()
+    rest, rows = split_shards({"a": one, "b": [one, other]}, lambda tensor: (0, tensor))
     assert list(rows) == ["['a']", "['b'][1]"]
     assert rest["a"] is rest["b"][0]
     assert rest["a"].is_meta
-    value = made()
-    whole = assembled({"a": value, "b": (value, 3)})
-    assert whole["a"] is whole["b"][0]
-    assert type(whole["a"]) is torch.Tensor
+    value = lazy()
+    full = materialize({"a": value, "b": (value, 3)})
+    assert full["a"] is full["b"][0]
+    assert type(full["a"]) is torch.Tensor

@@ -1,4 +1,4 @@
-"""Checkpoints that say nonsense about their version, and files that are none: refused by name, exit 2."""
+"""Checkpoints with an invalid version, and special files: rejected by name, exit code 2."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from lightning_eff.checkpoint import digest, sharded, stored_weights
-from lightning_eff.checkpoint.atomic_write import write_sealed
+from lightning_eff.checkpoint.atomic_write import write_with_digest
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.models.hub.sources import check_weights
 from tests.support.command_line import Command
 
 BASE = "callbacks.peft_adapter.base_checkpoint"
-NONSENSE: list[Any] = ["banana", "", "1.x", 7, 2.6, None, [2, 6], {"major": 2}, b"2.6", True]
+INVALID: list[Any] = ["banana", "", "1.x", 7, 2.6, None, [2, 6], {"major": 2}, b"2.6", True]
 ZERO = "character device"
 
 
 @pytest.fixture(params=["FIFO", ZERO])
 def odd(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Stand beside `odd.ckpt` and `odd.safetensors`, which have no end; return what they are."""
+    """Make `odd.ckpt` and `odd.safetensors` special files without an end; return their kind."""
     monkeypatch.chdir(tmp_path)
     for name in ("odd.ckpt", "odd.safetensors"):
         if request.param == "FIFO":
@@ -44,15 +44,15 @@ def refused(command: Command, text: str, *words: str) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_what_is_no_regular_file_is_not_opened_to_wait(odd: str) -> None:
+def test_opening_a_special_file_does_not_block(odd: str) -> None:
     path = Path("odd.ckpt")
     for look in (digest.verify_path, stored_weights.checkpoint, Durable().load_checkpoint):
         with pytest.raises(
-            CheckpointError, match=f"odd.ckpt is not loaded: it is a {odd}, and no regular file"
+            CheckpointError, match=f"odd.ckpt is not loaded: it is a {odd}, not a regular file"
         ):
             look(path)
-    for look in (digest.bears_seal, digest.looks_like_one):
-        with pytest.raises(CheckpointError, match=f"it is a {odd}, and no regular file"):
+    for look in (digest.has_digest, digest.looks_like_checkpoint):
+        with pytest.raises(CheckpointError, match=f"it is a {odd}, not a regular file"):
             look(path)
     with pytest.raises(CheckpointError, match=f"odd.safetensors is not loaded: it is a {odd}"):
         stored_weights.weights(Path("odd.safetensors"))
@@ -61,8 +61,8 @@ def test_what_is_no_regular_file_is_not_opened_to_wait(odd: str) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_run_does_not_wait_for_what_is_no_regular_file(odd: str, tiny: list[str], command: Command) -> None:
-    text = f"odd.ckpt is not loaded: it is a {odd}, and no regular file"
+def test_a_run_rejects_special_files(odd: str, tiny: list[str], command: Command) -> None:
+    text = f"odd.ckpt is not loaded: it is a {odd}, not a regular file"
     refused(command, text, *tiny, "ckpt_path=odd.ckpt")
     refused(command, text, *tiny, "+callbacks=peft_adapter", f"{BASE}=odd.ckpt")
     refused(command, f"it is a {odd}", *tiny, "+callbacks=peft_adapter", f"{BASE}=odd.safetensors")
@@ -77,38 +77,45 @@ def test_a_run_does_not_wait_for_what_is_no_regular_file(odd: str, tiny: list[st
     )
 
 
-@pytest.mark.parametrize("version", NONSENSE, ids=repr)
-def test_a_version_that_is_none_is_refused_before_a_folder_is_made(
+@pytest.mark.parametrize("version", INVALID, ids=repr)
+def test_an_invalid_lightning_version_is_rejected_before_a_folder_is_made(
     version: Any, tiny: list[str], command: Command
 ) -> None:
     content = {"pytorch-lightning_version": version, "state_dict": {}, "global_step": 1}
-    write_sealed(Path("a.ckpt"), lambda file: torch.save(content, file))
-    text = f"its pytorch-lightning_version is {str(version)!r}, which is no version"
+    write_with_digest(Path("a.ckpt"), lambda file: torch.save(content, file))
+    text = f"its pytorch-lightning_version {str(version)!r} is not a version"
     refused(command, text, *tiny, "ckpt_path=a.ckpt")
     refused(command, text, *tiny, "+callbacks=peft_adapter", f"{BASE}=a.ckpt")
     for look in (stored_weights.checkpoint, Durable().load_checkpoint):
-        with pytest.raises(CheckpointError, match=r"a\.ckpt is not loaded: its pytorch-lightning_version is"):
+        with pytest.raises(
+            CheckpointError, match=r"a\.ckpt is not loaded: its pytorch-lightning_version .* is not a version"
+        ):
             look(Path("a.ckpt"))
     index(Path("parts.ckpt"), checkpoint=content)
     refused(command, text, *tiny, "ckpt_path=parts.ckpt")
 
 
 @pytest.mark.parametrize("version", ["banana", "1", True, 1.0, None, [1], torch.ones(2), 2, -1], ids=repr)
-def test_a_version_of_ours_that_is_none_is_refused_too(
-    version: Any, tiny: list[str], command: Command
-) -> None:
+def test_an_invalid_format_version_is_rejected(version: Any, tiny: list[str], command: Command) -> None:
     index(Path("parts.ckpt"), version=version)
-    refused(command, "parts.ckpt/index.ckpt is not loaded: it is no index of", *tiny, "ckpt_path=parts.ckpt")
-    refused(command, "it is no index of this", *tiny, "+callbacks=peft_adapter", f"{BASE}=parts.ckpt")
+    refused(
+        command,
+        "parts.ckpt/index.ckpt is not loaded: it is not an index of version 1",
+        *tiny,
+        "ckpt_path=parts.ckpt",
+    )
+    refused(
+        command, "it is not an index of version 1", *tiny, "+callbacks=peft_adapter", f"{BASE}=parts.ckpt"
+    )
 
 
 def index(path: Path, **changes: Any) -> None:
-    """Write a folder's index as it is but for some entries."""
+    """Write a folder's index with some entries changed."""
     good = {"format": sharded.FORMAT, "version": sharded.VERSION, "token": "0" * 16}
     good |= {"parts": ["a" * 64], "divided": [], "checkpoint": {}}
-    write_sealed(path / sharded.INDEX, lambda file: torch.save(good | changes, file))
+    write_with_digest(path / sharded.INDEX, lambda file: torch.save(good | changes, file))
 
 
-def test_a_checkpoint_without_a_version_is_no_trainers(tiny: list[str], command: Command) -> None:
+def test_a_checkpoint_without_a_version_is_rejected(tiny: list[str], command: Command) -> None:
     torch.save({"state_dict": {}, "global_step": 1}, "a.ckpt")
     refused(command, "ckpt_path='a.ckpt': expected a checkpoint of a Trainer", *tiny, "ckpt_path=a.ckpt")

@@ -1,4 +1,4 @@
-"""A checkpoint in a folder, by three ranks in one process: faults in every file, a kill at every step."""
+"""Sharded checkpoints of three ranks in one process: faults in every file, a kill at every step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_eff.checkpoint import atomic_write, latest, saving, sharded, stored_weights
-from lightning_eff.checkpoint.lazy_tensor import InRows, divide
+from lightning_eff.checkpoint import atomic_write, sharded, sharded_write, stored_weights
+from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, split_shards
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.config import ckpt_path
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
@@ -24,7 +24,7 @@ NUM_RANKS = 3
 
 
 class Killed(BaseException):
-    """What a kill is here: nothing catches it, and nothing is cleaned up."""
+    """Simulate a kill: nothing catches it, and nothing is cleaned up."""
 
 
 def checkpoint(value: float = 1.0) -> dict[str, Any]:
@@ -58,16 +58,15 @@ def rows_of(rank: int, num_ranks: int) -> Callable[[Tensor], Any]:
 def save(path: Path, content: dict[str, Any] | None = None, num_ranks: int = NUM_RANKS) -> str:
     """Save as ranks would, one after the other; return the token."""
     content = checkpoint() if content is None else content
-    saving.prepare(path)
-    token = saving.new_token()
+    token = sharded_write.prepare(path)
     digests: list[str] = []
     with contextlib.ExitStack() as held:
         for rank in range(num_ranks):
-            rest, rows = divide(content, rows_of(rank, num_ranks))
-            part = held.enter_context(saving.part(path, token, rank, num_ranks, rows))
-            digests.append(part.digest)
-        saving.write_index(path, token, digests, rest, rows)
-        saving.tidy(path, just_saved=True)
+            rest, rows = split_shards(content, rows_of(rank, num_ranks))
+            shard = held.enter_context(sharded_write.write_shard(path, token, rank, num_ranks, rows))
+            digests.append(shard.digest)
+        sharded_write.write_index(path, token, digests, rest, rows)
+        sharded_write.clean_up(path, just_saved=True)
     return token
 
 
@@ -76,7 +75,7 @@ def names(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_what_ranks_saved_is_loaded_whole(num_ranks: int, tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_loads_as_full_tensors(num_ranks: int, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     token = save(path, num_ranks=num_ranks)
     parts = [f"part-{token}-{rank}-of-{num_ranks}.ckpt" for rank in range(num_ranks)]
@@ -96,24 +95,24 @@ def test_what_ranks_saved_is_loaded_whole(num_ranks: int, tmp_path: Path) -> Non
     assert found["list"][1][1] is found["list"][0]
 
 
-def test_any_rows_are_read_for_any_number_of_ranks(tmp_path: Path) -> None:
-    """Saved by three, each cut of rows is there, whoever asks."""
+def test_any_number_of_ranks_reads_its_rows(tmp_path: Path) -> None:
+    """Saved by three ranks, loaded by one, two and four."""
     path = tmp_path / "a.ckpt"
     save(path)
-    found = sharded.joined(sharded.verified(path))
+    found = sharded.lazy_checkpoint(sharded.verified_index(path))
     for name, expected in checkpoint()["state_dict"].items():
         value = found["state_dict"][name]
         if not expected.ndim:
             assert type(value) is Tensor
             continue
-        assert isinstance(value, InRows)
+        assert isinstance(value, LazyShardedTensor)
         for num_ranks in (1, 2, 4):
             cuts = [rows_of(rank, num_ranks)(expected) for rank in range(num_ranks)]
             for first, rows in cuts:
                 assert torch.equal(value.rows(first, first + len(rows)), rows)
         assert value.shape == expected.shape
         assert value.numel() == expected.numel()
-        assert len(value.pieces) == len([r for r in range(3) if len(rows_of(r, 3)(expected)[1])])
+        assert len(value.shards) == len([r for r in range(3) if len(rows_of(r, 3)(expected)[1])])
 
 
 def test_every_flipped_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
@@ -124,7 +123,11 @@ def test_every_flipped_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
         for place in range(0, len(content), len(content) // 40):
             content[place] ^= 4
             file.write_bytes(content)
-            for load in (Durable().load_checkpoint, stored_weights.checkpoint, latest.verify_path):
+            for load in (
+                Durable().load_checkpoint,
+                stored_weights.checkpoint,
+                stored_weights.verify_checkpoint,
+            ):
                 with pytest.raises(CheckpointError, match=file.name):
                     load(path)
             content[place] ^= 4
@@ -135,57 +138,61 @@ def test_every_flipped_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
     assert same(Durable().load_checkpoint(path), checkpoint()), "negative control"
 
 
-def test_a_part_that_is_missing_or_of_another_save_is_named(tmp_path: Path) -> None:
+def test_a_shard_that_is_missing_or_of_another_save_is_named(tmp_path: Path) -> None:
     path, other = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
     token, another = save(path), save(other, checkpoint(2.0))
-    part = sharded.part_path(path, token, 1, NUM_RANKS)
+    part = sharded.shard_path(path, token, 1, NUM_RANKS)
     content = part.read_bytes()
-    part.write_bytes(sharded.part_path(other, another, 1, NUM_RANKS).read_bytes())
-    with pytest.raises(CheckpointError, match=f"{part.name} is not loaded: it is whole, and not the one"):
+    part.write_bytes(sharded.shard_path(other, another, 1, NUM_RANKS).read_bytes())
+    with pytest.raises(
+        CheckpointError, match=f"{part.name} is not loaded: it is intact, but of another save"
+    ):
         Durable().load_checkpoint(path)
     torch.save({"token": token, "rows": {}}, part)
-    with pytest.raises(CheckpointError, match=f"{part.name} is not loaded: it is whole, and not the one"):
+    with pytest.raises(
+        CheckpointError, match=f"{part.name} is not loaded: it is intact, but of another save"
+    ):
         Durable().load_checkpoint(path)
     part.unlink()
-    with pytest.raises(CheckpointError, match=f"its part {part.name} is missing"):
+    with pytest.raises(CheckpointError, match=f"its shard {part.name} is missing"):
         Durable().load_checkpoint(path)
     part.write_bytes(content)
     (path / "index.ckpt").write_bytes((other / "index.ckpt").read_bytes())
-    with pytest.raises(CheckpointError, match=f"its part part-{another}-0-of-3.ckpt is missing"):
+    with pytest.raises(CheckpointError, match=f"its shard part-{another}-0-of-3.ckpt is missing"):
         Durable().load_checkpoint(path)
     (path / "index.ckpt").unlink()
-    with pytest.raises(CheckpointError, match=r"a folder without index\.ckpt: a save that did not end"):
+    with pytest.raises(CheckpointError, match=r"a folder without index\.ckpt: an incomplete save"):
         Durable().load_checkpoint(path)
     with pytest.raises(FileNotFoundError):
         Durable().load_checkpoint(tmp_path / "never.ckpt")
 
 
 def hostile(path: Path, **changes: Any) -> None:
-    """Give a folder an index that says something else, sealed as its writer would seal it."""
+    """Change an index's content, with a correct digest."""
     content = torch.load(path / "index.ckpt", weights_only=True) | changes
-    atomic_write.write_sealed(path / "index.ckpt", lambda file: torch.save(content, file))
+    atomic_write.write_with_digest(path / "index.ckpt", lambda file: torch.save(content, file))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"token": "../../precious00"}, "does not say which parts"),
-        ({"token": "0123456789abcde/"}, "does not say which parts"),
-        ({"token": 3}, "does not say which parts"),
-        ({"parts": []}, "does not say which parts"),
-        ({"parts": "abc"}, "does not say which parts"),
-        ({"parts": [1, 2, 3]}, "does not say which parts"),
-        ({"divided": [3]}, "does not say which parts"),
-        ({"checkpoint": [1]}, "does not say which parts"),
-        ({"version": 2}, "no index of this version, of format 2"),
-        ({"version": True, "format": "x"}, "no index of this version"),
-        ({"format": "else"}, "no index of this version"),
-        ({"checkpoint": {"state_dict": {"few": torch.empty(3, device="meta")}}}, "few.*of a tensor .3,."),
-        ({"checkpoint": {"state_dict": {"few": torch.empty(2, 1, device="meta")}}}, "of a tensor .2, 1."),
+        ({"token": "../../precious00"}, "does not list its shards"),
+        ({"token": "0123456789abcde/"}, "does not list its shards"),
+        ({"token": 3}, "does not list its shards"),
+        ({"parts": []}, "does not list its shards"),
+        ({"parts": "abc"}, "does not list its shards"),
+        ({"parts": [1, 2, 3]}, "does not list its shards"),
+        ({"divided": [3]}, "does not list its shards"),
+        ({"checkpoint": [1]}, "does not list its shards"),
+        ({"version": 2}, "not an index of version 1, but of version 2"),
+        ({"version": True, "format": "x"}, "not an index of version 1"),
+        ({"format": "else"}, "not an index of version 1"),
+        ({"checkpoint": {"state_dict": {"few": torch.empty(3, device="meta")}}}, "few.*of shape .3,."),
+        ({"checkpoint": {"state_dict": {"few": torch.empty(2, 1, device="meta")}}}, "of shape .2, 1."),
         ({"checkpoint": {"state_dict": {"few": torch.empty((), device="meta")}}}, "rows of a tensor"),
     ],
 )  # fmt: skip
-def test_an_index_may_say_anything(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_hostile_indexes_are_rejected(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     save(path)
     hostile(path, **changes)
@@ -197,11 +204,11 @@ def test_an_index_may_say_anything(changes: dict[str, Any], message: str, tmp_pa
     "rows",
     [None, 3, *({"x": x} for x in (3, [0], [0, 1], ["a", torch.ones(1)], [0, torch.ones(())]))],
 )
-def test_a_part_may_hold_anything(rows: Any, tmp_path: Path) -> None:
+def test_hostile_shards_are_rejected(rows: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     token = save(path, num_ranks=1)
-    part = sharded.part_path(path, token, 0, 1)
-    written = atomic_write.write_sealed(part, lambda file: torch.save({"rows": rows}, file))
+    part = sharded.shard_path(path, token, 0, 1)
+    written = atomic_write.write_with_digest(part, lambda file: torch.save({"rows": rows}, file))
     hostile(path, parts=[written.digest])
     with pytest.raises(CheckpointError, match="it holds no rows of tensors"):
         Durable().load_checkpoint(path)
@@ -215,9 +222,9 @@ def test_code_is_never_loaded(tmp_path: Path) -> None:
             return Path.touch, (touched,)
 
     token = save(path, num_ranks=1)
-    part = sharded.part_path(path, token, 0, 1)
+    part = sharded.shard_path(path, token, 0, 1)
     content = {"rows": {"x": [0, torch.ones(1)]}, "more": Hostile()}
-    written = atomic_write.write_sealed(part, lambda file: torch.save(content, file))
+    written = atomic_write.write_with_digest(part, lambda file: torch.save(content, file))
     hostile(path, parts=[written.digest])
     for load in (Durable().load_checkpoint, stored_weights.checkpoint):
         with pytest.raises(CheckpointError, match="only tensors and plain values"):
@@ -225,7 +232,7 @@ def test_code_is_never_loaded(tmp_path: Path) -> None:
     whole = tmp_path / "b.ckpt"
     save(whole)
     hostile(whole, more=Hostile())
-    with pytest.raises(CheckpointError, match=r"index.ckpt is not loaded: it holds a \S+, and only tensors"):
+    with pytest.raises(CheckpointError, match=r"index.ckpt is not loaded: it holds a \S+, but only tensors"):
         Durable().load_checkpoint(whole)
     assert not touched.exists()
     torch.load(part, weights_only=False)
@@ -255,7 +262,7 @@ def steps(patch: pytest.MonkeyPatch, at: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_kill_at_any_step_leaves_the_checkpoint_before(first: bool, tmp_path: Path) -> None:
+def test_a_kill_at_any_step_leaves_the_previous_checkpoint(first: bool, tmp_path: Path) -> None:
     """Between every two things that a save does to the disk; afterwards nothing is left over."""
     ends = set[str]()
     for at in range(1, 200):
@@ -266,7 +273,7 @@ def test_a_kill_at_any_step_leaves_the_checkpoint_before(first: bool, tmp_path: 
             next(steps(patch, at))
             save(path, checkpoint(2.0))
             ends.add("done")
-        if not path.exists() or not sharded.is_one(path):
+        if not path.exists() or not sharded.is_sharded_checkpoint(path):
             assert first
             ends.add("none")
         else:
@@ -274,7 +281,7 @@ def test_a_kill_at_any_step_leaves_the_checkpoint_before(first: bool, tmp_path: 
             old = not first and same(found, checkpoint(1.0))
             assert old or same(found, checkpoint(2.0))
             ends.add("old" if old else "new")
-        saving.remove_orphans(tmp_path)
+        sharded_write.remove_leftovers(tmp_path)
         if path.exists():
             left = names(path)
             assert left == [] or (len(left) == NUM_RANKS + 1 and left[0] == "index.ckpt"), at
@@ -284,7 +291,7 @@ def test_a_kill_at_any_step_leaves_the_checkpoint_before(first: bool, tmp_path: 
     assert at > 30, "there are that many things that a save does"
 
 
-def test_an_error_leaves_nothing_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_removes_the_files_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.ckpt"
     save(path)
     before = {file: file.read_bytes() for file in path.iterdir()}
@@ -306,68 +313,71 @@ def test_an_error_leaves_nothing_of_the_save(tmp_path: Path, monkeypatch: pytest
     assert same(Durable().load_checkpoint(path), checkpoint(2.0))
 
 
-def test_parts_that_are_being_written_stay_and_left_ones_go(tmp_path: Path) -> None:
+def test_locked_shards_stay_and_leftovers_go(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    saving.prepare(path)
-    _, rows = divide(checkpoint(), rows_of(0, 1))
-    with saving.part(path, "0" * 16, 0, 1, rows):
-        assert saving.remove_orphans(tmp_path) == []
+    sharded_write.prepare(path)
+    _, rows = split_shards(checkpoint(), rows_of(0, 1))
+    with sharded_write.write_shard(path, "0" * 16, 0, 1, rows):
+        assert sharded_write.remove_leftovers(tmp_path) == []
     (left,) = path.iterdir()
-    (path / "part-1111111111111111-0-of-1.ckpt").write_text("no seal: not ours")
-    assert saving.remove_orphans(tmp_path) == [left]
+    (path / "part-1111111111111111-0-of-1.ckpt").write_text("no digest: another file")
+    assert sharded_write.remove_leftovers(tmp_path) == [left]
     assert names(path) == ["part-1111111111111111-0-of-1.ckpt"]
 
 
-def test_who_tidies_up_while_a_save_ends_takes_nothing_of_it(
+def test_cleaning_up_while_a_save_ends_removes_none_of_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index is read again once the locks are there: another process may have ended its save meanwhile."""
-    path, real = tmp_path / "a.ckpt", saving.token_of
+    """The index is read again after locking: another process may have ended its save meanwhile."""
+    path, real = tmp_path / "a.ckpt", sharded_write.token_of
     save(path)
-    saving.prepare(path)
-    rest, rows = divide(checkpoint(2.0), rows_of(0, 1))
+    sharded_write.prepare(path)
+    rest, rows = split_shards(checkpoint(2.0), rows_of(0, 1))
     with contextlib.ExitStack() as held:
-        part = held.enter_context(saving.part(path, "f" * 16, 0, 1, rows))
+        shard = held.enter_context(sharded_write.write_shard(path, "f" * 16, 0, 1, rows))
 
         def late(where: Path) -> str | None:
-            """Say what the index said, and let the other process end its save right after."""
+            """Return the old token, and end the other save right after."""
             token = real(where)
-            monkeypatch.setattr(saving, "token_of", real)
-            saving.write_index(path, "f" * 16, [part.digest], rest, rows)
+            monkeypatch.setattr(sharded_write, "token_of", real)
+            sharded_write.write_index(path, "f" * 16, [shard.digest], rest, rows)
             held.close()
             return token
 
-        monkeypatch.setattr(saving, "token_of", late)
-        saving.tidy(path)
+        monkeypatch.setattr(sharded_write, "token_of", late)
+        sharded_write.clean_up(path)
     assert same(Durable().load_checkpoint(path), checkpoint(2.0))
 
 
-def test_an_error_behind_the_index_takes_no_part_of_it(tmp_path: Path) -> None:
-    """As a disk that does not confirm a name that is there: what is named must stay."""
+def test_an_error_after_the_index_removes_no_shard(tmp_path: Path) -> None:
+    """As when the folder cannot be synced: shards that the index names must stay."""
     path = tmp_path / "a.ckpt"
-    saving.prepare(path)
-    rest, rows = divide(checkpoint(), rows_of(0, 1))
-    written = saving.part(path, "0" * 16, 0, 1, rows)
-    part = written.__enter__()
-    saving.write_index(path, "0" * 16, [part.digest], rest, rows)
+    sharded_write.prepare(path)
+    rest, rows = split_shards(checkpoint(), rows_of(0, 1))
+    written = sharded_write.write_shard(path, "0" * 16, 0, 1, rows)
+    shard = written.__enter__()
+    sharded_write.write_index(path, "0" * 16, [shard.digest], rest, rows)
     late = OSError(5, "late")
     assert not written.__exit__(OSError, late, None)
     assert same(Durable().load_checkpoint(path), checkpoint())
 
 
-def test_rank_0_must_see_what_the_others_wrote(tmp_path: Path) -> None:
-    saving.prepare(tmp_path / "a.ckpt")
+def test_rank_0_must_see_the_shards_of_all_ranks(tmp_path: Path) -> None:
+    sharded_write.prepare(tmp_path / "a.ckpt")
     with pytest.raises(
-        CheckpointError, match="does not see there what rank 0 wrote\n  try: a folder on a disk"
+        CheckpointError, match="the shard of rank 0 is not visible to rank 0\n  try: a folder on a disk"
     ):
-        saving.write_index(tmp_path / "a.ckpt", "0" * 16, ["x"], {}, [])
+        sharded_write.write_index(tmp_path / "a.ckpt", "0" * 16, ["x"], {}, [])
 
 
-def test_what_is_none_of_ours_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "file.ckpt").write_text("mine")
     (tmp_path / "folder.ckpt").mkdir()
     (tmp_path / "folder.ckpt" / "thesis.txt").write_text("mine")
-    for name, words in (("file", "a file of that name"), ("folder", "holds other things .'thesis.txt'")):
+    for name, words in (
+        ("file", "a file of that name exists"),
+        ("folder", "holds other files .'thesis.txt'"),
+    ):
         with pytest.raises(CheckpointError, match=words):
             save(tmp_path / f"{name}.ckpt")
     save(tmp_path / "a.ckpt")
@@ -378,7 +388,7 @@ def test_what_is_none_of_ours_is_left_alone(tmp_path: Path) -> None:
     assert names(tmp_path / "a.ckpt") == before, "the link gave way, and not what it led to"
 
 
-def test_the_index_goes_first_and_what_is_not_ours_stays(
+def test_the_index_is_removed_first_and_other_files_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, gone = tmp_path / "a.ckpt", list[str]()
@@ -403,38 +413,40 @@ def test_the_index_goes_first_and_what_is_not_ours_stays(
     assert io.outcome().numbers["num_removed"] == 3
 
 
-def test_another_folder_is_kept(tmp_path: Path) -> None:
+def test_folders_of_other_formats_are_kept(tmp_path: Path) -> None:
     io = Durable()
     io.save_checkpoint({}, tmp_path / "b.ckpt")
     (tmp_path / "dcp.ckpt").mkdir()
     (tmp_path / "dcp.ckpt" / ".metadata").touch()
-    with pytest.warns(CheckpointWarning, match="it is a folder, which another strategy wrote"):
+    with pytest.warns(CheckpointWarning, match="it is a folder that another strategy wrote"):
         io.remove_checkpoint(tmp_path / "dcp.ckpt")
     assert names(tmp_path / "dcp.ckpt") == [".metadata"]
     with pytest.raises(
-        CheckpointError, match=r"torch's distributed checkpoint, which runs code(.|\n)*dcp_to_torch"
+        CheckpointError, match=r"torch.distributed.checkpoint, which runs code(.|\n)*dcp_to_torch"
     ):
         io.load_checkpoint(tmp_path / "dcp.ckpt")
 
 
-def test_the_newest_whole_one_may_be_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_newest_valid_checkpoint_may_be_a_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     runs = tmp_path / "run" / "checkpoints"
     Durable().save_checkpoint({"x": 1}, runs / "step-1.ckpt")
     token = save(runs / "step-2.ckpt")
     save(runs / "step-3.ckpt")
     for age, name in enumerate(("step-1.ckpt", "step-2.ckpt/index.ckpt", "step-3.ckpt/index.ckpt")):
         os.utime(runs / name, (1e9 + age, 1e9 + age))
-    assert latest.newest_whole(tmp_path) == runs / "step-3.ckpt"
+    assert stored_weights.newest_valid(tmp_path) == runs / "step-3.ckpt"
     (runs / "step-3.ckpt" / "index.ckpt").unlink()
-    assert latest.newest_whole(tmp_path) == runs / "step-2.ckpt"
-    assert "a save that did not end" in caplog.messages[0]
+    assert stored_weights.newest_valid(tmp_path) == runs / "step-2.ckpt"
+    assert "an incomplete save" in caplog.messages[0]
     caplog.clear()
-    sharded.part_path(runs / "step-2.ckpt", token, 2, NUM_RANKS).unlink()
-    assert latest.newest_whole(runs.parent) == runs / "step-1.ckpt"
-    assert any(f"its part part-{token}-2-of-3.ckpt is missing" in message for message in caplog.messages)
+    sharded.shard_path(runs / "step-2.ckpt", token, 2, NUM_RANKS).unlink()
+    assert stored_weights.newest_valid(runs.parent) == runs / "step-1.ckpt"
+    assert any(f"its shard part-{token}-2-of-3.ckpt is missing" in message for message in caplog.messages)
 
 
-def test_a_run_goes_on_from_a_folder_of_ours_and_of_no_other(tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_sharded_checkpoint_only(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt")
     assert ckpt_path.find_checkpoint(str(tmp_path / "a.ckpt"), tmp_path) == tmp_path / "a.ckpt"
     dcp, zero, lightnings = (tmp_path / f"{name}.ckpt" for name in ("dcp", "zero", "lightnings"))
@@ -446,7 +458,7 @@ def test_a_run_goes_on_from_a_folder_of_ours_and_of_no_other(tmp_path: Path) -> 
         dcp: f"try: python -m torch.distributed.checkpoint.format_utils dcp_to_torch {dcp} FILE",
         zero: f"try: python {zero}/zero_to_fp32.py {zero} DIR",
         lightnings: f"convert_zero_checkpoint_to_fp32_state_dict({lightnings}, FILE)",
-        tmp_path: "a folder without index.ckpt: a save that did not end, or no checkpoint",
+        tmp_path: "a folder without index.ckpt: an incomplete save, or not a checkpoint",
     }
     for path, way in ways.items():
         with pytest.raises(ConfigError) as raised:
@@ -457,18 +469,18 @@ def test_a_run_goes_on_from_a_folder_of_ours_and_of_no_other(tmp_path: Path) -> 
         )
 
 
-def test_a_folder_must_be_whole_and_leave_something_to_do(tmp_path: Path) -> None:
+def test_a_folder_must_be_intact_and_leave_steps_to_do(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     token = save(path)
     ckpt_path.check_something_left(path, make_trainer(max_steps=4))
     with pytest.raises(ConfigError, match="expected more than the 3 steps that"):
         ckpt_path.check_something_left(path, make_trainer(max_steps=3))
-    sharded.part_path(path, token, 2, NUM_RANKS).unlink()
+    sharded.shard_path(path, token, 2, NUM_RANKS).unlink()
     with pytest.raises(ConfigError, match=f"part-{token}-2-of-3.ckpt is missing"):
         ckpt_path.check_something_left(path, make_trainer(max_steps=4))
 
 
-def test_a_base_may_be_a_folder(tmp_path: Path) -> None:
+def test_a_base_checkpoint_may_be_a_folder(tmp_path: Path) -> None:
     torch.manual_seed(3)
     one, other = torch.nn.Linear(3, 5), torch.nn.Linear(3, 5)
     save(tmp_path / "a.ckpt", {"state_dict": one.state_dict(), "global_step": 1})
@@ -476,8 +488,8 @@ def test_a_base_may_be_a_folder(tmp_path: Path) -> None:
     assert torch.equal(other.weight, one.weight)
 
 
-def test_optimizer_state_that_nobody_asked_for_is_not_read(tmp_path: Path) -> None:
+def test_unused_optimizer_state_is_not_read(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt")
     state = stored_weights.checkpoint(tmp_path / "a.ckpt")["optimizer_states"][0]["state"][0]["exp_avg"]
-    assert isinstance(state, InRows)
-    assert len(state.pieces) == NUM_RANKS
+    assert isinstance(state, LazyShardedTensor)
+    assert len(state.shards) == NUM_RANKS

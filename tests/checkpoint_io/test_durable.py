@@ -1,4 +1,4 @@
-"""Durable in a Trainer and under Fabric: resuming, what is removed, hostile files, saving behind the run."""
+"""Durable in a Trainer and under Fabric: resuming, removal, hostile files, asynchronous saves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_eff.checkpoint import atomic_write, latest
-from lightning_eff.checkpoint.latest import newest_whole
+from lightning_eff.checkpoint import atomic_write, stored_weights
+from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core import rules
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
@@ -53,7 +53,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("save_last", [True, "link"])
-def test_a_run_with_top_k_and_last_stops_and_goes_on_to_the_same_bits(
+def test_a_run_with_top_k_and_last_resumes_to_the_same_bits(
     save_last: Any, asynchronous: bool, net: Callable[..., Net], tmp_path: Path
 ) -> None:
     # Lightning's link leads to the last of the top k, which is the last step's without a monitor.
@@ -84,7 +84,7 @@ def test_a_run_with_top_k_and_last_stops_and_goes_on_to_the_same_bits(
     assert names(tmp_path / "stock") == names(tmp_path / "whole"), "top-k keeps the same ones as stock"
 
 
-def test_it_says_what_it_did(net: Callable[..., Net], tmp_path: Path) -> None:
+def test_the_outcome_counts_saves_and_removals(net: Callable[..., Net], tmp_path: Path) -> None:
     io = Durable()
     assert io.outcome().did == "nothing saved or loaded"
     (tmp_path / ".durable-3333333333333333.tmp").touch()
@@ -92,11 +92,11 @@ def test_it_says_what_it_did(net: Callable[..., Net], tmp_path: Path) -> None:
     assert io.outcome().effective
     size = sum(path.stat().st_size for path in tmp_path.glob("*.ckpt"))
     assert io.outcome().numbers["saved_bytes"] >= size
-    assert "times, " in io.outcome().did
-    assert "tidied up 1 left by dead processes" in io.outcome().did
+    assert "saved once, " in io.outcome().did
+    assert "removed 1 left by dead processes" in io.outcome().did
 
 
-def test_a_save_after_the_end_and_weights_alone(net: Callable[..., Net], tmp_path: Path) -> None:
+def test_a_save_after_the_run_and_weights_only(net: Callable[..., Net], tmp_path: Path) -> None:
     io = Durable(asynchronous=True)
     trainer = make_trainer(plugins=[io], max_steps=2)
     trainer.fit(net(), make_loader())
@@ -105,28 +105,28 @@ def test_a_save_after_the_end_and_weights_alone(net: Callable[..., Net], tmp_pat
 
 
 def test_code_is_never_loaded(tmp_path: Path) -> None:
-    class_of_ours, touched = tmp_path / "class.ckpt", tmp_path / "touched"
+    hostile_file, touched = tmp_path / "class.ckpt", tmp_path / "touched"
 
     class Hostile:
         def __reduce__(self) -> Any:
             return Path.touch, (touched,)
 
-    torch.save({"x": Hostile()}, class_of_ours)
+    torch.save({"x": Hostile()}, hostile_file)
     for given in (None, True):
         with (
             pytest.warns(CheckpointWarning, match="no SHA-256"),
-            pytest.raises(CheckpointError, match=r"it holds a \S+, and only tensors and plain values"),
+            pytest.raises(CheckpointError, match=r"it holds a \S+, but only tensors and plain values"),
         ):
-            Durable().load_checkpoint(class_of_ours, weights_only=given)
+            Durable().load_checkpoint(hostile_file, weights_only=given)
     with pytest.raises(CheckpointError, match=r"weights_only=False would run code that it holds"):
-        Durable().load_checkpoint(class_of_ours, weights_only=False)
+        Durable().load_checkpoint(hostile_file, weights_only=False)
     assert not touched.exists()
-    torch.load(class_of_ours, weights_only=False)
+    torch.load(hostile_file, weights_only=False)
     assert touched.exists(), "negative control"
 
 
 def hostile(path: Path, victim: str) -> Path:
-    """Let a good checkpoint name a file as the worst of its top k, sealed as its writer would seal it."""
+    """Name a file as the worst of the top k in a checkpoint, with a correct digest."""
     state = torch.load(path, weights_only=True)
     (key,) = [key for key in state["callbacks"] if key.startswith("ModelCheckpoint")]
     worst = {f"{state['callbacks'][key]['dirpath']}/{victim}": torch.tensor(float("inf"))}
@@ -140,7 +140,9 @@ def hostile(path: Path, victim: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["a file", "a checkpoint", "a folder", "beside"])
-def test_a_checkpoint_cannot_name_what_is_deleted(kind: str, net: Callable[..., Net], tmp_path: Path) -> None:
+def test_a_checkpoint_cannot_choose_what_is_deleted(
+    kind: str, net: Callable[..., Net], tmp_path: Path
+) -> None:
     run, victim = tmp_path / "run", tmp_path / "precious"
     fit(run, net(), Durable(), max_steps=4, save_top_k=1)
     if kind == "a file":
@@ -164,7 +166,7 @@ def test_a_checkpoint_cannot_name_what_is_deleted(kind: str, net: Callable[..., 
         assert victim.exists() == stays, "with stock Lightning it is gone: the negative control"
 
 
-def test_only_what_was_written_here_is_removed(tmp_path: Path) -> None:
+def test_only_own_files_are_removed(tmp_path: Path) -> None:
     io, other = Durable(), Durable()
     for name in ("a", "b"):
         io.save_checkpoint({"x": 1}, tmp_path / f"{name}.ckpt")
@@ -194,20 +196,20 @@ def test_only_what_was_written_here_is_removed(tmp_path: Path) -> None:
 
 
 class Held:
-    """Holds every write back until it is let go."""
+    """Hold every write back until `go` is set."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
-        write = atomic_write.replacing
+        write = atomic_write.atomic_replace
 
         def late(path: Path) -> Any:
             assert self.go.wait(20)
             return write(path)
 
-        patch.setattr(atomic_write, "replacing", late)
+        patch.setattr(atomic_write, "atomic_replace", late)
 
 
-def test_an_asynchronous_save_is_the_state_at_the_call(
+def test_an_asynchronous_save_has_the_state_at_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, io = Held(monkeypatch), Durable(asynchronous=True)
@@ -228,9 +230,7 @@ def test_an_asynchronous_save_is_the_state_at_the_call(
     io.teardown()
 
 
-def test_what_is_removed_waits_for_the_save_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_waits_for_the_save_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     io = Durable(asynchronous=True)
     io.save_checkpoint({"x": 1}, tmp_path / "old.ckpt")
     io.load_checkpoint(tmp_path / "old.ckpt")
@@ -243,8 +243,10 @@ def test_what_is_removed_waits_for_the_save_before_it(
     assert names(tmp_path) == ["new.ckpt"]
 
 
-def test_lightnings_own_removes_the_old_one_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control; inside it ours still verifies and replaces."""
+def test_lightnings_async_plugin_removes_the_old_file_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control; Durable inside it still verifies and replaces."""
     inner = Durable()
     io = AsyncCheckpointIO(inner)
     trainer = make_trainer(plugins=[io])
@@ -261,7 +263,7 @@ def test_lightnings_own_removes_the_old_one_first(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("asked", ["save", "load", "end"])
-def test_an_error_behind_the_run_is_raised_once_at_the_next_save_load_or_end(
+def test_an_error_in_the_thread_is_raised_once_at_the_next_save_load_or_end(
     asked: str, tmp_path: Path
 ) -> None:
     io = Durable(asynchronous=True)
@@ -274,7 +276,7 @@ def test_an_error_behind_the_run_is_raised_once_at_the_next_save_load_or_end(
         "load": lambda: io.load_checkpoint(tmp_path / "old.ckpt"),
         "end": io.teardown,
     }
-    with pytest.raises(CheckpointError, match="there is a folder of that name"):
+    with pytest.raises(CheckpointError, match="a folder of that name exists"):
         ask[asked]()
     assert Durable().load_checkpoint(tmp_path / "old.ckpt") == {"x": 1}, "removed though the new one failed"
     io.teardown()
@@ -284,7 +286,7 @@ def test_an_error_behind_the_run_is_raised_once_at_the_next_save_load_or_end(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_run_whose_disk_is_full_ends_with_that_error(
+def test_a_full_disk_ends_the_run_with_that_error(
     asynchronous: bool, net: Callable[..., Net], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> int:
@@ -324,10 +326,10 @@ def test_under_fabric(asynchronous: bool, tmp_path: Path) -> None:
     assert not layer.weight.any(), "something was assigned"
 
 
-def test_what_it_cannot_do_is_told(tmp_path: Path) -> None:
+def test_unsupported_requests_are_rejected(tmp_path: Path) -> None:
     io = Durable()
     for do in (io.load_checkpoint, io.remove_checkpoint, lambda path: io.save_checkpoint({}, path)):
-        with pytest.raises(CheckpointError, match=r"s3://.*local disks\n  try: TorchCheckpointIO\(\)"):
+        with pytest.raises(CheckpointError, match=r"s3://.*local disks only\n  try: TorchCheckpointIO\(\)"):
             do("s3://bucket/a.ckpt")
     with pytest.raises(TypeError, match="storage_options='x'"):
         io.save_checkpoint({}, tmp_path / "a.ckpt", storage_options="x")
@@ -347,7 +349,7 @@ def test_a_flag_is_true_or_false(key: str) -> None:
         Durable(**{key: "no"})  # pyright: ignore[reportArgumentType]
 
 
-def test_the_newest_whole_checkpoint_is_found_and_the_skipped_ones_are_named(
+def test_the_newest_valid_checkpoint_is_found_and_skipped_ones_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     import os
@@ -358,35 +360,33 @@ def test_the_newest_whole_checkpoint_is_found_and_the_skipped_ones_are_named(
         os.utime(folder / name, (1e9 + age, 1e9 + age))
     (folder / "gone.ckpt").symlink_to("nothing.ckpt")
     (folder / "last.ckpt").symlink_to("newest.ckpt")
-    assert newest_whole(tmp_path) == folder / "newest.ckpt"
+    assert newest_valid(tmp_path) == folder / "newest.ckpt"
     assert caplog.messages == []
     for name in ("newest.ckpt", "newer.ckpt"):
         age = (folder / name).stat().st_mtime
         (folder / name).write_bytes((folder / name).read_bytes()[:-100])
         os.utime(folder / name, (age, age))
-    assert newest_whole(tmp_path) == folder / "new.ckpt"
-    assert [message.split(":")[0] for message in caplog.messages] == ["skipped", "skipped", "taken instead"]
+    assert newest_valid(tmp_path) == folder / "new.ckpt"
+    assert [message.split(":")[0] for message in caplog.messages] == ["skipped", "skipped", "using instead"]
     assert "newest.ckpt is not loaded: it is cut off" in caplog.messages[0]
     (folder / "new.ckpt").unlink()
-    assert newest_whole(tmp_path) is None
+    assert newest_valid(tmp_path) is None
 
 
-def test_a_checkpoint_that_its_run_removes_meanwhile_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_removed_meanwhile_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         Durable().save_checkpoint({"x": 1}, tmp_path / "run" / "checkpoints" / f"{name}.ckpt")
-    whole = latest.verify_path
+    whole = stored_weights.verify_checkpoint
 
     def removed(path: Path) -> None:
         (path.parent / "b.ckpt").unlink(missing_ok=True)
         whole(path)
 
-    monkeypatch.setattr(latest, "verify_path", removed)
-    assert newest_whole(tmp_path) == tmp_path / "run" / "checkpoints" / "a.ckpt"
+    monkeypatch.setattr(stored_weights, "verify_checkpoint", removed)
+    assert newest_valid(tmp_path) == tmp_path / "run" / "checkpoints" / "a.ckpt"
 
 
-def test_a_home_folder_is_meant_as_stock_lightning_means_it(
+def test_a_home_folder_is_expanded_as_in_stock_lightning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -395,7 +395,7 @@ def test_a_home_folder_is_meant_as_stock_lightning_means_it(
     assert Durable().load_checkpoint("~/run/a.ckpt") == {"x": 1}
 
 
-def test_a_recipe_goes_on_from_the_newest_whole_one_and_tidies_up(
+def test_a_recipe_resumes_from_the_newest_valid_checkpoint_and_cleans_up(
     tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["train", "baseline", *tiny, "checkpoint_io.asynchronous=true"]

@@ -530,7 +530,7 @@ def test_a_disk_that_refuses_leaves_nothing(
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     def begin() -> None:
-        with atomic_write.appearing(tmp_path / "a" / "b") as folder:
+        with atomic_write.atomic_folder(tmp_path / "a" / "b") as folder:
             (folder / "one").write_text("1")
             assert not (tmp_path / "a" / "b").exists()
             raise ValueError("x")
@@ -538,9 +538,9 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="x"):
         begin()
     assert list((tmp_path / "a").iterdir()) == []
-    with atomic_write.appearing(tmp_path / "a" / "b") as folder:
+    with atomic_write.atomic_folder(tmp_path / "a" / "b") as folder:
         (folder / "one").write_text("1")
     assert (tmp_path / "a" / "b" / "one").read_text() == "1"
-    with pytest.raises(FileExistsError), atomic_write.appearing(tmp_path / "a" / "b"):
+    with pytest.raises(FileExistsError), atomic_write.atomic_folder(tmp_path / "a" / "b"):
         pass
     assert (tmp_path / "a" / "b" / "one").read_text() == "1"

@@ -96,13 +96,13 @@ class FailsAtFive(Net):
 
 def written_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a save in the background be under way when the run ends."""
-    whole = durable.write_sealed
+    whole = durable.write_with_digest
 
     def slow(*arguments: Any) -> Any:
         time.sleep(0.5)
         return whole(*arguments)
 
-    monkeypatch.setattr(durable, "write_sealed", slow)
+    monkeypatch.setattr(durable, "write_with_digest", slow)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -120,7 +120,7 @@ def test_a_checkpoint_that_is_saved_when_the_run_fails_is_in_the_report(
     assert row["numbers"]["saved_bytes"] == path.stat().st_size
     printed = [record.getMessage() for record in caplog.records if "Efficiency report" in record.getMessage()]
     assert len(printed) == 1
-    assert "saved 1 times" in printed[0]
+    assert "saved once" in printed[0]
 
 
 def test_a_checkpoint_in_the_background_is_written_before_the_report(

@@ -1,4 +1,4 @@
-"""What DeepSpeedZero refuses before anything starts, and one device with its state on the host.
+"""Configurations that DeepSpeedZero rejects before a run, and one device with offload.
 
 Two ranks are in tests/test_strategies.py.
 """
@@ -30,7 +30,7 @@ from lightning_eff.core.errors import ConfigError, ConflictError, EnvironmentLac
 from lightning_eff.core.technique import asked
 from lightning_eff.precision.frozen_low import FrozenLow
 from lightning_eff.precision.mixed import Mixed
-from lightning_eff.strategy._zero.one_optimizer import one_optimizer
+from lightning_eff.strategy._zero.optimizer import single_optimizer
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from tests.support.models import Net, make_trainer
 
@@ -45,12 +45,12 @@ MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
         ({"offload_parameters": "cpu"}, "offload_parameters='cpu': expected None under stage 2"),
         ({"offload_optimizer": "nvme", "nvme_path": "x"}, "offload_optimizer='nvme': expected cpu or None"),
         ({"stage": 3, "offload_optimizer": "nvme"}, "nvme_path=None: expected a folder on a local disk"),
-        ({"nvme_path": "x"}, "nvme_path='x': expected a folder on a local disk for nvme, and None without"),
-        ({"config": {"gradient_clipping": 1.0}}, "set in one place: trainer.gradient_clip_val"),
-        ({"config": {"train_batch_size": 8}}, "set in one place: data.batch_size"),
-        ({"config": {"bf16": {"enabled": True}}}, "set in one place: trainer.precision or precision="),
-        ({"config": {"optimizer": {"type": "Adam"}}}, "set in one place: optimizer="),
-        ({"config": {"zero_optimization": {"stage": 1}}}, "set in one place: strategy.stage"),
+        ({"nvme_path": "x"}, "nvme_path='x': expected a folder on a local disk for nvme, else None"),
+        ({"config": {"gradient_clipping": 1.0}}, "set by trainer.gradient_clip_val"),
+        ({"config": {"train_batch_size": 8}}, "set by data.batch_size"),
+        ({"config": {"bf16": {"enabled": True}}}, "set by trainer.precision or precision="),
+        ({"config": {"optimizer": {"type": "Adam"}}}, "set by optimizer="),
+        ({"config": {"zero_optimization": {"stage": 1}}}, "set by strategy.stage"),
         (
             {"config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}},
             "config.zero_optimization.offload_optimizer.device='cpu': expected no such key",
@@ -58,13 +58,13 @@ MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
         ({"config": {"zero_optimisation": {}}}, "did you mean 'zero_optimization'"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         DeepSpeedZero(**options)
     assert message in str(raised.value)
 
 
-def test_what_is_given_goes_to_deepspeed_and_stays_as_it_is() -> None:
+def test_config_is_passed_to_deepspeed_and_not_changed() -> None:
     given: dict[str, Any] = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": False}
     before = repr(given)
     strategy: Any = DeepSpeedZero(stage=3, offload_parameters="cpu", config=given)
@@ -85,7 +85,7 @@ def test_a_precision_plugin_becomes_deepspeeds_own() -> None:
         strategy.precision_plugin = DoublePrecision()
 
 
-def test_one_device_is_refused_with_what_would_do() -> None:
+def test_one_device_is_rejected_with_remedies() -> None:
     trainer = make_trainer(strategy=DeepSpeedZero(), devices=1)
     with pytest.raises(ConflictError) as raised:
         trainer.fit(Net())
@@ -97,14 +97,15 @@ def test_one_device_is_refused_with_what_would_do() -> None:
         assert f"try: {remedy}" in str(raised.value)
 
 
-def test_remedies_can_be_typed() -> None:
+def test_remedies_can_be_pasted() -> None:
     for options in ({"offload_parameters": "cpu"}, {"offload_optimizer": "nvme", "nvme_path": "x"}):
         with pytest.raises(ConfigError, match=r"try: DeepSpeedZero\(stage=3\)"):
             DeepSpeedZero(**options)
     with pytest.raises(ConfigError, match=r"try: DeepSpeedZero\(nvme_path=./"):
         DeepSpeedZero(stage=3, offload_optimizer="nvme")
     with pytest.raises(
-        ConfigError, match=r"nvme_path='no/such': expected a folder[\s\S]*try: mkdir -p no/such"
+        ConfigError,
+        match=r"nvme_path='no/such': expected an existing, writable folder[\s\S]*try: mkdir -p no/such",
     ):
         DeepSpeedZero(stage=3, offload_optimizer="nvme", nvme_path="no/such")
 
@@ -120,22 +121,24 @@ def test_remedies_can_be_typed() -> None:
         (BackboneFinetuning(), {}, True),
     ],
 )
-def test_lightnings_callbacks(other: Any, options: dict[str, Any], *, refused: bool) -> None:
+def test_incompatible_lightning_callbacks_are_rejected(
+    other: Any, options: dict[str, Any], *, refused: bool
+) -> None:
     trainer = make_trainer(strategy=DeepSpeedZero(**options), devices=2, callbacks=[other])
     findings = rules.check(rules.objects_of(trainer), {})
     assert bool(findings) is refused
     assert all(finding.rule.remedies for finding in findings)
 
 
-def test_averages_of_16_bits_are_refused() -> None:
+def test_averages_of_16_bit_weights_are_rejected() -> None:
     trainer = make_trainer(
         strategy=DeepSpeedZero(stage=1), devices=2, callbacks=[WeightAveraging()], precision="bf16-true"
     )
     assert rules.check(rules.objects_of(trainer), {})
 
 
-def test_a_trainer_without_techniques_hears_the_rules_too() -> None:
-    """Before a process group is there, and before the callback has copied anything."""
+def test_rules_also_apply_in_a_plain_trainer() -> None:
+    """Before a process group exists, and before the callback has copied the model."""
     trainer = make_trainer(strategy=DeepSpeedZero(stage=3), devices=2, callbacks=[WeightAveraging()])
     module = Net()
     trainer.strategy.connect(module)
@@ -145,37 +148,40 @@ def test_a_trainer_without_techniques_hears_the_rules_too() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
-def test_one_optimizer_is_stepped() -> None:
+def test_configure_optimizers_must_return_one_optimizer() -> None:
     module: Any = Net()
     module.trainer = make_trainer()
     optimizer = module.configure_optimizers()
     for answer, message in [
         (None, r"Net\.configure_optimizers returned no optimizer[\s\S]*try: return one"),
-        ([optimizer, optimizer], "returned 2 optimizers and 0 schedules[\\s\\S]*try: groups of one"),
+        (
+            [optimizer, optimizer],
+            "returned several \\(optimizers: 2, schedules: 0\\)[\\s\\S]*try: parameter groups of one",
+        ),
     ]:
         module.configure_optimizers = lambda answer=answer: answer
         module.automatic_optimization = answer is None
         with pytest.raises(ConflictError, match=message):
-            one_optimizer(module)
+            single_optimizer(module)
     module.configure_optimizers = lambda: optimizer
     module.automatic_optimization = True
-    assert one_optimizer(module) == (optimizer, None)
+    assert single_optimizer(module) == (optimizer, None)
 
 
-def test_without_deepspeed_one_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_deepspeed_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(EnvironmentLacksError, match=r"pip install 'deepspeed>=0.19'"):
         DeepSpeedZero()
 
 
 @pytest.mark.parametrize("other", [TorchCompile(), FrozenLow(), MicroBatch(micro_batch_size="auto")])
-def test_what_it_must_not_meet(other: Any) -> None:
+def test_incompatible_techniques_are_rejected(other: Any) -> None:
     findings = rules.check([DeepSpeedZero(), other], MACHINE)
     assert [finding.rule.verdict.value for finding in findings] == ["refused"]
     assert findings[0].rule.remedies
 
 
-def test_accumulation_is_not_deepspeeds_own() -> None:
+def test_lightning_accumulates_instead_of_deepspeed() -> None:
     assert not DeepSpeedZero().handles_gradient_accumulation
     assert rules.check([DeepSpeedZero(), MicroBatch(micro_batch_size=2)], {}) == []
 
@@ -200,8 +206,8 @@ print(max(float((alone[key] - theirs[key]).abs().max()) for key in theirs), alon
 """
 
 
-def test_one_device_may_keep_its_state_on_the_host(tmp_path: Path) -> None:
-    """In a process of its own: a process group would stay."""
+def test_one_device_with_offload_trains_like_no_strategy(tmp_path: Path) -> None:
+    """In a separate process: a process group would stay."""
     script = tmp_path / "alone.py"
     script.write_text(ALONE)
     root = Path(__file__).parent.parent.parent

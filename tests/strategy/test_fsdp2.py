@@ -1,4 +1,4 @@
-"""What FSDP2 refuses before anything starts; two ranks are in tests/test_strategies.py."""
+"""Configurations that FSDP2 rejects before a run; two ranks are in tests/test_strategies.py."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
         ({"checkpoints": "both"}, "checkpoints='both': expected full or sharded"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         FSDP2(**options)
     assert message in str(raised.value)
 
 
-def test_one_device_is_refused_with_what_would_do() -> None:
+def test_one_device_is_rejected_with_remedies() -> None:
     trainer = make_trainer(strategy=FSDP2(), devices=1)
     with pytest.raises(ConflictError) as raised:
         trainer.fit(Net())
@@ -42,13 +42,13 @@ def test_one_device_is_refused_with_what_would_do() -> None:
 
 
 @pytest.mark.parametrize("other", [FrozenLow(), MicroBatch(micro_batch_size="auto")])
-def test_what_it_must_not_meet(other: Any) -> None:
+def test_incompatible_techniques_are_rejected(other: Any) -> None:
     findings = rules.check([FSDP2(), other], MACHINE)
     assert [finding.rule.verdict.value for finding in findings] == ["refused"]
     assert findings[0].rule.remedies
 
 
-def test_folders_of_parts_are_fine_with_durable_and_not_written_behind_the_run() -> None:
+def test_durable_accepts_folders_but_does_not_write_them_in_its_thread() -> None:
     late = Durable(asynchronous=True)
     assert rules.check([FSDP2(), late], MACHINE) == []
     assert rules.check([FSDP2(checkpoints="sharded"), Durable()], MACHINE) == []
@@ -68,8 +68,8 @@ def test_compiled_blocks_and_fixed_micro_batches_are_fine() -> None:
 @pytest.mark.parametrize(
     "other", [WeightAveraging(), EMAWeightAveraging(), StochasticWeightAveraging(swa_lrs=0.1)]
 )
-def test_averages_are_refused_in_a_plain_trainer(other: Any) -> None:
-    """Before a process group is there, and before the callback has copied anything."""
+def test_weight_averaging_is_rejected_in_a_plain_trainer(other: Any) -> None:
+    """Before a process group exists, and before the callback has copied the model."""
     trainer = make_trainer(strategy=FSDP2(), devices=2, callbacks=[other])
     module = Net()
     trainer.strategy.connect(module)

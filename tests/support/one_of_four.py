@@ -106,13 +106,13 @@ def zero(*, stage: int, bf16: bool, micro_batches: int, reuse: int = 10**9) -> d
     from lightning_eff.report.live_bytes import state_bytes
     from lightning_eff.strategy._zero import checks, zero_config
 
-    checks.leave_out_shared_memory()
+    checks.disable_shared_memory_transport()
     vars(coordinator)["assert_ints_same_as_other_ranks"] = lambda *_, **__: None  # the others are not there
     own: dict[str, Any] = {"reduce_bucket_size": BUCKET}
     if stage == 3:
         own |= {"stage3_param_persistence_threshold": PERSISTENT, "stage3_max_reuse_distance": reuse}
         own |= {"stage3_prefetch_bucket_size": 0}
-    config = zero_config.whole(
+    config = zero_config.deepspeed_config(
         {"zero_optimization": own},
         stage=stage,
         offload_optimizer=None,

@@ -1,1 +1,1 @@
-"""Parts of `strategy/fsdp2`: dividing a model, and the state of its shards."""
+"""Parts of `strategy/fsdp2`: wrapping a model, and its shards in checkpoints."""

@@ -1,4 +1,4 @@
-"""A model divided by PyTorch's `fully_shard`: its blocks, then what is left; and steps that gather both."""
+"""Shard a model's blocks, then the rest, with PyTorch's `fully_shard`; run steps that gather the rest."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from lightning_eff.core.errors import ConflictError
 from lightning_eff.core.model_surgery import Blocks, select
 from lightning_eff.strategy._shared import checks
+
+_MIXED = "got mixed torch.Tensor and DTensor"
+"""Part of torch 2.13's error about an operation on a sharded and a plain tensor."""
 
 
 def shard(
@@ -30,21 +32,22 @@ def shard(
     offload: bool = False,
     reshard_after_forward: bool = True,
 ) -> int:
-    """Divide a model's blocks and then what is left, in place; for loops without a Trainer.
+    """Shard a model's blocks and then the rest, in place; also for loops without a Trainer.
 
     Args:
         model: Before its optimizer is built.
-        mesh: The ranks, one dimension of a DeviceMesh.
-        blocks: As `transform.select` takes them; None finds them.
-        policy: Formats of computing and reducing.
-        offload: Keep the parts on the host.
-        reshard_after_forward: Give a block's weights up after its forward pass, and gather them once more.
+        mesh: One dimension of a DeviceMesh: the ranks.
+        blocks: As in `model_surgery.select`; None finds them.
+        policy: Dtypes of computation and reduction.
+        offload: Keep shards on the host.
+        reshard_after_forward: Free a block's full weights after its forward, and gather them again for its
+            backward.
 
     Returns:
-        How many parts of the model were divided; 0 for one that is divided already.
+        Number of sharded modules; 0 for a model that is sharded already.
 
     Raises:
-        ConflictError: A parameter that cannot be divided, or has a hook that would be lost.
+        ConflictError: A parameter cannot be sharded, or has a hook that would be lost.
     """
     if isinstance(model, FSDPModule):
         return 0
@@ -55,78 +58,107 @@ def shard(
         if offload
         else OffloadPolicy(),
     }
-    found = [block for block in select(model, blocks).values() if any(True for _ in block.parameters())]
+    selected = [block for block in select(model, blocks).values() if any(True for _ in block.parameters())]
     checks.check_sizes(checks.FSDP2, model)
     checks.check_hooks(model)
-    checks.check_groups(model, found)
-    marks = marks_of(model)
-    for block in found:
+    checks.check_groups(model, selected)
+    attributes = parameter_attributes(model)
+    # Inner modules first: the root takes the parameters that no block has.
+    for block in selected:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    # By default (torch 2.13) the root stays gathered after its forward, since its backward comes next.
     fully_shard(model, **options)
-    mark(model, marks)
-    return len(found) + 1
+    restore_attributes(model, attributes)
+    return len(selected) + 1
 
 
-def marks_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what users have hung on parameters, by which they may build groups of an optimizer."""
+def parameter_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the attributes that users set on parameters, for example to build an optimizer's groups."""
     return {name: dict(vars(p)) for name, p in model.named_parameters() if type(p) is nn.Parameter}
 
 
-def mark(model: nn.Module, marks: Mapping[str, Mapping[str, Any]]) -> None:
-    """Hang it on parameters once more: dividing a model makes new ones, and so does moving it then."""
+def restore_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Set these attributes again: sharding a model, and moving it afterwards, makes new parameters."""
     for name, parameter in model.named_parameters():
-        for key, value in marks.get(name, {}).items():
+        for key, value in attributes.get(name, {}).items():
             vars(parameter).setdefault(key, value)
 
 
-@contextmanager
-def hooks_of_blocks_alone(module: Any) -> Generator[None]:
-    """Leave out the module's own hooks of FSDP's, which have run around the step that it is in."""
-    state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
-    taken = [
-        (hooks, {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is state})
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)  # noqa: SLF001
-    ]
-    orders = [dict(hooks) for hooks, _ in taken]
-    for hooks, own in taken:
-        for key in own:
-            del hooks[key]
-    try:
-        yield
-    finally:
-        for (hooks, _), order in zip(taken, orders, strict=True):
-            hooks.clear()
-            hooks.update(order)
+def call_as_forward(module: Any, name: str, *arguments: Any, **keywords: Any) -> Any:
+    """Call a step as the module's `forward`, whose hooks gather the weights outside of blocks.
 
+    A step may call `self(x)`, which must not gather twice, or `self.layer(x)`, which alone would not gather.
+    An instance's own `forward`, which another technique may have set, is restored.
 
-@contextmanager
-def parts_explained() -> Generator[None]:
-    """Say what it means that a weight is met of which this rank has a part, where PyTorch tells of types.
+    Args:
+        module: The root of `fully_shard`.
+        name: The step's method.
+        arguments: Of the step.
+        keywords: Of the step.
 
     Raises:
-        ConflictError: So it was.
+        ConflictError: The step used a sharded weight.
+    """
+    own = {key: value for key, value in vars(module).items() if key == "forward"}
+
+    def restore_forward() -> None:
+        vars(module).pop("forward", None)
+        vars(module).update(own)
+
+    def step(*inner: Any, **more: Any) -> Any:
+        restore_forward()
+        with _without_root_hooks(module):  # they have run around this call already
+            return getattr(module, name)(*inner, **more)
+
+    module.forward = step
+    try:
+        with explain_sharded_weights():
+            return module(*arguments, **keywords)
+    finally:
+        restore_forward()
+
+
+@contextmanager
+def explain_sharded_weights() -> Generator[None]:
+    """Explain torch's error about a sharded weight in a step.
+
+    Raises:
+        ConflictError: A step used a sharded weight.
     """
     try:
         yield
     except RuntimeError as error:
         if _MIXED not in str(error):
             raise
-        text = (
-            f"{checks.FSDP2}: a step used a weight that is in parts. Outside of all blocks weights are whole "
-            "from the beginning of a step to its first backward pass; a block's, in its forward alone\n"
-            "  try: one backward pass in a step, of the sum of the losses\n"
-            "  try: call the layer, in place of reading its weight\n"
-            "  try: strategy=deepspeed_zero"
-        )
-        raise ConflictError(text) from error
+        raise checks.conflict(
+            checks.FSDP2,
+            "a step used a weight while it was sharded. Weights outside of blocks are gathered from the "
+            "beginning of a step to its first backward; weights of a block only in its forward",
+            "one backward per step, of the sum of the losses",
+            "call the layer instead of reading its weight",
+            "strategy=deepspeed_zero",
+        ) from error
 
 
-_MIXED = "got mixed torch.Tensor and DTensor"
-
-
-def refuse_meta_adapters(model: nn.Module) -> None:
-    """Refuse weights without values beside adapters, which would be drawn anew in place of their start."""
+def check_meta_adapters(model: nn.Module) -> None:
+    """Reject a model on `meta` with adapters: materializing it would initialize the adapters again."""
     if getattr(model, "peft_config", None) and any(p.is_meta for p in model.parameters()):
-        text = "the model has no values yet, and giving it some would draw the adapters' anew"
-        text = f"strategy/fsdp2: {text}\n  try: build the model with values"
-        raise ConflictError(text)
+        problem = "the model is on the meta device, and materializing it would re-initialize the adapters"
+        raise checks.conflict(checks.FSDP2, problem, "build the model with values")
+
+
+@contextmanager
+def _without_root_hooks(module: Any) -> Generator[None]:
+    """Remove FSDP's forward hooks of the root module, which have already run around the current step."""
+    state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
+    tables = (module._forward_pre_hooks, module._forward_hooks)  # noqa: SLF001
+    saved = [dict(hooks) for hooks in tables]
+    for hooks in tables:
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in zip(tables, saved, strict=True):
+            hooks.clear()
+            hooks.update(before)  # in their order

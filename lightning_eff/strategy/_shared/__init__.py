@@ -1,1 +1,1 @@
-"""What both strategies that divide a model need."""
+"""Shared by both strategies that shard a model: checks of the model, and collectives."""

@@ -1,11 +1,11 @@
-"""What of a model cannot be divided, found and named before it is tried.
+"""Reject models and optimizers that cannot be sharded, by name, before anything is built.
 
-The libraries behind the strategies would fail somewhere inside, or train something else without a word.
+Without these checks the libraries would fail somewhere inside, or silently train something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -18,75 +18,69 @@ from lightning_eff.core.shards import shape_of
 
 FSDP2 = "strategy/fsdp2"
 ZERO = "strategy/deepspeed_zero"
-_LOST = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
-"""Formats of which DeepSpeed's float32 vectors would keep a part."""
+_NOT_FLOAT32 = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
+"""Dtypes that lose digits or the imaginary part in DeepSpeed's float32 partitions."""
 
 
-def refuse(strategy: str, found: str, reason: str, *remedies: str) -> None:
-    """Say what was found, and what would do instead.
-
-    Raises:
-        ConflictError: Always.
-    """
-    text = "\n".join([f"{strategy}: {found} {reason}", *(f"  try: {remedy}" for remedy in remedies)])
-    raise ConflictError(text)
+def conflict(strategy: str, problem: str, *remedies: str) -> ConflictError:
+    """Return an error of a strategy, with its remedies."""
+    return ConflictError("\n".join([f"{strategy}: {problem}", *(f"  try: {remedy}" for remedy in remedies)]))
 
 
-def check_sizes(strategy: str, model: nn.Module, *, scalars: bool = True) -> None:
-    """Refuse parameters that no rank can have a part of.
+def check_sizes(strategy: str, model: nn.Module) -> None:
+    """Reject parameters without elements and parameters without a dimension.
 
     Args:
-        strategy: Who asks.
-        model: Whole still.
-        scalars: Whether one without an axis is such a parameter.
+        strategy: Name of the strategy.
+        model: Before it is sharded.
     """
-    for name, parameter in _named(model):
+    for name, parameter in model.named_parameters():
         shape = tuple(shape_of(parameter))
         if 0 in shape:
-            reason = f"is {' x '.join(map(str, shape))}, and what has no elements cannot be divided"
-            refuse(strategy, name, reason, "leave it out, or make it a buffer", "strategy=ddp")
-        if scalars and not shape:
-            remedy = "make it a vector of one element: torch.tensor([1.0])"
-            refuse(strategy, name, "has no axis that it could be divided along", remedy, "strategy=ddp")
+            size = " x ".join(map(str, shape))
+            problem = f"{name} is {size}; a parameter without elements cannot be sharded"
+            raise conflict(strategy, problem, "remove it, or make it a buffer", "strategy=ddp")
+        if not shape:
+            problem = f"{name} is a scalar and has no dimension to shard"
+            raise conflict(
+                strategy, problem, "make it a vector of one element: torch.tensor([1.0])", "strategy=ddp"
+            )
 
 
 def check_formats(model: nn.Module) -> None:
-    """Refuse parameters that ZeRO would keep a part of the digits of, or the real part."""
-    for name, parameter in _named(model):
-        if parameter.dtype in _LOST:
-            reason = f"is {_short(parameter.dtype)}, and DeepSpeed keeps what it trains in float32"
+    """Reject dtypes that ZeRO would convert to float32."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in _NOT_FLOAT32:
             remedies = ["strategy=fsdp2", "strategy=ddp"]
             remedies += [] if parameter.is_complex() else ["make the model float32: model.float()"]
-            refuse(ZERO, name, reason, *remedies)
+            raise conflict(
+                ZERO, f"{name} is {_short(parameter.dtype)}, but DeepSpeed trains in float32", *remedies
+            )
 
 
 def check_trained(model: nn.Module) -> None:
-    """Refuse a model that ZeRO has nothing to train of, where DeepSpeed fails at its first loss."""
+    """Reject a model without trainable parameters, where DeepSpeed would fail at its first loss."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        reason = "has no parameter that is trained, so there is nothing to divide"
-        refuse(ZERO, type(model).__name__, reason, "strategy=auto", "requires_grad_(True) on what is trained")
+        problem = f"{type(model).__name__} has no trainable parameter, so nothing to shard"
+        raise conflict(ZERO, problem, "strategy=auto", "requires_grad_(True) on the parameters to train")
 
 
 def check_wrapped(model: nn.Module) -> None:
-    """Refuse parts behind `torch.compile`'s wrapper, whose attributes stage 3 cannot hook."""
-    for name, part in model.named_modules():
-        if hasattr(part, "_orig_mod"):
-            reason = "is compiled, and under stage 3 DeepSpeed's hooks on its weights would be compiled too"
-            refuse(ZERO, name, reason, "strategy.stage=2", "strategy=fsdp2", "leave it uncompiled")
+    """Reject modules inside `torch.compile`'s wrapper: ZeRO's stage 3 cannot hook their attributes."""
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod"):  # torch._dynamo.eval_frame.OptimizedModule, torch 2.13
+            problem = f"{name} is compiled, so under stage 3 DeepSpeed's hooks on its weights would be too"
+            raise conflict(ZERO, problem, "strategy.stage=2", "strategy=fsdp2", "do not compile it")
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Refuse hooks on parameters, which FSDP2 replaces: none of them would be called again."""
-    for name, parameter in _named(model):
-        held: Any = parameter
-        if held._backward_hooks or getattr(held, "_post_accumulate_grad_hooks", None):  # noqa: SLF001
-            reason = (
-                "has a hook on its gradient, which would never be called: FSDP2 puts its own in its place"
-            )
-            refuse(
+    """Reject hooks on parameters: FSDP2 replaces parameters, so the hooks would never be called."""
+    for name, parameter in model.named_parameters():
+        hooked: Any = parameter
+        if hooked._backward_hooks or getattr(hooked, "_post_accumulate_grad_hooks", None):  # noqa: SLF001
+            raise conflict(
                 FSDP2,
-                name,
-                reason,
+                f"{name} has a hook on its gradient, which would never run: FSDP2 replaces parameters",
                 "strategy=deepspeed_zero",
                 "strategy=ddp",
                 "a hook of the module: on_before_optimizer_step",
@@ -94,56 +88,60 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Refuse weights that a block shares with what is outside, and weights of two formats in one block."""
-    owners = {id(part): index for index, block in enumerate(blocks) for part in block.modules()}
+    """Reject weights tied across blocks, and trainable weights of two dtypes in one block.
+
+    `fully_shard` makes one group of each block, and one of all parameters outside of the blocks; a group is
+    gathered on its own, and reduced in one dtype.
+    """
+    group_of = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
     groups: dict[int, dict[int, tuple[str, nn.Parameter]]] = {}
-    first: dict[int, tuple[int, str]] = {}
-    for prefix, part in model.named_modules():
-        group = owners.get(id(part), len(blocks))
-        for own, parameter in part.named_parameters(prefix, recurse=False):
-            known, name = first.setdefault(id(parameter), (group, own))
-            if known != group:
-                reason = "are one weight in two places, and a block is gathered alone"
-                refuse(FSDP2, f"{name} and {own}", reason, "strategy=deepspeed_zero", "strategy=ddp")
-            groups.setdefault(group, {})[id(parameter)] = own, parameter
+    first_use: dict[int, tuple[int, str]] = {}
+    for prefix, module in model.named_modules():
+        group = group_of.get(id(module), len(blocks))
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            first_group, first_name = first_use.setdefault(id(parameter), (group, name))
+            if first_group != group:
+                problem = (
+                    f"{first_name} and {name} are one tied weight, but each block is gathered separately"
+                )
+                raise conflict(FSDP2, problem, "strategy=deepspeed_zero", "strategy=ddp")
+            groups.setdefault(group, {})[id(parameter)] = name, parameter
     for members in groups.values():
-        _check_one_format([(name, each) for name, each in members.values() if each.requires_grad])
-
-
-def _check_one_format(group: list[tuple[str, nn.Parameter]]) -> None:
-    for name, parameter in group:
-        first, like = group[0]
-        if parameter.dtype != like.dtype:
-            found = f"{first} ({_short(like.dtype)}) and {name} ({_short(parameter.dtype)})"
-            reason = "are gathered together, in one format"
-            refuse(FSDP2, found, reason, "give both one format", "freeze one of them", "strategy=ddp")
+        trained = [(name, parameter) for name, parameter in members.values() if parameter.requires_grad]
+        for name, parameter in trained:
+            first_name, first = trained[0]
+            if parameter.dtype != first.dtype:
+                raise conflict(
+                    FSDP2,
+                    f"{first_name} ({_short(first.dtype)}) and {name} ({_short(parameter.dtype)}) are "
+                    "reduced in one group, which needs one dtype",
+                    "use the same dtype for both",
+                    "freeze one of them",
+                    "strategy=ddp",
+                )
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, before: Mapping[str, ref[nn.Parameter]]) -> None:
-    """Refuse an optimizer that holds other tensors than the model's: it would train none of its parts.
+    """Reject an optimizer that holds parameters from before sharding: it would train none of the shards.
 
     Args:
-        optimizer: Built after the model was divided.
-        model: Divided.
-        before: Its parameters as they were, by name, those that someone still holds.
+        optimizer: Built after the model was sharded.
+        model: Sharded.
+        before: Its parameters before sharding by name, for the error.
     """
     known = {id(parameter) for parameter in model.parameters()}
     names = {id(reference()): name for name, reference in before.items() if reference() is not None}
     for index, group in enumerate(optimizer.param_groups):
-        for place, held in enumerate(group["params"]):
-            if id(held) in known:
-                continue
-            found = f"{type(optimizer).__name__} holds {names.get(id(held), '')}".rstrip()
-            found += f" (group {index}, place {place}, {tuple(held.shape)})"
-            reason = (
-                "which is no parameter of the divided model: it was taken before, and would not be trained"
-            )
-            remedy = "take parameters in configure_optimizers: self.parameters(), self.layer.weight"
-            refuse(FSDP2, f"{found},", reason, remedy, "strategy=ddp")
-
-
-def _named(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    return model.named_parameters()
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                found = f"{type(optimizer).__name__} holds {names.get(id(parameter), '')}".rstrip()
+                raise conflict(
+                    FSDP2,
+                    f"{found} (group {index}, position {position}, {tuple(parameter.shape)}), which is not a "
+                    "parameter of the sharded model: it was taken before sharding and would not be trained",
+                    "take parameters in configure_optimizers: self.parameters(), self.layer.weight",
+                    "strategy=ddp",
+                )
 
 
 def _short(dtype: torch.dtype) -> str:

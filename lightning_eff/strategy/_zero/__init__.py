@@ -1,1 +1,1 @@
-"""Parts of `strategy/deepspeed_zero`: DeepSpeed's config, what it refuses, and its partitions."""
+"""Parts of `strategy/deepspeed_zero`: checks, config, optimizer, parameters, partitions, memory."""

@@ -1,12 +1,14 @@
-"""Where DeepSpeed keeps the parts of a tensor, and how they are put together and set.
+"""DeepSpeed's partitions of a model: gather full tensors from them, and load full tensors into them.
 
-Under all three stages the optimizer works on flat float32 vectors: each rank has, for each group of
-parameters, one stretch of all of them one after the other (stages 1 and 2), or an equal piece of each
-(stage 3). What an optimizer keeps for an element lies at the same place in a vector beside it. Weights are
-taken from those vectors, for the model's own may be a copy in 16 bits.
+In all three stages the optimizer works on flat float32 vectors. In stages 1 and 2 each rank has, per
+parameter group, one contiguous slice of all of the group's parameters concatenated, which may begin or end
+inside a parameter. In stage 3 it has an equal slice of each parameter, the last rank's padded. Optimizer
+state per element lies at the same position of a vector of its own. Weights are read from these vectors, since
+the model's own may be a 16-bit copy.
 
-DeepSpeed's functions for the same read them too, and cannot set what a stage-3 rank has of a tensor that
-does not divide evenly, nor any state before the first step. This module alone knows these attributes.
+Why not DeepSpeed's own functions (`deepspeed.utils.safe_set_full_*`): they cannot set a stage-3 slice of a
+tensor that does not divide evenly, nor any state before the first step. Only this module uses these
+attributes (DeepSpeed 0.19.8).
 """
 
 from __future__ import annotations
@@ -23,175 +25,126 @@ from lightning_eff.checkpoint.full_state import COUNTS
 from lightning_eff.core.shards import gathered, shape_of, together
 
 
-def parts_of(engine: Any) -> _Flat | _Pieces | _Frozen:
-    """Return how an engine has divided its model.
+class PartitionedState:
+    """Full tensors of an engine's model; implements `full_state.ShardedState`.
 
     Args:
-        engine: DeepSpeed's, with an optimizer or without.
+        engine: DeepSpeed's, with an optimizer or, for evaluation, without.
     """
-    optimizer = engine.optimizer
-    if getattr(optimizer, "optimizer", None) is None:
-        return _Frozen()
-    return _Pieces(optimizer) if hasattr(optimizer, "fp32_partitioned_groups_flat") else _Flat(optimizer)
 
+    def __init__(self, engine: Any) -> None:
+        zero = engine.optimizer
+        self._zero = zero if getattr(zero, "optimizer", None) is not None else None
+        self._is_stage_3 = hasattr(self._zero, "fp32_partitioned_groups_flat")
+        groups = [] if self._zero is None or self._is_stage_3 else self._zero.bit16_groups
+        self._group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
 
-class _Frozen:
-    """A model that is evaluated: divided by stage 3, or not."""
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Return a tensor unsharded, from the float32 vectors if it is trained; a collective of all ranks."""
+        if not self._is_trained(tensor):
+            return together(tensor)
+        with self._partition(tensor) as flat:
+            return self._unflatten(tensor, flat)
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        return together(tensor)
-
-    def put(self, tensor: Tensor, value: Tensor) -> None:
-        if not hasattr(tensor, "ds_id"):
+    def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
+        """Set a tensor, and its slice of the float32 vectors; a collective of all ranks."""
+        if hasattr(tensor, "ds_id"):
+            with gathered(tensor, modifier_rank=0):  # all ranks: rank 0's change is broadcast at the end
+                if dist.get_rank() == 0:
+                    tensor.data.copy_(value)
+        else:
             tensor.data.copy_(value)
-            return
-        with gathered(tensor, modifier_rank=0):
-            if dist.get_rank() == 0:
-                tensor.data.copy_(value)
+        if self._is_trained(tensor):
+            with self._partition(tensor) as flat:
+                self._flatten_into(tensor, flat, value)
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        del parameter
-        return {}
-
-    def put_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        del parameter, state
-
-
-class _Divided(_Frozen):
-    """What both ways have in common: places in flat vectors.
-
-    Args:
-        zero: DeepSpeed's optimizer, around the user's.
-    """
-
-    def __init__(self, zero: Any) -> None:
-        self.zero = zero
-
-    @property
-    def _states(self) -> dict[Tensor, dict[str, Any]]:
-        return self.zero.optimizer.state
-
-    def _knows(self, tensor: Tensor) -> bool:
-        raise NotImplementedError
-
-    def _flat(self, parameter: Tensor) -> Any:
-        """Enter with the flat vector that the parameter is in."""
-        raise NotImplementedError
-
-    def _together(self, parameter: Tensor, flat: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def _fill(self, parameter: Tensor, flat: Tensor, value: Tensor) -> None:
-        raise NotImplementedError
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        if not self._knows(tensor):
-            return super().whole(tensor)
-        with self._flat(tensor) as flat:
-            return self._together(tensor, flat)
-
-    def put(self, tensor: Tensor, value: Tensor) -> None:
-        super().put(tensor, value)
-        if self._knows(tensor):
-            with self._flat(tensor) as flat:
-                self._fill(tensor, flat, value)
-
-    def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        if not self._knows(parameter):
+        """Return the optimizer's state of a parameter, unsharded; a collective of all ranks."""
+        if not self._is_trained(parameter):
             return {}
-        with self._flat(parameter) as flat:
-            state = self._states.get(flat, {})
-            return {
-                key: self._together(parameter, value) if _is_like(flat, key, value) else _own(value)
-                for key, value in state.items()
-            }
+        state: dict[str, Any] = {}
+        with self._partition(parameter) as flat:
+            for key, value in self._optimizer_state.get(flat, {}).items():
+                if isinstance(value, Tensor) and value.shape == flat.shape and key not in COUNTS:
+                    state[key] = self._unflatten(parameter, value)
+                else:  # one count for all parameters of the vector; not shared when loaded
+                    state[key] = value.clone() if isinstance(value, Tensor) else value
+        return state
 
-    def put_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        if not (state and self._knows(parameter)):
+    def load_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        """Set this rank's slice of the optimizer's state of a parameter."""
+        if not (state and self._is_trained(parameter)):
             return
         shape = shape_of(parameter)
-        with self._flat(parameter) as flat:
-            ours = self._states.setdefault(flat, {})
+        with self._partition(parameter) as flat:
+            own = self._optimizer_state.setdefault(flat, {})
             for key, value in state.items():
-                if not (isinstance(value, Tensor) and value.shape == shape and key not in COUNTS):
-                    ours[key] = _own(value)
-                    continue
-                if key not in ours:
-                    ours[key] = torch.zeros_like(flat, dtype=value.dtype)
-                self._fill(parameter, ours[key], value)
+                if isinstance(value, Tensor) and value.shape == shape and key not in COUNTS:
+                    if key not in own:
+                        own[key] = torch.zeros_like(flat, dtype=value.dtype)
+                    self._flatten_into(parameter, own[key], value)
+                else:
+                    own[key] = value.clone() if isinstance(value, Tensor) else value
 
+    @property
+    def _optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
+        return self._zero.optimizer.state if self._zero is not None else {}
 
-class _Flat(_Divided):
-    """Stages 1 and 2: a stretch of all parameters of a group, which may begin or end inside of one."""
-
-    def __init__(self, zero: Any) -> None:
-        super().__init__(zero)
-        groups = enumerate(zero.bit16_groups)
-        self._group_of = {id(parameter): index for index, group in groups for parameter in group}
-
-    def _knows(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._group_of
+    def _is_trained(self, tensor: Tensor) -> bool:
+        if self._zero is None or not self._is_stage_3:
+            return id(tensor) in self._group_of
+        return hasattr(tensor, "ds_id") and self._zero.get_param_id(tensor) in self._zero.grad_position
 
     @contextmanager
-    def _flat(self, parameter: Tensor) -> Generator[Tensor]:
-        yield self.zero.single_partition_of_fp32_groups[self._group_of[id(parameter)]]
+    def _partition(self, parameter: Tensor) -> Generator[Tensor]:
+        """Yield this rank's float32 vector that holds its slice of the parameter."""
+        zero: Any = self._zero
+        if not self._is_stage_3:
+            yield zero.single_partition_of_fp32_groups[self._group_of[id(parameter)]]
+            return
+        group, _, _ = self._position(parameter)
+        is_swapped = zero._swappable_optimizer_subgroup(group)  # noqa: SLF001 - offloaded to nvme
+        if is_swapped:
+            zero._optimizer_states_and_gradient_swap_in(group)  # noqa: SLF001
+        yield zero.fp32_partitioned_groups_flat[group]
+        if is_swapped:
+            zero._optimizer_states_and_gradient_swap_out(group)  # noqa: SLF001
 
-    def _together(self, parameter: Tensor, flat: Tensor) -> Tensor:
-        total = torch.zeros(parameter.numel(), dtype=flat.dtype, device=parameter.device)
-        place: Any = parameter._hp_mapping  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
-        if place is not None:
-            _at(total, place.lp_fragment_address).copy_(_at(flat, place.hp_fragment_address))
-        dist.all_reduce(total)
-        return total.view(parameter.shape)
+    def _position(self, parameter: Tensor) -> tuple[int, int, int]:
+        """Return sub-group, offset and length of this rank's slice of a parameter in stage 3."""
+        zero: Any = self._zero
+        group, offset, length = zero.grad_position[zero.get_param_id(parameter)]
+        return group, offset, length
 
-    def _fill(self, parameter: Tensor, flat: Tensor, value: Tensor) -> None:
-        place: Any = parameter._hp_mapping  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
-        if place is not None:
-            _at(flat, place.hp_fragment_address).data.copy_(_at(value.reshape(-1), place.lp_fragment_address))
+    def _unflatten(self, parameter: Any, flat: Tensor) -> Tensor:
+        """Return a full tensor from the ranks' vectors; a collective of all ranks."""
+        if self._is_stage_3:
+            _, offset, length = self._position(parameter)
+            own = flat.narrow(0, offset, length).to(parameter.device)
+            slices = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(slices, own)  # all ranks, `length` elements each; the end is padding
+            return torch.cat(slices)[: parameter.ds_numel].view(parameter.ds_shape).clone()
+        full = torch.zeros(parameter.numel(), dtype=flat.dtype, device=parameter.device)
+        mapping = parameter._hp_mapping  # noqa: SLF001 - None where this rank has no element of the parameter
+        if mapping is not None:
+            _at(full, mapping.lp_fragment_address).copy_(_at(flat, mapping.hp_fragment_address))
+        dist.all_reduce(full)  # all ranks; slices are disjoint, so the sum is their union
+        return full.view(parameter.shape)
 
-
-class _Pieces(_Divided):
-    """Stage 3: an equal piece of each parameter, the last one padded."""
-
-    def _knows(self, tensor: Tensor) -> bool:
-        return hasattr(tensor, "ds_id") and self.zero.get_param_id(tensor) in self.zero.grad_position
-
-    @contextmanager
-    def _flat(self, parameter: Tensor) -> Generator[Tensor]:
-        index = self._place(parameter)[0]
-        swapped = self.zero._swappable_optimizer_subgroup(index)  # noqa: SLF001
-        if swapped:
-            self.zero._optimizer_states_and_gradient_swap_in(index)  # noqa: SLF001
-        yield self.zero.fp32_partitioned_groups_flat[index]
-        if swapped:
-            self.zero._optimizer_states_and_gradient_swap_out(index)  # noqa: SLF001
-
-    def _place(self, parameter: Tensor) -> tuple[int, int, int]:
-        index, offset, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
-        return index, offset, length
-
-    def _together(self, parameter: Any, flat: Tensor) -> Tensor:
-        _, offset, length = self._place(parameter)
-        own = flat.narrow(0, offset, length).to(parameter.device)
-        pieces = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(pieces, own)
-        return torch.cat(pieces)[: parameter.ds_numel].view(parameter.ds_shape).clone()
-
-    def _fill(self, parameter: Any, flat: Tensor, value: Tensor) -> None:
-        _, offset, length = self._place(parameter)
-        begin = dist.get_rank() * length
-        piece = value.reshape(-1)[begin : begin + length]
-        flat.narrow(0, offset, len(piece)).data.copy_(piece)
+    def _flatten_into(self, parameter: Any, flat: Tensor, value: Tensor) -> None:
+        """Copy this rank's slice of a full value into its vector; every rank has the value."""
+        value = value.reshape(-1)
+        if self._is_stage_3:
+            _, offset, length = self._position(parameter)
+            start = dist.get_rank() * length
+            own = value[start : start + length]  # shorter, or empty, on the last ranks
+            flat.narrow(0, offset, len(own)).data.copy_(own)
+            return
+        mapping = parameter._hp_mapping  # noqa: SLF001
+        if mapping is not None:
+            _at(flat, mapping.hp_fragment_address).data.copy_(_at(value, mapping.lp_fragment_address))
 
 
 def _at(flat: Tensor, address: Any) -> Tensor:
+    """Return a view of the elements at DeepSpeed's `fragment_address`."""
     return flat.narrow(0, address.start, address.numel)
-
-
-def _is_like(flat: Tensor, key: str, value: object) -> bool:
-    return isinstance(value, Tensor) and value.shape == flat.shape and key not in COUNTS
-
-
-def _own(value: Any) -> Any:
-    """Return a number of a group's as a parameter's own: as one tensor, each of them would count it up."""
-    return value.clone() if isinstance(value, Tensor) else value

@@ -1,7 +1,7 @@
-"""DeepSpeed's configuration of a run: what the strategy and the Trainer set, and what is left to the user.
+"""DeepSpeed's configuration: keys that the strategy and the Trainer set, and keys that users may set.
 
-A key that the Trainer owns may not stand in the free part too: one of two values would win silently. Nor may
-a key that DeepSpeed does not know, which it would pass over.
+Keys that the Trainer sets are rejected in `config`, where one of two values would silently win; so are
+unknown keys, which DeepSpeed ignores.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ OWNED = {
     "amp": PRECISION,
     "torch_autocast": PRECISION,
     "activation_checkpointing": "callbacks.gradient_checkpointing",
-    "zero_allow_untested_optimizer": "the strategy, which tries the optimizer itself",
+    "zero_allow_untested_optimizer": "the strategy, which tests the optimizer itself",
     "zero_optimization.stage": "strategy.stage",
     "zero_optimization.offload_optimizer.device": "strategy.offload_optimizer",
     "zero_optimization.offload_optimizer.nvme_path": "strategy.nvme_path",
     "zero_optimization.offload_param.device": "strategy.offload_parameters",
     "zero_optimization.offload_param.nvme_path": "strategy.nvme_path",
 }
-"""Keys of DeepSpeed's that are set elsewhere, and where."""
+"""DeepSpeed's keys that are set elsewhere, and where."""
 FREE = (
     *("zero_optimization", "zero_force_ds_cpu_optimizer", "aio", "communication_data_type", "data_types"),
     *("seq_parallel_communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
@@ -43,14 +43,22 @@ FREE = (
     *("comms_logger", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "compile"),
     *("disable_allgather", "disable_python_gc", "log_level", "timers", "monitor_config"),
 )
-"""Keys that may be given: DeepSpeed's own, that nothing in a Trainer sets."""
+"""DeepSpeed's keys that users may set: nothing in a Trainer sets them."""
+_NESTED = ("zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+_OVERLAP_STAGE = 2
+"""The only stage that can reduce gradients during the backward without accumulating them itself."""
+_NOT_COUNTED = (
+    *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "mics_shard_size"),
+    *("zenflow", "super_offload", "round_robin_gradients", "stage3_model_persistence_threshold"),
+)
+"""Options whose effect on memory and communication `memory_arithmetic.Zero` does not count."""
 
 
 def check(config: Mapping[str, Any], path: str = "") -> None:
-    """Refuse keys that are set elsewhere, and keys that there are not.
+    """Reject keys that are set elsewhere, and unknown keys.
 
     Raises:
-        ConfigError: With both places named.
+        ConfigError: The text names the setting to use instead, or the nearest key.
 
     Example:
         >>> check({"gradient_clipping": 1.0})
@@ -63,22 +71,19 @@ def check(config: Mapping[str, Any], path: str = "") -> None:
             raise ConfigError(
                 key=f"config.{full}",
                 value=value,
-                allowed=f"no such key, since it is set in one place: {OWNED[full]}",
+                allowed=f"no such key, since it is set by {OWNED[full]}",
                 remedies=[f"~strategy.config.{full}"],
             )
         if not path and key not in FREE:
             raise ConfigError(
                 key=f"config.{key}", value=value, allowed=f"one of DeepSpeed's keys; {nearest(key, FREE)}"
             )
-        if isinstance(value, Mapping) and full in ("zero_optimization", *_NESTED):
+        if isinstance(value, Mapping) and full in _NESTED:
             nested: Mapping[str, Any] = value
             check(nested, f"{full}.")
 
 
-_NESTED = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
-
-
-def whole(
+def deepspeed_config(
     config: Mapping[str, Any],
     *,
     stage: int,
@@ -86,12 +91,12 @@ def whole(
     offload_parameters: str | None,
     nvme_path: str | None,
 ) -> dict[str, Any]:
-    """Return DeepSpeed's configuration, but for precision and clipping, which the Trainer tells later."""
-    given: Mapping[str, Any] = config.get("zero_optimization", {})
-    zero: dict[str, Any] = {"overlap_comm": stage == _OVERLAPS, **given, "stage": stage}
+    """Return DeepSpeed's configuration without precision and clipping, which Lightning adds later."""
+    options: Mapping[str, Any] = config.get("zero_optimization", {})
+    zero: dict[str, Any] = {"overlap_comm": stage == _OVERLAP_STAGE, **options, "stage": stage}
     for key, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_parameters)):
         if device is not None:
-            inner = {"pin_memory": False, **given.get(key, {}), "device": device}
+            inner = {"pin_memory": False, **options.get(key, {}), "device": device}
             zero[key] = inner | ({"nvme_path": nvme_path} if device == "nvme" else {})
     return {
         "zero_force_ds_cpu_optimizer": False,
@@ -105,52 +110,39 @@ def whole(
     }
 
 
-_OVERLAPS = 2
-"""The one stage that can reduce gradients while the backward pass runs, and leave accumulating to us."""
-
-
 def scheme(config: Mapping[str, Any], precision: str) -> Zero:
-    """Return the arithmetic of a configuration, with DeepSpeed's defaults where it says nothing.
+    """Return the memory arithmetic of a configuration, with DeepSpeed's defaults.
 
     Args:
-        config: From `whole`.
-        precision: Lightning's name of it.
+        config: From `deepspeed_config`.
+        precision: Lightning's name.
     """
     from deepspeed.runtime.config import DtypeEnum
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    given: Mapping[str, Any] = config["zero_optimization"]
-    zero: Any = DeepSpeedZeroConfig(**given)
-    own = 4 if precision.startswith("32") else 2
-    reduced, kept = (
-        config.get("communication_data_type"),
-        config.get("data_types", {}).get("grad_accum_dtype"),
-    )
+    def device_of(offload: Any) -> str:
+        return "" if offload is None or offload.device == "none" else str(offload.device)
+
+    def itemsize_of(dtype: str | None) -> int:
+        return DtypeEnum(dtype).value.itemsize if dtype else itemsize
+
+    options: Mapping[str, Any] = config["zero_optimization"]
+    zero: Any = DeepSpeedZeroConfig(**options)
+    itemsize = 4 if precision.startswith("32") else 2
     has_buckets = zero.contiguous_gradients or zero.offload_optimizer is not None
     return Zero(
         stage=int(zero.stage),
-        itemsize=own,
-        reduce_itemsize=DtypeEnum(reduced).value.itemsize if reduced else own,
-        accumulate_itemsize=DtypeEnum(kept).value.itemsize if kept else own,
-        optimizer_on=_place(zero.offload_optimizer),
-        weights_on=_place(zero.offload_param),
+        itemsize=itemsize,
+        reduce_itemsize=itemsize_of(config.get("communication_data_type")),
+        accumulate_itemsize=itemsize_of(config.get("data_types", {}).get("grad_accum_dtype")),
+        optimizer_on=device_of(zero.offload_optimizer),
+        weights_on=device_of(zero.offload_param),
         bucket=zero.reduce_bucket_size if has_buckets else 0,
-        num_buckets=2 if zero.overlap_comm and zero.stage <= _OVERLAPS else 1,
+        num_buckets=2 if zero.overlap_comm and zero.stage <= _OVERLAP_STAGE else 1,
         all_reduce=zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter,
         persistent=int(zero.param_persistence_threshold),
         reuse=int(zero.max_reuse_distance),
         prefetch=int(zero.prefetch_bucket_size),
         step_elements=int(zero.sub_group_size),
-        not_counted=tuple(key for key in _NOT_COUNTED if given.get(key)),
+        not_counted=tuple(key for key in _NOT_COUNTED if options.get(key)),
     )
-
-
-def _place(offload: Any) -> str:
-    return "" if offload is None or offload.device == "none" else str(offload.device)
-
-
-_NOT_COUNTED = (
-    *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "mics_shard_size"),
-    *("zenflow", "super_offload", "round_robin_gradients", "stage3_model_persistence_threshold"),
-)
-"""Options that change what is kept or sent in ways that `zero_scheme.Zero` does not know."""

@@ -1,4 +1,4 @@
-"""What of a model is refused by name before it is divided; one process is enough, nothing is divided."""
+"""Models that are rejected by name before sharding, in one process."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ CHECKS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize(
     ("change", "check", "message"),
     [
-        (scalar, "sizes", "deepspeed_zero: gain has no axis"),
-        (empty, "sizes", r"deepspeed_zero: blocks\.1\.rest is 0 x 8, and what has no elements"),
-        (tied, "groups", r"blocks\.0\.linear\.weight and blocks\.2\.linear\.weight are one weight"),
-        (tied_outside, "groups", r"blocks\.0\.linear\.weight and copy\.weight are one weight"),
+        (scalar, "sizes", "deepspeed_zero: gain is a scalar"),
+        (empty, "sizes", r"deepspeed_zero: blocks\.1\.rest is 0 x 8; a parameter without elements"),
+        (tied, "groups", r"blocks\.0\.linear\.weight and blocks\.2\.linear\.weight are one tied weight"),
+        (tied_outside, "groups", r"blocks\.0\.linear\.weight and copy\.weight are one tied weight"),
         (
             lambda deep: deep.blocks[1].norm.double(),
             "groups",
@@ -76,9 +76,9 @@ CHECKS: dict[str, Callable[[Any], object]] = {
         ),
         (hooked, "hooks", r"fsdp2: second\.bias has a hook on its gradient"),
         (hooked_after, "hooks", r"fsdp2: second\.bias has a hook on its gradient"),
-        (lambda deep: deep.first.double(), "formats", r"first\.weight is float64, and DeepSpeed"),
+        (lambda deep: deep.first.double(), "formats", r"first\.weight is float64, but DeepSpeed"),
         (lambda deep: deep.first.to(torch.complex64), "formats", r"first\.weight is complex64"),
-        (lambda deep: deep.requires_grad_(requires_grad=False), "trained", "Deep has no parameter that is"),
+        (lambda deep: deep.requires_grad_(requires_grad=False), "trained", "Deep has no trainable parameter"),
         (
             lambda deep: setattr(deep, "first", torch.compile(deep.first, backend="eager")),
             "wrapped",
@@ -87,19 +87,21 @@ CHECKS: dict[str, Callable[[Any], object]] = {
     ],
 )
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
-def test_it_is_named_with_what_would_do(change: Callable[[Any], object], check: str, message: str) -> None:
+def test_unsuitable_parameters_are_named_with_remedies(
+    change: Callable[[Any], object], check: str, message: str
+) -> None:
     with pytest.raises(ConflictError, match=rf"{message}[\s\S]*try: ") as raised:
         CHECKS[check](model(change))
     assert len(str(raised.value).splitlines()) >= 3, "a remedy or two"
     CHECKS[check](model())
 
 
-def test_a_weight_may_be_in_one_block_twice() -> None:
+def test_a_weight_may_be_tied_within_a_block() -> None:
     deep = model(tied_within)
     checks.check_groups(deep, list(deep.blocks))
 
 
-def test_an_optimizer_that_holds_what_was_there_before_is_refused() -> None:
+def test_an_optimizer_of_unsharded_parameters_is_rejected() -> None:
     deep = model()
     old = deep.second.weight
     before = {name: ref(parameter) for name, parameter in deep.named_parameters()}
@@ -107,26 +109,26 @@ def test_an_optimizer_that_holds_what_was_there_before_is_refused() -> None:
     checks.check_optimizer(torch.optim.SGD(groups, lr=0.1), deep, before)
     deep.second.weight = nn.Parameter(torch.zeros(3, 16))
     with pytest.raises(
-        ConflictError, match=r"SGD holds second\.weight \(group 1, place 1, \(3, 16\)\), which is"
+        ConflictError, match=r"SGD holds second\.weight \(group 1, position 1, \(3, 16\)\), which is"
     ):
         checks.check_optimizer(torch.optim.SGD(groups, lr=0.1), deep, before)
 
 
-def test_what_hangs_on_parameters_goes_to_those_in_their_place() -> None:
+def test_attributes_of_parameters_are_restored() -> None:
     deep, other = model(), model()
     deep.second.weight.slow = True
-    shard.mark(other, shard.marks_of(deep))
+    shard.restore_attributes(other, shard.parameter_attributes(deep))
     assert [name for name, p in other.named_parameters() if getattr(p, "slow", False)] == ["second.weight"]
 
 
-def test_a_weight_in_parts_is_explained_and_other_errors_are_left_alone() -> None:
+def test_an_error_about_a_sharded_weight_is_explained_and_no_other() -> None:
     text = (
         "aten.addmm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor"
     )
     with (
-        pytest.raises(ConflictError, match=r"in parts[\s\S]*try: one backward"),
-        shard.parts_explained(),
+        pytest.raises(ConflictError, match=r"while it was sharded[\s\S]*try: one backward"),
+        shard.explain_sharded_weights(),
     ):
         raise RuntimeError(text)
-    with pytest.raises(RuntimeError, match="another"), shard.parts_explained():
+    with pytest.raises(RuntimeError, match="another"), shard.explain_sharded_weights():
         raise RuntimeError("another")

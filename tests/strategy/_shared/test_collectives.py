@@ -1,4 +1,4 @@
-"""Ranks that compare the order of a model's parts; here two watchers in one process stand for two ranks."""
+"""RankDivergenceCheck and all-or-none steps, on one rank; two ranks are in tests/test_strategies.py."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_eff.core.errors import ConflictError
-from lightning_eff.strategy._shared.module_order import SameOrder
+from lightning_eff.core.errors import CheckpointError, ConflictError
+from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, Ranks
 from tests.support.models import Deep
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, SameOrder]]]:
-    """Return a maker of two models with their watchers, which a fake group lets talk."""
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, RankDivergenceCheck]]]:
+    """Return a factory of two models with their checks, connected by a fake all_reduce."""
     sent: list[torch.Tensor] = []
 
     def all_reduce(numbers: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -34,10 +34,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, Same
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
 
-    def make(**options: bool) -> list[tuple[Any, SameOrder]]:
+    def make(**options: bool) -> list[tuple[Any, RankDivergenceCheck]]:
         models = [Deep(dropout=0.0) for _ in range(2)]
         options = {"gathers": False} | options
-        return [(model, SameOrder("strategy/fsdp2", model, **options)) for model in models]
+        return [(model, RankDivergenceCheck("strategy/fsdp2", model, **options)) for model in models]
 
     return make
 
@@ -50,32 +50,32 @@ def step(model: Any, order: tuple[int, ...] = (0, 1, 2)) -> None:
 
 
 def compared(pairs: Any, one: tuple[int, ...], other: tuple[int, ...]) -> None:
-    """Let two ranks step and compare, and read it as they would after their next step."""
-    for (model, watcher), order in zip(pairs, (one, other), strict=True):
+    """Step two ranks and compare them, as after their next step."""
+    for (model, check), order in zip(pairs, (one, other), strict=True):
         step(model, order)
-        watcher.compare()
-    for _, watcher in pairs:
-        watcher.read()
+        check.compare()
+    for _, check in pairs:
+        check.read()
 
 
-def test_the_same_order_is_fine_and_any_other_is_refused(ranks: Any) -> None:
+def test_ranks_must_run_the_same_modules_in_one_order(ranks: Any) -> None:
     pairs = ranks()
     for order in ((0, 1, 2), (2, 0), ()):
         compared(pairs, order, order)
     for other in ((0, 2), (0, 2, 1), (0, 1, 2, 2)):
         with pytest.raises(
-            ConflictError, match=r"fsdp2: the ranks run other parts[\s\S]*try: Trainer\(strategy=.ddp"
+            ConflictError, match=r"fsdp2: the ranks run different modules[\s\S]*try: Trainer\(strategy=.ddp"
         ):
             compared(ranks(), (0, 1, 2), other)
 
 
-def test_where_gradients_are_reduced_once_only_what_has_run_counts(ranks: Any) -> None:
+def test_unordered_only_the_set_of_modules_counts(ranks: Any) -> None:
     compared(ranks(ordered=False), (0, 1, 2), (2, 1, 0, 0))
     with pytest.raises(ConflictError):
         compared(ranks(ordered=False), (0, 1, 2), (0, 1))
 
 
-def test_passes_without_gradients_count_where_weights_are_gathered_for_them(ranks: Any) -> None:
+def test_passes_without_gradients_count_if_weights_are_gathered(ranks: Any) -> None:
     def once_more(pairs: Any) -> None:
         with torch.no_grad():
             step(pairs[0][0])
@@ -90,19 +90,33 @@ def test_passes_without_gradients_count_where_weights_are_gathered_for_them(rank
     compared(pairs, (0,), (0,))
 
 
-def test_nothing_is_left_behind_and_a_copy_is_a_copy(ranks: Any) -> None:
-    (model, watcher), (_, other) = ranks()
-    watcher.compare()
+def test_end_removes_the_hooks_and_copies_are_not_checked(ranks: Any) -> None:
+    (model, check), (_, other) = ranks()
+    check.compare()
     other.compare()
     step(copy.deepcopy(model))
-    watcher.end()
+    check.end()
     assert not any(part._forward_pre_hooks for part in model.modules())
 
 
-def test_compiled_models_are_not_watched(ranks: Any) -> None:
+def test_compiled_models_are_not_checked(ranks: Any) -> None:
     model = Deep()
     model.blocks[1].compile(backend="eager")
-    watcher = SameOrder("strategy/fsdp2", model, gathers=True)
+    check = RankDivergenceCheck("strategy/fsdp2", model, gathers=True)
     assert not any(part._forward_pre_hooks for part in model.modules())
-    watcher.compare()
-    watcher.end()
+    check.compare()
+    check.end()
+
+
+def test_an_error_keeps_its_type() -> None:
+    ranks = Ranks(torch.device("cpu"))
+    with pytest.raises(OSError, match="full"), ranks.all_or_none():
+        raise OSError(28, "full")
+
+
+def test_the_first_failed_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(torch.device("cpu"))
+    messages = [{"x": 1}, {"failed": "no space"}, {"failed": "neither"}]
+    monkeypatch.setattr(ranks, "_all_gather", lambda _: messages)
+    with pytest.raises(CheckpointError, match=r"^rank 1: no space$"), ranks.all_or_none():
+        pass

@@ -1,4 +1,4 @@
-"""Which rows a rank has and reads, on three ranks of which two are not there."""
+"""Rows that a rank has and reads, on three ranks of a fake process group."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_eff.checkpoint.lazy_tensor import in_rows
+from lightning_eff.checkpoint.lazy_tensor import from_shards
 from lightning_eff.core.shards import rows_here
-from lightning_eff.strategy._fsdp2.dtensor_state import DTensorParts, OwnParts
+from lightning_eff.strategy._fsdp2.checkpoint import DTensorState, LocalDTensorState
 
 NUM_RANKS = 3
 
@@ -26,34 +26,34 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 7, 9])
-def test_rows_are_those_that_torch_gives_a_rank(rank: int, num_rows: int) -> None:
+def test_local_rows_match_torch_and_only_they_are_read(rank: int, num_rows: int) -> None:
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    whole = torch.arange(num_rows * 2.0).reshape(num_rows, 2)
-    theirs = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    full = torch.arange(num_rows * 2.0).reshape(num_rows, 2)
+    theirs = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
     here = rows_here(theirs)
     assert here is not None
-    assert torch.equal(whole[here[0] : here[1]], theirs.to_local())
-    cuts = [(0, whole[:1].clone()), (1, whole[1:].clone())] if num_rows else []
-    saved = in_rows(whole.to("meta"), cuts)
+    assert torch.equal(full[here[0] : here[1]], theirs.to_local())
+    cuts = [(0, full[:1].clone()), (1, full[1:].clone())] if num_rows else []
+    saved = from_shards(full.to("meta"), cuts)
     parameter = torch.nn.Parameter(theirs.clone().zero_())
-    DTensorParts().put(parameter, saved)
+    DTensorState().load_tensor(parameter, saved)
     assert torch.equal(parameter.data.to_local(), theirs.to_local())
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-    DTensorParts(optimizer).put_state(parameter, {"momentum_buffer": saved, "step": torch.tensor(3.0)})
+    DTensorState(optimizer).load_state(parameter, {"momentum_buffer": saved, "step": torch.tensor(3.0)})
     state = optimizer.state[parameter]
     assert isinstance(state["momentum_buffer"], DTensor)
     assert state["momentum_buffer"].shape == parameter.shape
     assert torch.equal(state["momentum_buffer"].to_local(), theirs.to_local())
     assert float(state["step"]) == 3.0
-    assert len(saved.pieces) == min(num_rows, 2), "the other rows were not read"
-    assert OwnParts().whole(parameter) is parameter
+    assert len(saved.shards) == min(num_rows, 2), "the other rows were not read"
+    assert LocalDTensorState().full_tensor(parameter) is parameter
 
 
-def test_what_is_divided_otherwise_has_no_rows(rank: int) -> None:
+def test_other_placements_have_no_local_rows(rank: int) -> None:
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    whole = torch.ones(6, 6)
+    full = torch.ones(6, 6)
     for placement in (Shard(1), Replicate()):
-        assert rows_here(distribute_tensor(whole, mesh, [placement], src_data_rank=None)) is None
+        assert rows_here(distribute_tensor(full, mesh, [placement], src_data_rank=None)) is None
     square = init_device_mesh("cpu", (1, NUM_RANKS))
-    divided = distribute_tensor(whole, square, [Replicate(), Shard(0)], src_data_rank=None)
+    divided = distribute_tensor(full, square, [Replicate(), Shard(0)], src_data_rank=None)
     assert rows_here(divided) is None

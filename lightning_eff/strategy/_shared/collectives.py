@@ -1,0 +1,208 @@
+"""Collectives of both strategies: equal initial values, equal module order, all-or-none steps.
+
+ZeRO and FSDP2 gather weights and reduce gradients in the order in which modules run, and collectives of
+different ranks are paired by that order alone. If one rank skips a module (a route, a dropped layer), the
+gradient of one layer is silently added to that of another. `RankDivergenceCheck` finds that: every forward
+pass of a module changes one number per rank, and ranks compare their numbers once per step, in a process
+group of their own, which wrong pairing does not disturb, and asynchronously: a result is read after the next
+step.
+
+Costs of the check: a hook for each module with parameters, and 16 bytes per step. A model with compiled
+modules is not checked, since the hooks would be compiled too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_eff.core.compiled_call import is_compiled
+from lightning_eff.core.errors import CheckpointError
+from lightning_eff.core.shards import is_part
+from lightning_eff.strategy._shared.checks import conflict
+
+_MAX_HASH = 2**62 - 1
+
+
+@torch.no_grad()
+def broadcast_from_rank0(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Set every rank's tensors to rank 0's values, in place, as DDP does: seeds may differ between ranks.
+
+    `fully_shard` shards whatever each rank has; DeepSpeed broadcasts parameters, but not buffers.
+
+    Args:
+        tensors: Full tensors, equal on all ranks except for their values; those on `meta` are skipped.
+        device: Of the process group's backend.
+    """
+
+    def plain(tensor: Any) -> list[Tensor]:
+        """Return the tensors inside a tensor subclass: a quantized tensor's codes and scales."""
+        if is_part(tensor) or not hasattr(tensor, "__tensor_flatten__"):
+            return [tensor]
+        names, _ = tensor.__tensor_flatten__()
+        return [inner for name in names for inner in plain(getattr(tensor, name))]
+
+    for target in [inner for tensor in tensors for inner in plain(tensor)]:
+        if target.is_meta or is_part(target) or not target.numel():
+            continue
+        sent = target.detach().to(device, copy=True).contiguous()
+        # All ranks of the default group; as bytes, since backends do not support every dtype.
+        dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)
+        if dist.get_rank():
+            target.data.copy_(sent)
+
+
+class RankDivergenceCheck:
+    """Check that all ranks run the same modules; all ranks must construct it together.
+
+    Args:
+        strategy: Name of the strategy, for the error.
+        module: The model as it will be trained.
+        gathers: Whether weights are sharded: then frozen modules and passes without gradients count too.
+        ordered: False where only the set of modules per step matters, not their order and number.
+    """
+
+    def __init__(self, strategy: str, module: nn.Module, *, gathers: bool, ordered: bool = True) -> None:
+        self._strategy = strategy
+        self._gathers = gathers
+        self._ordered = ordered
+        self._seen = 0
+        self._pending: tuple[Any, Tensor] | None = None
+        self._handles: list[Any] = []
+        self._group: Any = None
+        if is_compiled(module) or dist.get_world_size() == 1:
+            return
+        for index, submodule in enumerate(module.modules()):
+            if any(gathers or parameter.requires_grad for parameter in submodule.parameters(recurse=False)):
+                self._handles.append(submodule.register_forward_pre_hook(self._hook(index)))
+        self._group = dist.new_group(backend="gloo")  # all ranks
+
+    def _hook(self, index: int) -> Callable[..., None]:
+        def note(submodule: nn.Module, _: Any) -> None:  # a closure: a deep copy of the model shares it
+            if submodule.training and (self._gathers or torch.is_grad_enabled()):
+                self._seen = hash((self._seen, index)) if self._ordered else self._seen | 1 << index
+
+        return note
+
+    def compare(self) -> None:
+        """Read the comparison of the previous step and start that of this step.
+
+        Raises:
+            ConflictError: Ranks differed in the previous step.
+        """
+        if self._group is None:
+            return
+        self.read()
+        number = hash((self._seen,)) & _MAX_HASH
+        numbers = torch.tensor([number, -number])  # one MAX over all ranks gives the maximum and the minimum
+        self._pending = dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group, async_op=True), numbers
+        self._seen = 0
+
+    def read(self) -> None:
+        """Wait for the pending comparison, if any.
+
+        Raises:
+            ConflictError: Ranks differed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        work, numbers = pending
+        work.wait()
+        largest, smallest = int(numbers[0]), -int(numbers[1])
+        if largest != smallest:
+            raise conflict(
+                self._strategy,
+                "the ranks run different modules, or in another order: gradients of different layers were "
+                "added",
+                "strategy=ddp strategy.find_unused_parameters=true",
+                "DDPStrategy(find_unused_parameters=True)",
+                "run every module on every rank",
+            )
+
+    def end(self) -> None:
+        """Read the last comparison, remove the hooks and destroy the process group."""
+        self.remove_hooks()
+        self.read()
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks, also after a failure."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+@dataclass
+class Step:
+    """One step of all ranks.
+
+    Args:
+        local: What this rank sends at the end of the step; plain JSON values.
+        gathered: What each rank sent, by rank, once the step is over.
+    """
+
+    local: dict[str, Any] = field(default_factory=dict[str, Any])
+    gathered: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+
+class Ranks:
+    """The ranks of the default process group; one rank if there is none.
+
+    Messages are JSON, as bytes in a tensor; nothing is unpickled.
+
+    Args:
+        device: Of the process group's backend.
+
+    Example:
+        >>> with Ranks(torch.device("cpu")).all_or_none() as step:
+        ...     step.local["done"] = 1
+        >>> step.gathered
+        [{'done': 1}]
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if is_distributed else 0
+        self.size = dist.get_world_size() if is_distributed else 1
+
+    @contextmanager
+    def all_or_none(self) -> Generator[Step]:
+        """Run a step that fails on all ranks if it fails on one; a collective of all ranks at its end.
+
+        Raises:
+            CheckpointError: Another rank failed; the text names the first one and its error.
+        """
+        step = Step()
+        try:
+            yield step
+        except BaseException as error:
+            self._all_gather({"failed": str(error) or repr(error)})
+            raise
+        step.gathered = self._all_gather(step.local)
+        for rank, message in enumerate(step.gathered):
+            if "failed" in message:
+                text = f"rank {rank}: {message['failed']}"
+                raise CheckpointError(text)
+
+    def _all_gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Exchange one message per rank: two all-gathers of all ranks, of the lengths and of the bytes."""
+        if self.size == 1:
+            return [message]
+        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(self._device)
+        sizes = [data.new_zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)], device=self._device))
+        longest = max(int(size) for size in sizes)
+        padded = [data.new_zeros(longest) for _ in range(self.size)]
+        dist.all_gather(padded, torch.cat([data, data.new_zeros(longest - len(data))]))
+        return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(padded, sizes, strict=True)]

@@ -1,0 +1,164 @@
+"""What DeepSpeed does to a model's parameters and buffers: guard against changes, keep dtypes and shapes.
+
+DeepSpeed trains float32 copies of the parameters that require gradients when it starts. A weight that is
+clamped or loaded during the run is overwritten by the next step, an unfrozen one is never stepped, a frozen
+one still moves by its momentum. A single device would do what was meant, so such runs are rejected. Weights
+that stay frozen may change (a teacher's average), except in stage 3.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_eff.core.errors import ConflictWarning
+from lightning_eff.core.shards import is_part
+from lightning_eff.strategy._shared.checks import ZERO, conflict
+
+HOOKS = ("on_after_backward", "on_before_optimizer_step")
+
+
+class ParameterGuard:
+    """Compare a model's parameters with what they were when DeepSpeed copied them.
+
+    Args:
+        module: As DeepSpeed has sharded it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
+        # torch 2.13 counts changes of a tensor in place in `_version`, except those of its `.data`.
+        self._versions = [
+            (name, p, p._version)  # noqa: SLF001
+            for name, p, is_trained in self._parameters
+            if is_trained or is_part(p)
+        ]
+
+    def check(self) -> None:
+        """Reject changes that DeepSpeed would ignore.
+
+        Raises:
+            ConflictError: A parameter was frozen, unfrozen or changed.
+        """
+        for name, parameter, is_trained in self._parameters:
+            if parameter.requires_grad is not is_trained:
+                change = "frozen" if is_trained else "unfrozen"
+                raise conflict(
+                    ZERO,
+                    f"{name} was {change} during the run, but DeepSpeed trains those it started with",
+                    "strategy=fsdp2",
+                    "strategy=ddp",
+                    "a learning rate of 0 in a parameter group of its own",
+                )
+        for name, parameter, version in self._versions:
+            if parameter._version != version:  # noqa: SLF001
+                problem = f"{name} was changed in place, but each step overwrites it with DeepSpeed's copy"
+                raise conflict(ZERO, problem, "strategy=fsdp2", "strategy=ddp")
+
+
+def warn_of_hooks(module: pl.LightningModule) -> None:
+    """Warn of hooks that read gradients, which DeepSpeed does not keep in `.grad`.
+
+    Warns:
+        ConflictWarning: The module overrides one of them.
+    """
+    found = [name for name in HOOKS if is_overridden(name, module)]
+    if found:
+        text = (
+            f"{ZERO}: {type(module).__name__}.{found[0]} finds no gradients: under DeepSpeed every `.grad` "
+            "is None\n  try: strategy=fsdp2"
+        )
+        warnings.warn(text, ConflictWarning, stacklevel=2)
+
+
+class PreservedDtypes:
+    """Buffers and frozen parameters as they are before DeepSpeed's precision plugin casts the model.
+
+    The plugin calls `module.to(dtype)` also under 32-true, where a single device casts nothing, so float64
+    would lose digits and complex numbers their imaginary part. Trained parameters must be of that dtype;
+    buffers and frozen parameters need not.
+
+    Args:
+        module: The model before the cast.
+        precision: Lightning's name. Under 32-true all dtypes are kept; else only complex buffers, since there
+            is no 16-bit complex dtype to cast to.
+
+    Example:
+        >>> module = nn.Linear(1, 1)
+        >>> module.register_buffer("phase", nn.Buffer(1j * module.weight.detach()))
+        >>> preserved = PreservedDtypes(module, "bf16-true")
+        >>> module.phase = module.phase.real
+        >>> preserved.restore()
+        >>> module.phase.dtype
+        torch.complex64
+    """
+
+    def __init__(self, module: nn.Module, precision: str) -> None:
+        keeps_all = precision == "32-true"
+        self._buffers = [
+            (owner, name, buffer)
+            for owner in module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+            if keeps_all or buffer.is_complex()
+        ]
+        frozen = [p for p in module.parameters() if not (p.requires_grad or is_part(p))]
+        self._frozen = [(parameter, parameter.data) for parameter in frozen if keeps_all]
+
+    def restore(self) -> None:
+        """Undo the cast of these tensors."""
+        for owner, name, buffer in self._buffers:
+            setattr(owner, name, buffer)
+        for parameter, data in self._frozen:
+            parameter.data = data
+
+
+@contextmanager
+def full_shapes(model: nn.Module) -> Generator[None]:
+    """Give parameters that were sharded while the model was built their full shapes, without memory.
+
+    `deepspeed.zero.Init` replaces each parameter by an empty vector. Code that groups parameters by their
+    number of dimensions (decay for matrices, none for vectors) would take all of them for vectors. Inside the
+    context each is a view of a single 0.
+
+    Args:
+        model: Parameters that DeepSpeed did not shard stay as they are.
+    """
+    sharded: list[Any] = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_shape")]
+    local = [parameter.data for parameter in sharded]
+    for parameter in sharded:
+        parameter.data = parameter.data.new_zeros(1).expand(parameter.ds_shape)
+    try:
+        yield
+    finally:
+        for parameter, data in zip(sharded, local, strict=True):
+            parameter.data = data
+
+
+@contextmanager
+def without_empty_groups(module: nn.Module, groups: list[dict[str, Any]]) -> Generator[None]:
+    """Add a trainable number to groups without trainable parameters, which stages 1 and 2 cannot partition.
+
+    Adapters leave such groups behind: of norms and biases, for example. DeepSpeed looks up a group's
+    parameters by the module's names when it starts; afterwards the numbers are removed from the module.
+
+    Args:
+        module: The model.
+        groups: The optimizer's; changed in place.
+    """
+    empty = [group for group in groups if not any(p.requires_grad for p in group["params"])]
+    for index, group in enumerate(empty):
+        filler = nn.Parameter(torch.zeros(1))
+        group["params"] = [*group["params"], filler]
+        module.register_parameter(f"filler_{index}", filler)
+    try:
+        yield
+    finally:
+        for index in range(len(empty)):
+            delattr(module, f"filler_{index}")
