@@ -49,7 +49,7 @@ def test_there_are_recipes() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recipe_says_what_it_is(name: str) -> None:
-    assert catalog.header(catalog.RECIPES / f"{name}.yaml").endswith(".")
+    assert catalog.yaml_header(catalog.RECIPES / f"{name}.yaml").endswith(".")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -69,8 +69,8 @@ class DataPreload(pl.Callback):
         lightning_eff.core.errors.ConfigError: num_workers=-1: expected 'auto' or a whole number of at least 0
     """
 
-    on_save_checkpoint = checkpoint_stamp.save
-    on_load_checkpoint = checkpoint_stamp.load
+    on_save_checkpoint = checkpoint_stamp.save_stamp
+    on_load_checkpoint = checkpoint_stamp.load_stamp
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class DataPreload(pl.Callback):
             return
         rules.enforce(self, trainer, pl_module)
         self._forget()
-        self._unhook = dataloaders.hook(trainer, lambda loader: self._prepare(loader, trainer, pl_module))
+        self._unhook = dataloaders.add_loader_transform(trainer, lambda loader: self._prepare(loader, trainer, pl_module))
 
     def _prepare(self, loader: Any, trainer: pl.Trainer, module: pl.LightningModule) -> Ahead:
         if self._loaders and trainer.current_epoch != self._epoch:

@@ -34,9 +34,9 @@ from typing_extensions import override
 
 from lightning_eff.core import checkpoint_stamp, model_surgery, rules
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
-from lightning_eff.core.model_surgery import Blocks, Stage
-from lightning_eff.core.recompute import Contexts, HostMemory, Recomputed, noop_context_fn
-from lightning_eff.core.technique import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.model_surgery import BlockSelector, Stage
+from lightning_eff.core.recompute import ContextFn, HostOffload, RecomputedBlock, noop_context_fn
+from lightning_eff.core.technique import MEMORY_BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 
 POLICIES = ("full", "every_n", "selective", "budget", "offload")
 aten = torch.ops.aten
@@ -108,8 +108,8 @@ def _parts(values: Iterable[Any]) -> list[Any]:
 
 
 def recompute(
-    model: nn.Module, *, policy: str = "full", every_n_blocks: int = 2, blocks: Blocks = None
-) -> dict[str, Recomputed]:
+    model: nn.Module, *, policy: str = "full", every_n_blocks: int = 2, blocks: BlockSelector = None
+) -> dict[str, RecomputedBlock]:
     """Have blocks of a model recomputed from now on; for Fabric, or a loop of one's own.
 
     Args:
@@ -128,19 +128,19 @@ def recompute(
         >>> list(recompute(model))
         ['1', '3']
     """
-    found = model_surgery.select(model, blocks)
+    found = model_surgery.select_blocks(model, blocks)
     if policy == "every_n":
         found = dict(list(found.items())[::every_n_blocks])
-    keep: Contexts = noop_context_fn
+    keep: ContextFn = noop_context_fn
     if policy == "selective":
         own = getattr(torch.ops.lightning_eff, "gemm", None)  # there as soon as a layer uses it
         kept = [*KEPT_OPERATIONS, *([own.default] if own is not None else [])]
         keep = functools.partial(keep_outputs, kept)
-    host = HostMemory() if policy == "offload" else None
+    host = HostOffload() if policy == "offload" else None
     return {
-        name: Recomputed(block, contexts=keep, host=host)
+        name: RecomputedBlock(block, contexts=keep, host=host)
         for name, block in found.items()
-        if not Recomputed.of(block)
+        if not RecomputedBlock.of(block)
     }
 
 
@@ -170,8 +170,8 @@ class GradientCheckpointing(pl.Callback):
         lightning_eff.core.errors.ConfigError: policy='some': expected one of full, every_n, selective, ...
     """
 
-    on_save_checkpoint = checkpoint_stamp.save
-    on_load_checkpoint = checkpoint_stamp.load
+    on_save_checkpoint = checkpoint_stamp.save_stamp
+    on_load_checkpoint = checkpoint_stamp.load_stamp
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class GradientCheckpointing(pl.Callback):
         policy: str = "full",
         every_n_blocks: int = 2,
         memory_budget: float = 0.5,
-        blocks: Blocks = None,
+        blocks: BlockSelector = None,
     ) -> None:
         if policy not in POLICIES:
             raise ConfigError(key="policy", value=policy, allowed=f"one of {', '.join(POLICIES)}")
@@ -194,7 +194,7 @@ class GradientCheckpointing(pl.Callback):
         self.memory_budget = memory_budget
         self.blocks = blocks
         self._num_blocks = 0
-        self._recomputed: dict[str, Recomputed] = {}
+        self._recomputed: dict[str, RecomputedBlock] = {}
         self._budget = ExitStack()
         self._budget_set = False
 
@@ -203,7 +203,7 @@ class GradientCheckpointing(pl.Callback):
         if self.policy == "budget":
             reason = "it is inductor that would choose what is recomputed"
             remedies = ("+callbacks=torch_compile", "callbacks.gradient_checkpointing.policy=selective")
-            return Facts(needs=(Rule(name=BUDGET, reason=reason, remedies=remedies),))
+            return Facts(needs=(Rule(name=MEMORY_BUDGET, reason=reason, remedies=remedies),))
         twice, off = "the blocks would be recomputed twice", "~callbacks.gradient_checkpointing"
         excludes = [
             Rule(
@@ -235,7 +235,7 @@ class GradientCheckpointing(pl.Callback):
 
     def _apply(self, model: nn.Module) -> int:
         try:
-            self._num_blocks = len(model_surgery.select(model, self.blocks))
+            self._num_blocks = len(model_surgery.select_blocks(model, self.blocks))
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         new = recompute(model, policy=self.policy, every_n_blocks=self.every_n_blocks, blocks=self.blocks)
@@ -281,7 +281,7 @@ class GradientCheckpointing(pl.Callback):
             return Outcome(did=did, effective=self._budget_set)
         names, count = list(self._recomputed), self._num_recomputations()
         did = f"{len(names)} of {self._num_blocks} blocks recomputed ({self.policy}), {count} times"
-        if any(recomputed.left_cache_empty for recomputed in self._recomputed.values()):
+        if any(recomputed.is_cache_disabled for recomputed in self._recomputed.values()):
             did += "; their key-value cache stays empty"
         return Outcome(
             did=did,

@@ -30,7 +30,7 @@ from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.optimization.build import SchedulerFactory, attach
 from lightning_eff.core.optimization.composite import FreesGradients, OptimizerFactory
 from lightning_eff.core.optimization.factories import classes, kind_behind, layout, settings
-from lightning_eff.core.shards import shape_of
+from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import PACKAGE, SCHEDULE, Facts, Outcome, Technique
 from lightning_eff.core.text import human_bytes
 from lightning_eff.report.live_bytes import state_bytes
@@ -66,8 +66,8 @@ class OptimizerChoice(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[choice], logger=False, accelerator="cpu")
     """
 
-    on_save_checkpoint = checkpoint_stamp.save
-    on_load_checkpoint = checkpoint_stamp.load
+    on_save_checkpoint = checkpoint_stamp.save_stamp
+    on_load_checkpoint = checkpoint_stamp.load_stamp
 
     def __init__(
         self, *, optimizer: OptimizerFactory | None = None, scheduler: SchedulerFactory | None = None
@@ -97,7 +97,7 @@ class OptimizerChoice(pl.Callback):
         fused = ("optimizer/fused",) if settings(self.optimizer).get("fused") else ()
         return Facts(provides=(*provides, *fused))
 
-    def brings(self) -> Sequence[object]:
+    def components(self) -> Sequence[object]:
         """Return the optimizer's classes, which have rules of their own."""
         return classes(self.optimizer)
 
@@ -134,7 +134,7 @@ class OptimizerChoice(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = trainer.global_step
-        dataloaders.place(trainer)
+        dataloaders.restore_loader_state(trainer)
         self._rates = _rates(self._built)
         self._use_weights(train=True)
 
@@ -244,7 +244,7 @@ class OptimizerChoice(pl.Callback):
             return Outcome(did="not built yet", effective=False)
         groups = getattr(self._built, "whole_groups", self._built.param_groups)  # not a rank's part of them
         counts = [len(group["params"]) for group in groups]
-        num_parameters = sum(shape_of(p).numel() for group in groups for p in group["params"])
+        num_parameters = sum(full_shape(p).numel() for group in groups for p in group["params"])
         held = state_bytes(self._built)
         where = ", ".join(f"{human_bytes(size)} on {place}" for place, size in held.items()) or "none"
         share = sum(held.values()) / num_parameters

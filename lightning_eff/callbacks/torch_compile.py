@@ -31,9 +31,9 @@ from typing_extensions import override
 from lightning_eff.callbacks._compilation import Compilations
 from lightning_eff.core import checkpoint_stamp, model_surgery, rules
 from lightning_eff.core.compiled_call import CompiledCall
-from lightning_eff.core.errors import ConfigError, NoEffectWarning, nearest
-from lightning_eff.core.model_surgery import Blocks, Stage
-from lightning_eff.core.technique import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.errors import ConfigError, NoEffectWarning, suggest_name
+from lightning_eff.core.model_surgery import BlockSelector, Stage
+from lightning_eff.core.technique import MEMORY_BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 RECOMPILATIONS_PER_PART = 8
@@ -45,7 +45,7 @@ GRAPH_REPLAY_MODES = ("reduce-overhead", "max-autotune")
 
 
 def compile_in_place(
-    model: nn.Module, target: str | Sequence[str] = "blocks", *, blocks: Blocks = None, **options: Any
+    model: nn.Module, target: str | Sequence[str] = "blocks", *, blocks: BlockSelector = None, **options: Any
 ) -> dict[str, Callable[[], None]]:
     """Compile parts of a model from now on; for Fabric, or a loop of one's own.
 
@@ -77,10 +77,10 @@ def compile_in_place(
     return done
 
 
-def _parts(model: nn.Module, target: str, blocks: Blocks) -> dict[str, Any]:
+def _parts(model: nn.Module, target: str, blocks: BlockSelector) -> dict[str, Any]:
     """Return what a target means in a model, by name."""
     if target == "blocks":
-        return dict(model_surgery.select(model, blocks))
+        return dict(model_surgery.select_blocks(model, blocks))
     if target == "forward":
         if type(model).forward is pl.LightningModule.forward:
             names = ", ".join(name for name, _ in model.named_children())
@@ -92,7 +92,7 @@ def _parts(model: nn.Module, target: str, blocks: Blocks) -> dict[str, Any]:
         if not hasattr(part, name):
             known = {"blocks", "forward", *_own_names(part)}
             raise ConfigError(
-                key="target", value=target, allowed=f"blocks, forward, or a part; {nearest(name, known)}"
+                key="target", value=target, allowed=f"blocks, forward, or a part; {suggest_name(name, known)}"
             )
         part = getattr(part, name)
     if not callable(part):
@@ -153,14 +153,14 @@ class TorchCompile(pl.Callback):
         lightning_eff.core.errors.ConfigError: backend='inducktor': expected a backend of torch.compile's; ...
     """
 
-    on_save_checkpoint = checkpoint_stamp.save
-    on_load_checkpoint = checkpoint_stamp.load
+    on_save_checkpoint = checkpoint_stamp.save_stamp
+    on_load_checkpoint = checkpoint_stamp.load_stamp
 
     def __init__(
         self,
         *,
         target: str | Sequence[str] = "blocks",
-        blocks: Blocks = None,
+        blocks: BlockSelector = None,
         backend: str = "inductor",
         mode: str | None = None,
         dynamic: bool | None = None,
@@ -171,7 +171,7 @@ class TorchCompile(pl.Callback):
             raise ConfigError(
                 key="backend",
                 value=backend,
-                allowed=f"a backend of torch.compile's; {nearest(backend, backends)}",
+                allowed=f"a backend of torch.compile's; {suggest_name(backend, backends)}",
             )
         if mode is not None and mode not in MODES:
             raise ConfigError(key="mode", value=mode, allowed=f"one of {', '.join(MODES)}, or None")
@@ -205,7 +205,7 @@ class TorchCompile(pl.Callback):
             reason = f"mode={self.mode} replays CUDA graphs, which cannot hold what a recomputation allocates"
             remedy = "callbacks.torch_compile.mode=max-autotune-no-cudagraphs"
             excludes.append(Rule(name=RECOMPUTE, reason=reason, remedies=(remedy,)))
-        provides = (TRANSFORM, BUDGET) if self.backend in BUDGET_BACKENDS else (TRANSFORM,)
+        provides = (TRANSFORM, MEMORY_BUDGET) if self.backend in BUDGET_BACKENDS else (TRANSFORM,)
         return Facts(provides=provides, needs=tuple(needs), excludes=tuple(excludes))
 
     @override

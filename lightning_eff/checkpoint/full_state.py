@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.shards import is_part, shape_of
+from lightning_eff.core.shards import is_sharded, full_shape
 
 COUNTS = ("step",)
 """Keys of an optimizer's state that are numbers, also where a parameter is one."""
@@ -92,7 +92,7 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], parts: Parts, *, s
         raise CheckpointError(text)
     shared = [name for name in own if name in state]
     for name in shared:
-        theirs, ours = tuple(state[name].shape), tuple(shape_of(own[name]))
+        theirs, ours = tuple(state[name].shape), tuple(full_shape(own[name]))
         if theirs != ours:
             text = f"the checkpoint does not fit: {name} is {theirs} there and {ours} here"
             raise CheckpointError(text)
@@ -160,7 +160,7 @@ def load_optimizer_state(
 
 
 def _kept(tensor: Tensor, *, keep: bool) -> Tensor:
-    if is_part(tensor):  # each rank writes its own
+    if is_sharded(tensor):  # each rank writes its own
         return tensor.detach()
     if not keep:
         return torch.empty_like(tensor, device="meta")

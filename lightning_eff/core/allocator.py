@@ -69,7 +69,7 @@ def has_cache(device: torch.device) -> bool:
     return _glibc() is not None if device.type == "cpu" else device.type in {"cuda", "xpu", "mps"}
 
 
-def state(device: torch.device) -> AllocatorState:
+def allocator_state(device: torch.device) -> AllocatorState:
     """Read the allocator of a device that `has_cache`.
 
     Raises:
@@ -95,7 +95,7 @@ def state(device: torch.device) -> AllocatorState:
 def held_bytes(device: torch.device) -> int:
     """Bytes that other processes cannot use: resident pages on the CPU, else what is reserved."""
     if device.type != "cpu":
-        return state(device).reserved_bytes
+        return allocator_state(device).reserved_bytes
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
@@ -116,7 +116,7 @@ def total_bytes(device: torch.device) -> int:
         return torch.mps.recommended_max_memory()
     if device.type in {"cuda", "xpu"}:
         return torch.accelerator.get_memory_info(device)[1]
-    return host_memory.memory().num_bytes
+    return host_memory.host_memory_limit().num_bytes
 
 
 def reset_peak(device: torch.device) -> None:

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
-MANY = ("callbacks", "monitors")
+MULTI_CHOICE_GROUPS = ("callbacks", "monitors")
 """Groups of which a run may choose several options; each lands in a dictionary under its own name."""
 
 
-def folder(name: str) -> Path:
+def shipped_path(name: str) -> Path:
     """Return a folder or file that lies in the package when installed and beside it in a checkout."""
     inside = PACKAGE / name
     return inside if inside.exists() else PACKAGE.parent / name
 
 
-CONF = folder("conf")
-RECIPES = folder("recipes")
-CONSTRAINTS = folder("constraints.txt")
+CONF = shipped_path("conf")
+RECIPES = shipped_path("recipes")
+CONSTRAINTS = shipped_path("constraints.txt")
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Entry:
         return asdict(self)
 
 
-def docstring(module: Path) -> str:
+def module_docstring(module: Path) -> str:
     """Return a module's docstring without running it."""
     return ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
 
 
-def explains(entry: Entry) -> bool:
+def has_explanation(entry: Entry) -> bool:
     """Say whether an entry's module has a function `explain(device)`, without running it."""
     module = PACKAGE / f"{entry.name}.py"
     body = ast.parse(module.read_text(encoding="utf-8")).body if module.exists() else []
@@ -60,7 +60,7 @@ def explains(entry: Entry) -> bool:
 def verbs() -> dict[str, str]:
     """Return each verb with its one line."""
     files = sorted((PACKAGE / "commands").glob("[a-z]*.py"))
-    return {file.stem: docstring(file).partition("\n")[0] for file in files}
+    return {file.stem: module_docstring(file).partition("\n")[0] for file in files}
 
 
 def entries() -> list[Entry]:
@@ -71,7 +71,7 @@ def entries() -> list[Entry]:
 def recipes() -> list[Entry]:
     """Return the recipes that ship with the package."""
     return [
-        Entry(file.stem, "recipe", header(file), f"lightning-eff train {file.stem}")
+        Entry(file.stem, "recipe", yaml_header(file), f"lightning-eff train {file.stem}")
         for file in sorted(RECIPES.glob("*.yaml"))
     ]
 
@@ -83,14 +83,14 @@ def options() -> list[Entry]:
         group = file.parent.name
         module = PACKAGE / group / f"{file.stem}.py"
         technique = module.exists()
-        summary = docstring(module).partition("\n")[0] if technique else header(file)
+        summary = module_docstring(module).partition("\n")[0] if technique else yaml_header(file)
         kind = "technique" if technique and group not in ("model", "data") else "option"
-        use = f"+{group}={file.stem}" if group in MANY else f"{group}={file.stem}"
+        use = f"+{group}={file.stem}" if group in MULTI_CHOICE_GROUPS else f"{group}={file.stem}"
         found.append(Entry(f"{group}/{file.stem}", kind, summary, use))
     return found
 
 
-def header(file: Path) -> str:
+def yaml_header(file: Path) -> str:
     """Return the first comment of a YAML that is not a Hydra directive."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("# ") and not line.startswith("# @package"):
@@ -98,7 +98,7 @@ def header(file: Path) -> str:
     return ""
 
 
-def parameters(file: Path) -> list[tuple[str, str, str]]:
+def yaml_parameters(file: Path) -> list[tuple[str, str, str]]:
     """Return key, default and comment of every parameter that a YAML lists."""
     found: list[tuple[str, str, str]] = []
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -113,21 +113,21 @@ def parameter_keys() -> list[str]:
     keys: list[str] = []
     for entry in options():
         group, _, name = entry.name.partition("/")
-        path = f"{group}.{name}" if group in MANY else group
-        keys += [f"{path}.{key}" for key, _, _ in parameters(CONF / group / f"{name}.yaml")]
+        path = f"{group}.{name}" if group in MULTI_CHOICE_GROUPS else group
+        keys += [f"{path}.{key}" for key, _, _ in yaml_parameters(CONF / group / f"{name}.yaml")]
     return sorted(set(keys))
 
 
-def card(entry: Entry) -> dict[str, Any]:
+def entry_details(entry: Entry) -> dict[str, Any]:
     """Return everything that is known about one entry."""
     if entry.kind == "recipe":
         return entry.as_dict() | {"text": (RECIPES / f"{entry.name}.yaml").read_text(encoding="utf-8")}
     group, _, name = entry.name.partition("/")
     module = PACKAGE / group / f"{name}.py"
     file = CONF / group / f"{name}.yaml"
-    rows = parameters(file)
+    rows = yaml_parameters(file)
     return entry.as_dict() | {
-        "text": docstring(module) if module.exists() else header(file),
+        "text": module_docstring(module) if module.exists() else yaml_header(file),
         "parameters": [
             {"key": key, "default": default, "meaning": meaning} for key, default, meaning in rows
         ],

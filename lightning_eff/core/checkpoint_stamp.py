@@ -33,7 +33,7 @@ from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.optimization.factories import layout
 from lightning_eff.core.optimization.kept_schedule import OF_SCHEDULES
-from lightning_eff.core.technique import chosen, name_of, techniques
+from lightning_eff.core.technique import non_default_config, name_of, techniques
 
 KEY = "lightning_eff"
 """Where it stands in a checkpoint."""
@@ -45,28 +45,28 @@ Chosen = Mapping[str, Mapping[str, Any]]
 """Techniques by name, each with its arguments that are not the defaults."""
 
 
-def save(self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+def save_stamp(self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
     """Write what is on into a checkpoint, and put this callback's state beside it: `on_save_checkpoint`."""
     del pl_module
     own = checkpoint.setdefault(KEY, {})
-    own["techniques"] = _on(rules.objects_of(trainer))
+    own["techniques"] = _on(rules.trainer_components(trainer))
     own["optimizers"] = [_kind(optimizer) for optimizer in trainer.optimizers]
     state = checkpoint.get("callbacks", {}).pop(self.state_key, None)
     if state:
         own.setdefault("states", {})[name_of(self)] = state
 
 
-def load(self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+def load_stamp(self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
     """Let Lightning find this callback's state and its place, and compare later: `on_load_checkpoint`."""
     del pl_module
-    stay_in_epoch(trainer, checkpoint)
+    undo_premature_epoch_end(trainer, checkpoint)
     state = _mapping(_mapping(checkpoint.get(KEY)).get("states")).get(name_of(self))
     if isinstance(state, dict):
         checkpoint["callbacks"].setdefault(self.state_key, state)
-    watch(trainer)
+    compare_on_restore(trainer)
 
 
-def with_plugin(checkpoint: dict[str, Any], plugin: object) -> dict[str, Any]:
+def add_plugin_stamp(checkpoint: dict[str, Any], plugin: object) -> dict[str, Any]:
     """Return a checkpoint of Lightning's that names a plugin too, which may be all that is on.
 
     Args:
@@ -79,7 +79,7 @@ def with_plugin(checkpoint: dict[str, Any], plugin: object) -> dict[str, Any]:
     return checkpoint | {KEY: {**own, "techniques": _on([plugin]) | dict(_mapping(own.get("techniques")))}}
 
 
-def watch(trainer: pl.Trainer) -> None:
+def compare_on_restore(trainer: pl.Trainer) -> None:
     """Compare when the optimizers are there and about to be loaded; a second call changes nothing.
 
     Formats are settled then too, which `auto` leaves open until the device is known.
@@ -91,13 +91,13 @@ def watch(trainer: pl.Trainer) -> None:
 
     def compared(checkpoint: Mapping[str, Any]) -> None:
         del strategy.load_optimizer_state_dict
-        compare(trainer, checkpoint)
+        compare_stamp(trainer, checkpoint)
         load_states(checkpoint)
 
     strategy.load_optimizer_state_dict = compared
 
 
-def compare(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+def compare_stamp(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
     """Say how the techniques differ from those that a checkpoint was saved with.
 
     Raises:
@@ -105,14 +105,14 @@ def compare(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
     """
     own = _mapping(checkpoint.get(KEY))
     kinds = own.get("optimizers")
-    refuse_others(trainer.optimizers, checkpoint.get("optimizer_states") or (), kinds=kinds)
+    check_optimizers(trainer.optimizers, checkpoint.get("optimizer_states") or (), kinds=kinds)
     then = {name: _mapping(arguments) for name, arguments in _mapping(own.get("techniques")).items()}
-    words = difference(then, _on(rules.objects_of(trainer)))
+    words = config_diff(then, _on(rules.trainer_components(trainer)))
     if words:
         rank_zero_info("%s%s", "" if own else "the checkpoint names no techniques; ", words)
 
 
-def difference(then: Chosen, now: Chosen) -> str:
+def config_diff(then: Chosen, now: Chosen) -> str:
     """Return in words how two sets of techniques differ; empty if they do not.
 
     Example:
@@ -151,7 +151,7 @@ def _few(words: Sequence[str]) -> str:
     return ", ".join([*words[:MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])])
 
 
-def refuse_others(optimizers: Sequence[Any], states: Any, *, kinds: Any = None) -> None:
+def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = None) -> None:
     """Refuse the states of optimizers that are not those of this run.
 
     Args:
@@ -207,7 +207,7 @@ def _kind(optimizer: Any) -> str:
 
 def _on(objects: Iterable[object]) -> dict[str, dict[str, Any]]:
     there = [each for each in techniques(objects) if not isinstance(each, type)]
-    return {name_of(each): {key: _plain(value) for key, value in chosen(each).items()} for each in there}
+    return {name_of(each): {key: _plain(value) for key, value in non_default_config(each).items()} for each in there}
 
 
 def _plain(value: Any) -> Any:
@@ -220,24 +220,24 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}  # pyright: ignore[reportUnknownVariableType]
 
 
-def stay_in_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
     """Read an epoch that `max_steps` ended as one that goes on; a second call changes nothing.
 
     Args:
         trainer: About to restore its loops.
         checkpoint: Its loops are changed in place; one that holds something else there stays as it is.
     """
-    loop = inside(checkpoint, "loops", "fit_loop")
+    loop = nested_dict(checkpoint, "loops", "fit_loop")
     epochs, batches, inner = (
-        inside(loop, key) for key in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict")
+        nested_dict(loop, key) for key in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict")
     )
-    counted = _same(inside(epochs, "total"), ("ready", "started", "processed"))
-    behind = _same(inside(batches, "total"), ("ready", "processed", "completed"))
+    counted = _same(nested_dict(epochs, "total"), ("ready", "started", "processed"))
+    behind = _same(nested_dict(batches, "total"), ("ready", "processed", "completed"))
     whole = batches.get("is_last_batch", True)
     if not counted or not behind or (whole and trainer.max_steps == -1):
         return
     for part in ("total", "current"):
-        epoch, batch = inside(epochs, part), inside(batches, part)
+        epoch, batch = nested_dict(epochs, part), nested_dict(batches, part)
         epoch["processed"] = epoch["completed"] = epoch["started"] - 1
         batch["completed"] = batch["processed"] - 1
     if "_batches_that_stepped" in inner:
@@ -250,7 +250,7 @@ def _same(counts: Mapping[str, Any], keys: Sequence[str]) -> bool:
     return isinstance(values[0], int) and values[0] > 0 and values.count(values[0]) == len(values)
 
 
-def inside(value: Any, *keys: str) -> dict[str, Any]:
+def nested_dict(value: Any, *keys: str) -> dict[str, Any]:
     """Return what lies under keys in a checkpoint; nothing, where that is no dictionary."""
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None

@@ -12,18 +12,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-Look = Callable[[Any], Any]
+LoaderTransform = Callable[[Any], Any]
 """Is given a training loader as the strategy has prepared it, and returns it or another in its place."""
 
 
-def hook(trainer: pl.Trainer, look: Look) -> Callable[[], None]:
+def add_loader_transform(trainer: pl.Trainer, look: LoaderTransform) -> Callable[[], None]:
     """Call `look` with each loader that this Trainer is going to train with.
 
     Returns:
         What takes the hook out again, whatever was hooked in or taken out in between.
     """
     strategy: Any = trainer.strategy
-    looks: list[Look] | None = strategy.__dict__.get("_looks")
+    looks: list[LoaderTransform] | None = strategy.__dict__.get("_looks")
     if looks is None:
         looks = strategy.__dict__["_looks"] = []
         process = strategy.process_dataloader
@@ -46,7 +46,7 @@ def hook(trainer: pl.Trainer, look: Look) -> Callable[[], None]:
     return take_out
 
 
-def place(trainer: pl.Trainer) -> None:
+def restore_loader_state(trainer: pl.Trainer) -> None:
     """Bring stateful loaders to where a checkpoint left them, when a run begins.
 
     Lightning does so when it makes the loaders. It makes them earlier, before the checkpoint's state is

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from lightning_eff.core.remedies import shown
+from lightning_eff.core.remedies import format_remedies
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -45,7 +45,7 @@ class HasRemedies:
     """
 
     def __init__(self, text: str) -> None:
-        super().__init__(shown(text))  # pyright: ignore[reportCallIssue] - it stands before an exception
+        super().__init__(format_remedies(text))  # pyright: ignore[reportCallIssue] - it stands before an exception
 
 
 class ConfigError(HasRemedies, ValueError):
@@ -105,7 +105,7 @@ class EnvironmentLacksError(HasRemedies, Exception):
     exit_code = EXIT_ENVIRONMENT
 
 
-REFUSALS = (ConfigError, UsageError, ConflictError, EnvironmentLacksError)
+PRE_RUN_ERRORS = (ConfigError, UsageError, ConflictError, EnvironmentLacksError)
 """What is said before a run begins: nothing has happened yet."""
 
 
@@ -150,7 +150,7 @@ class SlowPathWarning(UserWarning):
     """What was asked for works here, but slower than doing without it."""
 
 
-def legacy_package(name: str) -> ConflictError:
+def legacy_package_error(name: str) -> ConflictError:
     """Return the refusal of a Trainer whose classes have Lightning's names and are others.
 
     Args:
@@ -165,7 +165,7 @@ def legacy_package(name: str) -> ConflictError:
     return ConflictError(f"{text}: import lightning.pytorch instead")
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def suggest_name(word: str, known: Iterable[str]) -> str:
     """Return a half-sentence with names that have the word in them, the closest spelling, or what there is.
 
     Example:

@@ -23,7 +23,7 @@ ULIMITS = {"Max address space": ("ulimit -v", "VmSize"), "Max data size": ("ulim
 
 
 @dataclass(frozen=True)
-class Limit:
+class HostMemoryLimit:
     """One limit of this process's memory.
 
     Args:
@@ -42,7 +42,7 @@ class Limit:
         return self.num_bytes - self.taken_bytes
 
 
-def memory(root: Path = ROOT) -> Limit:
+def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
     """Return the limit that leaves this process least.
 
     Args:
@@ -52,11 +52,11 @@ def memory(root: Path = ROOT) -> Limit:
         >>> memory().num_bytes <= installed_bytes()
         True
     """
-    taken = read_taken(root)
+    taken = process_memory(root)
     resident = taken.get("VmRSS", 0)
-    limits = [Limit(INSTALLED, installed_bytes(), resident)]
-    limits += [Limit(f"cgroup {path}", size, resident) for path, size in _of_cgroups(root)]
-    limits += [Limit(name, size, taken.get(counted, 0)) for name, counted, size in _of_ulimits(root)]
+    limits = [HostMemoryLimit(INSTALLED, installed_bytes(), resident)]
+    limits += [HostMemoryLimit(f"cgroup {path}", size, resident) for path, size in _of_cgroups(root)]
+    limits += [HostMemoryLimit(name, size, taken.get(counted, 0)) for name, counted, size in _of_ulimits(root)]
     return min(limits, key=lambda each: each.free_bytes)
 
 
@@ -65,7 +65,7 @@ def installed_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def read_taken(root: Path) -> dict[str, int]:
+def process_memory(root: Path) -> dict[str, int]:
     """Return what this process takes, by the names of /proc/self/status."""
     found = re.findall(r"^(Vm\w+):\s+(\d+) kB", _text(root / "proc/self/status"), re.MULTILINE)
     return {name: int(size) * 1024 for name, size in found}

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from lightning_eff.core.dtypes import support
+from lightning_eff.core.dtypes import dtype_support
 
 PACKAGES = ("lightning-eff", "torch", "lightning", "hydra-core")
 CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+def machine_info(device: torch.device) -> dict[str, Any]:
     """Return versions and hardware as plain types.
 
     Example:
@@ -26,7 +26,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     """
     return {
         "python": platform.python_version(),
-        **{package: version(package) for package in PACKAGES},
+        **{package: package_version(package) for package in PACKAGES},
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
@@ -46,7 +46,7 @@ def device_name(device: torch.device) -> str:
     return device.type
 
 
-def clocks(device: torch.device) -> str:
+def gpu_clocks(device: torch.device) -> str:
     """Return a GPU's clocks, power and temperature of this moment, as its driver gives them."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -70,7 +70,7 @@ def machine_facts(device_type: str) -> dict[str, str]:
     compiler = find_compiler(device_type)
     facts = {"machine/compiler": f"the compiler {compiler}"} if compiler else {}
     for dtype in (torch.bfloat16, torch.float16):
-        answer = support(device_type, dtype)
+        answer = dtype_support(device_type, dtype)
         if not answer.native:
             name = str(dtype).removeprefix("torch.")
             facts[f"machine/emulated_{name}"] = f"{name} that is emulated on this {device_type}"
@@ -90,7 +90,7 @@ def find_compiler(device_type: str) -> str | None:
     return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
 
-def version(package: str) -> str:
+def package_version(package: str) -> str:
     """Return the version of an installed package, or that it is not."""
     try:
         return metadata.version(package)

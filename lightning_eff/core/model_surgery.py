@@ -21,12 +21,12 @@ from typing import Protocol, runtime_checkable
 import lightning.pytorch as pl
 from torch import nn
 
-from lightning_eff.core.errors import ConfigError, nearest
+from lightning_eff.core.errors import ConfigError, suggest_name
 
-Change = Callable[[nn.Module], int]
+ModelChange = Callable[[nn.Module], int]
 """Changes a model in place and returns how many parts of it; finds 0 where its work is done already."""
 
-Blocks = str | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None
+BlockSelector = str | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 """Which parts of a model: class names, patterns of module names, classes, a predicate; None finds them."""
 
 
@@ -36,7 +36,7 @@ class Stage(IntEnum):
     LOAD = 0
     QUANTIZE = 1
     ADAPT = 2
-    LOWER = 3
+    CAST_FROZEN = 3
     FLOAT8 = 4
     TILE = 5
     CHECKPOINT = 6
@@ -56,7 +56,7 @@ class StagedPlugin(Protocol):
 
 
 @runtime_checkable
-class LowersFrozen(Protocol):
+class CastsFrozen(Protocol):
     """A precision plugin that changes what is frozen, which is settled once adapters are in."""
 
     def lower(self, model: nn.Module) -> int:
@@ -65,15 +65,15 @@ class LowersFrozen(Protocol):
 
 
 @runtime_checkable
-class Freezes(Protocol):
+class FreezesModules(Protocol):
     """A callback that will freeze a model but for parts of it, and can tell before it does which."""
 
-    def keeps_trainable(self, model: nn.Module, names: Iterable[str]) -> set[str]:
+    def trainable_modules(self, model: nn.Module, names: Iterable[str]) -> set[str]:
         """Return those of these modules that will be trained, themselves or with one around them."""
         ...
 
 
-def staying_frozen(model: nn.Module, names: Iterable[str]) -> set[str]:
+def frozen_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
     """Return those modules whose own parameters will not be trained: by who freezes them, or as they are.
 
     Args:
@@ -88,8 +88,8 @@ def staying_frozen(model: nn.Module, names: Iterable[str]) -> set[str]:
     given = list(names)
     trainer = getattr(model, "_trainer", None)
     callbacks: list[object] = getattr(trainer, "callbacks", [])
-    freezing = [callback for callback in callbacks if isinstance(callback, Freezes)]
-    kept = [callback.keeps_trainable(model, given) for callback in freezing] or [trainable(model, given)]
+    freezing = [callback for callback in callbacks if isinstance(callback, FreezesModules)]
+    kept = [callback.trainable_modules(model, given) for callback in freezing] or [trainable(model, given)]
     return set(given).difference(*kept)
 
 
@@ -100,7 +100,7 @@ def trainable(model: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 @runtime_checkable
-class MakesParts(Protocol):
+class ShardsAtInit(Protocol):
     """A strategy that may divide weights in the moment that they are made."""
 
     def surgery_context(self) -> AbstractContextManager[None]:
@@ -108,18 +108,18 @@ class MakesParts(Protocol):
         ...
 
 
-def changes_of(plugin: object) -> list[tuple[Stage, Change]]:
+def plugin_changes(plugin: object) -> list[tuple[Stage, ModelChange]]:
     """Return what a precision plugin does to a model before a checkpoint is read; most do nothing.
 
     Example:
         >>> changes_of(pl.plugins.MixedPrecision("bf16-mixed", "cpu"))
         []
     """
-    changes: list[tuple[Stage, Change]] = []
+    changes: list[tuple[Stage, ModelChange]] = []
     if isinstance(plugin, StagedPlugin):
         changes.append((plugin.stage, plugin.apply))
-    if isinstance(plugin, LowersFrozen):
-        changes.append((Stage.LOWER, plugin.lower))
+    if isinstance(plugin, CastsFrozen):
+        changes.append((Stage.CAST_FROZEN, plugin.lower))
     return changes
 
 
@@ -136,12 +136,12 @@ class _Surgery:
         self.module = module
         self.original = module.configure_model
         self.was_on_instance = "configure_model" in module.__dict__
-        self.changes = changes_of(trainer.precision_plugin)
+        self.changes = plugin_changes(trainer.precision_plugin)
 
     def configure_model(self) -> None:
         self.original()
         strategy: object = self.trainer.strategy
-        with strategy.surgery_context() if isinstance(strategy, MakesParts) else nullcontext():
+        with strategy.surgery_context() if isinstance(strategy, ShardsAtInit) else nullcontext():
             apply(self.module, self.changes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Surgery:
@@ -153,7 +153,7 @@ class _Surgery:
         return twin
 
 
-def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change: Change) -> None:
+def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change: ModelChange) -> None:
     """Have `change` applied after the module's own `configure_model`, in the order of the stages.
 
     Callbacks call it in `setup`, strategies in `setup_environment`; `restore` takes it back.
@@ -187,7 +187,7 @@ def _surgery_of(module: pl.LightningModule) -> _Surgery | None:
     return owner if isinstance(owner, _Surgery) else None
 
 
-def apply(model: nn.Module, changes: Iterable[tuple[Stage, Change]]) -> list[int]:
+def apply(model: nn.Module, changes: Iterable[tuple[Stage, ModelChange]]) -> list[int]:
     """Change a model now, in the order of the stages: for Fabric, or for a loop of one's own.
 
     Args:
@@ -275,7 +275,7 @@ def _is_stage(module: nn.Module) -> bool:
     )
 
 
-def select(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
+def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Module]:
     """Return the parts of a model that `blocks` means, by name, outermost only.
 
     Args:
@@ -318,5 +318,5 @@ def _refuse_unknown(fitting: dict[str | type[nn.Module], list[str]], model: nn.M
             raise ConfigError(
                 key="blocks",
                 value=word,
-                allowed=f"a class name or a pattern of module names of this model; {nearest(word, classes)}",
+                allowed=f"a class name or a pattern of module names of this model; {suggest_name(word, classes)}",
             )

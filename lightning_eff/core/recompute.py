@@ -26,7 +26,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 _checkpoint: Any = checkpoint._checkpoint_without_reentrant_generator  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Makes what surrounds a forward and its recomputation, as `torch.utils.checkpoint` takes it."""
 
 
@@ -35,7 +35,7 @@ CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Under which names Hugging Face's layers take a key-value cache."""
 
 
-class Recomputed:
+class RecomputedBlock:
     """Has a block's activations recomputed until `remove`.
 
     Args:
@@ -45,10 +45,10 @@ class Recomputed:
     """
 
     def __init__(
-        self, block: nn.Module, *, contexts: Contexts = noop_context_fn, host: HostMemory | None = None
+        self, block: nn.Module, *, contexts: ContextFn = noop_context_fn, host: HostOffload | None = None
     ) -> None:
         self.num_recomputed = 0
-        self.left_cache_empty = False
+        self.is_cache_disabled = False
         self._block = block
         self._contexts = contexts
         self._host = host
@@ -63,7 +63,7 @@ class Recomputed:
         block.__dict__[_MARK] = self
 
     @staticmethod
-    def of(block: nn.Module) -> Recomputed | None:
+    def of(block: nn.Module) -> RecomputedBlock | None:
         """Return what has a block recomputed, if something has."""
         return block.__dict__.get(_MARK)
 
@@ -141,7 +141,7 @@ class Recomputed:
             if len(cache) > 0 and getattr(cache, "get_seq_length", lambda: 1)() > 0:
                 msg = f"a recomputed block cannot go on from a filled cache ({name}), as in prefix tuning"
                 raise ValueError(msg)
-        self.left_cache_empty = self.left_cache_empty or bool(given)
+        self.is_cache_disabled = self.is_cache_disabled or bool(given)
         off = {"use_cache": False} if "use_cache" in kwargs else {}
         return kwargs | dict.fromkeys(given) | off
 
@@ -203,7 +203,7 @@ def swapped_buffers(earlier: list[tuple[nn.Module, str, Tensor]]) -> Generator[N
             setattr(module, name, buffer)
 
 
-class HostMemory:
+class HostOffload:
     """Where the inputs of recomputed blocks wait: pinned host memory, filled and read on a stream of its own.
 
     On CUDA the copy to the host runs beside the next block's forward, and the copy back of one block beside
@@ -261,7 +261,7 @@ class _Parked:
         self._back: Tensor | None = None
         if stream is None:
             self._host = tensor.detach().to("cpu", copy=True)
-            for hear in HostMemory.heard:
+            for hear in HostOffload.heard:
                 hear(self._host)
             return
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)

@@ -35,7 +35,7 @@ _OWN = f"{__name__.partition('.')[0]}."
 
 
 @contextmanager
-def as_overrides() -> Generator[None]:
+def keep_overrides() -> Generator[None]:
     """Leave the remedies of texts that are made inside as they are stated."""
     token = _in_recipe.set(True)
     try:
@@ -44,7 +44,7 @@ def as_overrides() -> Generator[None]:
         _in_recipe.reset(token)
 
 
-def shown(text: str) -> str:
+def format_remedies(text: str) -> str:
     r"""Return a text with its remedies, the lines that begin with `try:`, for whoever reads it.
 
     Example:
@@ -52,10 +52,10 @@ def shown(text: str) -> str:
         it does not fit
           try: MicroBatch(micro_batch_size=4)
     """
-    return text if _in_recipe.get() else _TRY.sub(lambda match: f"  try: {in_python(match[1])}", text)
+    return text if _in_recipe.get() else _TRY.sub(lambda match: f"  try: {override_as_python(match[1])}", text)
 
 
-def in_python(remedy: str) -> str:
+def override_as_python(remedy: str) -> str:
     """Return a remedy as one would write it in Python; words beside overrides stay.
 
     Example:
@@ -71,14 +71,14 @@ def in_python(remedy: str) -> str:
 def _written(left_out: str | None, key: str, value: str) -> str:
     if left_out is not None:
         group, *path = left_out.split(".")
-        made = _made(group, path[0]) if group in catalog.MANY else ""
+        made = _made(group, path[0]) if group in catalog.MULTI_CHOICE_GROUPS else ""
         return f"remove {made}" if made else f"leave out {path[-1]}"
     group, *path = key.split(".")
-    if len(path) <= (group in catalog.MANY):
+    if len(path) <= (group in catalog.MULTI_CHOICE_GROUPS):
         return _option(group, value) or f"{key}={value}"
     given = _value(value)
     made = "Trainer" if group == "trainer" else _owner(group, path)
-    parameter, *inside = path[1:] if group in catalog.MANY else path
+    parameter, *inside = path[1:] if group in catalog.MULTI_CHOICE_GROUPS else path
     for name in reversed(inside):
         given = {name: given}
     argument = f"{parameter}={_literal(given)}"
@@ -100,7 +100,7 @@ def _literal(value: Any) -> str:
 
 def _owner(group: str, path: list[str]) -> str:
     """Return the class that has a parameter; nothing where several have."""
-    if group in catalog.MANY:
+    if group in catalog.MULTI_CHOICE_GROUPS:
         return _made(group, path[0])
     files = sorted((catalog.CONF / group).glob("*.yaml"))
     having = {_target(file) for file in files if path[0] in dict(_parameters(file))}
@@ -147,4 +147,4 @@ def _has_target(file: Path) -> bool:
 
 
 def _parameters(file: Path) -> list[tuple[str, Any]]:
-    return [(key, _value(default)) for key, default, _ in catalog.parameters(file)]
+    return [(key, _value(default)) for key, default, _ in catalog.yaml_parameters(file)]

@@ -20,31 +20,15 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from lightning_eff.core.errors import (
-    LEGACY,
-    ConflictError,
-    ConflictWarning,
-    EnvironmentLacksError,
-    legacy_package,
-)
-from lightning_eff.core.foreign import RULES
+from lightning_eff.core.errors import LEGACY, ConflictError, ConflictWarning, EnvironmentLacksError, legacy_package_error
+from lightning_eff.core.library_rules import LIBRARY_RULES
 from lightning_eff.core.machine import machine_facts
-from lightning_eff.core.remedies import shown
-from lightning_eff.core.technique import (
-    PACKAGE,
-    SUITE,
-    Brings,
-    Rule,
-    StatesFacts,
-    Technique,
-    Verdict,
-    kind_of,
-    name_of,
-)
+from lightning_eff.core.remedies import format_remedies
+from lightning_eff.core.technique import PACKAGE, SUITE, HasComponents, Rule, HasFacts, Technique, Verdict, kind_of, name_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class RuleFinding:
     """One rule that applies.
 
     Args:
@@ -63,10 +47,10 @@ class Finding:
         found = f"{self.rule.name} ({self.found})" if in_words else self.found
         met = f"with {found}" if self.found else f"without {self.rule.name}"
         lines = [f"{self.technique} {met}: {self.rule.reason}"]
-        return shown("\n".join([*lines, *(f"  try: {remedy}" for remedy in self.rule.remedies[:3])]))
+        return format_remedies("\n".join([*lines, *(f"  try: {remedy}" for remedy in self.rule.remedies[:3])]))
 
 
-def check(objects: Iterable[object], run: Mapping[str, str]) -> list[Finding]:
+def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleFinding]:
     """Compare what every object states with what the others provide and with the run.
 
     Args:
@@ -83,23 +67,23 @@ def check(objects: Iterable[object], run: Mapping[str, str]) -> list[Finding]:
     there = dict(run)
     for each in everything:
         there |= dict.fromkeys(_provided(each), name_of(each))
-    stated = [(name_of(each), each.facts()) for each in everything if isinstance(each, StatesFacts)]
-    stated += [(title, RULES[name]) for name, title in there.items() if name in RULES]
+    stated = [(name_of(each), each.facts()) for each in everything if isinstance(each, HasFacts)]
+    stated += [(title, LIBRARY_RULES[name]) for name, title in there.items() if name in LIBRARY_RULES]
     findings = _twice(everything)
     for title, facts in stated:
-        findings += [Finding(technique=title, rule=r, found="") for r in facts.needs if r.name not in there]
+        findings += [RuleFinding(technique=title, rule=r, found="") for r in facts.needs if r.name not in there]
         findings += [
-            Finding(technique=title, rule=r, found=there[r.name]) for r in facts.excludes if r.name in there
+            RuleFinding(technique=title, rule=r, found=there[r.name]) for r in facts.excludes if r.name in there
         ]
     return findings
 
 
-def _twice(objects: Iterable[object]) -> list[Finding]:
+def _twice(objects: Iterable[object]) -> list[RuleFinding]:
     """Refuse two of a technique: what one has changed the other would change back."""
     names = Counter(name_of(each) for each in objects if isinstance(each, Technique))
     reason = "there are two of it, and each would undo what the other did"
     return [
-        Finding(technique=name, rule=Rule(name=name, reason=reason, remedies=("remove one",)), found=name)
+        RuleFinding(technique=name, rule=Rule(name=name, reason=reason, remedies=("remove one",)), found=name)
         for name, count in names.items()
         if count > 1
     ]
@@ -108,7 +92,7 @@ def _twice(objects: Iterable[object]) -> list[Finding]:
 def _provided(each: object) -> list[str]:
     kind = kind_of(each)
     if kind.__module__.startswith(f"{PACKAGE}."):
-        stated = each.facts().provides if isinstance(each, StatesFacts) else ()
+        stated = each.facts().provides if isinstance(each, HasFacts) else ()
         names = [name_of(each), *stated]
     else:
         names = _library_names(kind)
@@ -182,17 +166,17 @@ def _module_facts(module: pl.LightningModule) -> dict[str, tuple[bool, str]]:
     return facts | {"run/clipping_by_module": (clips, own_clipping)}
 
 
-def objects_of(trainer: pl.Trainer) -> list[object]:
+def trainer_components(trainer: pl.Trainer) -> list[object]:
     """Return everything in a Trainer that may state facts; a class where an object is not made yet."""
     strategy = trainer.strategy
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    brought = [each for callback in callbacks if isinstance(callback, Brings) for each in callback.brings()]
+    brought = [each for callback in callbacks if isinstance(callback, HasComponents) for each in callback.components()]
     brought += [type(optimizer) for optimizer in trainer.optimizers]
     objects = [strategy.precision_plugin, strategy, strategy.checkpoint_io, *callbacks, *brought]
     return list(dict.fromkeys(objects))
 
 
-def raise_refused(findings: Iterable[Finding]) -> None:
+def raise_rejected(findings: Iterable[RuleFinding]) -> None:
     """Raise what was refused, together.
 
     Raises:
@@ -206,7 +190,7 @@ def raise_refused(findings: Iterable[Finding]) -> None:
         raise error("\n".join(map(str, refused)))
 
 
-def refuse_legacy(self: object, trainer: object, pl_module: object = None, stage: str | None = None) -> None:
+def reject_legacy_trainer(self: object, trainer: object, pl_module: object = None, stage: str | None = None) -> None:
     """Refuse a Trainer of the package `pytorch_lightning`; the `setup` of a callback that has no other.
 
     Raises:
@@ -214,10 +198,10 @@ def refuse_legacy(self: object, trainer: object, pl_module: object = None, stage
     """
     del pl_module, stage
     if any(base.__module__.partition(".")[0] == LEGACY for base in type(trainer).__mro__):
-        raise legacy_package(type(self).__name__)
+        raise legacy_package_error(type(self).__name__)
 
 
-def repr_of_plugin(self: object) -> str:
+def plugin_repr(self: object) -> str:
     """Return what a strategy or a plugin is shown as: its `__repr__`.
 
     A Trainer of the package `pytorch_lightning` refuses it before any code of ours runs, and quotes this.
@@ -240,12 +224,12 @@ def enforce(technique: object, trainer: pl.Trainer, module: pl.LightningModule) 
     Warns:
         ConflictWarning: `technique` states that a combination works, and not as one would expect.
     """
-    refuse_legacy(technique, trainer)
-    findings = check(objects_of(trainer), run_facts(trainer, module))
-    raise_refused(findings)
+    reject_legacy_trainer(technique, trainer)
+    findings = check_rules(trainer_components(trainer), run_facts(trainer, module))
+    raise_rejected(findings)
     if not trainer.optimizers:
         return  # the second call knows more, and warns once
-    brought = technique.brings() if isinstance(technique, Brings) else ()
+    brought = technique.components() if isinstance(technique, HasComponents) else ()
     speaks_for = {name_of(each) for each in (technique, *brought)}
     for finding in findings:
         if finding.technique in speaks_for and finding.rule.verdict == Verdict.WARNED:

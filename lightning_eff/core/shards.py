@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 
-def is_part(tensor: object) -> bool:
+def is_sharded(tensor: object) -> bool:
     """Say whether other ranks have the rest of a tensor.
 
     Example:
@@ -19,12 +19,12 @@ def is_part(tensor: object) -> bool:
     return isinstance(tensor, DTensor) or hasattr(tensor, "ds_id")
 
 
-def shape_of(tensor: Tensor) -> torch.Size:
+def full_shape(tensor: Tensor) -> torch.Size:
     """Return the shape of the whole tensor that a rank may have a part of."""
     return getattr(tensor, "ds_shape", tensor.shape)
 
 
-def rows_here(tensor: DTensor) -> tuple[int, int] | None:
+def local_rows(tensor: DTensor) -> tuple[int, int] | None:
     """Return which rows of a tensor this rank has, first and end; None where it is divided otherwise."""
     mesh = tensor.device_mesh
     if mesh.ndim != 1 or tensor.placements != (Shard(0),):
@@ -36,17 +36,17 @@ def rows_here(tensor: DTensor) -> tuple[int, int] | None:
 
 
 @torch.no_grad()
-def together(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor put together, itself where nothing is missing; a collective of all ranks."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     if not hasattr(tensor, "ds_id"):
         return tensor
-    with gathered(tensor):
+    with unsharded(tensor):
         return tensor.detach().clone()
 
 
-def gathered(parameter: Tensor, modifier_rank: int | None = None) -> Any:
+def unsharded(parameter: Tensor, modifier_rank: int | None = None) -> Any:
     """Return a context in which a parameter of stage 3 is whole, and one rank may change it for all."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 

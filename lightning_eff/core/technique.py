@@ -20,13 +20,13 @@ TRANSFORM = "transform"
 """Provided by what changes the model before its checkpoint is restored."""
 RECOMPUTE = "recompute"
 """Provided by what runs a part of the forward pass again in the backward pass."""
-BUDGET = "a compiler that keeps a memory budget"
+MEMORY_BUDGET = "a compiler that keeps a memory budget"
 """Provided by what lets the compiler choose which activations are kept."""
 SCHEDULE = "a learning-rate schedule"
 """Provided by what changes the learning rate while a run goes on."""
 NEW_PARAMETERS = "new_parameters"
 """Provided by what replaces or adds parameters."""
-FOLDERS = "checkpoints in folders"
+SHARDED_CHECKPOINTS = "checkpoints in folders"
 """Provided by a strategy whose ranks write their own parts of a checkpoint."""
 
 
@@ -72,7 +72,7 @@ def kind_of(technique: object) -> type:
     return technique if isinstance(technique, type) else type(technique)
 
 
-def arguments(technique: object) -> dict[str, Any]:
+def constructor_arguments(technique: object) -> dict[str, Any]:
     """Return the constructor's arguments as the technique keeps them: with them it can be made once more.
 
     One that a base class has another attribute for, `x`, is kept as `given_x`.
@@ -84,7 +84,7 @@ def arguments(technique: object) -> dict[str, Any]:
     }
 
 
-def asked(technique: object) -> dict[str, Any]:
+def config_of(technique: object) -> dict[str, Any]:
     """Return the constructor's arguments in plain types.
 
     Example:
@@ -92,10 +92,10 @@ def asked(technique: object) -> dict[str, Any]:
         >>> asked(EmptyCache(every_n_steps=5))["every_n_steps"]
         5
     """
-    return {name: _plain(value) for name, value in arguments(technique).items()}
+    return {name: _plain(value) for name, value in constructor_arguments(technique).items()}
 
 
-def chosen(technique: object) -> dict[str, Any]:
+def non_default_config(technique: object) -> dict[str, Any]:
     """Return those of the arguments that are not the defaults.
 
     Example:
@@ -103,8 +103,8 @@ def chosen(technique: object) -> dict[str, Any]:
         >>> chosen(EmptyCache(every_n_steps=5)), chosen(EmptyCache())
         ({'every_n_steps': 5}, {})
     """
-    usual = defaults(technique)
-    return {name: value for name, value in asked(technique).items() if value != _plain(usual[name])}
+    usual = constructor_defaults(technique)
+    return {name: value for name, value in config_of(technique).items() if value != _plain(usual[name])}
 
 
 def _plain(value: object) -> Any:
@@ -121,7 +121,7 @@ def _in_words(value: object) -> str:
     return f"{getattr(made, '__name__', made)}({', '.join(shown)})"
 
 
-def defaults(technique: object) -> dict[str, Any]:
+def constructor_defaults(technique: object) -> dict[str, Any]:
     """Return the defaults of the constructor's arguments."""
     parameters = inspect.signature(type(technique)).parameters
     return {name: parameter.default for name, parameter in parameters.items()}
@@ -160,7 +160,7 @@ class Rule:
     verdict: Verdict = Verdict.REFUSED
 
 
-FLATTENED = tuple(
+NEEDS_MATRICES = tuple(
     Rule(
         name=name,
         reason="the strategy flattens matrices into vectors, and this optimizer works on whole matrices",
@@ -169,7 +169,7 @@ FLATTENED = tuple(
     for name in ("lightning/DeepSpeedStrategy", "strategy/deepspeed_zero")
 )
 """For optimizers that must see a matrix whole."""
-SHARDING = tuple(
+PLACES_STATE = tuple(
     Rule(name=name, reason="the strategy decides itself where state lives", remedies=("optimizer=adamw",))
     for name in (
         "lightning/DeepSpeedStrategy",
@@ -180,7 +180,7 @@ SHARDING = tuple(
     )
 )
 """For optimizers that place state themselves."""
-PROJECTS = Rule(
+PROJECTS_GRADIENTS = Rule(
     name="callbacks/peft_adapter",
     reason="an adapter's matrices have a low rank already, so there is nothing to project",
     remedies=("optimizer=adamw", "~callbacks.peft_adapter"),
@@ -204,7 +204,7 @@ class Facts:
 
 
 @runtime_checkable
-class StatesFacts(Protocol):
+class HasFacts(Protocol):
     """A technique that has something to say about what it may meet."""
 
     def facts(self) -> Facts:
@@ -213,9 +213,9 @@ class StatesFacts(Protocol):
 
 
 @runtime_checkable
-class Brings(Protocol):
+class HasComponents(Protocol):
     """A technique that adds something to a run that has rules of its own."""
 
-    def brings(self) -> Iterable[object]:
+    def components(self) -> Iterable[object]:
         """Return objects, or classes of objects that are made later."""
         ...

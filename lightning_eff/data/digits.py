@@ -26,18 +26,18 @@ class Digits(pl.LightningDataModule):
     """
 
     def __init__(
-        self, *, micro_batch_size: int = 64, validation_share: float = 0.2, num_workers: int = 0
+        self, *, micro_batch_size: int = 64, val_fraction: float = 0.2, num_workers: int = 0
     ) -> None:
         super().__init__()
         for name, value, low in (("micro_batch_size", micro_batch_size, 1), ("num_workers", num_workers, 0)):
             if value < low:
                 msg = f"{name}={value} must be at least {low}"
                 raise ValueError(msg)
-        if not 0.0 < validation_share < 1.0:
+        if not 0.0 < val_fraction < 1.0:
             msg = f"validation_share={validation_share} must lie above 0 and below 1"
             raise ValueError(msg)
         self.micro_batch_size = micro_batch_size
-        self.validation_share = validation_share
+        self.val_fraction = val_fraction
         self.num_workers = num_workers
         self._splits: dict[str, TensorDataset] = {}
 
@@ -48,7 +48,7 @@ class Digits(pl.LightningDataModule):
             return
         images, labels = _read()
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-        num_validation = max(1, min(len(labels) - 1, round(self.validation_share * len(labels))))
+        num_validation = max(1, min(len(labels) - 1, round(self.val_fraction * len(labels))))
         for name, chosen in (("val", order[:num_validation]), ("train", order[num_validation:])):
             self._splits[name] = TensorDataset(images[chosen], labels[chosen])
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_eff.data.python_source import PythonSource, write_entry
+from lightning_eff.data.python_source import PythonSource, write_cache_entry
 
 
 class PythonProse(PythonSource):
@@ -41,7 +41,7 @@ class PythonProse(PythonSource):
         vocab_size: int = 2048,
         micro_batch_size: int = 16,
         num_workers: int = 0,
-        validation_share: float = 0.05,
+        val_fraction: float = 0.05,
         cache_dir: str = "outputs/cache",
         source_dir: str | None = None,
     ) -> None:
@@ -50,7 +50,7 @@ class PythonProse(PythonSource):
             "vocab_size": vocab_size,
             "micro_batch_size": micro_batch_size,
             "num_workers": num_workers,
-            "validation_share": validation_share,
+            "validation_share": val_fraction,
             "cache_dir": cache_dir,
             "source_dir": source_dir,
         }
@@ -65,7 +65,7 @@ class PythonProse(PythonSource):
         folder, _ = self._locate()
         if not folder.is_dir():
             texts = [text for _, text in sorted(_topics().items())]
-            write_entry(folder, texts, self.source.tokenizer, self.validation_share)
+            write_cache_entry(folder, texts, self.source.tokenizer, self.val_fraction)
 
     @override
     def setup(self, stage: str) -> None:

@@ -92,7 +92,7 @@ class PythonSource(pl.LightningDataModule):
         vocab_size: int = 2048,
         micro_batch_size: int = 16,
         num_workers: int = 0,
-        validation_share: float = 0.05,
+        val_fraction: float = 0.05,
         cache_dir: str = "outputs/cache",
         source_dir: str | None = None,
     ) -> None:
@@ -101,7 +101,7 @@ class PythonSource(pl.LightningDataModule):
         _check_range("vocab_size", vocab_size, 257, 65_536)
         _check_range("micro_batch_size", micro_batch_size, 1, None)
         _check_range("num_workers", num_workers, 0, None)
-        if not 0.0 < validation_share <= 0.5:
+        if not 0.0 < val_fraction <= 0.5:
             msg = f"validation_share={validation_share} must lie above 0 and not above 0.5"
             raise ValueError(msg)
         if source_dir is not None and not Path(source_dir).is_dir():
@@ -111,7 +111,7 @@ class PythonSource(pl.LightningDataModule):
         self.vocab_size = vocab_size
         self.micro_batch_size = micro_batch_size
         self.num_workers = num_workers
-        self.validation_share = validation_share
+        self.val_fraction = val_fraction
         self.cache_dir = cache_dir
         self.source_dir = source_dir
         self._folder: Path | None = None
@@ -121,7 +121,7 @@ class PythonSource(pl.LightningDataModule):
     def prepare_data(self) -> None:
         folder, files = self._locate()
         if not folder.is_dir():
-            _build(folder, files, self.vocab_size, self.validation_share)
+            _build(folder, files, self.vocab_size, self.val_fraction)
 
     @override
     def setup(self, stage: str) -> None:
@@ -214,24 +214,24 @@ def _python_files(source: Path) -> list[Path]:
     return sorted(found)
 
 
-def _build(folder: Path, files: Sequence[Path], vocab_size: int, validation_share: float) -> None:
+def _build(folder: Path, files: Sequence[Path], vocab_size: int, val_fraction: float) -> None:
     """Train a tokenizer on the files, and keep what it makes of them."""
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     log.info("training a tokenizer of %d tokens on %d files, kept in %s", vocab_size, len(files), folder)
-    tokenizer = _train_bpe(split(texts, validation_share)["train"], vocab_size)
+    tokenizer = _train_bpe(split_texts(texts, val_fraction)["train"], vocab_size)
     if tokenizer.get_vocab_size() < vocab_size:
         text = "so little text gives %d tokens; of vocab_size=%d the rest is never used"
         log.warning(text, tokenizer.get_vocab_size(), vocab_size)
-    write_entry(folder, texts, tokenizer, validation_share)
+    write_cache_entry(folder, texts, tokenizer, val_fraction)
 
 
-def split(texts: Sequence[str], validation_share: float) -> dict[str, list[str]]:
+def split_texts(texts: Sequence[str], val_fraction: float) -> dict[str, list[str]]:
     """Return the texts to train on and those to validate on, one in `round(1 / validation_share)`."""
-    every = round(1 / validation_share)
+    every = round(1 / val_fraction)
     return {"train": [t for i, t in enumerate(texts) if i % every], "val": list(texts[::every])}
 
 
-def write_entry(folder: Path, texts: Sequence[str], tokenizer: Tokenizer, validation_share: float) -> None:
+def write_cache_entry(folder: Path, texts: Sequence[str], tokenizer: Tokenizer, val_fraction: float) -> None:
     """Write tokenizer, token files and facts into a folder beside the final one, then rename it.
 
     Args:
@@ -240,7 +240,7 @@ def write_entry(folder: Path, texts: Sequence[str], tokenizer: Tokenizer, valida
         tokenizer: Makes tokens of them.
         validation_share: Of the texts.
     """
-    splits = split(texts, validation_share)
+    splits = split_texts(texts, val_fraction)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".python_source-", dir=folder.parent))
     try:

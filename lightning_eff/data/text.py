@@ -35,10 +35,10 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_eff.data.corpus.documents import Document, find_files, read_documents
-from lightning_eff.data.corpus.order import EpochOrder, ResumableLoader
-from lightning_eff.data.corpus.rows import OnePerRow, PackedRows, Tokens, pack_across, pack_apart, padded
-from lightning_eff.data.corpus.vocabulary import Vocabulary
+from lightning_eff.data.corpus.documents import SourceDocument, find_files, read_documents
+from lightning_eff.data.corpus.resumable_loader import EpochSampler, ResumableLoader
+from lightning_eff.data.corpus.packing import DocumentRows, PackedRows, TokenizedDocument, pack_stream, pack_documents, collate_padded
+from lightning_eff.data.corpus.tokenization import TrainingTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Text(pl.LightningDataModule):
         micro_batch_size: int = 8,
         packing: bool | Literal["across"] = True,
         field: str = "text",
-        validation_share: float = 0.05,
+        val_fraction: float = 0.05,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Text(pl.LightningDataModule):
             if value < low:
                 text = f"{name}={value} must be at least {low}"
                 raise ValueError(text)
-        if not 0.0 <= validation_share <= 0.5:
+        if not 0.0 <= val_fraction <= 0.5:
             text = f"validation_share={validation_share} must lie between 0 and 0.5"
             raise ValueError(text)
         if packing not in (True, False, "across"):
@@ -105,10 +105,10 @@ class Text(pl.LightningDataModule):
         self.micro_batch_size = micro_batch_size
         self.packing = packing
         self.field = field
-        self.validation_share = validation_share
+        self.val_fraction = val_fraction
         self.seed = seed
-        self.vocabulary = Vocabulary(tokenizer)
-        self._rows: dict[str, PackedRows | OnePerRow] = {}
+        self.vocabulary = TrainingTokenizer(tokenizer)
+        self._rows: dict[str, PackedRows | DocumentRows] = {}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -135,20 +135,20 @@ class Text(pl.LightningDataModule):
             self._rows[split] = self._lay_out(split, chosen)
         self._say_cut(tokens, pieces)
 
-    def _tokens(self, documents: Sequence[Document]) -> list[Tokens]:
+    def _tokens(self, documents: Sequence[SourceDocument]) -> list[TokenizedDocument]:
         of_texts = iter(
             self.vocabulary.of_texts([d.content for d in documents if isinstance(d.content, str)])
         )
         return [next(of_texts) if isinstance(d.content, str) else self._of_chat(d) for d in documents]
 
-    def _of_chat(self, document: Document) -> Tokens:
+    def _of_chat(self, document: SourceDocument) -> TokenizedDocument:
         try:
             return self.vocabulary.of_chat(document.content)  # pyright: ignore[reportArgumentType]
         except ValueError as error:
             text = f"{document.place}: {error}"
             raise ValueError(text) from error
 
-    def _fit(self, tokens: Tokens, *, cut_off: bool) -> list[Tokens]:
+    def _fit(self, tokens: TokenizedDocument, *, cut_off: bool) -> list[TokenizedDocument]:
         """Return a document as pieces that fit a row; only the first if answers would lose questions."""
         length, step = len(tokens.ids), self.context_length
         if self.packing == "across" or length <= step:
@@ -157,8 +157,8 @@ class Text(pl.LightningDataModule):
         return [tokens.part(start, start + step) for start in range(0, stop, step)]
 
     def _with_targets(
-        self, documents: Sequence[Document], pieces: Sequence[list[Tokens]]
-    ) -> list[list[Tokens]]:
+        self, documents: Sequence[SourceDocument], pieces: Sequence[list[TokenizedDocument]]
+    ) -> list[list[TokenizedDocument]]:
         """Leave out pieces, and so documents, that have no target: empty texts, questions cut off."""
         kept = [[piece for piece in each if piece.num_targets] for each in pieces]
         without = [document.place for document, each in zip(documents, kept, strict=True) if not each]
@@ -173,8 +173,8 @@ class Text(pl.LightningDataModule):
             _say(logging.WARNING, text, len(without), len(documents), without[0])
         return [each for each in kept if each]
 
-    def _split(self, documents: Sequence[list[Tokens]]) -> dict[str, list[Tokens]]:
-        count = max(1, round(self.validation_share * len(documents))) if self.validation_share else 0
+    def _split(self, documents: Sequence[list[TokenizedDocument]]) -> dict[str, list[TokenizedDocument]]:
+        count = max(1, round(self.val_fraction * len(documents))) if self.val_fraction else 0
         if count >= len(documents):
             text = (
                 f"validation_share={self.validation_share} of 1 document leaves none to train on\n"
@@ -190,19 +190,19 @@ class Text(pl.LightningDataModule):
             {"val": [piece for i in sorted(validating) for piece in documents[i]]} if count else {}
         )
 
-    def _lay_out(self, split: str, pieces: Sequence[Tokens]) -> PackedRows | OnePerRow:
+    def _lay_out(self, split: str, pieces: Sequence[TokenizedDocument]) -> PackedRows | DocumentRows:
         length, num_tokens = self.context_length, sum(len(each.ids) for each in pieces)
         if not self.packing:
             _say(logging.INFO, "%s: %d rows of one document, %d tokens", split, len(pieces), num_tokens)
-            return OnePerRow(pieces)
-        pack = pack_across if self.packing == "across" else pack_apart
+            return DocumentRows(pieces)
+        pack = pack_stream if self.packing == "across" else pack_documents
         rows = pack(pieces, length, self.vocabulary.fill)
         seen = "seen across" if self.packing == "across" else "kept apart"
         text = "%s: %d rows of %d tokens, %.1f%% filled; documents are %s"
         _say(logging.INFO, text, split, len(rows), length, 100 * num_tokens / (len(rows) * length), seen)
         return rows
 
-    def _say_cut(self, tokens: Sequence[Tokens], pieces: Sequence[list[Tokens]]) -> None:
+    def _say_cut(self, tokens: Sequence[TokenizedDocument], pieces: Sequence[list[TokenizedDocument]]) -> None:
         """Say how many documents were longer than a row, and what of them is lost."""
         longer = (
             sum(len(each.ids) > self.context_length for each in tokens) if self.packing != "across" else 0
@@ -216,15 +216,15 @@ class Text(pl.LightningDataModule):
     @override
     def train_dataloader(self) -> DataLoader[Any]:
         rows = self._rows["train"]
-        return self._loader(rows, sampler=EpochOrder(rows, seed=self.seed))
+        return self._loader(rows, sampler=EpochSampler(rows, seed=self.seed))
 
     @override
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         return self._loader(self._rows["val"], sampler=None) if "val" in self._rows else []
 
-    def _loader(self, rows: PackedRows | OnePerRow, *, sampler: EpochOrder | None) -> DataLoader[Any]:
+    def _loader(self, rows: PackedRows | DocumentRows, *, sampler: EpochSampler | None) -> DataLoader[Any]:
         fill = self.vocabulary.fill
-        collate = functools.partial(padded, fill=fill) if isinstance(rows, OnePerRow) else None
+        collate = functools.partial(collate_padded, fill=fill) if isinstance(rows, DocumentRows) else None
         return ResumableLoader(rows, batch_size=self.micro_batch_size, sampler=sampler, collate_fn=collate)
 
 

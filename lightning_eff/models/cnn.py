@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Two convolutions around an addition; all shapes stay as they are."""
 
     def __init__(self, channels: int) -> None:
@@ -74,9 +74,9 @@ class CNN(pl.LightningModule):
         self.save_hyperparameters()
         self.stem = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
         self.stem_norm = nn.BatchNorm2d(channels)
-        self.wide = nn.Sequential(*(Block(channels) for _ in range(num_blocks)))
+        self.wide = nn.Sequential(*(ResidualBlock(channels) for _ in range(num_blocks)))
         self.halve = nn.Conv2d(channels, 2 * channels, 2, stride=2, bias=False)
-        self.deep = nn.Sequential(*(Block(2 * channels) for _ in range(num_blocks)))
+        self.deep = nn.Sequential(*(ResidualBlock(2 * channels) for _ in range(num_blocks)))
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(2 * channels, num_classes)
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format

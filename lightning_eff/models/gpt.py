@@ -63,7 +63,7 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One layer of the Transformer: attention, then MLP, each added to its normalised input."""
 
     def __init__(self, d_model: int, num_heads: int, context_length: int, dropout: float) -> None:
@@ -128,7 +128,7 @@ class GPT(pl.LightningModule):
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            Block(d_model, num_heads, context_length, dropout) for _ in range(num_layers)
+            TransformerBlock(d_model, num_heads, context_length, dropout) for _ in range(num_layers)
         )
         self.norm = nn.RMSNorm(d_model)
         self.head = nn.Linear(d_model, vocab_size, bias=False)

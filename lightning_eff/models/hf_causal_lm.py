@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff.models.hub.sources import check_weights, choose_attention, class_of, read_config, why_not
+from lightning_eff.models._hub import check_weights, choose_attention, causal_lm_class, read_config, load_failure_message
 
 log = logging.getLogger(__name__)
 
@@ -85,13 +85,13 @@ class HFCausalLM(pl.LightningModule):
         self.save_hyperparameters()
         self._format: Any = dtype if dtype == "auto" else getattr(torch, dtype)
         self._config: Any = read_config(name, revision)
-        self._attention = choose_attention(attn_implementation, class_of(name, self._config))
+        self._attention = choose_attention(attn_implementation, causal_lm_class(name, self._config))
         if pretrained:
             check_weights(name, self._config)
         self._seed = int(torch.randint(2**31, (), device="cpu"))  # also where the model has no memory
         self.model: Any = None
         """The model of transformers, from `configure_model` on."""
-        self.keeps_documents_apart: bool | None = None
+        self.isolates_documents: bool | None = None
         """Whether attention stays within a packed document; None where it was not tried."""
 
     @override
@@ -102,7 +102,7 @@ class HFCausalLM(pl.LightningModule):
         with _drawing_from(self._seed):
             model = self._read() if self.hparams["pretrained"] else self._draw()
         self.model = model.train()
-        self.keeps_documents_apart = self._try_documents()
+        self.isolates_documents = self._try_documents()
         parameters = list(model.parameters())
         text = "%s: %.1f M parameters in %s, attention by %s"
         count = sum(parameter.numel() for parameter in parameters) / 1e6
@@ -124,7 +124,7 @@ class HFCausalLM(pl.LightningModule):
                     trust_remote_code=False,
                 )
         except OSError as error:
-            raise ValueError(why_not(self.hparams["name"], str(error))) from error
+            raise ValueError(load_failure_message(self.hparams["name"], str(error))) from error
         now: Any = model.get_input_embeddings().num_embeddings
         if self._rows(now) != now:
             model.resize_token_embeddings(self._rows(now))
@@ -213,7 +213,7 @@ class HFCausalLM(pl.LightningModule):
 
     def _loss_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
-        if "position_ids" in inputs and self.keeps_documents_apart is False:
+        if "position_ids" in inputs and self.isolates_documents is False:
             text = (
                 f"{type(self.model).__name__} lets a document in a packed row see those before it\n"
                 "  try: data.packing=false, or data.packing=across to have it so"

@@ -35,7 +35,7 @@ from typing_extensions import override
 from lightning_eff.core import machine, rules
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.technique import Technique, asked, name_of, techniques
+from lightning_eff.core.technique import Technique, config_of, name_of, techniques
 from lightning_eff.microbatching.lightning_loop import ExactStep
 from lightning_eff.report import report
 from lightning_eff.report.live_bytes import state_bytes
@@ -86,12 +86,12 @@ class EfficiencyReport(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Remember what was asked, before anything settles what `auto` means."""
-        rules.refuse_legacy(self, trainer)
+        rules.reject_legacy_trainer(self, trainer)
         if stage == "fit":
             self.report = {}
             strategy = trainer.strategy
             candidates = [strategy.precision_plugin, strategy, strategy.checkpoint_io, *_callbacks(trainer)]
-            self._asked = [(technique, asked(technique)) for technique in techniques(candidates)]
+            self._asked = [(technique, config_of(technique)) for technique in techniques(candidates)]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -171,7 +171,7 @@ class EfficiencyReport(pl.Callback):
             "losses": self._losses.curve(),
             "memory": {} if (held := meter.memory()) is None else held.as_dict(),
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            "environment": machine.describe(meter.device),
+            "environment": machine.machine_info(meter.device),
             "command": _command(),
         }
         self.report = report.plain(findings)

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter, evaluate, owned
-from lightning_eff.core.technique import SHARDING, Facts, Outcome, Rule, Verdict
+from lightning_eff.core.technique import PLACES_STATE, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes
 from lightning_eff.optimizer.in_backward import ADAMW
 
@@ -89,7 +89,7 @@ class CpuOffload(PerParameter):
             remedies=("optimizer=adamw",),
             verdict=Verdict.WARNED,
         )
-        return Facts(excludes=(idle, *SHARDING))
+        return Facts(excludes=(idle, *PLACES_STATE))
 
     @override
     def stand_in(self, parameter: Tensor) -> Tensor:

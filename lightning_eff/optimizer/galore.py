@@ -21,7 +21,7 @@ from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 from typing_extensions import override
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.technique import FLATTENED, PROJECTS, Facts, Outcome
+from lightning_eff.core.technique import NEEDS_MATRICES, PROJECTS_GRADIENTS, Facts, Outcome
 from lightning_eff.optimizer.muon import split
 
 PROJECTOR = "projector"
@@ -81,7 +81,7 @@ class GaLore(pytorch_optimizer.GaLore):
     @staticmethod
     def facts() -> Facts:
         """State what breaks its mathematics."""
-        return Facts(excludes=(*FLATTENED, PROJECTS))
+        return Facts(excludes=(*NEEDS_MATRICES, PROJECTS_GRADIENTS))
 
     @override
     def __getstate__(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.optimization.composite import Joined, is_matrix
-from lightning_eff.core.technique import FLATTENED, Facts, Outcome
+from lightning_eff.core.technique import NEEDS_MATRICES, Facts, Outcome
 
 
 class Muon(Joined):
@@ -98,7 +98,7 @@ class Muon(Joined):
     @staticmethod
     def facts() -> Facts:
         """State what breaks its mathematics."""
-        return Facts(excludes=FLATTENED)
+        return Facts(excludes=NEEDS_MATRICES)
 
     def outcome(self) -> Outcome:
         """Say how the parameters were divided."""

@@ -71,7 +71,7 @@ class Recipe:
         """Compose with some words more and predict the step; raises what `train` would say to them."""
         values = on_device(self.compose(words), self.room)
         trainer = build_trainer(values)
-        rules.raise_refused(rules.check(rules.objects_of(trainer), rules.run_facts(trainer)))
+        rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
         return Expectation(dry_run(values, self.fed), self.room)
 
     def instead(self, one: Words, other: Words) -> bool:

@@ -40,7 +40,7 @@ from typing_extensions import override
 
 from lightning_eff.checkpoint import full_state
 from lightning_eff.core import rules
-from lightning_eff.core.shards import shape_of
+from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import Facts, Outcome
 from lightning_eff.core.text import human_count
 from lightning_eff.strategy._shared.broadcast import spread
@@ -82,7 +82,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
         lightning_eff.core.errors.ConfigError: stage=4: expected 1 (optimizer state), 2 (and gradients) or ...
     """
 
-    __repr__ = rules.repr_of_plugin
+    __repr__ = rules.plugin_repr
     whole_checkpoints = True
     """Every tensor is whole in a checkpoint, whatever the stage."""
 
@@ -337,7 +337,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
         if zero is None:
             return Outcome(did="nothing trained", effective=False)
         divided = ("optimizer state", "gradients", "weights")[: self.stage]
-        numel = sum(shape_of(parameter).numel() for group in self._groups for parameter in group)
+        numel = sum(full_shape(parameter).numel() for group in self._groups for parameter in group)
         moved = [f"{what} on {where}" for what, where in self._offloaded().items() if where]
         words = [f"{', '.join(divided)} of {human_count(numel)} parameters in {self.world_size}", *moved]
         return Outcome(

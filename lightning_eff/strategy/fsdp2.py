@@ -42,7 +42,7 @@ from lightning_eff.checkpoint.collective import Ranks
 from lightning_eff.core import checkpoint_stamp, rules
 from lightning_eff.core.errors import CheckpointError, ConfigError
 from lightning_eff.core.model_surgery import Stage, queue
-from lightning_eff.core.technique import FOLDERS, Facts, Outcome, Rule, Technique
+from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Rule, Technique
 from lightning_eff.core.text import human_bytes, human_count
 from lightning_eff.report.sharded_memory import FullySharded
 from lightning_eff.strategy._fsdp2 import shard, sharded_checkpoint
@@ -95,7 +95,7 @@ class FSDP2(ModelParallelStrategy):
         lightning_eff.core.errors.ConfigError: param_dtype='int4': expected bf16, fp16, fp32 or None
     """
 
-    __repr__ = rules.repr_of_plugin
+    __repr__ = rules.plugin_repr
     whole_checkpoints = True
     """Checkpoints hold what those of one device hold: techniques look into them as anywhere."""
 
@@ -291,7 +291,7 @@ class FSDP2(ModelParallelStrategy):
             raise CheckpointError(text)
         io = self.checkpoint_io
         if isinstance(io, Technique):
-            checkpoint = checkpoint_stamp.with_plugin(checkpoint, io)
+            checkpoint = checkpoint_stamp.add_plugin_stamp(checkpoint, io)
         saved = sharded_checkpoint.save(checkpoint, Path(filepath).expanduser(), Ranks(self.root_device))
         if isinstance(io, sharded.Keeper):
             io.folder_saved(saved.path, saved.num_bytes, saved.duration_s)
@@ -332,7 +332,7 @@ class FSDP2(ModelParallelStrategy):
 
     def facts(self) -> Facts:
         """State that one device divides nothing, and that checkpoints are folders, if they are."""
-        provides = (FOLDERS,) if self.checkpoints == "sharded" else ()
+        provides = (SHARDED_CHECKPOINTS,) if self.checkpoints == "sharded" else ()
         return Facts(provides=provides, excludes=(*_AVERAGES, *(() if self.cpu_offload else (_ALONE,))))
 
     def scheme(self) -> FullySharded:

@@ -21,7 +21,7 @@ from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core import checkpoint_stamp
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.data.corpus.order import ResumableLoader
+from lightning_eff.data.corpus.resumable_loader import ResumableLoader
 from lightning_eff.precision.mixed import Mixed
 from tests.conftest import Net, make_loader, make_trainer
 
@@ -186,14 +186,14 @@ def test_other_groups_parameters_and_numbers_of_optimizers_are_refused() -> None
     weights = [torch.zeros(2, requires_grad=True) for _ in range(3)]
     one = torch.optim.SGD(weights, lr=0.1)
     two = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:]}], lr=0.1)
-    checkpoint_stamp.refuse_others([one], [one.state_dict()])
+    checkpoint_stamp.check_optimizers([one], [one.state_dict()])
     with pytest.raises(ConfigError, match=r"torch\.SGD'.*groups of 1 \+ 2 tensors, .* and not 3"):
-        checkpoint_stamp.refuse_others([one], [two.state_dict()])
+        checkpoint_stamp.check_optimizers([one], [two.state_dict()])
     with pytest.raises(ConfigError, match=r"1 optimizers'.* expected 2 of them"):
-        checkpoint_stamp.refuse_others([one], [one.state_dict()] * 2)
+        checkpoint_stamp.check_optimizers([one], [one.state_dict()] * 2)
     older = one.state_dict()
     del older["param_groups"][0]["fused"]
-    checkpoint_stamp.refuse_others([one], [older])
+    checkpoint_stamp.check_optimizers([one], [older])
 
 
 HOSTILE: list[Any] = [
@@ -217,8 +217,8 @@ def test_whatever_a_checkpoint_says_is_shown_shortly_and_obeyed_never(
         "optimizer_states": [trainer.optimizers[0].state_dict()],
         "callbacks": {},
     }
-    checkpoint_stamp.load(MicroBatch(), trainer, net(), state)
-    checkpoint_stamp.compare(trainer, state)
+    checkpoint_stamp.load_stamp(MicroBatch(), trainer, net(), state)
+    checkpoint_stamp.compare_stamp(trainer, state)
     (line,) = said(caplog)
     assert len(line) < 1000
     assert "\x1b" not in line

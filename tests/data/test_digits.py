@@ -23,14 +23,14 @@ def read(**keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_every_image_is_on_one_side_and_the_split_is_the_same_again() -> None:
-    train, val = read(validation_share=0.25)
+    train, val = read(val_fraction=0.25)
     assert (len(train) + len(val), len(val)) == (1797, 449)
     assert (train.min(), train.max()) == (0.0, 1.0)
     seen = {image.numpy().tobytes() for image in train}
     assert sum(image.numpy().tobytes() in seen for image in val) < 5, (
         "a few digits occur twice in the set itself"
     )
-    assert all(torch.equal(a, b) for a, b in zip(read(validation_share=0.25), (train, val), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(read(val_fraction=0.25), (train, val), strict=True))
 
 
 def test_batches_are_images_with_labels_and_training_ones_are_shuffled() -> None:
@@ -44,7 +44,7 @@ def test_batches_are_images_with_labels_and_training_ones_are_shuffled() -> None
 
 @pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
 def test_no_side_is_ever_empty(share: float) -> None:
-    assert min(len(side) for side in read(validation_share=share)) == 1
+    assert min(len(side) for side in read(val_fraction=share)) == 1
 
 
 def test_without_scikit_learn_the_command_that_installs_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

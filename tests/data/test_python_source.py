@@ -104,7 +104,7 @@ def test_a_cache_hit_does_not_build_again(
 
 
 def test_other_settings_or_text_are_another_entry(make: Callable[..., PythonSource], source: Path) -> None:
-    folders = [make().folder, make(vocab_size=301).folder, make(validation_share=0.2).folder]
+    folders = [make().folder, make(vocab_size=301).folder, make(val_fraction=0.2).folder]
     (source / "m03.py").write_text("changed = True\n")
     folders.append(make().folder)
     (source / "m03.py").rename(source / "m03_renamed.py")
@@ -212,7 +212,7 @@ def test_the_separators_name_in_a_text_stays_text(tmp_path: Path) -> None:
         (source / f"m{index}.py").write_text(f"name_{index} = '<|file|>'\n" * 20)
     (source / "dangling.py").symlink_to(source / "nowhere.py")
     data = PythonSource(
-        source_dir=str(source), cache_dir=str(tmp_path / "c"), vocab_size=300, validation_share=0.5
+        source_dir=str(source), cache_dir=str(tmp_path / "c"), vocab_size=300, val_fraction=0.5
     )
     data.prepare_data()
     data.setup("fit")

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_eff.data.corpus.rows import Tokens, best_fit, pack_across, pack_apart
-from lightning_eff.data.corpus.vocabulary import Vocabulary
+from lightning_eff.data.corpus.packing import TokenizedDocument, best_fit_bins, pack_stream, pack_documents
+from lightning_eff.data.corpus.tokenization import TrainingTokenizer
 from lightning_eff.data.text import Text
 from lightning_eff.models.hf_causal_lm import HFCausalLM
 from tests.conftest import make_trainer
@@ -107,8 +107,8 @@ def test_padded_rows_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_stream_of_conversations_learns_only_answers() -> None:
-    documents = [Tokens.of([1, 2, 3], [False, False, True]), Tokens.of([4, 5])]
-    rows = pack_across(documents, 5, 0)
+    documents = [TokenizedDocument.of([1, 2, 3], [False, False, True]), TokenizedDocument.of([4, 5])]
+    rows = pack_stream(documents, 5, 0)
     assert rows[0]["labels"].tolist() == [N, N, 3, 4, 5]
 
 
@@ -140,7 +140,7 @@ def test_packing_keeps_every_token_and_target_of_short_documents(folder: Path) -
 def test_best_fit_fills_rows_and_overfills_none() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 65, (500,), generator=generator).tolist()
-    bins = best_fit(lengths, 64)
+    bins = best_fit_bins(lengths, 64)
     assert sorted(i for each in bins for i in each) == list(range(500))
     assert max(sum(lengths[i] for i in each) for each in bins) <= 64
     assert sum(lengths) / (64 * len(bins)) > 0.98
@@ -227,12 +227,12 @@ def test_the_prose_is_the_same_every_time_and_needs_no_file() -> None:
 def test_a_split_is_by_document_and_by_seed(folder: Path) -> None:
     splits = {}
     for seed in (0, 1):
-        data = prepare(folder, validation_share=0.25, packing=False, seed=seed)
+        data = prepare(folder, val_fraction=0.25, packing=False, seed=seed)
         train, val = ({row[0] for row in rows_of(data, split)} for split in ("train", "val"))
         assert len(val) == 3
         assert train | val == set(range(97, 109))
         assert not train & val
-        again = prepare(folder, validation_share=0.25, packing=False, seed=seed)
+        again = prepare(folder, val_fraction=0.25, packing=False, seed=seed)
         assert rows_of(again, "val") == rows_of(data, "val")
         splits[seed] = val
     assert splits[0] != splits[1]
@@ -267,7 +267,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(tiny_llama: Path, folder: Path,
             seen.append(batch["input_ids"][:, 0].tolist()), step(batch, batch_idx))[1]  # fmt: skip
         model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters(), lr=1e-3)
         data = Text(
-            paths=str(folder), packing=False, context_length=16, micro_batch_size=2, validation_share=0.0
+            paths=str(folder), packing=False, context_length=16, micro_batch_size=2, val_fraction=0.0
         )
         saver = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         trainer = make_trainer(max_steps=12, callbacks=[saver], enable_checkpointing=True)
@@ -283,7 +283,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(tiny_llama: Path, folder: Path,
 
 
 def test_a_conversation_in_bytes_by_hand() -> None:
-    made = Vocabulary().of_chat(TURNS)
+    made = TrainingTokenizer().of_chat(TURNS)
     spoken = b"user:\nhi\nassistant:\nyo\x00\nuser:\nb\nassistant:\nc\x00\n"
     assert [0 if i == 256 else i for i in made.ids] == list(spoken)
     targets = [(at, label) for at, label in enumerate(made.labels) if label != N]
@@ -292,7 +292,7 @@ def test_a_conversation_in_bytes_by_hand() -> None:
 
 @pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
 def test_a_chat_template_says_what_is_learnt(tiny_llama: Path, template: str) -> None:
-    vocabulary = Vocabulary(str(tiny_llama))
+    vocabulary = TrainingTokenizer(str(tiny_llama))
     vocabulary._hub.chat_template = template
     made = vocabulary.of_chat(TURNS)
     user, assistant, end = 2, 3, 1
@@ -302,7 +302,7 @@ def test_a_chat_template_says_what_is_learnt(tiny_llama: Path, template: str) ->
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tiny_llama: Path) -> None:
-    vocabulary = Vocabulary(str(tiny_llama))
+    vocabulary = TrainingTokenizer(str(tiny_llama))
     last_only = "{% for m in messages %}{% if loop.last %}{{m.content}}{% endif %}{% endfor %}"
     vocabulary._hub.chat_template = last_only
     with pytest.raises(ValueError, match=r"rewrites earlier turns.*mark them"):
@@ -327,7 +327,7 @@ def test_conversations_are_cut_off_and_not_into_pieces(
 
 
 def test_a_special_tokens_name_in_a_text_stays_text(tiny_llama: Path) -> None:
-    (made,) = Vocabulary(str(tiny_llama)).of_texts(["a</s>b"])
+    (made,) = TrainingTokenizer(str(tiny_llama)).of_texts(["a</s>b"])
     assert list(made.ids).count(1) == 1, "the one at the end"
 
 
@@ -345,7 +345,7 @@ def test_a_tokenizer_of_a_model_is_loaded_by_its_folder(tiny_llama: Path) -> Non
 
 
 def test_packing_apart_needs_pieces_that_fit() -> None:
-    rows = pack_apart([Tokens.of(range(4)), Tokens.of(range(4)), Tokens.of(range(2))], 4, 9)
+    rows = pack_documents([TokenizedDocument.of(range(4)), TokenizedDocument.of(range(4)), TokenizedDocument.of(range(2))], 4, 9)
     assert len(rows) == 3
     assert rows[2]["input_ids"].tolist() == [0, 1, 9, 9]
 
@@ -399,7 +399,7 @@ def test_files_that_cannot_be_used_name_file_and_line(tmp_path: Path, write: Wri
 def test_one_document_cannot_be_split(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc")
     with pytest.raises(ValueError, match=r"of 1 document leaves none to train on\n  try: validation_share=0"):
-        prepare(tmp_path, validation_share=0.05)
+        prepare(tmp_path, val_fraction=0.05)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_the_loss_is_that_of_transformers(tiny_llama: Path, form: str) -> None:
 def test_a_packed_loss_is_the_weighted_mean_of_its_documents(tiny_llama: Path) -> None:
     # Attention or positions that cross, or a target across a boundary, are wrong by more than 1e-4.
     model = make(tiny_llama, dtype="float64")
-    assert model.keeps_documents_apart is True
+    assert model.isolates_documents is True
     whole = step_of(model, packed())
     alone = [
         step_of(model, {"input_ids": torch.tensor([each]), "labels": torch.tensor([each])})
@@ -113,7 +113,7 @@ def test_a_model_that_sees_other_documents_refuses_packed_rows(tmp_path: Path) -
 
     BloomConfig(vocab_size=300, hidden_size=16, n_layer=1, n_head=2).save_pretrained(tmp_path / "bloom")
     model = make(tmp_path / "bloom", pretrained=False)
-    assert model.keeps_documents_apart is False
+    assert model.isolates_documents is False
     with pytest.raises(ValueError, match=r"BloomForCausalLM lets a document .*\n  try: data.packing=false"):
         step_of(model, packed())
     assert step_of(model, draw_batch())["loss"] > 0

@@ -27,7 +27,7 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError, ConflictError, EnvironmentLacksError
-from lightning_eff.core.technique import asked
+from lightning_eff.core.technique import config_of
 from lightning_eff.precision.frozen_low import FrozenLow
 from lightning_eff.precision.mixed import Mixed
 from lightning_eff.strategy._zero.one_optimizer import one_optimizer
@@ -71,7 +71,7 @@ def test_what_is_given_goes_to_deepspeed_and_stays_as_it_is() -> None:
     zero = strategy.config["zero_optimization"]
     assert (zero["stage"], zero["reduce_bucket_size"], zero["offload_param"]["device"]) == (3, 1000, "cpu")
     assert repr(given) == before
-    assert asked(strategy)["config"] == before
+    assert config_of(strategy)["config"] == before
 
 
 def test_a_precision_plugin_becomes_deepspeeds_own() -> None:
@@ -122,7 +122,7 @@ def test_remedies_can_be_typed() -> None:
 )
 def test_lightnings_callbacks(other: Any, options: dict[str, Any], *, refused: bool) -> None:
     trainer = make_trainer(strategy=DeepSpeedZero(**options), devices=2, callbacks=[other])
-    findings = rules.check(rules.objects_of(trainer), {})
+    findings = rules.check_rules(rules.trainer_components(trainer), {})
     assert bool(findings) is refused
     assert all(finding.rule.remedies for finding in findings)
 
@@ -131,7 +131,7 @@ def test_averages_of_16_bits_are_refused() -> None:
     trainer = make_trainer(
         strategy=DeepSpeedZero(stage=1), devices=2, callbacks=[WeightAveraging()], precision="bf16-true"
     )
-    assert rules.check(rules.objects_of(trainer), {})
+    assert rules.check_rules(rules.trainer_components(trainer), {})
 
 
 def test_a_trainer_without_techniques_hears_the_rules_too() -> None:
@@ -170,14 +170,14 @@ def test_without_deepspeed_one_is_told_how_to_get_it(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("other", [TorchCompile(), FrozenLow(), MicroBatch(micro_batch_size="auto")])
 def test_what_it_must_not_meet(other: Any) -> None:
-    findings = rules.check([DeepSpeedZero(), other], MACHINE)
+    findings = rules.check_rules([DeepSpeedZero(), other], MACHINE)
     assert [finding.rule.verdict.value for finding in findings] == ["refused"]
     assert findings[0].rule.remedies
 
 
 def test_accumulation_is_not_deepspeeds_own() -> None:
     assert not DeepSpeedZero().handles_gradient_accumulation
-    assert rules.check([DeepSpeedZero(), MicroBatch(micro_batch_size=2)], {}) == []
+    assert rules.check_rules([DeepSpeedZero(), MicroBatch(micro_batch_size=2)], {}) == []
 
 
 ALONE = """

@@ -43,24 +43,24 @@ def test_one_device_is_refused_with_what_would_do() -> None:
 
 @pytest.mark.parametrize("other", [FrozenLow(), MicroBatch(micro_batch_size="auto")])
 def test_what_it_must_not_meet(other: Any) -> None:
-    findings = rules.check([FSDP2(), other], MACHINE)
+    findings = rules.check_rules([FSDP2(), other], MACHINE)
     assert [finding.rule.verdict.value for finding in findings] == ["refused"]
     assert findings[0].rule.remedies
 
 
 def test_folders_of_parts_are_fine_with_durable_and_not_written_behind_the_run() -> None:
     late = Durable(asynchronous=True)
-    assert rules.check([FSDP2(), late], MACHINE) == []
-    assert rules.check([FSDP2(checkpoints="sharded"), Durable()], MACHINE) == []
-    (finding,) = rules.check([FSDP2(checkpoints="sharded"), late], MACHINE)
+    assert rules.check_rules([FSDP2(), late], MACHINE) == []
+    assert rules.check_rules([FSDP2(checkpoints="sharded"), Durable()], MACHINE) == []
+    (finding,) = rules.check_rules([FSDP2(checkpoints="sharded"), late], MACHINE)
     assert finding.rule.verdict.value == "warned"
     assert "asynchronous=True has no effect" in str(finding)
 
 
 def test_compiled_blocks_and_fixed_micro_batches_are_fine() -> None:
-    assert rules.check([FSDP2(), MicroBatch(micro_batch_size=2)], {}) == []
+    assert rules.check_rules([FSDP2(), MicroBatch(micro_batch_size=2)], {}) == []
     refused = [
-        f for f in rules.check([FSDP2(), TorchCompile()], MACHINE) if f.rule.verdict.value == "refused"
+        f for f in rules.check_rules([FSDP2(), TorchCompile()], MACHINE) if f.rule.verdict.value == "refused"
     ]
     assert refused == []
 

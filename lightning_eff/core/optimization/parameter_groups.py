@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_eff.core.errors import ConfigError, nearest
+from lightning_eff.core.errors import ConfigError, suggest_name
 from lightning_eff.core.optimization.composite import is_matrix
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -79,7 +79,7 @@ def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                key="optimizer.rest", value=pattern, allowed=f"a parameter's name; {nearest(pattern, names)}"
+                key="optimizer.rest", value=pattern, allowed=f"a parameter's name; {suggest_name(pattern, names)}"
             )
     tables = [part for part in module.modules() if isinstance(part, EMBEDDINGS)]
     vocabulary = max((table.num_embeddings for table in tables), default=0)

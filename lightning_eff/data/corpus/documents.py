@@ -26,7 +26,7 @@ Turns = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Document:
+class SourceDocument:
     """One text or one conversation.
 
     Args:
@@ -79,7 +79,7 @@ def _files_of(path: str) -> list[Path]:
     return sorted(Path(f) for f in glob.glob(str(place), recursive=True) if Path(f).is_file())  # noqa: PTH207
 
 
-def read_documents(paths: Sequence[str], field: str) -> list[Document]:
+def read_documents(paths: Sequence[str], field: str) -> list[SourceDocument]:
     """Read all documents, in the order of the paths and of the files' names, each file once.
 
     Args:
@@ -98,14 +98,14 @@ def read_documents(paths: Sequence[str], field: str) -> list[Document]:
     return documents
 
 
-def _read(path: str, field: str, seen: set[str | Path]) -> Iterator[Document]:
+def _read(path: str, field: str, seen: set[str | Path]) -> Iterator[SourceDocument]:
     """Yield what a path means and was not there yet: a document read twice may validate what it trained."""
     if path == PROSE:
         if PROSE in seen:
             return
         seen.add(PROSE)
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-        yield from (Document(topics[name], f"{PROSE}:{name}") for name in sorted(topics))
+        yield from (SourceDocument(topics[name], f"{PROSE}:{name}") for name in sorted(topics))
         return
     for file in find_files([path]):
         if file.resolve() in seen:
@@ -117,7 +117,7 @@ def _read(path: str, field: str, seen: set[str | Path]) -> Iterator[Document]:
         elif ending in TABLES:
             yield from _checked(_table_rows(file, field), field)
         else:
-            yield Document(_text_of(file), str(file))
+            yield SourceDocument(_text_of(file), str(file))
 
 
 def _text_of(file: Path) -> str:
@@ -183,7 +183,7 @@ def _missing(place: str, field: str, there: Iterable[str]) -> MissingFieldError:
     return MissingFieldError("\n".join([text, *(f"  try: data.field={key}" for key in keys[:3])]))
 
 
-def _checked(rows: Iterator[tuple[Any, str]], field: str) -> Iterator[Document]:
+def _checked(rows: Iterator[tuple[Any, str]], field: str) -> Iterator[SourceDocument]:
     for value, place in rows:
         turns = _turns_of(value)
         strings = [value] if isinstance(value, str) else [v for turn in turns or () for v in turn.values()]
@@ -195,7 +195,7 @@ def _checked(rows: Iterator[tuple[Any, str]], field: str) -> Iterator[Document]:
                 f"{place}: {field!r} is neither a text nor a list of {{role, content}}: {str(value)[:60]!r}"
             )
             raise ValueError(text)
-        yield Document(value if turns is None else turns, place)
+        yield SourceDocument(value if turns is None else turns, place)
 
 
 def _turns_of(value: Any) -> Turns | None:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_eff.checkpoint.full_state import COUNTS
 from lightning_eff.checkpoint.lazy_tensor import InRows
-from lightning_eff.core.shards import rows_here, together
+from lightning_eff.core.shards import local_rows, full_tensor
 
 
 class DTensorParts:
@@ -27,7 +27,7 @@ class DTensorParts:
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return a tensor put together."""
-        return together(tensor)
+        return full_tensor(tensor)
 
     def put(self, tensor: Tensor, value: Tensor) -> None:
         """Set this rank's part of a tensor."""
@@ -69,7 +69,7 @@ def _divided(value: Tensor, like: DTensor) -> DTensor:
 
     Of one that lies in rows, this rank's rows alone are read.
     """
-    here = rows_here(like)
+    here = local_rows(like)
     if isinstance(value, InRows) and here is not None:
         rows = value.rows(*here).to(like.device, copy=True)
         mesh, placements = like.device_mesh, like.placements

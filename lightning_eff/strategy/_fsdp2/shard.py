@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_eff.core.errors import ConflictError
-from lightning_eff.core.model_surgery import Blocks, select
+from lightning_eff.core.model_surgery import BlockSelector, select_blocks
 from lightning_eff.strategy._shared import checks
 
 
@@ -25,7 +25,7 @@ def shard(
     model: nn.Module,
     mesh: Any,
     *,
-    blocks: Blocks = None,
+    blocks: BlockSelector = None,
     policy: MixedPrecisionPolicy | None = None,
     offload: bool = False,
     reshard_after_forward: bool = True,
@@ -55,7 +55,7 @@ def shard(
         if offload
         else OffloadPolicy(),
     }
-    found = [block for block in select(model, blocks).values() if any(True for _ in block.parameters())]
+    found = [block for block in select_blocks(model, blocks).values() if any(True for _ in block.parameters())]
     checks.check_sizes(checks.FSDP2, model)
     checks.check_hooks(model)
     checks.check_groups(model, found)

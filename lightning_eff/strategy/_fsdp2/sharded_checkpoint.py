@@ -24,7 +24,7 @@ from lightning_eff.checkpoint.collective import Ranks
 from lightning_eff.checkpoint.lazy_tensor import Piece, divide
 from lightning_eff.checkpoint.refusals import not_saved
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.shards import rows_here, together
+from lightning_eff.core.shards import local_rows, full_tensor
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ def _rows_of(tensor: Tensor) -> Piece | Tensor:
     """Return this rank's rows; of what is divided in another way, the whole, from all ranks."""
     if not isinstance(tensor, DTensor):
         return tensor
-    here = rows_here(tensor)
+    here = local_rows(tensor)
     if here is None:
-        return together(tensor).to("cpu")
+        return full_tensor(tensor).to("cpu")
     rows = tensor.to_local()
     shared = rows.untyped_storage().nbytes() != rows.nbytes  # torch.save would write all of it
     return here[0], rows.clone() if shared else rows

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_eff.core.shards import is_part
+from lightning_eff.core.shards import is_sharded
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def spread(tensors: Iterable[Tensor], device: torch.device) -> None:
     """
     for tensor in tensors:
         for plain in _plain(tensor):
-            if plain.is_meta or is_part(plain) or not plain.numel():
+            if plain.is_meta or is_sharded(plain) or not plain.numel():
                 continue
             sent = plain.detach().to(device, copy=True).contiguous()
             dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)  # whatever its format is
@@ -36,7 +36,7 @@ def spread(tensors: Iterable[Tensor], device: torch.device) -> None:
 
 def _plain(tensor: Any) -> list[Tensor]:
     """Return the tensors that one is made of: of a quantized one its numbers and their scales."""
-    if is_part(tensor) or not hasattr(tensor, "__tensor_flatten__"):
+    if is_sharded(tensor) or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     return [plain for name in names for plain in _plain(getattr(tensor, name))]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_eff.core.errors import ConflictError
-from lightning_eff.core.shards import shape_of
+from lightning_eff.core.shards import full_shape
 
 FSDP2 = "strategy/fsdp2"
 ZERO = "strategy/deepspeed_zero"
@@ -41,7 +41,7 @@ def check_sizes(strategy: str, model: nn.Module, *, scalars: bool = True) -> Non
         scalars: Whether one without an axis is such a parameter.
     """
     for name, parameter in _named(model):
-        shape = tuple(shape_of(parameter))
+        shape = tuple(full_shape(parameter))
         if 0 in shape:
             reason = f"is {' x '.join(map(str, shape))}, and what has no elements cannot be divided"
             refuse(strategy, name, reason, "leave it out, or make it a buffer", "strategy=ddp")

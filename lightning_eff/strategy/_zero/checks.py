@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 
-from lightning_eff.core.dtypes import choose
+from lightning_eff.core.dtypes import auto_precision
 from lightning_eff.core.errors import ConfigError, ConflictError, EnvironmentLacksError
 from lightning_eff.strategy._shared import checks
 
@@ -130,7 +130,7 @@ def precision_like(plugin: Precision, device_type: str) -> DeepSpeedPrecision:
         ConfigError: DeepSpeed has none like it.
     """
     asked: Any = plugin.precision
-    settled: Any = choose(device_type)[0] if asked == "auto" else asked
+    settled: Any = auto_precision(device_type)[0] if asked == "auto" else asked
     try:
         return DeepSpeedPrecision(settled)
     except ValueError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_eff.core.shards import is_part
+from lightning_eff.core.shards import is_sharded
 
 
 class OwnFormats:
@@ -37,7 +37,7 @@ class OwnFormats:
             for name, buffer in owner.named_buffers(recurse=False)
             if all_formats or buffer.is_complex()
         ]
-        frozen = [p for p in module.parameters() if not (p.requires_grad or is_part(p))]
+        frozen = [p for p in module.parameters() if not (p.requires_grad or is_sharded(p))]
         self._frozen = [(parameter, parameter.data) for parameter in frozen if all_formats]
 
     def put_back(self) -> None:

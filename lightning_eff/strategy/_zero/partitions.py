@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_eff.checkpoint.full_state import COUNTS
-from lightning_eff.core.shards import gathered, shape_of, together
+from lightning_eff.core.shards import unsharded, full_shape, full_tensor
 
 
 def parts_of(engine: Any) -> _Flat | _Pieces | _Frozen:
@@ -39,13 +39,13 @@ class _Frozen:
     """A model that is evaluated: divided by stage 3, or not."""
 
     def whole(self, tensor: Tensor) -> Tensor:
-        return together(tensor)
+        return full_tensor(tensor)
 
     def put(self, tensor: Tensor, value: Tensor) -> None:
         if not hasattr(tensor, "ds_id"):
             tensor.data.copy_(value)
             return
-        with gathered(tensor, modifier_rank=0):
+        with unsharded(tensor, modifier_rank=0):
             if dist.get_rank() == 0:
                 tensor.data.copy_(value)
 
@@ -109,7 +109,7 @@ class _Divided(_Frozen):
     def put_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         if not (state and self._knows(parameter)):
             return
-        shape = shape_of(parameter)
+        shape = full_shape(parameter)
         with self._flat(parameter) as flat:
             ours = self._states.setdefault(flat, {})
             for key, value in state.items():

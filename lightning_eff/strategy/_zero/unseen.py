@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_eff.core.errors import ConflictWarning
-from lightning_eff.core.shards import is_part
+from lightning_eff.core.shards import is_sharded
 from lightning_eff.strategy._shared.checks import ZERO, refuse
 
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
@@ -32,7 +32,7 @@ class Unseen:
 
     def __init__(self, module: nn.Module) -> None:
         self._known = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
-        copied = [(name, p) for name, p, trained in self._known if trained or is_part(p)]
+        copied = [(name, p) for name, p, trained in self._known if trained or is_sharded(p)]
         self._versions = [(name, p, p._version) for name, p in copied]  # noqa: SLF001
 
     def check(self) -> None:

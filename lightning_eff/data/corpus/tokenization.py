@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models
 
 from lightning_eff.data.corpus.documents import Turns
-from lightning_eff.data.corpus.rows import Tokens
+from lightning_eff.data.corpus.packing import TokenizedDocument
 
 END_OF_BYTES = 256
 """The end token behind the 256 bytes."""
@@ -70,16 +70,16 @@ class Vocabulary:
         """A token for places that nobody looks at."""
         return 0 if self.end is None else self.end
 
-    def of_texts(self, texts: Sequence[str]) -> list[Tokens]:
+    def of_texts(self, texts: Sequence[str]) -> list[TokenizedDocument]:
         """Return each text as tokens, all but the first of them targets, the end token behind."""
         self.tokenizer.encode_special_tokens = True
-        return [Tokens.of(self._ended(each.ids)) for each in self.tokenizer.encode_batch(list(texts))]
+        return [TokenizedDocument.of(self._ended(each.ids)) for each in self.tokenizer.encode_batch(list(texts))]
 
     def _ended(self, ids: list[int]) -> list[int]:
         missing = self.end is not None and ids and ids[-1] != self.end
         return [*ids, self.end] if missing and self.end is not None else ids
 
-    def of_chat(self, turns: Turns) -> Tokens:
+    def of_chat(self, turns: Turns) -> TokenizedDocument:
         """Return a conversation as tokens, of which those that the assistant says are targets.
 
         Raises:
@@ -100,7 +100,7 @@ class Vocabulary:
             text = f"the tokenizer's chat template refuses it: {error}"
             raise ValueError(text) from error
 
-    def _plain(self, turns: Turns) -> Tokens:
+    def _plain(self, turns: Turns) -> TokenizedDocument:
         ids = [each for each in self.tokenizer.encode("").ids if each != self.end]
         counts = [False] * len(ids)
         for turn in turns:
@@ -109,17 +109,17 @@ class Vocabulary:
             body += [self.end] if answers and self.end is not None else []
             ids += [*head, *body, *tail]
             counts += [False] * len(head) + [answers] * len(body) + [False] * len(tail)
-        return Tokens.of(ids, counts)
+        return TokenizedDocument.of(ids, counts)
 
     def _bare(self, text: str) -> list[int]:
         self.tokenizer.encode_special_tokens = True
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def _marked(self, turns: Turns) -> Tokens:
+    def _marked(self, turns: Turns) -> TokenizedDocument:
         made = self._hub.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
-        return Tokens.of(made["input_ids"], [bool(each) for each in made["assistant_masks"]])
+        return TokenizedDocument.of(made["input_ids"], [bool(each) for each in made["assistant_masks"]])
 
-    def _by_prefix(self, turns: Turns) -> Tokens:
+    def _by_prefix(self, turns: Turns) -> TokenizedDocument:
         whole = self._render(turns)
         spans: list[tuple[int, int]] = []
         for index, turn in enumerate(turns):
@@ -136,7 +136,7 @@ class Vocabulary:
         self.tokenizer.encode_special_tokens = False  # a template writes special tokens by their names
         made = self.tokenizer.encode(whole, add_special_tokens=False)
         counts = [any(low <= start < high for low, high in spans) for start, _ in made.offsets]
-        return Tokens.of(made.ids, counts)
+        return TokenizedDocument.of(made.ids, counts)
 
     def _render(self, turns: Turns, *, prompt: bool = False) -> str:
         return self._hub.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)

@@ -6,17 +6,7 @@ provides.
 
 from __future__ import annotations
 
-from lightning_eff.core.technique import (
-    FLATTENED,
-    NEW_PARAMETERS,
-    PROJECTS,
-    SCHEDULE,
-    SUITE,
-    TRANSFORM,
-    Facts,
-    Rule,
-    Verdict,
-)
+from lightning_eff.core.technique import NEEDS_MATRICES, NEW_PARAMETERS, PROJECTS_GRADIENTS, SCHEDULE, SUITE, TRANSFORM, Facts, Rule, Verdict
 
 _LATE_CONVERSION = Rule(
     name=TRANSFORM,
@@ -98,16 +88,16 @@ RULES = {
     "lightning/TransformerEnginePrecision": Facts(excludes=(_LATE_CONVERSION,)),
     "lightning/BitsandbytesPrecision": Facts(excludes=(_LATE_CONVERSION,)),
     "torch/LBFGS": Facts(excludes=(_NO_SCALER,)),
-    "torch/Adafactor": Facts(excludes=FLATTENED),
-    "torch/Muon": Facts(excludes=FLATTENED),
+    "torch/Adafactor": Facts(excludes=NEEDS_MATRICES),
+    "torch/Muon": Facts(excludes=NEEDS_MATRICES),
     "torchao/_AdamBase": Facts(needs=(_COMPILER,)),
     "bitsandbytes/Optimizer8bit": Facts(excludes=_SHARDED_8BIT),
     "bitsandbytes/PagedAdamW8bit": Facts(excludes=(_NO_PAGES,)),
     "schedulefree/AdamWScheduleFree": _SCHEDULE_FREE,
     "schedulefree/SGDScheduleFree": _SCHEDULE_FREE,
     "schedulefree/RAdamScheduleFree": _SCHEDULE_FREE,
-    "pytorch_optimizer/Lamb": Facts(excludes=FLATTENED),
-    "pytorch_optimizer/APOLLO": Facts(excludes=(PROJECTS,)),
-    "pytorch_optimizer/GaLore": Facts(excludes=(PROJECTS,)),
+    "pytorch_optimizer/Lamb": Facts(excludes=NEEDS_MATRICES),
+    "pytorch_optimizer/APOLLO": Facts(excludes=(PROJECTS_GRADIENTS,)),
+    "pytorch_optimizer/GaLore": Facts(excludes=(PROJECTS_GRADIENTS,)),
     "optimizer/fused": Facts(excludes=(_LATE_UNSCALING,)),
 }
