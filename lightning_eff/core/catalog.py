@@ -1,4 +1,4 @@
-"""What there is: verbs, recipes, techniques and options, read from the files without importing torch."""
+"""Lists of verbs, recipes, techniques and options, read from the files without importing torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
 MULTI_CHOICE_GROUPS = ("callbacks", "monitors")
-"""Groups of which a run may choose several options; each lands in a dictionary under its own name."""
+"""Groups of which a run may list several options; an option is a key of the group's dictionary."""
 
 
 def shipped_path(name: str) -> Path:
-    """Return a folder or file that lies in the package when installed and beside it in a checkout."""
+    """Return the path of a folder or file that lies in the installed package, or next to it in a checkout."""
     inside = PACKAGE / name
     return inside if inside.exists() else PACKAGE.parent / name
 
@@ -26,13 +26,13 @@ CONSTRAINTS = shipped_path("constraints.txt")
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that can be named on the command line.
+    """A recipe or an option, as it is named on the command line.
 
     Args:
         name: `lm` for a recipe, `callbacks/empty_cache` for an option of a group.
         kind: `recipe`, `technique` (it has a module of the same name) or `option`.
         summary: One line.
-        use: What to type.
+        use: The argument or command to type.
     """
 
     name: str
@@ -46,26 +46,21 @@ class Entry:
 
 
 def module_docstring(module: Path) -> str:
-    """Return a module's docstring without running it."""
+    """Return a module's docstring without importing it."""
     return ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
 
 
 def has_explanation(entry: Entry) -> bool:
-    """Say whether an entry's module has a function `explain(device)`, without running it."""
+    """Return whether an entry's module defines `explain(device)`, without importing it."""
     module = PACKAGE / f"{entry.name}.py"
     body = ast.parse(module.read_text(encoding="utf-8")).body if module.exists() else []
-    return any(isinstance(each, ast.FunctionDef) and each.name == "explain" for each in body)
+    return any(isinstance(node, ast.FunctionDef) and node.name == "explain" for node in body)
 
 
 def verbs() -> dict[str, str]:
-    """Return each verb with its one line."""
+    """Return the summary line of every verb, by name."""
     files = sorted((PACKAGE / "commands").glob("[a-z]*.py"))
     return {file.stem: module_docstring(file).partition("\n")[0] for file in files}
-
-
-def entries() -> list[Entry]:
-    """Return recipes, then the options of every group."""
-    return [*recipes(), *options()]
 
 
 def recipes() -> list[Entry]:
@@ -90,8 +85,13 @@ def options() -> list[Entry]:
     return found
 
 
+def entries() -> list[Entry]:
+    """Return all recipes, then the options of every group."""
+    return [*recipes(), *options()]
+
+
 def yaml_header(file: Path) -> str:
-    """Return the first comment of a YAML that is not a Hydra directive."""
+    """Return the first comment of a YAML file that is not a Hydra directive."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("# ") and not line.startswith("# @package"):
             return line[2:]
@@ -99,7 +99,7 @@ def yaml_header(file: Path) -> str:
 
 
 def yaml_parameters(file: Path) -> list[tuple[str, str, str]]:
-    """Return key, default and comment of every parameter that a YAML lists."""
+    """Return key, default and comment of every parameter in a YAML file."""
     found: list[tuple[str, str, str]] = []
     for line in file.read_text(encoding="utf-8").splitlines():
         match = re.match(r"([a-z]\w*):\s*(.*?)\s*(?:\s#\s*(.*))?$", line)
@@ -109,7 +109,7 @@ def yaml_parameters(file: Path) -> list[tuple[str, str, str]]:
 
 
 def parameter_keys() -> list[str]:
-    """Return every parameter of every option as its path on the command line."""
+    """Return every parameter of every option by its path on the command line."""
     keys: list[str] = []
     for entry in options():
         group, _, name = entry.name.partition("/")
@@ -119,16 +119,14 @@ def parameter_keys() -> list[str]:
 
 
 def entry_details(entry: Entry) -> dict[str, Any]:
-    """Return everything that is known about one entry."""
+    """Return name, kind, summary, full text and parameters of an entry, in plain types."""
     if entry.kind == "recipe":
         return entry.as_dict() | {"text": (RECIPES / f"{entry.name}.yaml").read_text(encoding="utf-8")}
     group, _, name = entry.name.partition("/")
     module = PACKAGE / group / f"{name}.py"
     file = CONF / group / f"{name}.yaml"
-    rows = yaml_parameters(file)
+    keys = ("key", "default", "meaning")
     return entry.as_dict() | {
         "text": module_docstring(module) if module.exists() else yaml_header(file),
-        "parameters": [
-            {"key": key, "default": default, "meaning": meaning} for key, default, meaning in rows
-        ],
+        "parameters": [dict(zip(keys, row, strict=True)) for row in yaml_parameters(file)],
     }

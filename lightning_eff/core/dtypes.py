@@ -1,4 +1,4 @@
-"""Which number formats a device computes natively, and which it only emulates."""
+"""Dtypes that a device computes natively, and those that it only emulates."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 @dataclass(frozen=True)
 class DtypeSupport:
-    """Whether a device computes a dtype natively, and how that is known."""
+    """Whether a device computes a dtype natively, and the evidence in one sentence."""
 
     native: bool
     why: str
 
 
 def dtype_support(device_type: str, dtype: torch.dtype) -> DtypeSupport:
-    """Say whether matrix products in `dtype` run natively on the current device of `device_type`.
+    """Return whether matrix products in `dtype` run natively on the current device of `device_type`.
 
     Example:
-        >>> support("cpu", torch.float32).native
+        >>> dtype_support("cpu", torch.float32).native
         True
     """
     name = str(dtype).removeprefix("torch.")
@@ -34,17 +34,17 @@ def dtype_support(device_type: str, dtype: torch.dtype) -> DtypeSupport:
         native = torch.xpu.is_bf16_supported()
     elif dtype == torch.bfloat16 and device_type == "mps":
         native = torch.backends.mps.is_macos_or_newer(14, 0)
-    return DtypeSupport(native=native, why=f"{device_type} {'computes' if native else 'has no units for'} {name}")
+    why = f"{device_type} {'computes' if native else 'has no units for'} {name}"
+    return DtypeSupport(native=native, why=why)
 
 
 def _cpu_support(name: str) -> DtypeSupport:
-    """Ask for the instructions, not for what runs: oneDNN emulates bf16 on plain AVX-512, slowly."""
-    read = getattr(torch.cpu, "get_capabilities", None)
-    if read is None:
-        return DtypeSupport(
-            native=False, why=f"torch {torch.__version__} cannot tell whether this CPU computes {name}"
-        )
-    capabilities = read()
+    # By the instructions and not by what runs: oneDNN emulates bf16 on plain AVX-512, slowly.
+    get_capabilities = getattr(torch.cpu, "get_capabilities", None)  # absent from older releases
+    if get_capabilities is None:
+        why = f"torch {torch.__version__} cannot detect whether this CPU computes {name}"
+        return DtypeSupport(native=False, why=why)
+    capabilities = get_capabilities()
     short = {"bfloat16": "bf16", "float16": "fp16"}[name]
     units = [unit for unit in (f"amx_{short}", f"avx512_{short}", f"arm_{short}") if capabilities.get(unit)]
     if units:
@@ -53,28 +53,28 @@ def _cpu_support(name: str) -> DtypeSupport:
 
 
 def auto_precision(device_type: str) -> tuple[str, str]:
-    """Return the format that `auto` means on a device, and the reason."""
-    answer = dtype_support(device_type, torch.bfloat16)
-    return ("bf16-mixed" if answer.native else "32-true"), answer.why
+    """Return the precision that `auto` resolves to on a device, and the reason."""
+    bfloat16 = dtype_support(device_type, torch.bfloat16)
+    return ("bf16-mixed" if bfloat16.native else "32-true"), bfloat16.why
 
 
-_COMPUTED_IN = {
+_MATMUL_DTYPES = {
     "bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64, "transformer": torch.float8_e4m3fn,
 }  # fmt: skip
-"""By the first word of Lightning's name of a precision; float32 for any other."""
+"""By the first part of Lightning's name of a precision; float32 for any other."""
 
 
 def matmul_dtype(precision: str, device_type: str) -> torch.dtype:
-    """Return the format in which a precision, `auto` too, computes matrix products on a device.
+    """Return the dtype in which a precision (`auto` included) computes matrix products on a device.
 
     Example:
-        >>> [dtype_of(precision, "cuda") for precision in ("bf16-mixed", "16-true", "32-true")]
+        >>> [matmul_dtype(precision, "cuda") for precision in ("bf16-mixed", "16-true", "32-true")]
         [torch.bfloat16, torch.float16, torch.float32]
     """
-    settled = auto_precision(device_type)[0] if precision == "auto" else precision
-    return _COMPUTED_IN.get(str(settled).partition("-")[0], torch.float32)
+    resolved = auto_precision(device_type)[0] if precision == "auto" else precision
+    return _MATMUL_DTYPES.get(str(resolved).partition("-")[0], torch.float32)
 
 
 def layer_matmul_dtype(weight: torch.dtype, computed: torch.dtype) -> torch.dtype:
-    """Return the format of a layer's products: that of the run, or the weight's where a run casts nothing."""
+    """Return the dtype of a layer's matrix products: the run's, or the weight's if the run casts nothing."""
     return weight if computed == torch.float32 else computed

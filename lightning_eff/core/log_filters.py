@@ -1,6 +1,6 @@
-"""What libraries log while they are imported, which nobody who typed a command can act on.
+"""Filters for log messages of libraries that a user of the command line can do nothing about.
 
-A message is known by its logger and by how it begins; all else that these loggers say is heard.
+A message is matched by its logger and its beginning; all other messages of these loggers are kept.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 
-NOISE = {
+IGNORED_MESSAGES = {
     # torchao 0.18.0: binaries for GPUs and Python versions other than these, which no option of ours calls
     "torchao": r"Failed to load .+\.so: ",
     # torch 2.13.0, about how torchao 0.18.0 calls it
@@ -16,18 +16,18 @@ NOISE = {
     # bitsandbytes 0.50.2 on processors with AVX512-BF16: kernels from a hub, of which it has its own
     "bitsandbytes.backends.cpu.ops": r"Failed to load CPU gemm_4bit_forward from kernels-community: ",
 }
-"""Loggers, and the pattern of what is left out of each."""
+"""Loggers, and the pattern of the messages to drop."""
 
 
-def leave_out_noise() -> None:
-    """Leave these messages out of the log from now on; calling it again does nothing.
+def ignore_import_messages() -> None:
+    """Drop these messages from now on; calling it again has no effect.
 
     Example:
-        >>> leave_out_noise()
+        >>> ignore_import_messages()
     """
-    for name in NOISE:
-        logging.getLogger(name).addFilter(_is_wanted)
+    for name in IGNORED_MESSAGES:
+        logging.getLogger(name).addFilter(_is_kept)
 
 
-def _is_wanted(record: logging.LogRecord) -> bool:
-    return re.match(NOISE[record.name], record.getMessage()) is None
+def _is_kept(record: logging.LogRecord) -> bool:
+    return re.match(IGNORED_MESSAGES[record.name], record.getMessage()) is None

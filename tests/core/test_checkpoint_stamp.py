@@ -189,7 +189,7 @@ def test_other_groups_parameters_and_numbers_of_optimizers_are_refused() -> None
     checkpoint_stamp.check_optimizers([one], [one.state_dict()])
     with pytest.raises(ConfigError, match=r"torch\.SGD'.*groups of 1 \+ 2 tensors, .* and not 3"):
         checkpoint_stamp.check_optimizers([one], [two.state_dict()])
-    with pytest.raises(ConfigError, match=r"1 optimizers'.* expected 2 of them"):
+    with pytest.raises(ConfigError, match=r"1 optimizer'.* expected 2 optimizers, as in the checkpoint"):
         checkpoint_stamp.check_optimizers([one], [one.state_dict()] * 2)
     older = one.state_dict()
     del older["param_groups"][0]["fused"]

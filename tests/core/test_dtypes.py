@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_eff.core.dtypes import auto_precision, matmul_dtype, layer_matmul_dtype, dtype_support
+from lightning_eff.core.dtypes import auto_precision, dtype_support, layer_matmul_dtype, matmul_dtype
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_torch_that_cannot_tell_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     answer = dtype_support("cpu", torch.bfloat16)
     assert not answer.native
-    assert "cannot tell" in answer.why
+    assert "cannot detect" in answer.why
 
 
 @pytest.mark.parametrize("native", [True, False])

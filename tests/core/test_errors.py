@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_eff.core import errors
-from lightning_eff.core.errors import ConfigError, exit_code, suggest_name, root_cause_line
+from lightning_eff.core.errors import ConfigError, exit_code, root_cause_line, suggest_name
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ def test_without_limits_all_that_is_installed_may_be_used(tmp_path: Path) -> Non
     for number, files in enumerate([v1, v2, unlimited, {}]):
         found = host_memory.host_memory_limit(machine(tmp_path / str(number), files))
         assert found == HostMemoryLimit("", host_memory.installed_bytes(), 512 * 1024)
-    assert host_memory.host_memory_limit(tmp_path / "nothing") == HostMemoryLimit("", host_memory.installed_bytes(), 0)
+    assert host_memory.host_memory_limit(tmp_path / "nothing") == HostMemoryLimit(
+        "", host_memory.installed_bytes(), 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,13 +55,17 @@ def test_the_tightest_of_a_cgroup_and_those_above_it_counts(
     sizes = {"": 900, "/pod": 300, "/pod/box": 400, "/other": 1}
     files = {f"{mounted}{path}/{file}": f"{size * MIB}\n" for path, size in sizes.items()}
     files["proc/self/cgroup"] = f"3:freezer:/elsewhere\n{group}/pod/box\n"
-    assert host_memory.host_memory_limit(machine(tmp_path, files)) == HostMemoryLimit("cgroup /pod", 300 * MIB, 512 * 1024)
+    assert host_memory.host_memory_limit(machine(tmp_path, files)) == HostMemoryLimit(
+        "cgroup /pod", 300 * MIB, 512 * 1024
+    )
 
 
 def test_a_container_that_sees_the_path_of_its_host_has_the_limit_at_the_top(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "4:memory:/docker/abc\n0::/\n"}
     files["sys/fs/cgroup/memory/memory.limit_in_bytes"] = str(64 * MIB)
-    assert host_memory.host_memory_limit(machine(tmp_path, files)) == HostMemoryLimit("cgroup /", 64 * MIB, 512 * 1024)
+    assert host_memory.host_memory_limit(machine(tmp_path, files)) == HostMemoryLimit(
+        "cgroup /", 64 * MIB, 512 * 1024
+    )
 
 
 def test_of_ulimits_that_counts_which_leaves_least(tmp_path: Path) -> None:
@@ -71,7 +77,9 @@ def test_of_ulimits_that_counts_which_leaves_least(tmp_path: Path) -> None:
 
 
 def test_everyone_who_asks_for_host_memory_is_told_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "memory", lambda: HostMemoryLimit("ulimit -d", 700 * MIB, 200 * MIB))
+    monkeypatch.setattr(
+        host_memory, "host_memory_limit", lambda: HostMemoryLimit("ulimit -d", 700 * MIB, 200 * MIB)
+    )
     cpu = torch.device("cpu")
     room = Room.of("", cpu)
     assert (room.name, room.memory_bytes, room.free_bytes) == ("CPU (ulimit -d)", 700 * MIB, 500 * MIB)

@@ -62,7 +62,7 @@ def test_bitsandbytes_is_refused_where_state_is_sharded(strategy: Any) -> None:
     (finding,) = found(bitsandbytes.optim.PagedAdamW8bit, strategy)
     assert finding.rule.remedies == ("optimizer=adamw_8bit",)
     (finding,) = found(CpuOffload, strategy)
-    assert "decides itself where state lives" in finding.rule.reason
+    assert "itself places the optimizer state" in finding.rule.reason
 
 
 def test_paged_and_offloaded_state_has_nowhere_to_go_on_a_cpu() -> None:

@@ -19,7 +19,7 @@ from lightning_eff.config import composition
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning
 from lightning_eff.core.library_rules import LIBRARY_RULES
-from lightning_eff.core.remedies import keep_overrides, override_as_python, format_remedies
+from lightning_eff.core.remedies import format_remedies, keep_overrides, override_as_python
 from lightning_eff.core.rules import RuleFinding
 from lightning_eff.core.technique import Rule
 from lightning_eff.optimizer.in_backward import InBackward

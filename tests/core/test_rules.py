@@ -93,7 +93,9 @@ def test_a_finding_says_who_with_whom_why_and_three_remedies() -> None:
 
 
 def test_what_is_refused_is_raised_together_and_what_the_machine_lacks_has_its_own_error() -> None:
-    conflicts = rules.check_rules([stating(excludes=(rule("x"), rule("y"))), EmptyCache()], {"x": "1", "y": "2"})
+    conflicts = rules.check_rules(
+        [stating(excludes=(rule("x"), rule("y"))), EmptyCache()], {"x": "1", "y": "2"}
+    )
     with pytest.raises(ConflictError, match=r"with 1[\s\S]*with 2"):
         rules.raise_rejected(conflicts)
     lacking = rules.check_rules([stating(needs=(rule("machine/compiler"),))], {})

@@ -1,8 +1,8 @@
-"""Rows of tokens with their targets: one document each and padded, or several packed side by side.
+"""Rows of tokens with labels: one padded document a row, or several packed documents.
 
 Labels follow Hugging Face's convention: the label of a position is the token at that position, and the model
-compares it with what it said at the position before. The first token of a document has no label, since what
-comes before it is another document or nothing.
+compares it with its output one position before. The first token of a document has no label, since the token
+before it belongs to another document or does not exist.
 """
 
 from __future__ import annotations
@@ -22,37 +22,38 @@ IGNORED_TARGET = -100
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """A document, or a piece of one, as tokens.
+class TokenizedDocument:
+    """The tokens of a document or of a piece of one.
 
     Args:
         ids: The tokens.
-        labels: As many: the token where it is a target, `IGNORED_TARGET` where it is none.
+        labels: As many: the token where it is a target, else `IGNORED_TARGET`.
     """
 
     ids: Sequence[int]
     labels: Sequence[int]
 
     @classmethod
-    def of(cls, ids: Sequence[int], counts: Sequence[bool] | None = None) -> Tokens:
-        """Return a document in which every token but the first is a target, or those of them that count.
+    def from_ids(cls, ids: Sequence[int], is_target: Sequence[bool] | None = None) -> TokenizedDocument:
+        """Return a document whose targets are all tokens but the first, or those that `is_target` selects.
 
         Example:
-            >>> Tokens.of([5, 6, 7], [True, False, True]).labels
+            >>> TokenizedDocument.from_ids([5, 6, 7], [True, False, True]).labels
             [-100, -100, 7]
         """
-        counting = [True] * len(ids) if counts is None else counts
-        labels = [i if c else IGNORED_TARGET for i, c in zip(ids, counting, strict=True)]
-        return cls(ids, [IGNORED_TARGET, *labels[1:]][: len(ids)])
+        labels = list(ids)
+        if is_target is not None:
+            labels = [i if target else IGNORED_TARGET for i, target in zip(ids, is_target, strict=True)]
+        return cls(ids, labels).crop(0, len(ids))
 
-    def part(self, start: int, stop: int) -> Tokens:
-        """Return a piece, whose first token has no label."""
+    def crop(self, start: int, stop: int) -> TokenizedDocument:
+        """Return the piece from `start` to `stop`, whose first token has no label."""
         labels = list(self.labels[start:stop])
-        return Tokens(self.ids[start:stop], [IGNORED_TARGET, *labels[1:]][: len(labels)])
+        return TokenizedDocument(self.ids[start:stop], [IGNORED_TARGET, *labels[1:]][: len(labels)])
 
     @property
     def num_targets(self) -> int:
-        """Tokens that are a target."""
+        """Number of tokens that are targets."""
         return sum(label != IGNORED_TARGET for label in self.labels)
 
 
@@ -74,15 +75,18 @@ class PackedRows(Dataset[dict[str, Tensor]]):
         return {name: column[index].long() for name, column in self.columns.items()}
 
 
-class OnePerRow(Dataset[dict[str, Tensor]]):
-    """One document a row, each of its own length; `padded` makes a batch of them.
+class DocumentRows(Dataset[dict[str, Tensor]]):
+    """One document a row, each of its own length; `collate_padded` makes batches of them.
 
     Args:
         documents: In the order of the rows.
     """
 
-    def __init__(self, documents: Sequence[Tokens]) -> None:
-        self.rows = [(_tensor(each.ids), _tensor(each.labels)) for each in documents]
+    def __init__(self, documents: Sequence[TokenizedDocument]) -> None:
+        self.rows = [
+            [torch.tensor(values, dtype=torch.int32) for values in (document.ids, document.labels)]
+            for document in documents
+        ]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -93,96 +97,90 @@ class OnePerRow(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids.long(), "labels": labels.long()}
 
 
-def _tensor(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def padded(samples: Sequence[dict[str, Tensor]], fill: int) -> dict[str, Tensor]:
-    """Return documents as a batch as long as the longest, filled up on the right and masked there.
+def collate_padded(samples: Sequence[dict[str, Tensor]], pad_id: int) -> dict[str, Tensor]:
+    """Return a batch as long as its longest document, padded on the right and masked there.
 
     Example:
-        >>> padded([{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([-100, 2])}], 0)["labels"]
+        >>> samples = [{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([-100, 2])}]
+        >>> collate_padded(samples, 0)["labels"]
         tensor([[-100,    2]])
     """
     pad = torch.nn.utils.rnn.pad_sequence
-    ids = pad([sample["input_ids"] for sample in samples], batch_first=True, padding_value=fill)
+    ids = pad([sample["input_ids"] for sample in samples], batch_first=True, padding_value=pad_id)
     labels = pad([sample["labels"] for sample in samples], batch_first=True, padding_value=IGNORED_TARGET)
     lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-def pack_apart(documents: Sequence[Tokens], length: int, fill: int) -> PackedRows:
-    """Lay whole documents side by side; positions begin anew with each, and with what fills a row up.
+def pack_documents(documents: Sequence[TokenizedDocument], length: int, pad_id: int) -> PackedRows:
+    """Pack documents uncut into rows; positions begin at 0 with each document, and with the padding of a row.
 
     Args:
         documents: Each of at most `length` tokens.
         length: Tokens in a row.
-        fill: Token for what stays empty.
+        pad_id: Token for the rest of a row.
     """
-    bins = best_fit([len(each.ids) for each in documents], length)
-    ids = np.full((len(bins), length), fill, dtype=np.int32)
+    bins = best_fit_bins([len(document.ids) for document in documents], length)
+    ids = np.full((len(bins), length), pad_id, dtype=np.int32)
     labels = np.full_like(ids, IGNORED_TARGET)
     positions = np.zeros_like(ids)
-    for row, chosen in enumerate(bins):
+    for row, indices in enumerate(bins):
         start = 0
-        for each in (documents[index] for index in chosen):
-            stop = start + len(each.ids)
-            ids[row, start:stop] = each.ids
-            labels[row, start:stop] = each.labels
+        for document in (documents[index] for index in indices):
+            stop = start + len(document.ids)
+            ids[row, start:stop] = document.ids
+            labels[row, start:stop] = document.labels
             positions[row, start:stop] = np.arange(stop - start)
             start = stop
         positions[row, start:] = np.arange(length - start)
     return PackedRows({"input_ids": ids, "labels": labels, "position_ids": positions})
 
 
-def pack_across(documents: Sequence[Tokens], length: int, fill: int) -> PackedRows:
-    """Cut one stream of all documents into rows; a document's first token is then a target as well.
+def pack_stream(documents: Sequence[TokenizedDocument], length: int, pad_id: int) -> PackedRows:
+    """Cut one stream of all documents into rows; the first token of a document is then a target as well.
 
-    Documents whose tokens do not all count (answers in a conversation) keep that first one unlabelled. The
-    first token of a row has no label: what it follows is in another row.
+    In documents with other tokens that are no target (conversations) it stays unlabelled. The first token of
+    a row has no label: the token before it is in another row.
     """
-    ids = np.concatenate([np.asarray(each.ids, dtype=np.int32) for each in documents])
-    labels = np.concatenate([np.asarray(_joined(each), dtype=np.int32) for each in documents])
+    labels: list[int] = []
+    for document in documents:
+        is_full = document.num_targets == len(document.ids) - 1
+        labels += [document.ids[0], *document.labels[1:]] if is_full else document.labels
+    ids = np.concatenate([np.asarray(document.ids, dtype=np.int32) for document in documents])
     num_rows = -(-len(ids) // length)
-    whole = np.full((2, num_rows * length), IGNORED_TARGET, dtype=np.int32)
-    whole[0] = fill
-    whole[0, : len(ids)], whole[1, : len(ids)] = ids, labels
-    rows = whole.reshape(2, num_rows, length)
+    stream = np.full((2, num_rows * length), IGNORED_TARGET, dtype=np.int32)
+    stream[0] = pad_id
+    stream[0, : len(ids)], stream[1, : len(ids)] = ids, labels
+    rows = stream.reshape(2, num_rows, length)
     rows[1, :, 0] = IGNORED_TARGET
     return PackedRows({"input_ids": rows[0].copy(), "labels": rows[1].copy()})
 
 
-def _joined(document: Tokens) -> Sequence[int]:
-    """Return labels in which the first token is a target where all others are."""
-    all_count = document.num_targets == len(document.ids) - 1
-    return [document.ids[0], *document.labels[1:]] if all_count else document.labels
-
-
-def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return which items go into which bin: the longest first, each where the least room is left over.
+def best_fit_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return the indices of the items in each bin: longest first, each into the fullest bin with room for it.
 
     Example:
-        >>> best_fit([2, 5, 3, 1], 6)
+        >>> best_fit_bins([2, 5, 3, 1], 6)
         [[1, 3], [2, 0]]
     """
     bins: list[list[int]] = []
-    open_bins: dict[int, list[int]] = {}
-    rooms: list[int] = []  # the keys of open_bins, sorted
+    bins_by_room: dict[int, list[int]] = {}  # bins with this many tokens left
+    rooms: list[int] = []  # the keys of bins_by_room, sorted
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        at = bisect.bisect_left(rooms, lengths[index])
-        if at == len(rooms):
-            left, chosen = room, len(bins)
+        position = bisect.bisect_left(rooms, lengths[index])
+        if position == len(rooms):
+            room, chosen = capacity, len(bins)
             bins.append([])
         else:
-            left = rooms[at]
-            chosen = open_bins[left].pop(0)
-            if not open_bins[left]:
-                del open_bins[left], rooms[at]
+            room = rooms[position]
+            chosen = bins_by_room[room].pop(0)
+            if not bins_by_room[room]:
+                del bins_by_room[room], rooms[position]
         bins[chosen].append(index)
-        left -= lengths[index]
-        if left not in open_bins:
-            open_bins[left] = []
-            bisect.insort(rooms, left)
-        open_bins[left].append(chosen)
+        room -= lengths[index]
+        if room not in bins_by_room:
+            bins_by_room[room] = []
+            bisect.insort(rooms, room)
+        bins_by_room[room].append(chosen)
     return bins

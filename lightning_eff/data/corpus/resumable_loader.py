@@ -1,4 +1,4 @@
-"""The order of rows: set by seed and epoch alone, and gone on with in the middle of an epoch."""
+"""A loader whose order is set by seed and epoch alone, and that resumes in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.utils.data import DataLoader, Sampler
 from typing_extensions import override
 
 
-class EpochOrder(Sampler[int]):
-    """Every row once, in an order that depends on the seed and the epoch and on nothing that ran before.
+class EpochSampler(Sampler[int]):
+    """All rows in random order, which depends on seed and epoch but not on the global random state.
 
     Args:
-        rows: What is ordered.
-        seed: Of the order.
+        rows: The dataset.
+        seed: Seed of the order.
 
     Example:
-        >>> order = EpochOrder(range(5), seed=0)
-        >>> list(order) == list(order), sorted(order)
+        >>> sampler = EpochSampler(range(5), seed=0)
+        >>> list(sampler) == list(sampler), sorted(sampler)
         (True, [0, 1, 2, 3, 4])
     """
 
@@ -30,7 +30,7 @@ class EpochOrder(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of this epoch; Lightning calls it before each."""
+        """Set the epoch; Lightning calls it before each."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -38,33 +38,32 @@ class EpochOrder(Sampler[int]):
 
     @override
     def __iter__(self) -> Iterator[int]:
-        # Seeds side by side give unrelated orders: the generator mixes them.
+        # Neighbouring seeds give unrelated orders: the generator mixes their bits.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         yield from torch.randperm(len(self.rows), generator=generator).tolist()
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A loader that goes on after the batch that was handed out last, when its state is loaded.
+    """A loader whose state is the number of batches of the epoch so far.
 
-    The batches before are made once more and thrown away, which is cheap where rows lie in memory.
+    After a restore, these batches are loaded again and dropped, which is cheap for rows in memory.
     """
 
-    _num_given = 0
-    _num_left_out = 0
+    _num_yielded = 0
+    _num_skipped = 0
 
     @override
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        start, self._num_left_out = self._num_left_out, 0
-        self._num_given = start
-        for batch in itertools.islice(super().__iter__(), start, None):
-            self._num_given += 1
+        self._num_yielded, self._num_skipped = self._num_skipped, 0
+        for batch in itertools.islice(super().__iter__(), self._num_yielded, None):
+            self._num_yielded += 1
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many batches of the epoch were handed out."""
-        return {"num_given": self._num_given}
+        """Return how many batches of the epoch were yielded."""
+        return {"num_given": self._num_yielded}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Begin the next iteration behind them; a whole epoch is begun anew."""
-        given = int(state_dict["num_given"])
-        self._num_given = self._num_left_out = given if given < len(self) else 0
+        """Start the next iteration after these batches; after a full epoch, at its beginning."""
+        num_batches = int(state_dict["num_given"])
+        self._num_yielded = self._num_skipped = num_batches if num_batches < len(self) else 0
