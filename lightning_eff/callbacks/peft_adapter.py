@@ -171,7 +171,7 @@ class PeftAdapter(pl.Callback):
     def trainable_modules(self, model: nn.Module, names: Iterable[str]) -> set[str]:
         """Return what is trained whole, or in such a module: all others get frozen, once adapters are in."""
         if adapters.of(model):
-            return model_surgery.trainable(model, names)
+            return model_surgery.trained_modules(model, names)
         heads = task_heads(model, (self.options or {}).get("task_type"))
         saved = [*as_list(self.modules_to_save), *heads]
         return {name for name in names if any(f".{word}." in f".{name}." for word in saved)}

@@ -27,7 +27,7 @@ from lightning_eff.report.report import plain
 USAGE = """lightning-eff compare RECIPE [overrides] [options]
 
   lightning-eff compare lm                               none, each technique alone, lm itself, all together
-  lightning-eff compare lm data.micro_batch_size=4       of lm with another batch, the same in every row
+  lightning-eff compare lm data.batch_size=4       of lm with another batch, the same in every row
   lightning-eff compare lm --only torch_compile,micro_batch
   lightning-eff compare lm --row 'optimizer=muon +callbacks=micro_batch'
                                                          and a row of your own, on top of the baseline

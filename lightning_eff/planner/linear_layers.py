@@ -86,17 +86,15 @@ class Tokens:
         """Read them off a config: the smallest micro-batch that it names, times the tokens of a sample.
 
         Example:
-            >>> Tokens.of({"data": {"micro_batch_size": 16, "context_length": 256}}).M
+            >>> Tokens.of({"data": {"batch_size": 16, "context_length": 256}}).M
             4096
         """
-        nodes = {"data": values.get("data") or {}}
-        nodes |= {f"callbacks.{name}": node for name, node in (values.get("callbacks") or {}).items()}
-        sizes = {
-            f"{path}.micro_batch_size": node["micro_batch_size"]
-            for path, node in nodes.items()
-            if isinstance(node.get("micro_batch_size"), int)
-        }
-        length = nodes["data"].get("context_length")
+        data = values.get("data") or {}
+        listed = {"data.batch_size": data.get("batch_size")}
+        for name, node in (values.get("callbacks") or {}).items():
+            listed[f"callbacks.{name}.micro_batch_size"] = node.get("micro_batch_size")
+        sizes = {path: size for path, size in listed.items() if isinstance(size, int)}
+        length = data.get("context_length")
         if not sizes or not isinstance(length, int):
             return cls(
                 None, f"M={ASSUMED_ROWS} is assumed: the config does not tell the tokens of a micro-batch"

@@ -191,7 +191,7 @@ class FrozenLow(Mixed):
             raise ConfigError(key="weights", value=self.weights, allowed=allowed, remedies=remedies)
         self._sizes[name] = (before, quantized.num_bytes(layer.parameters()))
 
-    def lower(self, model: nn.Module) -> int:
+    def cast_frozen(self, model: nn.Module) -> int:
         """Cast frozen matrices, and what is trained to float32.
 
         Args:

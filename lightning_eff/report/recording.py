@@ -103,8 +103,8 @@ class Recorder(LiveBytes):
         if self._where is None:
             self._where = Whereabouts(module)
         self._where.open()
-        HostOffload.heard.append(self._parked)
-        self._hooks.callback(HostOffload.heard.remove, self._parked)
+        HostOffload.observers.append(self._parked)
+        self._hooks.callback(HostOffload.observers.remove, self._parked)
         super().begin(batch, module, self._optimizers)
         self._mark([batch], BATCH)
         for name, buffer in module.named_buffers():
