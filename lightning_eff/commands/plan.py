@@ -64,7 +64,7 @@ class Row:
     """
 
     technique: str
-    config_of: dict[str, Any]
+    asked: dict[str, Any]
     will_be: str
     set_by: str
     why: list[str] = field(default_factory=list[str])

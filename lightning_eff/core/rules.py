@@ -114,7 +114,7 @@ def _provided_names(component: object) -> list[str]:
     else:
         bases = [(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__]
         names = [f"{package}/{name}" for package, name in bases if package not in ("builtins", PACKAGE)]
-    return [*names, SUITE] if isinstance(component, Technique) and component is not kind else names
+    return [*names, SUITE] if not isinstance(component, type) and isinstance(component, Technique) else names
 
 
 def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> dict[str, str]:

@@ -90,13 +90,12 @@ class TrainingTokenizer:
             roles = sorted({turn["role"] for turn in turns})
             msg = f"no turn of the role {ASSISTANT!r} has content, so there is no target; roles: {roles}"
             raise ValueError(msg)
-        template = None if self._hub is None else self._hub.chat_template
-        if template is None:
+        if self._hub is None or self._hub.chat_template is None:
             return self._encode_without_template(turns)
         from jinja2 import TemplateError
 
         try:
-            if not MARKED.search(str(template)):
+            if not MARKED.search(str(self._hub.chat_template)):
                 return self._encode_by_prefix(turns)
             made = self._hub.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
         except TemplateError as error:
