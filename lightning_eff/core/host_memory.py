@@ -52,7 +52,8 @@ def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
         >>> host_memory_limit().num_bytes <= installed_bytes()
         True
     """
-    used = process_memory(root)
+    fields = re.findall(r"^(Vm\w+):\s+(\d+) kB", _read(root / "proc/self/status"), re.MULTILINE)
+    used = {name: int(size) * 1024 for name, size in fields}
     resident = used.get("VmRSS", 0)
     limits = [HostMemoryLimit(INSTALLED, installed_bytes(), resident)]
     limits += [HostMemoryLimit(f"cgroup {path}", size, resident) for path, size in _cgroup_limits(root)]
@@ -68,12 +69,6 @@ def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
 def installed_bytes() -> int:
     """Return the memory of the machine in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def process_memory(root: Path) -> dict[str, int]:
-    """Return what this process uses in bytes, by the names in /proc/self/status."""
-    found = re.findall(r"^(Vm\w+):\s+(\d+) kB", _read(root / "proc/self/status"), re.MULTILINE)
-    return {name: int(size) * 1024 for name, size in found}
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[str, int]]:

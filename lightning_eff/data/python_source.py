@@ -252,11 +252,13 @@ def write_cache_entry(folder: Path, texts: Sequence[str], tokenizer: Tokenizer, 
             name: _write_tokens(tokenizer, split, scratch / f"{name}.bin")
             for name, split in split_texts(texts, val_fraction).items()
         }
+        # One is added to each training frequency, so that no token has probability 0.
+        train, val = counts["train"] + 1, counts["val"]
         facts = {
             "files": len(texts),
             "bytes": sum(len(text.encode()) for text in texts),
             "tokens": {name: int(count.sum()) for name, count in counts.items()},
-            "unigram_entropy": _cross_entropy(counts["train"], counts["val"]),
+            "unigram_entropy": float(-(val * np.log(train / train.sum())).sum() / val.sum()),
         }
         (scratch / "facts.json").write_text(json.dumps(facts, indent=1))
         scratch.chmod(0o755)
@@ -295,9 +297,3 @@ def _write_tokens(tokenizer: Tokenizer, texts: Sequence[str], path: Path) -> np.
             counts += np.bincount(tokens, minlength=len(counts))
             file.write(tokens.tobytes())
     return counts
-
-
-def _cross_entropy(train: np.ndarray[Any, Any], val: np.ndarray[Any, Any]) -> float:
-    """Return nats per token of `val` under the frequencies of `train`, plus one so that none is 0."""
-    smoothed = train + 1
-    return float(-(val * np.log(smoothed / smoothed.sum())).sum() / val.sum())

@@ -49,7 +49,7 @@ def resumed(model: pl.LightningModule, path: Path, **keywords: Any) -> pl.Traine
     return trainer
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged_diffs(caplog: pytest.LogCaptureFixture) -> list[str]:
     lines = [message for message in caplog.messages if "not as saved" in message]
     caplog.clear()
     return lines
@@ -115,13 +115,13 @@ def test_a_difference_is_said_once_and_no_difference_is_not(
         }
 
     saved(net(), tmp_path / "a.ckpt", **same())
-    assert not said(caplog)
+    assert not logged_diffs(caplog)
     resumed(net(), tmp_path / "a.ckpt", **same())
-    assert not said(caplog)
+    assert not logged_diffs(caplog)
     resumed(
         net(), tmp_path / "a.ckpt", callbacks=[EmptyCache(every_n_steps=2), OptimizerChoice(optimizer=SGD)]
     )
-    assert said(caplog) == [
+    assert logged_diffs(caplog) == [
         "not as saved: without precision/mixed, without callbacks/micro_batch, "
         "with callbacks/optimizer_choice, callbacks/empty_cache (every_n_steps: 1, now 2)"
     ]
@@ -130,10 +130,10 @@ def test_a_difference_is_said_once_and_no_difference_is_not(
 def test_a_plugin_alone_says_it_too(net: Maker, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(net(), tmp_path / "a.ckpt", plugins=[Mixed(precision="16-mixed")])
     resumed(net(), tmp_path / "a.ckpt", plugins=[Mixed(precision="bf16-mixed")])
-    assert said(caplog) == ["not as saved: precision/mixed (precision: '16-mixed', now 'bf16-mixed')"]
+    assert logged_diffs(caplog) == ["not as saved: precision/mixed (precision: '16-mixed', now 'bf16-mixed')"]
     saved(net(), tmp_path / "b.ckpt", plugins=[Durable()])
     resumed(net(), tmp_path / "b.ckpt", plugins=[Durable(), Mixed(precision="32-true")])
-    assert said(caplog) == ["not as saved: with precision/mixed"]
+    assert logged_diffs(caplog) == ["not as saved: with precision/mixed"]
 
 
 def test_a_stock_checkpoint_is_said_to_name_nothing(
@@ -142,10 +142,10 @@ def test_a_stock_checkpoint_is_said_to_name_nothing(
     saved(net(), tmp_path / "a.ckpt")
     trainer = resumed(net(), tmp_path / "a.ckpt", callbacks=[EmptyCache(every_n_steps=1)])
     words = "the checkpoint names no techniques; not as saved: with callbacks/empty_cache"
-    assert said(caplog) == [words]
+    assert logged_diffs(caplog) == [words]
     assert "load_optimizer_state_dict" not in vars(trainer.strategy)
     trainer.validate(net(), make_loader(8), ckpt_path=tmp_path / "a.ckpt", verbose=False)
-    assert not said(caplog), "validation goes on from nothing"
+    assert not logged_diffs(caplog), "validation goes on from nothing"
 
 
 def test_lightnings_mixed_precision_and_ours_go_on_from_each_other(net: Maker, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_whatever_a_checkpoint_says_is_shown_shortly_and_obeyed_never(
     }
     checkpoint_stamp.load_stamp(MicroBatch(), trainer, net(), state)
     checkpoint_stamp.compare_stamp(trainer, state)
-    (line,) = said(caplog)
+    (line,) = logged_diffs(caplog)
     assert len(line) < 1000
     assert "\x1b" not in line
     assert state["callbacks"] == {}

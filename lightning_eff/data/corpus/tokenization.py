@@ -54,20 +54,13 @@ class TrainingTokenizer:
         self._hub: Any = None if name is None else _load(name)
         self.tokenizer: Tokenizer = byte_tokenizer() if self._hub is None else self._hub.backend_tokenizer
         self.eos_id: int | None = END_OF_BYTES if self._hub is None else self._hub.eos_token_id
+        self.pad_id = 0 if self.eos_id is None else self.eos_id
+        """The token for padding; its positions are masked or have no label."""
+        self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         # The name of a special token in a text is encoded as text, not as that token.
         self.tokenizer.encode_special_tokens = True
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest token."""
-        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-
-    @property
-    def pad_id(self) -> int:
-        """The token for padding; its positions are masked or have no label."""
-        return 0 if self.eos_id is None else self.eos_id
 
     def encode_texts(self, texts: Sequence[str]) -> list[TokenizedDocument]:
         """Return the tokens of each text and the end token, all but the first targets."""
