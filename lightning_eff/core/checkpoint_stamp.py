@@ -179,7 +179,7 @@ def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = Non
             raise _mismatch(own, f"{_shorten(name)}, with which the checkpoint was saved")
         if not name:
             _check_options(optimizer, groups)
-        # A sharded optimizer of this package keeps the full groups, of all ranks, in `whole_groups`.
+        # DeepSpeed steps flattened tensors; its strategy keeps the parameters' groups in `whole_groups`.
         sizes, own_sizes = (
             _join_few([str(len(_mapping(group).get("params") or ())) for group in some]).replace(",", " +")
             for some in (groups, getattr(optimizer, "whole_groups", optimizer.param_groups))
