@@ -15,8 +15,8 @@ from types import TracebackType
 
 from lightning_eff import __version__
 from lightning_eff.core import catalog
-from lightning_eff.core.errors import EXIT_OK, UsageError, exit_code, nearest, root_cause_line
-from lightning_eff.core.remedies import as_overrides
+from lightning_eff.core.errors import EXIT_OK, UsageError, exit_code, suggest_name, root_cause_line
+from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.core.text import text_table
 
 MAX_ERROR_LINES = 5
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         True
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with _Boundary(debug="--debug" in words) as boundary, as_overrides():
+    with _Boundary(debug="--debug" in words) as boundary, keep_overrides():
         boundary.exit_code = _dispatch(words)
     return boundary.exit_code
 
@@ -74,16 +74,16 @@ def _run_verb(words: list[str]) -> int:
     found = [index for index, word in enumerate(words) if not word.startswith("-")]
     verb = words[found[0]] if found else words[0]
     if verb not in verbs:
-        text = f"{verb!r} is no verb; {nearest(verb, verbs)}"
+        text = f"{verb!r} is no verb; {suggest_name(verb, verbs)}"
         raise UsageError(text)
     rest = words[: found[0]] + words[found[0] + 1 :]
     module = importlib.import_module(f"lightning_eff.commands.{verb}")
     if "--help" in rest or "-h" in rest:
         sys.stdout.write(f"{module.__doc__}\n\n{module.USAGE.strip()}\n")
         return EXIT_OK
-    from lightning_eff.core.noise import leave_out_noise
+    from lightning_eff.core.log_filters import ignore_import_messages
 
-    leave_out_noise()
+    ignore_import_messages()
     sys.path.insert(0, str(Path.cwd()))  # for classes of the user's own: a console script is started without
     return int(module.main(rest))
 
@@ -102,7 +102,7 @@ def _help() -> str:
 def _completion(words: Sequence[str]) -> str:
     shell = words[0] if words else ""
     if shell not in COMPLETION:
-        text = f"--completion {shell}: no such shell; {nearest(shell, COMPLETION)}"
+        text = f"--completion {shell}: no such shell; {suggest_name(shell, COMPLETION)}"
         raise UsageError(text)
     return COMPLETION[shell]
 

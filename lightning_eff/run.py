@@ -34,7 +34,7 @@ from lightning_eff.config.ckpt_path import (
 )
 from lightning_eff.core import model_surgery, rules
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
-from lightning_eff.core.remedies import as_overrides
+from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Run:
     ckpt_path: Path | None
     values: Mapping[str, Any]
 
-    @as_overrides()
+    @keep_overrides()
     def fit(self) -> dict[str, Any]:
         """Train; return the efficiency report, empty without that monitor."""
         if self.trainer.is_global_zero:
@@ -112,7 +112,7 @@ class _LastStep(Checkpoint):
             trainer.save_checkpoint(self._folder / f"step-{step}.ckpt", weights_only=False)
 
 
-@as_overrides()
+@keep_overrides()
 def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     """Instantiate a checked config; nothing is written.
 
@@ -132,7 +132,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     check_base(values)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(values)
-    rules.raise_refused(rules.check(rules.objects_of(trainer), rules.run_facts(trainer)))
+    rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
     data = make("data", values["data"])
     # The model's first weights depend on the seed alone, whatever the techniques before it have drawn.
     pl.seed_everything(values["seed"], workers=True, verbose=False)
@@ -198,7 +198,7 @@ def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
     adapters = [each for each in callbacks_of(trainer) if isinstance(each, PeftAdapter)]
     changes = [change for technique in adapters for change in technique.changes()]
     model.trainer = trainer  # whose callbacks say what will be frozen, and so may be quantized
-    model_surgery.apply(model, [*model_surgery.changes_of(trainer.precision_plugin), *changes])
+    model_surgery.apply(model, [*model_surgery.plugin_changes(trainer.precision_plugin), *changes])
     return model
 
 
@@ -228,7 +228,7 @@ def _try_optimizer(optimizer: Any) -> None:
         raise UsageError(text) from error
 
 
-@as_overrides()
+@keep_overrides()
 def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
     """Instantiate the techniques and the Trainer that holds them; neither model nor data is touched.
 

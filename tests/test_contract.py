@@ -25,7 +25,7 @@ from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConflictError, NoEffectWarning
-from lightning_eff.core.technique import Technique, Verdict, asked, name_of
+from lightning_eff.core.technique import Technique, Verdict, config_of, name_of
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
 from lightning_eff.precision.frozen_low import FrozenLow
@@ -231,7 +231,7 @@ def test_everything_patched_is_restored_after_a_failure(
 def test_technique_says_what_was_asked_before_and_what_it_did_after(case: Case, tmp_path: Any) -> None:
     technique = case.make()
     assert "/" in name_of(technique)
-    assert all(isinstance(v, (str, int, float, bool, type(None))) for v in asked(technique).values())
+    assert all(isinstance(v, (str, int, float, bool, type(None))) for v in config_of(technique).values())
     if isinstance(technique, Technique):
         assert not technique.outcome().effective, "it claims an effect before it ran"
 
@@ -299,7 +299,7 @@ def test_every_pair_trains_like_a_plain_loop_or_is_refused(
     num_steps = 20  # each of the two alone: NUM_STEPS
     bar = {"enable_progress_bar": "progress" in (one, other)}
     trainer = make_trainer(default_root_dir=tmp_path, max_steps=num_steps, **objects, **bar)
-    findings = rules.check(rules.objects_of(trainer), rules.run_facts(trainer))
+    findings = rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
     if any(finding.rule.verdict == Verdict.REFUSED for finding in findings):
         model = deep()
         with pytest.raises(ConflictError, match="try: "):
@@ -339,7 +339,7 @@ def test_few_pairs_are_refused() -> None:
     refused = []
     for one, other in PAIRS:
         objects = [CASES[one].make(), CASES[other].make()]
-        found = rules.check(objects, {"machine/compiler": "c++"})
+        found = rules.check_rules(objects, {"machine/compiler": "c++"})
         if any(finding.rule.verdict == Verdict.REFUSED for finding in found):
             refused.append((one, other))
     assert refused == [("gradient_checkpointing selective", "torch_compile")]

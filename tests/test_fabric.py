@@ -13,7 +13,7 @@ from lightning_eff.callbacks.empty_cache import release
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.callbacks.torch_compile import compile_in_place
 from lightning_eff.core import model_surgery
-from lightning_eff.core.model_surgery import Change, Stage
+from lightning_eff.core.model_surgery import ModelChange, Stage
 from lightning_eff.core.optimization.build import build
 from lightning_eff.precision.mixed import step_context
 from tests.support.models import Deep, make_loader
@@ -23,9 +23,9 @@ NUM_STEPS = 20
 POLICIES = (None, "full", "every_n", "selective", "offload")
 
 
-def changes(policy: str | None, *, compiled: bool) -> list[tuple[Stage, Change]]:
+def changes(policy: str | None, *, compiled: bool) -> list[tuple[Stage, ModelChange]]:
     """Return what is to be done to the model, in the wrong order."""
-    found: list[tuple[Stage, Change]] = []
+    found: list[tuple[Stage, ModelChange]] = []
     if compiled:
         found.append((Stage.COMPILE, lambda model: len(compile_in_place(model, backend="aot_eager"))))
     if policy is not None:

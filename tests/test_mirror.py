@@ -52,7 +52,7 @@ def test_yaml_is_the_signature(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*TECHNIQUES, *TRAINED])
 def test_every_yaml_key_says_what_it_means(name: str) -> None:
-    rows = catalog.parameters(yaml_of(name))
+    rows = catalog.yaml_parameters(yaml_of(name))
     assert [key for key, _, meaning in rows if not meaning] == []
 
 
@@ -68,7 +68,7 @@ def test_constructor_is_keyword_only_typed_and_small(name: str) -> None:
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_docstring_has_its_headings_in_order(name: str) -> None:
-    text = catalog.docstring(PACKAGE / f"{name}.py")
+    text = catalog.module_docstring(PACKAGE / f"{name}.py")
     assert re.findall(r"^(Costs|Conflicts|Source):", text, re.MULTILINE) == ["Costs", "Conflicts", "Source"]
 
 

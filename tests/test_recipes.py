@@ -34,7 +34,7 @@ SMALL_IMAGES = [
 SMALL_FINETUNE = [
     *("trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.limit_val_batches=1"),
     *("trainer.num_sanity_val_steps=0", "+trainer.val_check_interval=16", "data.context_length=32"),
-    *("data.micro_batch_size=2", "data.paths=[source/*.py]"),
+    *("data.batch_size=2", "data.paths=[source/*.py]"),
 ]
 MORE = {"fast": ["callbacks.torch_compile.backend=aot_eager"], "low_memory": ["trainer.val_check_interval=8"]}
 """What else makes a recipe small: no C++ is built, and a window of four micro-batches passes twice."""
@@ -49,7 +49,7 @@ def test_there_are_recipes() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recipe_says_what_it_is(name: str) -> None:
-    assert catalog.header(catalog.RECIPES / f"{name}.yaml").endswith(".")
+    assert catalog.yaml_header(catalog.RECIPES / f"{name}.yaml").endswith(".")
 
 
 @pytest.mark.parametrize("name", NAMES)

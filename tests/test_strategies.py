@@ -32,7 +32,7 @@ from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.commands import export
 from lightning_eff.core.errors import CheckpointError, ConflictError
-from lightning_eff.core.shards import together
+from lightning_eff.core.shards import full_tensor
 from lightning_eff.precision.mixed import Mixed
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
@@ -226,7 +226,7 @@ def gathered(trainer: pl.Trainer) -> dict[str, Tensor]:
     """Return the model's own tensors, put together without a checkpoint."""
     model = trainer.lightning_module
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    return {name: together(value).detach().clone() for name, value in tensors.items()}
+    return {name: full_tensor(value).detach().clone() for name, value in tensors.items()}
 
 
 def in_parts(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lightning_eff.adapters import inject as adapters
 from lightning_eff.adapters import quantized
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.shards import is_part, shape_of, together
+from lightning_eff.core.shards import is_sharded, full_shape, full_tensor
 
 NUM_THREADS = 8
 NUM_SHOWN_CHARACTERS = 16
@@ -56,7 +56,7 @@ def split(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     rest: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         inside = name in frozen or name.startswith(layers)
-        kept = value if is_part(value) or not isinstance(value, Tensor) else value.detach()
+        kept = value if is_sharded(value) or not isinstance(value, Tensor) else value.detach()
         (base if inside else rest)[name] = kept
     return base, rest
 
@@ -147,7 +147,7 @@ class Fingerprint:
     ) -> dict[str, str]:
         own = dict(module.named_parameters(remove_duplicate=False))
         names = [name for name, value in sorted(base.items()) if isinstance(value, Tensor)]
-        if any(is_part(value) for value in base.values()):  # then all ranks hash, one tensor after the other
+        if any(is_sharded(value) for value in base.values()):  # then all ranks hash, one tensor after the other
             return {name: self._digest(name, base[name], own, formats.get(name, "")) for name in names}
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             values = pool.map(lambda name: self._digest(name, base[name], own, formats.get(name, "")), names)
@@ -160,7 +160,7 @@ class Fingerprint:
         before = self._known.get(name)
         if before is not None and before[0] is parameter and before[1:3] == (version, dtype):
             return before[3]
-        digest, value = hashlib.sha256(), together(value)
+        digest, value = hashlib.sha256(), full_tensor(value)
         _feed(digest, value.detach().to(dtype) if value.dtype != dtype else value.detach())
         self._known[name] = (parameter, version, dtype, digest.hexdigest())
         self.num_hashed += 1
@@ -208,7 +208,7 @@ def _as_dtype(word: str, value: Tensor) -> torch.dtype:
 
 def _format(value: Tensor, wanted: str = "") -> str:
     dtype = str(_as_dtype(wanted, value)).removeprefix("torch.")
-    return f"{dtype}[{','.join(str(n) for n in shape_of(value))}]"
+    return f"{dtype}[{','.join(str(n) for n in full_shape(value))}]"
 
 
 def _sum(

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_eff.adapters import tied
 from lightning_eff.adapters.options import check_options, sentence, words
-from lightning_eff.core.errors import ConfigError, nearest
+from lightning_eff.core.errors import ConfigError, suggest_name
 from lightning_eff.kernels.linear import TritonLinear
 
 ALL_LINEAR = "all-linear"
@@ -96,7 +96,7 @@ def config_class(method: str) -> type[PeftConfig]:
         if flag
         else []
     )
-    hint = f"{method} is an option of lora" if flag else nearest(method, methods())
+    hint = f"{method} is an option of lora" if flag else suggest_name(method, methods())
     allowed = f"one of PEFT's methods; {hint}"
     raise ConfigError(key="method", value=method, allowed=allowed, remedies=remedies)
 
@@ -292,7 +292,7 @@ def _check_names(key: str, names: Any, named: Mapping[str, nn.Module]) -> None:
             matches = any(re.fullmatch(names, name) for name in named)
         except re.error as error:
             raise ConfigError(key=key, value=names, allowed=f"a regular expression ({error})") from error
-        near = nearest(names, [*named, ALL_LINEAR])
+        near = suggest_name(names, [*named, ALL_LINEAR])
         if not matches:
             allowed = f"a regular expression that fits the whole name of a module; {near}"
             raise ConfigError(key=key, value=names, allowed=allowed)
@@ -301,7 +301,7 @@ def _check_names(key: str, names: Any, named: Mapping[str, nn.Module]) -> None:
         if not any(name == word or name.endswith(f".{word}") for name in named):
             ends = {name.rpartition(".")[2] for name in named}
             known = named if "." in word else {end for end in ends if not end.isdigit()} or named
-            allowed = f"a module's name, or the end of it; {nearest(word, known)}"
+            allowed = f"a module's name, or the end of it; {suggest_name(word, known)}"
             raise ConfigError(key=key, value=word, allowed=allowed)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from beartype.door import is_bearable
 from peft import PeftConfig
 
-from lightning_eff.core.errors import ConfigError, nearest
+from lightning_eff.core.errors import ConfigError, suggest_name
 
 FACTORS = ("lora_alpha", "alpha")
 """Options that what an adapter computes is multiplied by."""
@@ -70,7 +70,7 @@ def _nearest_field(key: str, kind: type[PeftConfig], fields: set[str]) -> str:
     close = OTHER_WORDS.get(key, "")
     if close in fields:
         return f"did you mean {close!r}?"
-    there = nearest(key, fields)
+    there = suggest_name(key, fields)
     own = [name for name in vars(kind)["__annotations__"] if name in fields]
     return there if there.startswith("did you mean") else f"there are: {', '.join(own[:NUM_NAMED])}, ..."
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_eff.core.technique import SHARDING, Rule, Verdict
+from lightning_eff.core.technique import PLACES_STATE, Rule, Verdict
 
 
 def rules(method: str) -> tuple[Rule, ...]:
@@ -18,7 +18,7 @@ def rules(method: str) -> tuple[Rule, ...]:
         remedies=("remove it",),
     )
     reason = "the strategy writes checkpoints itself, and they hold the frozen base too"
-    names = [rule.name for rule in SHARDING if rule.name.startswith("lightning/")]  # ours leave it out
+    names = [rule.name for rule in PLACES_STATE if rule.name.startswith("lightning/")]  # ours leave it out
     whole = [Rule(name=name, reason=reason, verdict=Verdict.WARNED) for name in names]
     lora = "callbacks.peft_adapter.method=lora"
     reasons = {

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lightning_eff.adapters import inject as adapters
 from lightning_eff.adapters.base_fingerprint import Fingerprint, named, of_quantized, split
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.shards import is_part, shape_of
+from lightning_eff.core.shards import is_sharded, full_shape
 
 KEY = "peft_adapter"
 """Under which a checkpoint keeps the method and the base's fingerprint."""
@@ -130,9 +130,9 @@ def check(
     if missing or unexpected:
         raise CheckpointError(_differing(missing, unexpected, ()))
     shapes = [
-        f"{name} {tuple(state[name].shape)} for {tuple(shape_of(value))}"
+        f"{name} {tuple(state[name].shape)} for {tuple(full_shape(value))}"
         for name, value in expected.items()
-        if name in state and isinstance(value, Tensor) and state[name].shape != shape_of(value)
+        if name in state and isinstance(value, Tensor) and state[name].shape != full_shape(value)
     ]
     if shapes:
         raise CheckpointError(_differing((), (), shapes))
@@ -225,7 +225,7 @@ class KeepsAdapter:
         Other ranks write nothing, and help only where each has a part of the base, to read it.
         """
         self._saves(checkpoint)
-        if self.module.global_rank == 0 or any(is_part(each) for each in self.module.parameters()):
+        if self.module.global_rank == 0 or any(is_sharded(each) for each in self.module.parameters()):
             strip(self.module, checkpoint, self.fingerprint, save_base=self.save_base)
             self.num_saved += 1
 

@@ -87,9 +87,9 @@ class EmptyCache(pl.Callback):
         lightning_eff.core.errors.ConfigError: every_n_steps=0: expected a whole number of at least 1, or None
     """
 
-    on_save_checkpoint = checkpoint_stamp.save
-    on_load_checkpoint = checkpoint_stamp.load
-    setup = rules.refuse_legacy
+    on_save_checkpoint = checkpoint_stamp.save_stamp
+    on_load_checkpoint = checkpoint_stamp.load_stamp
+    setup = rules.reject_legacy_trainer
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class EmptyCache(pl.Callback):
         self._unreturnable_bytes = 0
         self._active = allocator.has_cache(device)
         if self._active:
-            self._num_alloc_retries = allocator.state(device).num_alloc_retries
+            self._num_alloc_retries = allocator.allocator_state(device).num_alloc_retries
         else:
             warnings.warn(
                 f"EmptyCache does nothing here: the allocator of {device} has no cache that can be emptied",
@@ -164,7 +164,7 @@ class EmptyCache(pl.Callback):
         if step // self.check_every_n_steps == last // self.check_every_n_steps:
             return False
         device = trainer.strategy.root_device
-        state = allocator.state(device)
+        state = allocator.allocator_state(device)
         grown_bytes = state.cached_bytes - self._unreturnable_bytes
         needed = grown_bytes > self.max_cached_share * allocator.total_bytes(device)
         needed = needed or state.num_alloc_retries > self._num_alloc_retries
@@ -173,7 +173,7 @@ class EmptyCache(pl.Callback):
     def _empty(self, device: torch.device, pl_module: pl.LightningModule) -> None:
         released = release(device)
         self._released.append(released)
-        after = allocator.state(device)
+        after = allocator.allocator_state(device)
         self._unreturnable_bytes = after.cached_bytes
         self._num_alloc_retries = after.num_alloc_retries
         pl_module.log_dict(

@@ -57,8 +57,8 @@ class GradientAccumulation(pl.Callback):
         lightning_eff.core.errors.ConfigError: global_batch_size=0: expected a whole number of at least 1
     """
 
-    on_save_checkpoint = checkpoint_stamp.save
-    on_load_checkpoint = checkpoint_stamp.load
+    on_save_checkpoint = checkpoint_stamp.save_stamp
+    on_load_checkpoint = checkpoint_stamp.load_stamp
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class GradientAccumulation(pl.Callback):
                 remedies=["trainer.accumulate_grad_batches=1"],
             )
         self._loop = lightning_loop.install(trainer)
-        self._unhook = dataloaders.hook(trainer, lambda loader: self._derive(loader, trainer))
+        self._unhook = dataloaders.add_loader_transform(trainer, lambda loader: self._derive(loader, trainer))
 
     def _derive(self, loader: Any, trainer: pl.Trainer) -> Any:
         """Set the number of micro-batches, as soon as the loader is there and before anyone counts steps."""
@@ -167,7 +167,7 @@ class GradientAccumulation(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Set what holds where a run goes on, in the middle of a schedule or of an epoch."""
-        dataloaders.place(trainer)
+        dataloaders.restore_loader_state(trainer)
         self._apply(trainer)
         self._check_loaders(trainer)
         longest = max(self._lengths.values(), default=1)

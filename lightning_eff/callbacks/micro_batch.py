@@ -32,7 +32,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_eff.core import checkpoint_stamp, dataloaders, rules
-from lightning_eff.core.dtypes import dtype_of
+from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.microbatching import lightning_loop
@@ -73,8 +73,8 @@ class MicroBatch(pl.Callback):
         lightning_eff.core.errors.ConfigError: micro_batch_size=0: expected 'auto' or a whole number ...
     """
 
-    on_save_checkpoint = checkpoint_stamp.save
-    on_load_checkpoint = checkpoint_stamp.load
+    on_save_checkpoint = checkpoint_stamp.save_stamp
+    on_load_checkpoint = checkpoint_stamp.load_stamp
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class MicroBatch(pl.Callback):
 
     def _settle_rounding(self, trainer: pl.Trainer) -> int:
         device = trainer.strategy.root_device
-        dtype = dtype_of(str(trainer.precision_plugin.precision), device.type)
+        dtype = matmul_dtype(str(trainer.precision_plugin.precision), device.type)
         multiple_of = rounding(self.multiple_of, device, dtype)
         name = str(dtype).removeprefix("torch.")
         self._rounding = f"sizes in multiples of {multiple_of} ({name} on {device.type})"
@@ -187,7 +187,7 @@ class MicroBatch(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        dataloaders.place(trainer)
+        dataloaders.restore_loader_state(trainer)
         if self._fitting is not None and self.adapts:
             self._fitting.size = self._remembered
         if self.find is not None and self._remembered is None:

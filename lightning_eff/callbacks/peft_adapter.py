@@ -118,8 +118,8 @@ class PeftAdapter(pl.Callback):
         lightning_eff.core.errors.ConfigError: method='dora': expected one of PEFT's methods; ...
     """
 
-    on_save_checkpoint = checkpoint_stamp.save
-    on_load_checkpoint = checkpoint_stamp.load
+    on_save_checkpoint = checkpoint_stamp.save_stamp
+    on_load_checkpoint = checkpoint_stamp.load_stamp
 
     def __init__(
         self,
@@ -168,10 +168,10 @@ class PeftAdapter(pl.Callback):
         """State that the parameters are new ones, and what a schedule of ranks cannot meet."""
         return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=adapter_rules.rules(self.method))
 
-    def keeps_trainable(self, model: nn.Module, names: Iterable[str]) -> set[str]:
+    def trainable_modules(self, model: nn.Module, names: Iterable[str]) -> set[str]:
         """Return what is trained whole, or in such a module: all others get frozen, once adapters are in."""
         if adapters.of(model):
-            return model_surgery.trainable(model, names)
+            return model_surgery.trained_modules(model, names)
         heads = task_heads(model, (self.options or {}).get("task_type"))
         saved = [*as_list(self.modules_to_save), *heads]
         return {name for name in names if any(f".{word}." in f".{name}." for word in saved)}
@@ -183,7 +183,7 @@ class PeftAdapter(pl.Callback):
         for when, change in self.changes():
             model_surgery.queue(trainer, pl_module, when, change)
 
-    def changes(self, *, base: bool = True) -> list[tuple[Stage, model_surgery.Change]]:
+    def changes(self, *, base: bool = True) -> list[tuple[Stage, model_surgery.ModelChange]]:
         """Return what belongs between `configure_model` and a restore, and when.
 
         Args:

@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_eff.core import checkpoint_stamp, model_surgery, rules
-from lightning_eff.core.dtypes import dtype_of, product_dtype
+from lightning_eff.core.dtypes import matmul_dtype, layer_matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
-from lightning_eff.core.model_surgery import Blocks, Stage
-from lightning_eff.core.shards import shape_of
+from lightning_eff.core.model_surgery import BlockSelector, Stage
+from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels import linear as layers
@@ -43,7 +43,7 @@ def swap(
     model: nn.Module,
     *,
     min_features: int = 128,
-    blocks: Blocks = None,
+    blocks: BlockSelector = None,
     backend: str = "auto",
     accumulation: layers.Accumulation | None = None,
 ) -> dict[str, layers.TritonLinear]:
@@ -64,7 +64,7 @@ def swap(
         >>> list(swap(model))
         ['0']
     """
-    parts = {"": model} if blocks is None else model_surgery.select(model, blocks)
+    parts = {"": model} if blocks is None else model_surgery.select_blocks(model, blocks)
     swapped: dict[str, layers.TritonLinear] = {}
     for prefix, part in parts.items():
         for name, module in part.named_modules(prefix=prefix):
@@ -118,14 +118,14 @@ class TritonLinear(pl.Callback):
         lightning_eff.core.errors.ConfigError: backend='cublas': expected one of auto, torch, triton...
     """
 
-    on_save_checkpoint = checkpoint_stamp.save
-    on_load_checkpoint = checkpoint_stamp.load
+    on_save_checkpoint = checkpoint_stamp.save_stamp
+    on_load_checkpoint = checkpoint_stamp.load_stamp
 
     def __init__(
         self,
         *,
         min_features: int = 128,
-        blocks: Blocks = None,
+        blocks: BlockSelector = None,
         accumulate: bool = True,
         backend: str = "auto",
     ) -> None:
@@ -190,7 +190,7 @@ class TritonLinear(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at what the layers get, and have weight gradients added where steps are accumulated."""
         self._device = trainer.strategy.root_device
-        self._dtype = dtype_of(str(trainer.precision_plugin.precision), self._device.type)
+        self._dtype = matmul_dtype(str(trainer.precision_plugin.precision), self._device.type)
         for name, layer in self._swapped.items():
             self._look(name, layer)
         present = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -244,6 +244,6 @@ class TritonLinear(pl.Callback):
     def _words(self) -> Iterator[tuple[str, str]]:
         for name, rows in self._rows.items():
             weight = self._swapped[name].weight
-            n, k = shape_of(weight)
-            shape = Shape.packed(max(rows, 1), n, k, product_dtype(weight.dtype, self._dtype))
+            n, k = full_shape(weight)
+            shape = Shape.packed(max(rows, 1), n, k, layer_matmul_dtype(weight.dtype, self._dtype))
             yield name, dispatch.words(shape, self._device, self.backend)

@@ -189,10 +189,10 @@ def _measure(asked: Asked, device: torch.device) -> GemmReport:
     effort = candidates.Effort(every_row=asked.tune)
     if asked.quick:
         effort = candidates.Effort(every_row=asked.tune, round_s=QUICK_ROUND_S)
-    facts = machine.describe(device) | {"triton": machine.version("triton")}
-    facts |= {"clocks before": machine.clocks(device)} if on_gpu else {}
+    facts = machine.machine_info(device) | {"triton": machine.package_version("triton")}
+    facts |= {"clocks before": machine.gpu_clocks(device)} if on_gpu else {}
     comparisons = _compare(_cases(asked, on_gpu=on_gpu), device, effort, asked.out)
-    facts |= {"clocks after": machine.clocks(device)} if on_gpu else {}
+    facts |= {"clocks after": machine.gpu_clocks(device)} if on_gpu else {}
     reason = rows.not_compiled()
     tiles = () if on_gpu or reason else TILES[:QUICK_TILES] if asked.quick else TILES
     return GemmReport(

@@ -21,19 +21,13 @@ from lightning_eff.comparison.trials import Trial
 from lightning_eff.config import composition
 from lightning_eff.config.overrides import parse_overrides, recipe_and_overrides
 from lightning_eff.config.recipes import Place
-from lightning_eff.core.errors import (
-    EXIT_FAILED,
-    EXIT_OK,
-    REFUSALS,
-    UsageError,
-    root_cause_line,
-)
+from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, PRE_RUN_ERRORS, UsageError, root_cause_line
 from lightning_eff.report.report import plain
 
 USAGE = """lightning-eff compare RECIPE [overrides] [options]
 
   lightning-eff compare lm                               none, each technique alone, lm itself, all together
-  lightning-eff compare lm data.micro_batch_size=4       of lm with another batch, the same in every row
+  lightning-eff compare lm data.batch_size=4       of lm with another batch, the same in every row
   lightning-eff compare lm --only torch_compile,micro_batch
   lightning-eff compare lm --row 'optimizer=muon +callbacks=micro_batch'
                                                          and a row of your own, on top of the baseline
@@ -158,8 +152,8 @@ class _Work:
             values = composition.compose_recipe(self._given.recipe, self.overrides(trial), self._place).values
             with redirect_stdout(sys.stderr):
                 trainer = build_trainer(values)
-            rules.raise_refused(rules.check(rules.objects_of(trainer), rules.run_facts(trainer)))
-        except REFUSALS as error:
+            rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
+        except PRE_RUN_ERRORS as error:
             return root_cause_line(error).removeprefix("error: ").splitlines()[0]
         return None
 
@@ -226,13 +220,13 @@ def _only(alone: list[Trial], only: str | None, own: list[str]) -> list[Trial]:
         return alone
     from fnmatch import fnmatch
 
-    from lightning_eff.core.errors import nearest
+    from lightning_eff.core.errors import suggest_name
 
     patterns = [word.strip() for word in only.split(",") if word.strip()]
     names = [each.name for each in alone]
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):
-            text = f"compare: no row is called {pattern!r}; {nearest(pattern, set(names))}"
+            text = f"compare: no row is called {pattern!r}; {suggest_name(pattern, set(names))}"
             raise UsageError(text)
     kept = {name for name in names if any(fnmatch(name, pattern) for pattern in patterns)}
     return [each for each in alone if each.name in {trials.BASELINE, *kept, *own}]

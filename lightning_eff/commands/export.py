@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_eff.core.errors import EXIT_OK, CheckpointError, ConfigError, UsageError, nearest
+from lightning_eff.core.errors import EXIT_OK, CheckpointError, ConfigError, UsageError, suggest_name
 
 USAGE = """lightning-eff export RUN [options]
 
@@ -93,7 +93,7 @@ def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
             recipes = _recipes(root) | ({run} & _folders(root))
             allowed = f"a run's folder (it has a {RESOLVED}), or a recipe with runs in {root}"
             hint = (
-                f"{root / run} has no checkpoint that is whole" if run in recipes else nearest(run, recipes)
+                f"{root / run} has no checkpoint that is whole" if run in recipes else suggest_name(run, recipes)
             )
             raise ConfigError(key="RUN", value=run, allowed=f"{allowed}; {hint}")
         folder = newest.parent.parent
@@ -156,7 +156,7 @@ def _values(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(
             unknown[0],
             values[unknown[0]],
-            allowed=f"a known key; {nearest(unknown[0], validate.TOP_LEVEL)}",
+            allowed=f"a known key; {suggest_name(unknown[0], validate.TOP_LEVEL)}",
         )
     validate.check_groups(values)
     folders.check_folders(values, Path(values["output_root"]))
@@ -228,10 +228,10 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 def _merge(model: Any) -> list[str]:
     """Merge the adapter in; return what became of the base's weights by that."""
     from lightning_eff.adapters import export as adapter_export
-    from lightning_eff.core.model_surgery import LowersFrozen
+    from lightning_eff.core.model_surgery import CastsFrozen
 
     notes: list[str] = []
-    if isinstance(model.trainer.precision_plugin, LowersFrozen):
+    if isinstance(model.trainer.precision_plugin, CastsFrozen):
         model.float()  # in 16 bits the adapter's own digits would be lost
         notes.append("all in float32: the base's weights as the run had them, in 16 bits, and the adapter's")
     untied = adapter_export.merge(model)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lightning_eff.core import catalog
-from lightning_eff.core.errors import EXIT_OK, UsageError, nearest
+from lightning_eff.core.errors import EXIT_OK, UsageError, suggest_name
 from lightning_eff.core.text import text_table
 
 USAGE = """lightning-eff ls [WORD|NAME] [--json]
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     if not found:
         names = {entry.name for entry in catalog.entries()}
         names |= {name.rpartition("/")[2] for name in names}
-        text = f"ls: nothing is called {word!r}; {nearest(word, names)}"
+        text = f"ls: nothing is called {word!r}; {suggest_name(word, names)}"
         raise UsageError(text)
     if given.json:
         sys.stdout.write(json.dumps({"rows": [entry.as_dict() for entry in found]}, indent=1) + "\n")
@@ -62,8 +62,8 @@ def _usage_error(message: str) -> NoReturn:
 
 def _explain(entry: catalog.Entry | None, device: str) -> str:
     """Ask a technique's module for its explanation: only here anything heavy is imported."""
-    if entry is None or not catalog.explains(entry):
-        names = [each.name for each in catalog.options() if catalog.explains(each)]
+    if entry is None or not catalog.has_explanation(entry):
+        names = [each.name for each in catalog.options() if catalog.has_explanation(each)]
         text = (
             f"ls --explain {device}: expected one of {', '.join(names)}\n"
             f"  try: lightning-eff ls {names[-1]} --explain {device}"
@@ -86,13 +86,13 @@ def _named(word: str) -> catalog.Entry | None:
 
 
 def _show_card(entry: catalog.Entry, explanation: str, *, as_json: bool) -> None:
-    card = catalog.card(entry)
+    card = catalog.entry_details(entry)
     if as_json:
         extra = {"explanation": explanation.splitlines()} if explanation else {}
         sys.stdout.write(json.dumps(card | extra, indent=1) + "\n")
         return
     lines = [f"{entry.name} ({entry.kind})", f"use: {entry.use}"]
-    if catalog.explains(entry):
+    if catalog.has_explanation(entry):
         lines.append(f"tiles: lightning-eff ls {entry.name} --explain h200")
     lines += ["", card["text"].rstrip()]
     rows = [[row["key"], row["default"], row["meaning"]] for row in card.get("parameters", [])]

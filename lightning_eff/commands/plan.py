@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_eff.config import composition
 from lightning_eff.config.overrides import parse_overrides, recipe_and_overrides
 from lightning_eff.config.recipes import Chain, Place, listed_options, recipe_chain
-from lightning_eff.core.catalog import MANY
-from lightning_eff.core.errors import EXIT_OK, REFUSALS, ConfigError, UsageError, root_cause_line
+from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
+from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, ConfigError, UsageError, root_cause_line
 from lightning_eff.core.text import text_table
 
 if TYPE_CHECKING:
@@ -160,11 +160,11 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
         sys.stdout.write("\n\n".join(looks.texts()) + "\n")
-    from lightning_eff.core.rules import raise_refused
+    from lightning_eff.core.rules import raise_rejected
 
-    raise_refused(findings)
+    raise_rejected(findings)
     error = looks.expected.prediction.error
-    if isinstance(error, REFUSALS):
+    if isinstance(error, PRE_RUN_ERRORS):
         raise error  # `train` would say the same
     return EXIT_OK
 
@@ -209,12 +209,12 @@ def _advice(compose: Compose, room: Room) -> Advice:
 
 def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearLayers:
     """Look at the layers that a technique takes, in a model without memory; one that fails stops nothing."""
-    from lightning_eff.core.rules import objects_of
+    from lightning_eff.core.rules import trainer_components
     from lightning_eff.core.technique import name_of
     from lightning_eff.planner import linear_layers
     from lightning_eff.run import model_without_memory
 
-    takers = [each for each in objects_of(trainer) if isinstance(each, linear_layers.TakesLayers)]
+    takers = [each for each in trainer_components(trainer) if isinstance(each, linear_layers.TakesLayers)]
     if not takers:
         return linear_layers.LinearLayers()
     try:
@@ -235,16 +235,16 @@ def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearL
 def _judge(trainer: pl.Trainer, set_by: Any) -> tuple[list[Row], list[Any]]:
     """Compare the facts of a Trainer's techniques."""
     from lightning_eff.core import rules
-    from lightning_eff.core.technique import Technique, asked, defaults, name_of
+    from lightning_eff.core.technique import Technique, config_of, constructor_defaults, name_of
 
-    objects = rules.objects_of(trainer)
-    findings = rules.check(objects, rules.run_facts(trainer))
+    objects = rules.trainer_components(trainer)
+    findings = rules.check_rules(objects, rules.run_facts(trainer))
     rows: dict[str, Row] = {}
     for each in objects:
         if isinstance(each, Technique) and not isinstance(each, type):
             name = name_of(each)
             group, _, short = BY_GROUP.get(name, name).partition("/")
-            arguments = {k: v for k, v in asked(each).items() if v != defaults(each).get(k)}
+            arguments = {k: v for k, v in config_of(each).items() if v != constructor_defaults(each).get(k)}
             rows[name] = Row(name, arguments, "on", set_by(group, short))
     for finding in findings:
         row = rows.setdefault(finding.technique, Row(finding.technique, {}, "on", ""))
@@ -275,7 +275,7 @@ def _text(rows: Iterable[Row]) -> str:
 
 def _set_by(chain: Chain, overrides: Sequence[str], group: str, name: str) -> str:
     """Return who lists a group's option, a recipe or an override, and the overrides that change it."""
-    many = group in MANY
+    many = group in MULTI_CHOICE_GROUPS
     listing = ((each, listed_options(defaults, group)) for each, defaults in chain)
     setters = [f"recipe {next((each for each, o in listing if o and (not many or name in o)), chain[0][0])}"]
     for item in parse_overrides(overrides):

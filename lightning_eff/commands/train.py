@@ -159,7 +159,7 @@ class _Jobs:
         self.reports: list[dict[str, Any]] = []
         self.failures: list[BaseException] = []
         self._prepared: Any = None
-        self._memory = host_memory.memory()
+        self._memory = host_memory.host_memory_limit()
         self._home = os.getpid()
 
     def prepare(self, overrides: Sequence[str]) -> list[str]:
@@ -178,7 +178,7 @@ class _Jobs:
         here = [f'hydra.run.dir="{run_dir}"']
         if run_dir != composed.run_dir:
             composed = composition.compose_recipe(self.recipe, [*overrides, *here], self.place)
-        self._memory = host_memory.memory()  # with all that is imported, and nothing of the run
+        self._memory = host_memory.host_memory_limit()  # with all that is imported, and nothing of the run
         try:
             self._prepared = run.build(composed.values, recipe=self.recipe, run_dir=run_dir)
         except (MemoryError, RuntimeError) as error:
@@ -217,7 +217,7 @@ class _Jobs:
             check_tasks(composed.values["trainer"], launch)
             if launch.num_tasks is None and num_ranks(composed.values["trainer"]) > 1:
                 return train_apart(self.recipe, [*overrides, here], self.place.words(), folder)
-            self._memory = host_memory.memory()
+            self._memory = host_memory.host_memory_limit()
             prepared = run.build(composed.values, recipe=self.recipe, run_dir=composed.run_dir)
         with Together(prepared.trainer, prepared.run_dir, launch):
             return prepared.fit()

@@ -106,13 +106,13 @@ def _fingerprint(build: Callable[..., Any]) -> str:
 
 def _described(keywords: Mapping[str, Any]) -> tuple[str, ...]:
     """Say what a trial has, in words that are the same in the next process."""
-    from lightning_eff.core.technique import Technique, asked, name_of
+    from lightning_eff.core.technique import Technique, config_of, name_of
 
     def words(value: Any) -> str:
         if isinstance(value, (list, tuple)):
             return f"[{', '.join(map(words, value))}]"
         if isinstance(value, Technique):
-            return f"{name_of(value)}({', '.join(f'{k}={v}' for k, v in asked(value).items())})"
+            return f"{name_of(value)}({', '.join(f'{k}={v}' for k, v in config_of(value).items())})"
         if isinstance(value, (str, int, float, bool, type(None))):
             return str(value)
         try:

@@ -18,7 +18,7 @@ BARE = {"precision": "fp32", "strategy": "auto"}
 """What the baseline has of groups of which a run has exactly one."""
 NOT_ALONE = ("callbacks/optimizer_choice",)
 """For a plain Trainer: a recipe has it anyway."""
-BATCH_KEY = "micro_batch_size"
+BATCH_KEY = "batch_size"
 """The data's batch on one device."""
 
 
@@ -67,7 +67,7 @@ class Batch:
 
         Example:
             >>> accumulated = {"gradient_accumulation": {"global_batch_size": 64}}
-            >>> Batch.of({"trainer": {}, "data": {"micro_batch_size": 4}, "callbacks": accumulated})
+            >>> Batch.of({"trainer": {}, "data": {"batch_size": 4}, "callbacks": accumulated})
             Batch(whole=64, on_device=64)
         """
         given = values.get("data", {}).get(BATCH_KEY)

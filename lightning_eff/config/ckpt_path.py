@@ -15,7 +15,7 @@ from lightning_eff.checkpoint.digest import check_regular, verify_path
 from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.checkpoint.safe_load import LIGHTNING_VERSION, load_plain
 from lightning_eff.config.reading import read
-from lightning_eff.core.checkpoint_stamp import inside
+from lightning_eff.core.checkpoint_stamp import nested_dict
 from lightning_eff.core.errors import CheckpointError, ConfigError, UsageError, check_path
 
 BASE = "callbacks.peft_adapter.base_checkpoint"
@@ -185,7 +185,7 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 
 def _batches_left(saved: Mapping[str, Any]) -> bool:
     """Say whether a checkpoint was saved in the middle of an epoch."""
-    progress = inside(saved, "loops", "fit_loop", "epoch_loop.batch_progress")
+    progress = nested_dict(saved, "loops", "fit_loop", "epoch_loop.batch_progress")
     return not progress.get("is_last_batch", True)
 
 

@@ -32,9 +32,9 @@ from lightning_eff.config.hydra_section import check_hydra
 from lightning_eff.config.overrides import loosened, parse_overrides
 from lightning_eff.config.recipes import FOLDER, Chain, Place, listed_groups, listed_options, recipe_chain
 from lightning_eff.config.validate import TOP_LEVEL
-from lightning_eff.core.catalog import CONF, MANY, RECIPES, parameter_keys, recipes
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, check_path, nearest
-from lightning_eff.core.remedies import as_overrides
+from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, RECIPES, parameter_keys, recipes
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, check_path, suggest_name
+from lightning_eff.core.remedies import keep_overrides
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Composed:
     hydra: list[str]
 
 
-@as_overrides()
+@keep_overrides()
 def compose_recipe(recipe: str, overrides: Sequence[str], place: Place | None = None) -> Composed:
     """Compose and check one run; nothing is created or instantiated.
 
@@ -185,13 +185,13 @@ def _missing(recipe: str, place: Place, error: MissingConfigException, missed: M
     known = [*own, *(entry.name for entry in recipes())]
     if wanted == recipe:
         way = " (--config-dir DIR adds a folder of your own)" if not place.folders else ""
-        return f"recipe {recipe!r} does not exist: {nearest(recipe, known)}{way}"
+        return f"recipe {recipe!r} does not exist: {suggest_name(recipe, known)}{way}"
     where = f"{missed[wanted]}: " if wanted in missed else ""
     group, _, option = wanted.rpartition("/")
     if not group:
-        return f"{where}{wanted}: no such recipe; {nearest(wanted, known)}"
+        return f"{where}{wanted}: no such recipe; {suggest_name(wanted, known)}"
     options = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]
-    return f"{where}{group}={option}: no such option; {nearest(option, options)}"
+    return f"{where}{group}={option}: no such option; {suggest_name(option, options)}"
 
 
 def _compose_error(error: Exception) -> str:
@@ -213,13 +213,13 @@ def _unknown_key(key: str) -> str:
     if key in TOP_LEVEL:
         return f"{key}: this recipe does not have it\n  try: +{key}=..."
     paths = [path for path in parameter_keys() if path.endswith(f".{key}")]
-    close = f"did you mean {' or '.join(paths[:3])}?" if paths else nearest(key, TOP_LEVEL)
+    close = f"did you mean {' or '.join(paths[:3])}?" if paths else suggest_name(key, TOP_LEVEL)
     return f"{key}: no such key; {close}"
 
 
 def _given_twice(group: str) -> str:
     """Say how a group is chosen once."""
-    if group in MANY:
+    if group in MULTI_CHOICE_GROUPS:
         return f"{group} is given more than once; try: {group}=[one,other] in one list, with + to append"
     way = f"leave one of them out, or write `override {group}: OPTION`"
     return f"{group} is given more than once, and takes one option: {way}"
@@ -242,7 +242,7 @@ def _drop_foreign(cfg: DictConfig, *, explicit: set[str]) -> None:
 
 def _drop_settings_of_absent(cfg: DictConfig, explicit: Collection[str], chain: Chain) -> None:
     """Leave out what a recipe sets of an option that it lists, and that an override took out of the list."""
-    for group in MANY:
+    for group in MULTI_CHOICE_GROUPS:
         node = cfg.get(group)
         if group not in explicit or not isinstance(node, DictConfig):
             continue
@@ -263,10 +263,10 @@ def _check_keys(cfg: DictConfig) -> None:
     for key in content:
         if key not in (*TOP_LEVEL, "hydra"):
             group, _, option = str(key).partition("/")
-            remedy = [f"{group}=[{option}] or +{group}={option}"] if option and group in MANY else []
-            allowed = f"a known key; {nearest(str(key), TOP_LEVEL)}"
+            remedy = [f"{group}=[{option}] or +{group}={option}"] if option and group in MULTI_CHOICE_GROUPS else []
+            allowed = f"a known key; {suggest_name(str(key), TOP_LEVEL)}"
             raise ConfigError(str(key), content[key], allowed=allowed, remedies=remedy)
-    for group in MANY:
+    for group in MULTI_CHOICE_GROUPS:
         if "_target_" in (cfg.get(group) or {}):
             allowed = f"options that land under their name: begin the YAML with `# @package {group}.NAME`"
             raise ConfigError(key=group, value=cfg[group]["_target_"], allowed=allowed)
@@ -277,7 +277,7 @@ def _check_asked(cfg: DictConfig, overrides: Sequence[Override]) -> None:
     removed = {str(item.key_or_group) for item in overrides if item.is_delete()}
     for item in overrides:
         group = str(item.key_or_group)
-        if group in MANY and not item.is_delete():
+        if group in MULTI_CHOICE_GROUPS and not item.is_delete():
             value: Any = item.value()
             names = value if isinstance(value, list) else [value]
             present = list(cfg.get(group) or {})

@@ -10,7 +10,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import OverrideParseException
 
 from lightning_eff.config.validate import TOP_LEVEL
-from lightning_eff.core.catalog import MANY
+from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
 from lightning_eff.core.errors import UsageError
 
 NO_OVERRIDE = "not an override; expected key=value, group=option, +key=value or ~key"
@@ -62,7 +62,7 @@ def recipe_and_overrides(verb: str, words: Sequence[str]) -> tuple[str, list[str
     return recipes[0], [word for word in words if word != recipes[0]]
 
 
-def loosened(overrides: Sequence[Override], *, listed: Collection[str] = MANY) -> list[str]:
+def loosened(overrides: Sequence[Override], *, listed: Collection[str] = MULTI_CHOICE_GROUPS) -> list[str]:
     """Let overrides set keys that a group's YAML does not list, and choose options where a recipe has none.
 
     Which keys there are is asked of the group's class later.
@@ -83,7 +83,7 @@ def loosened(overrides: Sequence[Override], *, listed: Collection[str] = MANY) -
         group, _, key = str(item.key_or_group).partition(".")
         if key and not item.is_delete() and group in TOP_LEVEL:
             line = "++" + line.lstrip("+")
-        elif group in MANY and group not in listed and not item.is_delete():
+        elif group in MULTI_CHOICE_GROUPS and group not in listed and not item.is_delete():
             line = "+" + line.lstrip("+")
         lines.append(line)
     return lines

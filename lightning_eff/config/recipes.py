@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import ListConfig, OmegaConf
 
 from lightning_eff.config.reading import MAX_DEPTH, Document, is_file, read, read_mapping
-from lightning_eff.core.catalog import CONF, MANY, RECIPES
+from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, RECIPES
 from lightning_eff.core.errors import ConfigError, UsageError, check_path
 
 PACKAGE, FOLDER = "pkg://", "file://"
@@ -214,4 +214,4 @@ def listed_options(defaults: Sequence[Any], group: str) -> list[str] | None:
 
 def listed_groups(chain: Chain) -> set[str]:
     """Return the groups of many options that a recipe lists, itself or by what it builds on."""
-    return {group for group in MANY if any(listed_options(d, group) is not None for _, d in chain)}
+    return {group for group in MULTI_CHOICE_GROUPS if any(listed_options(d, group) is not None for _, d in chain)}

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, nearest
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, suggest_name
 
 EXTRAS = {
     "torchao": "optimizers",
@@ -73,7 +73,7 @@ def _import(key: str, target: str, module: str, known: Sequence[str] = ()) -> An
             ) from error
         parent, _, name = module.rpartition(".")
         place = f"{parent} has no {name!r}" if parent else f"there is no module {module!r}"
-        hint = nearest(name, known) if known else "the current folder is on the import path"
+        hint = suggest_name(name, known) if known else "the current folder is on the import path"
         raise ConfigError(key, target, allowed=f"a class that can be imported; {place}: {hint}") from error
     except (ImportError, SyntaxError) as error:
         raise ConfigError(

@@ -1,9 +1,8 @@
-"""Memory as the allocator of a device sees it: held from the driver, in use, free to give back.
+"""Memory of a device by its allocator: reserved from the driver, allocated to tensors, cached.
 
-CUDA and XPU answer through `torch.accelerator`, MPS through `torch.mps`. On the CPU, PyTorch takes memory
-from the C
-library: glibc keeps freed blocks, counts them (`mallinfo2`) and gives them back when told (`malloc_trim`);
-other C libraries have neither call, and then there is nothing to empty.
+CUDA and XPU are read through `torch.accelerator`, MPS through `torch.mps`. On the CPU, PyTorch allocates with
+the C library: glibc keeps freed blocks, counts them (`mallinfo2`) and returns them on `malloc_trim`; other C
+libraries have neither call, so there is no cache to empty.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class AllocatorState:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes that are held and not in use."""
+        """Bytes that are reserved but not allocated."""
         return max(0, self.reserved_bytes - self.allocated_bytes)
 
 
@@ -65,12 +64,12 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def has_cache(device: torch.device) -> bool:
-    """Say whether the device's allocator holds freed memory that it can be told to give back."""
+    """Return whether the device's allocator caches freed memory that `empty_cache` can return."""
     return _glibc() is not None if device.type == "cpu" else device.type in {"cuda", "xpu", "mps"}
 
 
-def state(device: torch.device) -> AllocatorState:
-    """Read the allocator of a device that `has_cache`.
+def allocator_state(device: torch.device) -> AllocatorState:
+    """Return the allocator's state of a device that `has_cache`.
 
     Raises:
         ValueError: The device has no cache that can be read.
@@ -79,29 +78,27 @@ def state(device: torch.device) -> AllocatorState:
         return AllocatorState(torch.mps.driver_allocated_memory(), torch.mps.current_allocated_memory())
     if device.type in {"cuda", "xpu"}:
         stats = torch.accelerator.memory_stats(device)
-        return AllocatorState(
-            stats.get("reserved_bytes.all.current", 0),
-            stats.get("allocated_bytes.all.current", 0),
-            stats.get("num_alloc_retries", 0),
-        )
+        keys = ("reserved_bytes.all.current", "allocated_bytes.all.current", "num_alloc_retries")
+        return AllocatorState(*(stats.get(key, 0) for key in keys))
     library = _glibc()
     if device.type != "cpu" or library is None:
         msg = f"the allocator of {device} has no cache that can be read"
         raise ValueError(msg)
     info = library.mallinfo2()
+    # hblkhd: blocks mapped one by one (mmap), which lie outside of the arena and are never cached.
     return AllocatorState(info.arena + info.hblkhd, info.uordblks + info.hblkhd)
 
 
 def held_bytes(device: torch.device) -> int:
-    """Bytes that other processes cannot use: resident pages on the CPU, else what is reserved."""
+    """Return the bytes that other processes cannot use: resident pages on the CPU, else reserved memory."""
     if device.type != "cpu":
-        return state(device).reserved_bytes
+        return allocator_state(device).reserved_bytes
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give cached memory of a device that `has_cache` back to its driver or operating system."""
+    """Return cached memory of a device that `has_cache` to its driver or operating system."""
     if device.type == "mps":
         torch.mps.empty_cache()
     elif device.type in {"cuda", "xpu"}:
@@ -111,28 +108,26 @@ def empty_cache(device: torch.device) -> None:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Memory that the device has; of a CPU what this process may use."""
+    """Return the memory of a device in bytes; on a CPU what this process may use of it."""
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     if device.type in {"cuda", "xpu"}:
         return torch.accelerator.get_memory_info(device)[1]
-    return host_memory.memory().num_bytes
+    return host_memory.host_memory_limit().num_bytes
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start to measure the peak anew, on a device that keeps one."""
+    """Reset the peak of a device whose allocator records one."""
     if device.type in {"cuda", "xpu"}:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the largest `allocated_bytes` since `reset_peak`, or None on a device that keeps no peak."""
-    if device.type in {"cuda", "xpu"}:
-        return torch.accelerator.max_memory_allocated(device)
-    return None
+    """Return the largest `allocated_bytes` since `reset_peak`; None on a device that records no peak."""
+    return torch.accelerator.max_memory_allocated(device) if device.type in {"cuda", "xpu"} else None
 
 
 def uses_expandable_segments() -> bool:
-    """Say whether the CUDA allocator was told to map memory in growing segments, which fragments far less."""
+    """Return whether the CUDA allocator is set to expandable segments, which fragment far less."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     return "expandable_segments:true" in settings.lower().replace(" ", "")

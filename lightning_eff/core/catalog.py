@@ -1,4 +1,4 @@
-"""What there is: verbs, recipes, techniques and options, read from the files without importing torch."""
+"""Lists of verbs, recipes, techniques and options, read from the files without importing torch."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
-MANY = ("callbacks", "monitors")
-"""Groups of which a run may choose several options; each lands in a dictionary under its own name."""
+MULTI_CHOICE_GROUPS = ("callbacks", "monitors")
+"""Groups of which a run may list several options; an option is a key of the group's dictionary."""
 
 
-def folder(name: str) -> Path:
-    """Return a folder or file that lies in the package when installed and beside it in a checkout."""
+def shipped_path(name: str) -> Path:
+    """Return the path of a folder or file that lies in the installed package, or next to it in a checkout."""
     inside = PACKAGE / name
     return inside if inside.exists() else PACKAGE.parent / name
 
 
-CONF = folder("conf")
-RECIPES = folder("recipes")
-CONSTRAINTS = folder("constraints.txt")
+CONF = shipped_path("conf")
+RECIPES = shipped_path("recipes")
+CONSTRAINTS = shipped_path("constraints.txt")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that can be named on the command line.
+    """A recipe or an option, as it is named on the command line.
 
     Args:
         name: `lm` for a recipe, `callbacks/empty_cache` for an option of a group.
         kind: `recipe`, `technique` (it has a module of the same name) or `option`.
         summary: One line.
-        use: What to type.
+        use: The argument or command to type.
     """
 
     name: str
@@ -45,33 +45,28 @@ class Entry:
         return asdict(self)
 
 
-def docstring(module: Path) -> str:
-    """Return a module's docstring without running it."""
+def module_docstring(module: Path) -> str:
+    """Return a module's docstring without importing it."""
     return ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
 
 
-def explains(entry: Entry) -> bool:
-    """Say whether an entry's module has a function `explain(device)`, without running it."""
+def has_explanation(entry: Entry) -> bool:
+    """Return whether an entry's module defines `explain(device)`, without importing it."""
     module = PACKAGE / f"{entry.name}.py"
     body = ast.parse(module.read_text(encoding="utf-8")).body if module.exists() else []
-    return any(isinstance(each, ast.FunctionDef) and each.name == "explain" for each in body)
+    return any(isinstance(node, ast.FunctionDef) and node.name == "explain" for node in body)
 
 
 def verbs() -> dict[str, str]:
-    """Return each verb with its one line."""
+    """Return the summary line of every verb, by name."""
     files = sorted((PACKAGE / "commands").glob("[a-z]*.py"))
-    return {file.stem: docstring(file).partition("\n")[0] for file in files}
-
-
-def entries() -> list[Entry]:
-    """Return recipes, then the options of every group."""
-    return [*recipes(), *options()]
+    return {file.stem: module_docstring(file).partition("\n")[0] for file in files}
 
 
 def recipes() -> list[Entry]:
     """Return the recipes that ship with the package."""
     return [
-        Entry(file.stem, "recipe", header(file), f"lightning-eff train {file.stem}")
+        Entry(file.stem, "recipe", yaml_header(file), f"lightning-eff train {file.stem}")
         for file in sorted(RECIPES.glob("*.yaml"))
     ]
 
@@ -83,23 +78,28 @@ def options() -> list[Entry]:
         group = file.parent.name
         module = PACKAGE / group / f"{file.stem}.py"
         technique = module.exists()
-        summary = docstring(module).partition("\n")[0] if technique else header(file)
+        summary = module_docstring(module).partition("\n")[0] if technique else yaml_header(file)
         kind = "technique" if technique and group not in ("model", "data") else "option"
-        use = f"+{group}={file.stem}" if group in MANY else f"{group}={file.stem}"
+        use = f"+{group}={file.stem}" if group in MULTI_CHOICE_GROUPS else f"{group}={file.stem}"
         found.append(Entry(f"{group}/{file.stem}", kind, summary, use))
     return found
 
 
-def header(file: Path) -> str:
-    """Return the first comment of a YAML that is not a Hydra directive."""
+def entries() -> list[Entry]:
+    """Return all recipes, then the options of every group."""
+    return [*recipes(), *options()]
+
+
+def yaml_header(file: Path) -> str:
+    """Return the first comment of a YAML file that is not a Hydra directive."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("# ") and not line.startswith("# @package"):
             return line[2:]
     return ""
 
 
-def parameters(file: Path) -> list[tuple[str, str, str]]:
-    """Return key, default and comment of every parameter that a YAML lists."""
+def yaml_parameters(file: Path) -> list[tuple[str, str, str]]:
+    """Return key, default and comment of every parameter in a YAML file."""
     found: list[tuple[str, str, str]] = []
     for line in file.read_text(encoding="utf-8").splitlines():
         match = re.match(r"([a-z]\w*):\s*(.*?)\s*(?:\s#\s*(.*))?$", line)
@@ -109,26 +109,24 @@ def parameters(file: Path) -> list[tuple[str, str, str]]:
 
 
 def parameter_keys() -> list[str]:
-    """Return every parameter of every option as its path on the command line."""
+    """Return every parameter of every option by its path on the command line."""
     keys: list[str] = []
     for entry in options():
         group, _, name = entry.name.partition("/")
-        path = f"{group}.{name}" if group in MANY else group
-        keys += [f"{path}.{key}" for key, _, _ in parameters(CONF / group / f"{name}.yaml")]
+        path = f"{group}.{name}" if group in MULTI_CHOICE_GROUPS else group
+        keys += [f"{path}.{key}" for key, _, _ in yaml_parameters(CONF / group / f"{name}.yaml")]
     return sorted(set(keys))
 
 
-def card(entry: Entry) -> dict[str, Any]:
-    """Return everything that is known about one entry."""
+def entry_details(entry: Entry) -> dict[str, Any]:
+    """Return name, kind, summary, full text and parameters of an entry, in plain types."""
     if entry.kind == "recipe":
         return entry.as_dict() | {"text": (RECIPES / f"{entry.name}.yaml").read_text(encoding="utf-8")}
     group, _, name = entry.name.partition("/")
     module = PACKAGE / group / f"{name}.py"
     file = CONF / group / f"{name}.yaml"
-    rows = parameters(file)
+    keys = ("key", "default", "meaning")
     return entry.as_dict() | {
-        "text": docstring(module) if module.exists() else header(file),
-        "parameters": [
-            {"key": key, "default": default, "meaning": meaning} for key, default, meaning in rows
-        ],
+        "text": module_docstring(module) if module.exists() else yaml_header(file),
+        "parameters": [dict(zip(keys, row, strict=True)) for row in yaml_parameters(file)],
     }

@@ -1,22 +1,21 @@
-"""What a checkpoint was saved with: the techniques, what was asked of them, and the optimizers.
+"""The stamp of a checkpoint: the techniques it was saved with, their configuration, and the optimizers.
 
-A checkpoint is the same whatever is on, so a run may go on from it under any other set of techniques. Which
-set it was stands under a key of its own, which stock Lightning passes over: names and the arguments that are
-not the defaults, as plain values. Where a fit goes on, a difference is said in one line. Another optimizer's
-state is refused before any of it is used: Lightning would assign what fits by accident.
+The rest of a checkpoint does not depend on the techniques, so a run may resume it with any other set of them.
+The set is stored under a key of its own, which stock Lightning ignores: names and the arguments that are not
+the defaults, as plain values. A resumed fit logs a difference in one line. State of another optimizer is
+rejected before any of it is used: Lightning would assign by accident what fits.
 
-The states of our callbacks lie there too. Among those of Lightning's callbacks each would be missed, with a
-warning, by a Trainer without it.
+The states of this package's callbacks are stored there too. Among the states of Lightning's callbacks, a
+Trainer without them would warn about each.
 
-A run that `max_steps` ends saves when Lightning 2.6 has counted its epoch as a whole one, wherever in it that
-was. Gone on from there, it would leave out the rest of that epoch and, with a loader that knows its place,
-the beginning of the next; at an epoch's end it would draw one batch of the next and leave out the others.
-So such a checkpoint is read as what it would hold had it been saved behind that batch, as
-`every_n_train_steps` saves it: there Lightning finds the place.
+Lightning 2.6 saves a run that `max_steps` ended as if its epoch were complete, wherever in the epoch it was.
+Resumed, it would skip the rest of that epoch and, with a stateful loader, the beginning of the next; at the
+end of an epoch it would draw one batch of the next and skip the others. So such a checkpoint is read as if it
+had been saved after that batch, as `every_n_train_steps` saves it: from there Lightning resumes correctly.
 
-Why not a callback that watches: each costs microseconds a step in empty hooks, and a single technique in a
-plain Trainer would be without it. Each callback of ours takes `save` and `load` as its hooks instead.
-What a checkpoint says is data: compared, shortened when it is shown, and used for nothing else.
+Why not a callback that observes: its empty hooks cost microseconds a step, and a single technique in a plain
+Trainer would have no stamp. Instead, each callback uses `save_stamp` and `load_stamp` as its hooks. The
+content of a stamp is data: it is compared, shortened for display, and used for nothing else.
 """
 
 from __future__ import annotations
@@ -31,132 +30,139 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.optimization.factories import state_layout
-from lightning_eff.core.optimization.kept_schedule import SCHEDULE_KEYS
-from lightning_eff.core.technique import chosen, name_of, techniques
+from lightning_eff.core.optimization.factories import layout
+from lightning_eff.core.optimization.kept_schedule import OF_SCHEDULES
+from lightning_eff.core.technique import name_of, non_default_config, techniques
 
 KEY = "lightning_eff"
-"""Where it stands in a checkpoint."""
+"""Key of the stamp in a checkpoint."""
 MAX_CHARACTERS = 60
 MAX_SHOWN = 6
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
-Chosen = Mapping[str, Mapping[str, Any]]
-"""Techniques by name, each with its arguments that are not the defaults."""
+TechniqueConfigs = Mapping[str, Mapping[str, Any]]
+"""Arguments that are not the defaults, by the name of the technique."""
 
 
-def save(self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-    """Write what is on into a checkpoint, and put this callback's state beside it: `on_save_checkpoint`."""
+def save_stamp(
+    self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any
+) -> None:
+    """Write the stamp, and move this callback's state into it: the hook `on_save_checkpoint`."""
     del pl_module
-    own = checkpoint.setdefault(KEY, {})
-    own["techniques"] = _on(rules.objects_of(trainer))
-    own["optimizers"] = [_kind(optimizer) for optimizer in trainer.optimizers]
+    stamp = checkpoint.setdefault(KEY, {})
+    stamp["techniques"] = _technique_configs(rules.trainer_components(trainer))
+    stamp["optimizers"] = [_optimizer_class(optimizer) for optimizer in trainer.optimizers]
     state = checkpoint.get("callbacks", {}).pop(self.state_key, None)
     if state:
-        own.setdefault("states", {})[name_of(self)] = state
+        stamp.setdefault("states", {})[name_of(self)] = state
 
 
-def load(self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-    """Let Lightning find this callback's state and its place, and compare later: `on_load_checkpoint`."""
+def load_stamp(
+    self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any
+) -> None:
+    """Restore this callback's state and the position in the epoch, compare later: `on_load_checkpoint`."""
     del pl_module
-    stay_in_epoch(trainer, checkpoint)
+    undo_premature_epoch_end(trainer, checkpoint)
     state = _mapping(_mapping(checkpoint.get(KEY)).get("states")).get(name_of(self))
     if isinstance(state, dict):
         checkpoint["callbacks"].setdefault(self.state_key, state)
-    watch(trainer)
+    compare_on_restore(trainer)
 
 
-def with_plugin(checkpoint: dict[str, Any], plugin: object) -> dict[str, Any]:
-    """Return a checkpoint of Lightning's that names a plugin too, which may be all that is on.
+def add_plugin_stamp(checkpoint: dict[str, Any], plugin: object) -> dict[str, Any]:
+    """Return a checkpoint of Lightning whose stamp names a plugin, which may be the only technique.
 
     Args:
-        checkpoint: Stays as it is.
-        plugin: A technique that sees no Trainer.
+        checkpoint: Not changed.
+        plugin: A technique without access to the Trainer.
     """
     if "pytorch-lightning_version" not in checkpoint:
         return checkpoint
-    own = _mapping(checkpoint.get(KEY))
-    return checkpoint | {KEY: {**own, "techniques": _on([plugin]) | dict(_mapping(own.get("techniques")))}}
+    stamp = _mapping(checkpoint.get(KEY))
+    configs = _technique_configs([plugin]) | dict(_mapping(stamp.get("techniques")))
+    return checkpoint | {KEY: {**stamp, "techniques": configs}}
 
 
-def watch(trainer: pl.Trainer) -> None:
-    """Compare when the optimizers are there and about to be loaded; a second call changes nothing.
+def compare_on_restore(trainer: pl.Trainer) -> None:
+    """Compare the stamp right before the optimizer states are loaded; a second call changes nothing.
 
-    Formats are settled then too, which `auto` leaves open until the device is known.
+    Only then are the optimizers known, and the precision that `auto` resolved to.
     """
     strategy = trainer.strategy
     if trainer.state.fn != TrainerFn.FITTING or "load_optimizer_state_dict" in vars(strategy):
         return
     load_states = strategy.load_optimizer_state_dict
 
-    def compared(checkpoint: Mapping[str, Any]) -> None:
+    def compare_and_load(checkpoint: Mapping[str, Any]) -> None:
         del strategy.load_optimizer_state_dict
-        compare(trainer, checkpoint)
+        compare_stamp(trainer, checkpoint)
         load_states(checkpoint)
 
-    strategy.load_optimizer_state_dict = compared
+    strategy.load_optimizer_state_dict = compare_and_load
 
 
-def compare(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Say how the techniques differ from those that a checkpoint was saved with.
+def compare_stamp(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Log how the techniques differ from those that a checkpoint was saved with.
 
     Raises:
-        ConfigError: It holds the state of other optimizers.
+        ConfigError: The checkpoint holds the state of other optimizers.
     """
-    own = _mapping(checkpoint.get(KEY))
-    kinds = own.get("optimizers")
-    refuse_others(trainer.optimizers, checkpoint.get("optimizer_states") or (), kinds=kinds)
-    then = {name: _mapping(arguments) for name, arguments in _mapping(own.get("techniques")).items()}
-    words = difference(then, _on(rules.objects_of(trainer)))
-    if words:
-        rank_zero_info("%s%s", "" if own else "the checkpoint names no techniques; ", words)
+    stamp = _mapping(checkpoint.get(KEY))
+    states = checkpoint.get("optimizer_states") or ()
+    check_optimizers(trainer.optimizers, states, kinds=stamp.get("optimizers"))
+    saved = {name: _mapping(config) for name, config in _mapping(stamp.get("techniques")).items()}
+    message = config_diff(saved, _technique_configs(rules.trainer_components(trainer)))
+    if message:
+        rank_zero_info("%s%s", "" if stamp else "the checkpoint names no techniques; ", message)
 
 
-def difference(then: Chosen, now: Chosen) -> str:
-    """Return in words how two sets of techniques differ; empty if they do not.
+def config_diff(saved: TechniqueConfigs, current: TechniqueConfigs) -> str:
+    """Return one line on how two sets of techniques differ; empty if they do not.
 
     Example:
-        >>> then = {"callbacks/data_preload": {}, "callbacks/empty_cache": {"every_n_steps": 5}}
-        >>> difference(then, {"callbacks/empty_cache": {}})
+        >>> saved = {"callbacks/data_preload": {}, "callbacks/empty_cache": {"every_n_steps": 5}}
+        >>> config_diff(saved, {"callbacks/empty_cache": {}})
         'not as saved: without callbacks/data_preload, callbacks/empty_cache (every_n_steps: 5, now default)'
     """
-    parts = [f"without {_shown(name)}" for name in then if name not in now]
-    parts += [f"with {_shown(name)}" for name in now if name not in then]
-    parts += [words for name in now if name in then and (words := _changed(name, then[name], now[name]))]
-    return f"not as saved: {_few(parts)}" if parts else ""
+    parts = [f"without {_shorten(name)}" for name in saved if name not in current]
+    parts += [f"with {_shorten(name)}" for name in current if name not in saved]
+    for name in (name for name in current if name in saved):
+        before, now = saved[name], current[name]
+        changes = [
+            f"{_shorten(key)}: {_show(before, key)}, now {_show(now, key)}"
+            for key in {**before, **now}
+            if _show(before, key) != _show(now, key)
+        ]
+        parts += [f"{_shorten(name)} ({_join_few(changes)})"] if changes else []
+    return f"not as saved: {_join_few(parts)}" if parts else ""
 
 
-def _changed(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    keys = [key for key in {**then, **now} if _value(then, key) != _value(now, key)]
-    pairs = [f"{_shown(key)}: {_value(then, key)}, now {_value(now, key)}" for key in keys]
-    return f"{_shown(name)} ({_few(pairs)})" if pairs else ""
-
-
-def _value(arguments: Mapping[str, Any], key: str) -> str:
-    if key not in arguments:
+def _show(config: Mapping[str, Any], key: str) -> str:
+    """Return an argument for display; containers and objects as their type alone."""
+    if key not in config:
         return "default"
-    value = arguments[key]
+    value = config[key]
     if isinstance(value, str):
         return repr(value if len(value) <= MAX_CHARACTERS else f"{value[:MAX_CHARACTERS]}...")
     return str(value) if isinstance(value, (int, float, type(None))) else f"a {type(value).__name__}"
 
 
-def _shown(name: object) -> str:
-    """Return a name for a person: short, and without what a terminal would obey."""
+def _shorten(name: object) -> str:
+    """Return a name from a checkpoint for display: cut, and without control characters for the terminal."""
     return repr(str(name)[:MAX_CHARACTERS])[1:-1]
 
 
-def _few(words: Sequence[str]) -> str:
-    more = len(words) - MAX_SHOWN
-    return ", ".join([*words[:MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])])
+def _join_few(parts: Sequence[str]) -> str:
+    more = len(parts) - MAX_SHOWN
+    return ", ".join([*parts[:MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])])
 
 
-def refuse_others(optimizers: Sequence[Any], states: Any, *, kinds: Any = None) -> None:
-    """Refuse the states of optimizers that are not those of this run.
+def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = None) -> None:
+    """Check that saved optimizer states belong to the optimizers of this run.
 
     Args:
-        optimizers: Of this run.
-        states: What the checkpoint holds for them.
+        optimizers: The optimizers of this run.
+        states: Their states in the checkpoint.
         kinds: Their classes, where the checkpoint names them.
 
     Raises:
@@ -164,94 +170,100 @@ def refuse_others(optimizers: Sequence[Any], states: Any, *, kinds: Any = None) 
     """
     saved = [_mapping(state).get("param_groups") or () for state in states]
     if saved and len(saved) != len(optimizers):
-        given = f"{len(optimizers)} optimizers"
-        raise _refusal(given, f"{len(saved)} of them, as in the checkpoint")
+        now, before = (f"{n} optimizer{'s' if n != 1 else ''}" for n in (len(optimizers), len(saved)))
+        raise _mismatch(now, f"{before}, as in the checkpoint")
     names = kinds if isinstance(kinds, list) and len(kinds) == len(saved) else [None] * len(saved)
     for optimizer, groups, name in zip(optimizers, saved, names, strict=True):
-        ours = _kind(optimizer)
-        if name and name != ours:
-            raise _refusal(ours, f"{_shown(name)}, with which the checkpoint was saved")
+        own = _optimizer_class(optimizer)
+        if name and name != own:
+            raise _mismatch(own, f"{_shorten(name)}, with which the checkpoint was saved")
         if not name:
-            _refuse_other_options(optimizer, groups)
-        own_groups = getattr(optimizer, "whole_groups", optimizer.param_groups)  # not a rank's part of them
-        theirs, own = _sizes(groups), _sizes(own_groups)
-        if theirs != own:
+            _check_options(optimizer, groups)
+        # DeepSpeed steps flattened tensors; its strategy keeps the parameters' groups in `whole_groups`.
+        sizes, own_sizes = (
+            _join_few([str(len(_mapping(group).get("params") or ())) for group in some]).replace(",", " +")
+            for some in (groups, getattr(optimizer, "whole_groups", optimizer.param_groups))
+        )
+        if sizes != own_sizes:
             hint = "(norms and biases may be a group of their own)"
-            raise _refusal(ours, f"groups of {theirs} tensors, as in the checkpoint, and not {own} {hint}")
+            raise _mismatch(
+                own, f"groups of {sizes} tensors, as in the checkpoint, and not {own_sizes} {hint}"
+            )
 
 
-def _sizes(groups: Iterable[Any]) -> str:
-    return _few([str(len(_mapping(group).get("params") or ())) for group in groups]).replace(",", " +")
-
-
-def _refuse_other_options(optimizer: Any, groups: Sequence[Any]) -> None:
-    """Know another class by its options, where a checkpoint does not name it; new releases only add some."""
+def _check_options(optimizer: Any, groups: Sequence[Any]) -> None:
+    """Detect the state of another class by its options; a newer release of the same class only adds some."""
     for group, saved in zip(optimizer.param_groups, groups, strict=False):
         missing = [key for key in optimizer.defaults if key not in saved]
-        extra = [key for key in saved if key not in group and key not in SCHEDULE_KEYS]
+        extra = [key for key in saved if key not in group and key not in OF_SCHEDULES]
         if missing and extra:
-            what = f"with the option {_shown(extra[0])} and without {missing[0]}"
-            raise _refusal(_kind(optimizer), f"an optimizer {what}, with which the checkpoint was saved")
+            options = f"with the option {_shorten(extra[0])} and without {missing[0]}"
+            expected = f"an optimizer {options}, with which the checkpoint was saved"
+            raise _mismatch(_optimizer_class(optimizer), expected)
 
 
-def _refusal(value: str, allowed: str) -> ConfigError:
+def _mismatch(value: str, expected: str) -> ConfigError:
     remedy = "ckpt_path=PATH of a run with this optimizer, or the optimizer of that run"
-    text = f"{allowed}: another's state is of no use"
-    return ConfigError(key="optimizer", value=value, allowed=text, remedies=[remedy])
+    allowed = f"{expected}: one optimizer cannot load the state of another"
+    return ConfigError(key="optimizer", value=value, allowed=allowed, remedies=[remedy])
 
 
-def _kind(optimizer: Any) -> str:
-    """Return whose layout an optimizer's state has."""
-    return state_layout(getattr(optimizer, "kind_behind", None) or type(optimizer))
+def _optimizer_class(optimizer: Any) -> str:
+    """Return the class whose state an optimizer has: that of the wrapped one for a wrapper."""
+    return layout(getattr(optimizer, "kind_behind", None) or type(optimizer))
 
 
-def _on(objects: Iterable[object]) -> dict[str, dict[str, Any]]:
-    there = [each for each in techniques(objects) if not isinstance(each, type)]
-    return {name_of(each): {key: _plain(value) for key, value in chosen(each).items()} for each in there}
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that means the same in another process: a function's address does not."""
-    return _ADDRESS.sub("", value) if isinstance(value, str) else value
+def _technique_configs(objects: Iterable[object]) -> dict[str, dict[str, Any]]:
+    """Return the configurations of techniques, without memory addresses, which differ between processes."""
+    return {
+        name_of(technique): {
+            key: _ADDRESS.sub("", value) if isinstance(value, str) else value
+            for key, value in non_default_config(technique).items()
+        }
+        for technique in techniques(objects)
+        if not isinstance(technique, type)
+    }
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
-    """Return a mapping as it is, and in place of anything else none: a checkpoint may hold what it likes."""
+    """Return a mapping as it is, anything else as an empty one: a checkpoint may hold any type at any key."""
     return value if isinstance(value, Mapping) else {}  # pyright: ignore[reportUnknownVariableType]
 
 
-def stay_in_epoch(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Read an epoch that `max_steps` ended as one that goes on; a second call changes nothing.
+def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Mark an epoch that `max_steps` ended as still running; a second call changes nothing.
 
     Args:
         trainer: About to restore its loops.
-        checkpoint: Its loops are changed in place; one that holds something else there stays as it is.
+        checkpoint: The state of its loops is changed in place; content of other types is left unchanged.
     """
-    loop = inside(checkpoint, "loops", "fit_loop")
+    loop = nested_dict(checkpoint, "loops", "fit_loop")
     epochs, batches, inner = (
-        inside(loop, key) for key in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict")
+        nested_dict(loop, key)
+        for key in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict")
     )
-    counted = _same(inside(epochs, "total"), ("ready", "started", "processed"))
-    behind = _same(inside(batches, "total"), ("ready", "processed", "completed"))
-    whole = batches.get("is_last_batch", True)
-    if not counted or not behind or (whole and trainer.max_steps == -1):
+    # What Lightning 2.6 saves at max_steps: the epoch counts as processed, its last batch as completed.
+    epoch_counted = _are_equal(nested_dict(epochs, "total"), ("ready", "started", "processed"))
+    batch_counted = _are_equal(nested_dict(batches, "total"), ("ready", "processed", "completed"))
+    is_epoch_end = batches.get("is_last_batch", True)
+    if not epoch_counted or not batch_counted or (is_epoch_end and trainer.max_steps == -1):
         return
     for part in ("total", "current"):
-        epoch, batch = inside(epochs, part), inside(batches, part)
+        epoch, batch = nested_dict(epochs, part), nested_dict(batches, part)
         epoch["processed"] = epoch["completed"] = epoch["started"] - 1
         batch["completed"] = batch["processed"] - 1
     if "_batches_that_stepped" in inner:
         inner["_batches_that_stepped"] -= 1
 
 
-def _same(counts: Mapping[str, Any], keys: Sequence[str]) -> bool:
-    """Say whether there are such counts, and all are one number."""
+def _are_equal(counts: Mapping[str, Any], keys: Sequence[str]) -> bool:
+    """Return whether all keys hold the same positive integer."""
     values = [counts.get(key) for key in keys]
     return isinstance(values[0], int) and values[0] > 0 and values.count(values[0]) == len(values)
 
 
-def inside(value: Any, *keys: str) -> dict[str, Any]:
-    """Return what lies under keys in a checkpoint; nothing, where that is no dictionary."""
+def nested_dict(value: Any, *keys: str) -> dict[str, Any]:
+    """Return the dictionary under nested keys of a checkpoint; an empty one if there is none."""
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value if isinstance(value, dict) else {}  # pyright: ignore[reportUnknownVariableType]

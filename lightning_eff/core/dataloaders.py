@@ -1,8 +1,8 @@
-"""The one place where a technique sees, or replaces, the loader that a run trains with.
+"""The single module that observes or replaces the training loader of a run.
 
-Lightning prepares loaders when it makes them, and makes them when somebody asks for the number of steps: that
-may be as early as in `configure_optimizers`. What a strategy makes of a loader goes on to the next technique
-that was hooked in, and is the same whatever their order.
+Lightning prepares loaders when it makes them, and makes them as soon as the number of steps is needed, which
+may be as early as in `configure_optimizers`. The loader that a strategy returns passes through all
+transforms, in the order in which they were added.
 """
 
 from __future__ import annotations
@@ -12,46 +12,46 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-Look = Callable[[Any], Any]
-"""Is given a training loader as the strategy has prepared it, and returns it or another in its place."""
+LoaderTransform = Callable[[Any], Any]
+"""Takes a training loader as the strategy prepared it; returns it or a replacement."""
 
 
-def hook(trainer: pl.Trainer, look: Look) -> Callable[[], None]:
-    """Call `look` with each loader that this Trainer is going to train with.
+def add_loader_transform(trainer: pl.Trainer, transform: LoaderTransform) -> Callable[[], None]:
+    """Apply `transform` to each loader that this Trainer is going to train with.
 
     Returns:
-        What takes the hook out again, whatever was hooked in or taken out in between.
+        A function that removes the transform, in any order relative to others.
     """
     strategy: Any = trainer.strategy
-    looks: list[Look] | None = strategy.__dict__.get("_looks")
-    if looks is None:
-        looks = strategy.__dict__["_looks"] = []
+    transforms: list[LoaderTransform] | None = strategy.__dict__.get("_loader_transforms")
+    if transforms is None:
+        transforms = strategy.__dict__["_loader_transforms"] = []
         process = strategy.process_dataloader
 
         def prepare(dataloader: object) -> object:
             prepared = process(dataloader)
-            for each in looks if trainer.training else ():
-                prepared = each(prepared)
+            for transform in transforms if trainer.training else ():
+                prepared = transform(prepared)
             return prepared
 
         strategy.process_dataloader = prepare
-    looks.append(look)
+    transforms.append(transform)
 
-    def take_out() -> None:
-        looks.remove(look)
-        if not looks:
+    def remove() -> None:
+        transforms.remove(transform)
+        if not transforms:
             strategy.__dict__.pop("process_dataloader", None)
-            strategy.__dict__.pop("_looks", None)
+            strategy.__dict__.pop("_loader_transforms", None)
 
-    return take_out
+    return remove
 
 
-def place(trainer: pl.Trainer) -> None:
-    """Bring stateful loaders to where a checkpoint left them, when a run begins.
+def restore_loader_state(trainer: pl.Trainer) -> None:
+    """Restore stateful loaders to the position in a checkpoint, when a run begins.
 
-    Lightning does so when it makes the loaders. It makes them earlier, before the checkpoint's state is
-    known, when the optimizer's schedule asks for the number of steps (`estimated_stepping_batches`), and
-    forgets them then: the run would begin its epoch anew.
+    Lightning 2.6 does so when it makes the loaders. If it makes them before the checkpoint's state is known,
+    because the optimizer's schedule needs the number of steps (`estimated_stepping_batches`), it never does,
+    and the run would start its epoch anew.
     """
     fit_loop: Any = trainer.fit_loop
     if fit_loop._combined_loader_states_to_load:  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Which number formats a device computes natively, and which it only emulates."""
+"""Dtypes that a device computes natively, and those that it only emulates."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch
 
 
 @dataclass(frozen=True)
-class Support:
-    """Whether a device computes a dtype natively, and how that is known."""
+class DtypeSupport:
+    """Whether a device computes a dtype natively, and the evidence in one sentence."""
 
     native: bool
     why: str
 
 
-def support(device_type: str, dtype: torch.dtype) -> Support:
-    """Say whether matrix products in `dtype` run natively on the current device of `device_type`.
+def dtype_support(device_type: str, dtype: torch.dtype) -> DtypeSupport:
+    """Return whether matrix products in `dtype` run natively on the current device of `device_type`.
 
     Example:
-        >>> support("cpu", torch.float32).native
+        >>> dtype_support("cpu", torch.float32).native
         True
     """
     name = str(dtype).removeprefix("torch.")
     if dtype == torch.float32:
-        return Support(native=True, why="every device computes float32")
+        return DtypeSupport(native=True, why="every device computes float32")
     if device_type == "cpu":
         return _cpu_support(name)
     native = True
@@ -34,47 +34,47 @@ def support(device_type: str, dtype: torch.dtype) -> Support:
         native = torch.xpu.is_bf16_supported()
     elif dtype == torch.bfloat16 and device_type == "mps":
         native = torch.backends.mps.is_macos_or_newer(14, 0)
-    return Support(native=native, why=f"{device_type} {'computes' if native else 'has no units for'} {name}")
+    why = f"{device_type} {'computes' if native else 'has no units for'} {name}"
+    return DtypeSupport(native=native, why=why)
 
 
-def _cpu_support(name: str) -> Support:
-    """Ask for the instructions, not for what runs: oneDNN emulates bf16 on plain AVX-512, slowly."""
-    read = getattr(torch.cpu, "get_capabilities", None)
-    if read is None:
-        return Support(
-            native=False, why=f"torch {torch.__version__} cannot tell whether this CPU computes {name}"
-        )
-    capabilities = read()
+def _cpu_support(name: str) -> DtypeSupport:
+    # By the instructions and not by what runs: oneDNN emulates bf16 on plain AVX-512, slowly.
+    get_capabilities = getattr(torch.cpu, "get_capabilities", None)  # absent from older releases
+    if get_capabilities is None:
+        why = f"torch {torch.__version__} cannot detect whether this CPU computes {name}"
+        return DtypeSupport(native=False, why=why)
+    capabilities = get_capabilities()
     short = {"bfloat16": "bf16", "float16": "fp16"}[name]
     units = [unit for unit in (f"amx_{short}", f"avx512_{short}", f"arm_{short}") if capabilities.get(unit)]
     if units:
-        return Support(native=True, why=f"this CPU computes {name} ({units[0]})")
-    return Support(native=False, why=f"this CPU has no {name} instructions and emulates them")
+        return DtypeSupport(native=True, why=f"this CPU computes {name} ({units[0]})")
+    return DtypeSupport(native=False, why=f"this CPU has no {name} instructions and emulates them")
 
 
-def choose(device_type: str) -> tuple[str, str]:
-    """Return the format that `auto` means on a device, and the reason."""
-    answer = support(device_type, torch.bfloat16)
-    return ("bf16-mixed" if answer.native else "32-true"), answer.why
+def auto_precision(device_type: str) -> tuple[str, str]:
+    """Return the precision that `auto` resolves to on a device, and the reason."""
+    bfloat16 = dtype_support(device_type, torch.bfloat16)
+    return ("bf16-mixed" if bfloat16.native else "32-true"), bfloat16.why
 
 
-_COMPUTED_IN = {
+_MATMUL_DTYPES = {
     "bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64, "transformer": torch.float8_e4m3fn,
 }  # fmt: skip
-"""By the first word of Lightning's name of a precision; float32 for any other."""
+"""By the first part of Lightning's name of a precision; float32 for any other."""
 
 
-def dtype_of(precision: str, device_type: str) -> torch.dtype:
-    """Return the format in which a precision, `auto` too, computes matrix products on a device.
+def matmul_dtype(precision: str, device_type: str) -> torch.dtype:
+    """Return the dtype in which a precision (`auto` included) computes matrix products on a device.
 
     Example:
-        >>> [dtype_of(precision, "cuda") for precision in ("bf16-mixed", "16-true", "32-true")]
+        >>> [matmul_dtype(precision, "cuda") for precision in ("bf16-mixed", "16-true", "32-true")]
         [torch.bfloat16, torch.float16, torch.float32]
     """
-    settled = choose(device_type)[0] if precision == "auto" else precision
-    return _COMPUTED_IN.get(str(settled).partition("-")[0], torch.float32)
+    resolved = auto_precision(device_type)[0] if precision == "auto" else precision
+    return _MATMUL_DTYPES.get(str(resolved).partition("-")[0], torch.float32)
 
 
-def product_dtype(weight: torch.dtype, computed: torch.dtype) -> torch.dtype:
-    """Return the format of a layer's products: that of the run, or the weight's where a run casts nothing."""
+def layer_matmul_dtype(weight: torch.dtype, computed: torch.dtype) -> torch.dtype:
+    """Return the dtype of a layer's matrix products: the run's, or the weight's if the run casts nothing."""
     return weight if computed == torch.float32 else computed

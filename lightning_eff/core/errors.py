@@ -1,4 +1,4 @@
-"""What can go wrong, in the words of whoever asked: an error names key, value, allowed values and remedy."""
+"""Errors, warnings and exit codes: an error names key, value, allowed values and remedies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from lightning_eff.core.remedies import shown
+from lightning_eff.core.remedies import format_remedies
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -19,7 +19,7 @@ EXIT_REFUSED = 5
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 LEGACY = "pytorch_lightning"
-"""The package that Lightning was before, with classes of its own by the same names."""
+"""The legacy package of Lightning, which has other classes of the same names."""
 OUT_OF_MEMORY = (
     "out of memory",  # CUDA, HIP, XPU and MPS, and CUDA's own calls
     "can't allocate memory",  # torch's allocator on the CPU
@@ -30,32 +30,30 @@ OUT_OF_MEMORY = (
     "memoryallocation",  # cudaErrorMemoryAllocation, hipErrorMemoryAllocation
     "resource_exhausted",  # XLA
 )
-"""How back ends without a class of their own say it, in lower case."""
-
-
+"""Texts of backends whose out-of-memory errors have no class of their own, in lower case."""
 MAX_VALUE_CHARACTERS = 300
-"""Of a value in a message."""
+"""Longest value in a message."""
 
 
 class HasRemedies:
-    """What is wrong, with remedies that a plain Trainer's user can paste too.
+    """Mixin of errors whose remedies can be pasted, by users of recipes and of a plain Trainer.
 
     Args:
-        text: Its lines; those that begin with `try:` are remedies, stated as a recipe's overrides.
+        text: Lines of the message; those that begin with `try:` are remedies, written as overrides.
     """
 
     def __init__(self, text: str) -> None:
-        super().__init__(shown(text))  # pyright: ignore[reportCallIssue] - it stands before an exception
+        super().__init__(format_remedies(text))  # pyright: ignore[reportCallIssue] - a mixin in front of an exception
 
 
 class ConfigError(HasRemedies, ValueError):
-    """A setting that cannot be used, found before anything ran.
+    """A setting that cannot be used, detected before anything ran.
 
     Args:
-        key: Name of the setting; a technique gives its parameter's name, the config adds the path in front.
-        value: What was given.
-        allowed: What would have been accepted, in words.
-        remedies: Up to three things to paste instead.
+        key: Name of the setting: a technique passes its parameter's name, the config prepends the path.
+        value: Its value.
+        allowed: Description of the values that are accepted.
+        remedies: Up to three settings to paste instead.
 
     Example:
         >>> raise ConfigError(key="every_n_steps", value=-1, allowed="a whole number of at least 1, or None")
@@ -70,51 +68,46 @@ class ConfigError(HasRemedies, ValueError):
         self.value = value
         self.allowed = allowed
         self.remedies = tuple(remedies)
-        super().__init__(self._text())
-
-    def _text(self) -> str:
-        value = repr(self.value) if self.key else str(self.value)
-        value = value if len(value) <= MAX_VALUE_CHARACTERS else f"{value[:MAX_VALUE_CHARACTERS]}..."
-        given = f"{self.key}={value}" if self.key else value
-        lines = [f"{given}: expected {self.allowed}"]
-        lines += [f"  try: {remedy}" for remedy in self.remedies[:3]]
-        return "\n".join(lines)
+        shown = repr(value) if key else str(value)
+        shown = shown if len(shown) <= MAX_VALUE_CHARACTERS else f"{shown[:MAX_VALUE_CHARACTERS]}..."
+        setting = f"{key}={shown}" if key else shown
+        tries = [f"  try: {remedy}" for remedy in self.remedies[:3]]
+        super().__init__("\n".join([f"{setting}: expected {allowed}", *tries]))
 
     def under(self, path: str) -> ConfigError:
         """Return the same error with `path` in front of its key."""
-        return ConfigError(
-            f"{path}.{self.key}".rstrip("."), self.value, allowed=self.allowed, remedies=self.remedies
-        )
+        key = f"{path}.{self.key}".rstrip(".")
+        return ConfigError(key, self.value, allowed=self.allowed, remedies=self.remedies)
 
 
 class UsageError(HasRemedies, Exception):
-    """The command line asks for something that does not exist; its text says what does."""
+    """The command line names something that does not exist; the text lists what does."""
 
     exit_code = EXIT_CONFIG
 
 
 class ConflictError(HasRemedies, Exception):
-    """Two settings that are fine alone and wrong together; its text says which to change."""
+    """Two settings that cannot be combined; the text names the one to change."""
 
     exit_code = EXIT_REFUSED
 
 
 class EnvironmentLacksError(HasRemedies, Exception):
-    """Something that must be installed is not there; its text gives the command that adds it."""
+    """Something is not installed; the text has the command that installs it."""
 
     exit_code = EXIT_ENVIRONMENT
 
 
-REFUSALS = (ConfigError, UsageError, ConflictError, EnvironmentLacksError)
-"""What is said before a run begins: nothing has happened yet."""
+PRE_RUN_ERRORS = (ConfigError, UsageError, ConflictError, EnvironmentLacksError)
+"""Errors that are raised before a run begins, when nothing has been changed or written."""
 
 
 class RankError(Exception):
-    """What ended one rank, and the others with it; its text names the rank and the cause in one line.
+    """A rank failed and ended all others; the text names rank and cause in one line.
 
     Args:
         text: The line.
-        exit_code: Of the rank that ended first.
+        exit_code: Exit code of the rank that ended first.
     """
 
     def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
@@ -123,41 +116,41 @@ class RankError(Exception):
 
 
 class RunOutOfMemoryError(Exception):
-    """A run that was out of memory; its text names phase, holders and an override that fits."""
+    """A run was out of memory; the text names the phase, the largest tensors and an override that fits."""
 
     exit_code = EXIT_OUT_OF_MEMORY
 
 
 class CheckpointError(HasRemedies, Exception):
-    """A checkpoint that cannot be written, or must not be read; its text names file, cause and remedy."""
+    """A checkpoint cannot be written or must not be loaded; the text names file, cause and remedy."""
 
     exit_code = EXIT_FAILED
 
 
 class CheckpointWarning(HasRemedies, UserWarning):
-    """A checkpoint is not what it should be, or is left where it is, and the run goes on."""
+    """A checkpoint is damaged or was not moved or deleted, and the run continues."""
 
 
 class NoEffectWarning(UserWarning):
-    """A technique was asked for and changed nothing."""
+    """A technique was requested and changed nothing."""
 
 
 class ConflictWarning(HasRemedies, UserWarning):
-    """Two settings work together, and not as one would expect."""
+    """Two settings can be combined, but do not work as one would expect."""
 
 
 class SlowPathWarning(UserWarning):
-    """What was asked for works here, but slower than doing without it."""
+    """A technique works here, but is slower than training without it."""
 
 
-def legacy_package(name: str) -> ConflictError:
-    """Return the refusal of a Trainer whose classes have Lightning's names and are others.
+def legacy_package_error(name: str) -> ConflictError:
+    """Return the error for a Trainer of the legacy package.
 
     Args:
-        name: What was given to it.
+        name: Class of the callback or plugin that was passed to it.
 
     Example:
-        >>> raise legacy_package("EmptyCache")
+        >>> raise legacy_package_error("EmptyCache")
         Traceback (most recent call last):
         lightning_eff.core.errors.ConflictError: EmptyCache: this Trainer comes from the package ...
     """
@@ -165,19 +158,23 @@ def legacy_package(name: str) -> ConflictError:
     return ConflictError(f"{text}: import lightning.pytorch instead")
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a half-sentence with names that have the word in them, the closest spelling, or what there is.
+def suggest_name(word: str, known: Iterable[str]) -> str:
+    """Return a half-sentence for an unknown name: similar names, or all known ones.
 
     Example:
-        >>> nearest("epochs", ["max_epochs", "max_steps", "min_epochs"])
+        >>> suggest_name("epochs", ["max_epochs", "max_steps", "min_epochs"])
         "did you mean 'max_epochs' or 'min_epochs'?"
-        >>> nearest("emty_cache", ["empty_cache", "mixed"])
+        >>> suggest_name("emty_cache", ["empty_cache", "mixed"])
         "did you mean 'empty_cache'?"
-        >>> nearest("x", ["bf16_mixed", "fp32"])
+        >>> suggest_name("x", ["bf16_mixed", "fp32"])
         'there are: bf16_mixed, fp32'
     """
     options = sorted(set(known))
-    close = _with_word(word, options)[:2] or difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    # Options with a part that begins like the word: at the front first, then those with fewer parts.
+    begins = re.compile(rf"(?:^|[\W_]){re.escape(word)}", re.IGNORECASE)
+    containing = [option for option in options if len(word) > 1 and begins.search(option)]
+    containing.sort(key=lambda option: (begins.match(option) is None, len(re.split(r"[\W_]", option))))
+    close = containing[:2] or difflib.get_close_matches(word, options, n=1, cutoff=0.6)
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
     if len(options) > 24:
@@ -185,23 +182,14 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"there are: {', '.join(options)}" if options else "there are none"
 
 
-def _with_word(word: str, options: Iterable[str]) -> list[str]:
-    """Return options with a part that begins like the word: at the front first, then with fewer parts."""
-    if len(word) < 2:
-        return []
-    begins = re.compile(rf"(?:^|[\W_]){re.escape(word)}", re.IGNORECASE)
-    found = [option for option in options if begins.search(option)]
-    return sorted(found, key=lambda option: (begins.match(option) is None, len(re.split(r"[\W_]", option))))
-
-
 def check_path(key: str, path: str | Path) -> None:
-    """Refuse a path that the system cannot even look up: one that is too long, say; it need not exist.
+    """Check that the system can look up a path, which need not exist.
 
     Raises:
-        ConfigError: It is one.
+        ConfigError: It cannot: the path is too long, for example, or has a null byte.
     """
     try:
-        os.stat(path)  # noqa: PTH116 - a text that pathlib would normalize
+        os.stat(path)  # noqa: PTH116 - pathlib would normalize it
     except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError) as error:
@@ -210,10 +198,10 @@ def check_path(key: str, path: str | Path) -> None:
 
 
 def check_flags(**flags: object) -> None:
-    """Refuse what is neither True nor False: "no" would mean yes.
+    """Check that flags are booleans: the string "no" would be true.
 
     Raises:
-        ConfigError: One of them is something else.
+        ConfigError: A flag is neither True nor False.
 
     Example:
         >>> check_flags(save_base="no")
@@ -226,14 +214,14 @@ def check_flags(**flags: object) -> None:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the process's exit code for what ended it.
+    """Return the exit code of a process that an error ended.
 
     Example:
         >>> exit_code(KeyboardInterrupt()), exit_code(RuntimeError("x")), exit_code(MemoryError())
         (130, 1, 4)
     """
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if "SIGTERMException" in names:
+    # Lightning's class, by its name: this module does not import Lightning.
+    if any(kind.__name__ == "SIGTERMException" for kind in type(error).__mro__):
         return EXIT_TERMINATED
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
         return EXIT_INTERRUPTED
@@ -246,7 +234,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Know an allocator's refusal, by its class or by the text of back ends without one; also as a cause.
+    """Return whether an error or one of its causes is an allocator's, by its class or its text.
 
     Example:
         >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
@@ -256,22 +244,17 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """
     seen: set[int] = set()  # an error may be its own cause's cause
     while error is not None and id(error) not in seen:
-        if _says_out_of_memory(error):
+        names = {kind.__name__ for kind in type(error).__mro__}
+        text = str(error).lower() if isinstance(error, RuntimeError) else ""
+        if names & {"MemoryError", "OutOfMemoryError"} or any(part in text for part in OUT_OF_MEMORY):
             return True
         seen.add(id(error))
         error = error.__cause__
     return False
 
 
-def _says_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or any(k.__name__ == "OutOfMemoryError" for k in type(error).__mro__):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
-
-
 def root_cause_line(error: BaseException) -> str:
-    """Return the first line of what went wrong, with the class unless it is one of ours.
+    """Return the first line of an error, with its class; the full text of an error of this package.
 
     Example:
         >>> root_cause_line(KeyError("loss"))

@@ -1,9 +1,9 @@
-"""The memory that this process may use of its host: what is installed, or less where a limit says so.
+"""The host memory that this process may use: installed memory, or less where a limit applies.
 
 A container has the limit of its cgroup or of one above it (v2: `memory.max`, v1: `memory.limit_in_bytes`); a
 process that exceeds it is killed. `ulimit -v` limits the address space and `ulimit -d` the data segment; an
-allocation that exceeds them fails. All of it is read from files, on Linux; elsewhere installed memory is all
-that is known.
+allocation that exceeds them fails. All limits are read from files, on Linux; elsewhere only installed memory
+is known.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pathlib import Path
 ROOT = Path("/")
 INSTALLED = ""
 CGROUPS = (("", "sys/fs/cgroup", "memory.max"), ("memory", "sys/fs/cgroup/memory", "memory.limit_in_bytes"))
-"""Of v2 and v1: controller as /proc/self/cgroup names it, where its groups are mounted, the limit's file."""
+"""Of v2 and v1: controller in /proc/self/cgroup, mount point of its groups, file of the limit."""
 ULIMITS = {"Max address space": ("ulimit -v", "VmSize"), "Max data size": ("ulimit -d", "VmData")}
-"""Lines of /proc/self/limits: how the limit is set, and what of /proc/self/status counts against it."""
+"""Lines of /proc/self/limits: the command that sets the limit, and the usage in /proc/self/status."""
 
 
 @dataclass(frozen=True)
-class Limit:
+class HostMemoryLimit:
     """One limit of this process's memory.
 
     Args:
-        name: What sets it; empty for the memory that is installed.
+        name: What sets it; empty for installed memory.
         num_bytes: The limit.
-        taken_bytes: What this process takes of it now.
+        taken_bytes: What this process uses of it now.
     """
 
     name: str
@@ -38,59 +38,52 @@ class Limit:
 
     @property
     def free_bytes(self) -> int:
-        """What this process may still allocate."""
+        """Bytes that this process may still allocate."""
         return self.num_bytes - self.taken_bytes
 
 
-def memory(root: Path = ROOT) -> Limit:
-    """Return the limit that leaves this process least.
+def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
+    """Return the limit with the least free memory.
 
     Args:
         root: Folder that has `proc` and `sys`.
 
     Example:
-        >>> memory().num_bytes <= installed_bytes()
+        >>> host_memory_limit().num_bytes <= installed_bytes()
         True
     """
-    taken = read_taken(root)
-    resident = taken.get("VmRSS", 0)
-    limits = [Limit(INSTALLED, installed_bytes(), resident)]
-    limits += [Limit(f"cgroup {path}", size, resident) for path, size in _of_cgroups(root)]
-    limits += [Limit(name, size, taken.get(counted, 0)) for name, counted, size in _of_ulimits(root)]
-    return min(limits, key=lambda each: each.free_bytes)
+    fields = re.findall(r"^(Vm\w+):\s+(\d+) kB", _read(root / "proc/self/status"), re.MULTILINE)
+    used = {name: int(size) * 1024 for name, size in fields}
+    resident = used.get("VmRSS", 0)
+    limits = [HostMemoryLimit(INSTALLED, installed_bytes(), resident)]
+    limits += [HostMemoryLimit(f"cgroup {path}", size, resident) for path, size in _cgroup_limits(root)]
+    ulimits = _read(root / "proc/self/limits")
+    for line, (name, counted) in ULIMITS.items():
+        # The soft limit is the first number of the line; "unlimited" is none.
+        found = re.search(rf"^{line}\s+(\d+)\s", ulimits, re.MULTILINE)
+        if found:
+            limits.append(HostMemoryLimit(name, int(found[1]), used.get(counted, 0)))
+    return min(limits, key=lambda limit: limit.free_bytes)
 
 
 def installed_bytes() -> int:
-    """Return the memory that the machine has."""
+    """Return the memory of the machine in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def read_taken(root: Path) -> dict[str, int]:
-    """Return what this process takes, by the names of /proc/self/status."""
-    found = re.findall(r"^(Vm\w+):\s+(\d+) kB", _text(root / "proc/self/status"), re.MULTILINE)
-    return {name: int(size) * 1024 for name, size in found}
-
-
-def _of_cgroups(root: Path) -> Iterator[tuple[str, int]]:
-    """Yield the limits of this process's groups and of all above them."""
-    lines = [line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines()]
+def _cgroup_limits(root: Path) -> Iterator[tuple[str, int]]:
+    """Yield path and limit of this process's cgroups and of all above them."""
+    lines = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines()]
     own = {name: path.strip("/") for _, names, path in lines for name in names.split(",")}
-    for controller, mounted, file in CGROUPS:
-        top = root / mounted
-        # A container may see its group by the host's path, which it does not have: then the top is its own.
-        for folder in (top / own.get(controller, ""), *(top / own.get(controller, "")).parents):
-            limit = _text(folder / file).strip() if folder.is_relative_to(top) else ""
+    for controller, mount_point, file in CGROUPS:
+        top = root / mount_point
+        group = top / own.get(controller, "")
+        # A container may be shown its group's path on the host, which it does not have: then the top counts.
+        for folder in (group, *group.parents):
+            limit = _read(folder / file).strip() if folder.is_relative_to(top) else ""
             if limit.isdecimal():
                 yield f"/{folder.relative_to(top)}".removesuffix("."), int(limit)
 
 
-def _of_ulimits(root: Path) -> Iterator[tuple[str, str, int]]:
-    text = _text(root / "proc/self/limits")
-    for line, (name, counted) in ULIMITS.items():
-        found = re.search(rf"^{line}\s+(\d+)\s", text, re.MULTILINE)  # the soft limit is the first
-        if found:
-            yield name, counted, int(found[1])
-
-
-def _text(path: Path) -> str:
+def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""

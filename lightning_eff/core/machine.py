@@ -1,4 +1,4 @@
-"""What a figure was measured on: versions, device, threads."""
+"""The machine that a result was measured on: versions, device, threads."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 
-from lightning_eff.core.dtypes import support
+from lightning_eff.core.dtypes import dtype_support
 
 PACKAGES = ("lightning-eff", "torch", "lightning", "hydra-core")
 CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+def machine_info(device: torch.device) -> dict[str, Any]:
     """Return versions and hardware as plain types.
 
     Example:
-        >>> describe(torch.device("cpu"))["device"] != ""
+        >>> machine_info(torch.device("cpu"))["device"] != ""
         True
     """
     return {
         "python": platform.python_version(),
-        **{package: version(package) for package in PACKAGES},
+        **{package: package_version(package) for package in PACKAGES},
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
@@ -35,22 +35,22 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the chip's name as its driver, or on the CPU PyTorch, gives it."""
+    """Return the name of the chip from its driver, or on the CPU from PyTorch."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "xpu":
         return torch.xpu.get_device_name(device)
     if device.type == "cpu":
-        read = getattr(torch.cpu, "get_capabilities", dict)
-        return str(read().get("cpu_name") or platform.processor() or platform.machine())
+        get_capabilities = getattr(torch.cpu, "get_capabilities", dict)
+        return str(get_capabilities().get("cpu_name") or platform.processor() or platform.machine())
     return device.type
 
 
-def clocks(device: torch.device) -> str:
-    """Return a GPU's clocks, power and temperature of this moment, as its driver gives them."""
+def gpu_clocks(device: torch.device) -> str:
+    """Return current clocks (MHz), power (W) and temperature (degrees Celsius) of a GPU, from nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return "unknown: there is no nvidia-smi"
+        return "unknown: nvidia-smi not found"
     gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     command = [tool, f"--id={gpu}", f"--query-gpu={CLOCKS}", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
@@ -62,36 +62,31 @@ def clocks(device: torch.device) -> str:
 
 
 def machine_facts(device_type: str) -> dict[str, str]:
-    """Return what this machine has that a technique may need, by name, in words.
+    """Return what this machine has that rules may mention, description by name.
 
     Args:
-        device_type: Where the model is trained.
+        device_type: Of the device that the model is trained on.
     """
     compiler = find_compiler(device_type)
     facts = {"machine/compiler": f"the compiler {compiler}"} if compiler else {}
-    for dtype in (torch.bfloat16, torch.float16):
-        answer = support(device_type, dtype)
-        if not answer.native:
-            name = str(dtype).removeprefix("torch.")
+    for name in ("bfloat16", "float16"):
+        if not dtype_support(device_type, getattr(torch, name)).native:
             facts[f"machine/emulated_{name}"] = f"{name} that is emulated on this {device_type}"
     return facts
 
 
 def find_compiler(device_type: str) -> str | None:
-    """Return the compiler that torch.compile's inductor calls on a device, or None.
+    """Return the path of the compiler that torch.compile's inductor calls on a device, or None.
 
-    On the CPU it generates C++; on a GPU Triton builds a small C launcher.
+    On the CPU it compiles C++; on a GPU Triton compiles a small launcher in C.
     """
-    candidates = (
-        (os.environ.get("CXX"), "g++", "clang++")
-        if device_type == "cpu"
-        else (os.environ.get("CC"), "gcc", "clang")
-    )
-    return next((found for name in candidates if name and (found := shutil.which(name))), None)
+    variable, *programs = ("CXX", "g++", "clang++") if device_type == "cpu" else ("CC", "gcc", "clang")
+    candidates = (os.environ.get(variable), *programs)
+    return next((path for name in candidates if name and (path := shutil.which(name))), None)
 
 
-def version(package: str) -> str:
-    """Return the version of an installed package, or that it is not."""
+def package_version(package: str) -> str:
+    """Return the version of an installed package, or "not installed"."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

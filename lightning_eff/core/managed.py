@@ -31,8 +31,8 @@ class Managed(pl.Callback):
         restored
     """
 
-    on_save_checkpoint = checkpoint_stamp.save
-    on_load_checkpoint = checkpoint_stamp.load
+    on_save_checkpoint = checkpoint_stamp.save_stamp
+    on_load_checkpoint = checkpoint_stamp.load_stamp
 
     @property
     def cleanup(self) -> ExitStack:

@@ -1,12 +1,13 @@
-"""A block whose activations are computed again in the backward pass instead of being kept.
+"""A block whose activations are recomputed in the backward pass instead of being kept.
 
 Two hooks around the block's forward drive PyTorch's non-reentrant checkpoint, so the block keeps its class,
-its name and its keys, and a compiled forward inside stays compiled. Beyond what PyTorch does for a block:
-buffers that its forward changes (batch statistics, counters) change once and are recomputed from what they
-were; tensors passed by keyword are treated like the others; and the block's inputs may wait in host memory.
+its name and its keys, and a compiled forward inside stays compiled. In addition to what PyTorch does for a
+block, buffers that its forward changes (batch statistics, counters) change once and are recomputed from their
+earlier values; tensors passed by keyword are saved like the others; and the block's inputs may be offloaded
+to host memory.
 
-Why not `torch.distributed._composable.checkpoint`, which drives the same generator: its hooks cannot be taken
-off, a second backward through a kept graph fails in it, and tensors passed by keyword escape it.
+Why not `torch.distributed._composable.checkpoint`, which drives the same generator: its hooks cannot be
+removed, a second backward through a kept graph fails in it, and tensors passed by keyword escape it.
 """
 
 from __future__ import annotations
@@ -24,38 +25,44 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+# Private in torch 2.13: the generator behind `checkpoint(use_reentrant=False)`, suspended during the forward.
 _checkpoint: Any = checkpoint._checkpoint_without_reentrant_generator  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Makes what surrounds a forward and its recomputation, as `torch.utils.checkpoint` takes it."""
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Returns the contexts of a forward and of its recomputation, as `torch.utils.checkpoint` takes it."""
 
+Buffers = list[tuple[nn.Module, str, Tensor]]
+"""Owner, name and value of buffers."""
 
 _MARK = "_recomputed_by"
-CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Under which names Hugging Face's layers take a key-value cache."""
+KV_CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Keywords by which Hugging Face's layers take a key-value cache."""
+STATISTICS = ("running_mean", "running_var")
+"""Buffers that batch normalisation changes without increasing their version counter."""
 
 
-class Recomputed:
-    """Has a block's activations recomputed until `remove`.
+class RecomputedBlock:
+    """Recomputes a block's activations in the backward pass, until `remove`.
 
     Args:
         block: Any module.
-        contexts: What surrounds forward and recomputation; for selective checkpointing.
-        host: Keeps the block's inputs until they are needed; None leaves them where they are.
+        contexts: Contexts of forward and recomputation; for selective checkpointing.
+        host: Keeps the block's inputs until they are needed; None leaves them on their device.
     """
 
     def __init__(
-        self, block: nn.Module, *, contexts: Contexts = noop_context_fn, host: HostMemory | None = None
+        self, block: nn.Module, *, contexts: ContextFn = noop_context_fn, host: HostOffload | None = None
     ) -> None:
         self.num_recomputed = 0
-        self.left_cache_empty = False
+        self.is_cache_disabled = False
         self._block = block
         self._contexts = contexts
         self._host = host
-        self._names = _positional_names(block)
+        parameters = inspect.signature(block.forward).parameters.values()
+        self._names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         self._frames: list[tuple[Generator[None], AbstractContextManager[Any]]] = []
-        self._recomputing = False
-        untraced: Any = torch.compiler.disable  # what is inside the block may be compiled, the hooks not
+        self._is_recomputing = False
+        untraced: Any = torch.compiler.disable  # the forward inside may be compiled, the hooks must not be
         self._handles = [
             block.register_forward_pre_hook(untraced(self._before), with_kwargs=True),
             block.register_forward_hook(untraced(self._after), prepend=True, always_call=True),
@@ -63,12 +70,12 @@ class Recomputed:
         block.__dict__[_MARK] = self
 
     @staticmethod
-    def of(block: nn.Module) -> Recomputed | None:
-        """Return what has a block recomputed, if something has."""
+    def of(block: nn.Module) -> RecomputedBlock | None:
+        """Return the object that recomputes a block, or None."""
         return block.__dict__.get(_MARK)
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._block.__dict__.pop(_MARK, None)
         for handle in self._handles:
             handle.remove()
@@ -76,82 +83,72 @@ class Recomputed:
     def _before(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._recomputing or not torch.is_grad_enabled():
+        if self._is_recomputing or not torch.is_grad_enabled():
             return args, kwargs
-        args, kwargs = self._positional(args, self._without_cache(kwargs))
-        frame = _checkpoint(block, *self._options(block), *args, **kwargs)
-        # The host's hooks see the inputs alone: inside the block, the checkpoint's own lie above them.
-        moving = self._host.keeping() if self._host else nullcontext()
-        moving.__enter__()
+        positional, keywords = list(args), self._without_cache(kwargs)
+        # Only positional tensors are saved like activations, so what can be passed by position is.
+        while len(positional) < len(self._names) and self._names[len(positional)] in keywords:
+            positional.append(keywords.pop(self._names[len(positional)]))
+        # preserve_rng_state, context_fn, determinism_check, debug, early_stop
+        options = (True, lambda: self._contexts_of(block), "default", False, True)
+        frame = _checkpoint(block, *options, *positional, **keywords)
+        # The offload hooks see the inputs alone: inside the block, the checkpoint's hooks lie above them.
+        offload = self._host.offloading() if self._host else nullcontext()
+        offload.__enter__()
         next(frame)
-        self._frames.append((frame, moving))
-        return args, kwargs
+        self._frames.append((frame, offload))
+        return tuple(positional), keywords
 
     def _after(self, *_: Any) -> None:
-        if self._recomputing or not self._frames:
+        if self._is_recomputing or not self._frames:
             return
-        frame, moving = self._frames.pop()
-        exhausted = next(frame, True)
-        moving.__exit__(None, None, None)
-        if not exhausted:
+        frame, offload = self._frames.pop()
+        is_exhausted = next(frame, True)
+        offload.__exit__(None, None, None)
+        if not is_exhausted:
             msg = "the checkpoint of a block did not end with its forward"
             raise RuntimeError(msg)
 
-    def _options(self, block: nn.Module) -> tuple[Any, ...]:
-        """Return preserve_rng_state, context_fn, determinism_check, debug and early_stop, by position."""
-        return (True, lambda: self._around(block), "default", False, True)
-
-    def _around(self, block: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def _contexts_of(
+        self, block: nn.Module
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the contexts of one forward and of its recomputations."""
         forward, recomputation = self._contexts()
-        changed: list[tuple[nn.Module, str, Tensor]] = []
+        changed: Buffers = []
 
         @contextmanager
         def first() -> Generator[None]:
-            with remembered_buffers(block, changed), forward:
+            with record_changed_buffers(block, changed), forward:
                 yield
 
         @contextmanager
         def again() -> Generator[None]:
             self.num_recomputed += 1
-            self._recomputing = True
+            self._is_recomputing = True
             try:
                 with swapped_buffers(changed), recomputation:
                     yield
             finally:
-                self._recomputing = False
+                self._is_recomputing = False
 
-        return _Repeatable(first), _Repeatable(again)
-
-    def _positional(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass by position what can be: only positional tensors are saved like activations."""
-        moved, rest = list(args), dict(kwargs)
-        while len(moved) < len(self._names) and self._names[len(moved)] in rest:
-            moved.append(rest.pop(self._names[len(moved)]))
-        return tuple(moved), rest
+        return _ReentrantContext(first), _ReentrantContext(again)
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Leave a key-value cache empty, which would be filled once more by each recomputation.
+        """Return the keywords without a key-value cache, to which every recomputation would append again.
 
-        Hugging Face's models hand one to their layers, also in training.
+        Hugging Face's models pass one to their layers, also in training.
         """
-        given = {name: kwargs[name] for name in CACHES if kwargs.get(name) is not None}
-        for name, cache in given.items():
+        caches = {name: kwargs[name] for name in KV_CACHES if kwargs.get(name) is not None}
+        for name, cache in caches.items():
             if len(cache) > 0 and getattr(cache, "get_seq_length", lambda: 1)() > 0:
-                msg = f"a recomputed block cannot go on from a filled cache ({name}), as in prefix tuning"
+                msg = f"a block with a filled cache ({name}), as in prefix tuning, cannot be recomputed"
                 raise ValueError(msg)
-        self.left_cache_empty = self.left_cache_empty or bool(given)
+        self.is_cache_disabled = self.is_cache_disabled or bool(caches)
         off = {"use_cache": False} if "use_cache" in kwargs else {}
-        return kwargs | dict.fromkeys(given) | off
+        return kwargs | dict.fromkeys(caches) | off
 
 
-def _positional_names(block: nn.Module) -> list[str]:
-    parameters = inspect.signature(block.forward).parameters.values()
-    return [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-
-
-class _Repeatable(AbstractContextManager[None]):
+class _ReentrantContext(AbstractContextManager[None]):
     """A context that may be entered again, as a second backward through a kept graph does."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
@@ -168,15 +165,11 @@ class _Repeatable(AbstractContextManager[None]):
         return self._entered.pop().__exit__(kind, error, trace)
 
 
-STATISTICS = ("running_mean", "running_var")
-"""Buffers that batch normalisation writes to without telling autograd."""
-
-
 @contextmanager
-def remembered_buffers(block: nn.Module, changed: list[tuple[nn.Module, str, Tensor]]) -> Generator[None]:
-    """Put copies of the buffers that a forward changes into `changed`, as they were before it."""
+def record_changed_buffers(block: nn.Module, changed: Buffers) -> Generator[None]:
+    """Fill `changed` with copies of the buffers that a forward changes, as they were before it."""
     before = [
-        (module, name, buffer, buffer._version, buffer.detach().clone())  # noqa: SLF001
+        (module, name, buffer, buffer._version, buffer.detach().clone())  # noqa: SLF001 - counts in-place writes
         for module in block.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
@@ -191,8 +184,8 @@ def remembered_buffers(block: nn.Module, changed: list[tuple[nn.Module, str, Ten
 
 
 @contextmanager
-def swapped_buffers(earlier: list[tuple[nn.Module, str, Tensor]]) -> Generator[None]:
-    """Have modules see copies of earlier buffers; theirs come back untouched."""
+def swapped_buffers(earlier: Buffers) -> Generator[None]:
+    """Replace buffers by copies of their earlier values; the current ones are restored untouched."""
     current = [(module, name, getattr(module, name)) for module, name, _ in earlier]
     for module, name, copy in earlier:
         setattr(module, name, copy.clone())
@@ -203,57 +196,52 @@ def swapped_buffers(earlier: list[tuple[nn.Module, str, Tensor]]) -> Generator[N
             setattr(module, name, buffer)
 
 
-class HostMemory:
-    """Where the inputs of recomputed blocks wait: pinned host memory, filled and read on a stream of its own.
+class HostOffload:
+    """Keeps the inputs of recomputed blocks in pinned host memory, copied on a separate CUDA stream.
 
-    On CUDA the copy to the host runs beside the next block's forward, and the copy back of one block beside
-    the recomputation of the block after it. On the CPU they are plain copies, which save and change nothing.
+    On CUDA the copy to the host overlaps the next block's forward, and the copy back of a block overlaps the
+    recomputation of the block after it. On the CPU both are plain copies, which save nothing.
     """
 
-    heard: ClassVar[list[Callable[[Tensor], object]]] = []
-    """Called with every tensor that is now on the host: for who counts what a device would hold."""
+    observers: ClassVar[list[Callable[[Tensor], object]]] = []
+    """Called with every tensor that was copied to the host: to count what a device would no longer hold."""
 
     def __init__(self) -> None:
         self.moved_bytes = 0
-        self._waiting: list[weakref.ref[_Parked]] = []
+        self._waiting: list[weakref.ref[_OffloadedTensor]] = []
         self._stream: torch.cuda.Stream | None = None
 
-    def keeping(self) -> AbstractContextManager[Any]:
-        """Return a context in which saved tensors are moved out."""
+    def offloading(self) -> AbstractContextManager[Any]:
+        """Return a context in which tensors saved for backward are offloaded."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> _Parked | Tensor:
+    def _pack(self, tensor: Tensor) -> _OffloadedTensor | Tensor:
         if not tensor.is_floating_point():
             return tensor  # masks and positions are small, and shared by all blocks
         self.moved_bytes += tensor.nbytes
-        parked = _Parked(tensor, self._side_stream(tensor.device))
-        self._waiting = [known for known in self._waiting if known() is not None]
-        self._waiting.append(weakref.ref(parked))
-        return parked
+        is_cuda = tensor.device.type == "cuda"
+        if is_cuda and self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+        offloaded = _OffloadedTensor(tensor, self._stream if is_cuda else None)
+        self._waiting = [reference for reference in self._waiting if reference() is not None]
+        self._waiting.append(weakref.ref(offloaded))
+        return offloaded
 
-    def _unpack(self, packed: _Parked | Tensor) -> Tensor:
+    def _unpack(self, packed: _OffloadedTensor | Tensor) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         tensor = packed.fetch()
-        self._bring_next(packed)
-        return tensor
-
-    def _bring_next(self, last: _Parked) -> None:
-        """Begin to fetch what was packed before `last`: the backward pass goes the other way."""
-        while self._waiting and self._waiting.pop()() is not last:
+        # Prefetch the tensor that was packed before this one: the backward pass runs in reverse order.
+        while self._waiting and self._waiting.pop()() is not packed:
             pass
         before = self._waiting[-1]() if self._waiting else None
         if before is not None:
-            before.start()
-
-    def _side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        if device.type == "cuda" and self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        return self._stream if device.type == "cuda" else None
+            before.prefetch()
+        return tensor
 
 
-class _Parked:
-    """One tensor on the host, and the way back."""
+class _OffloadedTensor:
+    """One tensor in host memory."""
 
     def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None) -> None:
         self._device = tensor.device
@@ -261,17 +249,17 @@ class _Parked:
         self._back: Tensor | None = None
         if stream is None:
             self._host = tensor.detach().to("cpu", copy=True)
-            for hear in HostMemory.heard:
-                hear(self._host)
+            for observe in HostOffload.observers:
+                observe(self._host)
             return
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._host.copy_(tensor.detach(), non_blocking=True)
-        tensor.record_stream(stream)
+        tensor.record_stream(stream)  # its memory must not be reused before the copy has run
 
-    def start(self) -> None:
-        """Begin to bring the tensor back, without waiting for it."""
+    def prefetch(self) -> None:
+        """Start the copy back to the device, without waiting for it."""
         if self._back is not None:
             return
         if self._stream is None:
@@ -282,9 +270,9 @@ class _Parked:
 
     def fetch(self) -> Tensor:
         """Return the tensor on its device, ready for the current stream."""
-        self.start()
+        self.prefetch()
         back, self._back = self._back, None
-        assert back is not None  # noqa: S101 - start() made it
+        assert back is not None  # noqa: S101 - prefetch() set it
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)

@@ -1,9 +1,9 @@
 """The verdict on a set of techniques, before anything is built and again when more is known.
 
-Each technique states facts about itself (core/technique.py) and never asks who else is there; here they are
-compared with each other, with Lightning's own callbacks and plugins, and with the run. The same rules are
-applied three times: to a Trainer that has no model yet, in `setup`, and in `on_fit_start`. A fact that is not
-known yet is absent, so a rule about it speaks later.
+Each technique states facts about itself (core/technique.py) and never checks which others are present. Here
+the facts are compared with each other, with Lightning's callbacks and plugins, and with the run. The same
+rules are applied three times: to a Trainer that has no model yet, in `setup`, and in `on_fit_start`. A fact
+that is not known yet is absent, so a rule about it applies later.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from lightning_eff.core.errors import (
     ConflictError,
     ConflictWarning,
     EnvironmentLacksError,
-    legacy_package,
+    legacy_package_error,
 )
-from lightning_eff.core.foreign import RULES
+from lightning_eff.core.library_rules import LIBRARY_RULES
 from lightning_eff.core.machine import machine_facts
-from lightning_eff.core.remedies import shown
+from lightning_eff.core.remedies import format_remedies
 from lightning_eff.core.technique import (
     PACKAGE,
     SUITE,
-    Brings,
+    HasComponents,
+    HasFacts,
     Rule,
-    StatesFacts,
     Technique,
     Verdict,
     kind_of,
@@ -44,13 +44,13 @@ from lightning_eff.core.technique import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class RuleFinding:
     """One rule that applies.
 
     Args:
-        technique: Who stated the rule.
+        technique: Name of the technique that states the rule.
         rule: The rule.
-        found: What was met, in words; empty for a need that is not met.
+        found: Description of what it excludes and was present; empty for a need that is not met.
     """
 
     technique: str
@@ -58,96 +58,91 @@ class Finding:
     found: str
 
     def __str__(self) -> str:
-        """Return one sentence and the remedies, a line each."""
-        in_words = " " in self.rule.name  # something that a technique provides, and not one itself
-        found = f"{self.rule.name} ({self.found})" if in_words else self.found
+        """Return one sentence and up to three remedies, a line each."""
+        found = f"{self.rule.name} ({self.found})" if " " in self.rule.name else self.found
         met = f"with {found}" if self.found else f"without {self.rule.name}"
         lines = [f"{self.technique} {met}: {self.rule.reason}"]
-        return shown("\n".join([*lines, *(f"  try: {remedy}" for remedy in self.rule.remedies[:3])]))
+        return format_remedies(
+            "\n".join([*lines, *(f"  try: {remedy}" for remedy in self.rule.remedies[:3])])
+        )
 
 
-def check(objects: Iterable[object], run: Mapping[str, str]) -> list[Finding]:
-    """Compare what every object states with what the others provide and with the run.
+def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleFinding]:
+    """Compare the rules of every object with what the others provide and with the run.
 
     Args:
-        objects: Callbacks, plugins and strategy, ours and others.
-        run: Facts of the run and the machine by name, in words; one that is not known yet is absent.
+        objects: Callbacks, plugins and strategy, of this package or not.
+        run: Facts of the run and the machine, description by name; one that is not known yet is absent.
 
     Example:
         >>> from lightning.pytorch.callbacks import BatchSizeFinder
         >>> from lightning_eff.callbacks.empty_cache import EmptyCache
-        >>> [finding.rule.verdict.value for finding in check([BatchSizeFinder(), EmptyCache()], {})]
+        >>> [finding.rule.verdict.value for finding in check_rules([BatchSizeFinder(), EmptyCache()], {})]
         ['refused']
     """
-    everything = list(objects)
-    there = dict(run)
-    for each in everything:
-        there |= dict.fromkeys(_provided(each), name_of(each))
-    stated = [(name_of(each), each.facts()) for each in everything if isinstance(each, StatesFacts)]
-    stated += [(title, RULES[name]) for name, title in there.items() if name in RULES]
-    findings = _twice(everything)
+    components = list(objects)
+    present = dict(run)
+    for component in components:
+        present |= dict.fromkeys(_provided_names(component), name_of(component))
+    stated = [
+        (name_of(component), component.facts()) for component in components if isinstance(component, HasFacts)
+    ]
+    stated += [(title, LIBRARY_RULES[name]) for name, title in present.items() if name in LIBRARY_RULES]
+    counts = Counter(name_of(component) for component in components if isinstance(component, Technique))
+    reason = "it is listed twice, and each copy would undo what the other did"
+    findings = [
+        RuleFinding(technique=name, rule=Rule(name=name, reason=reason, remedies=("remove one",)), found=name)
+        for name, count in counts.items()
+        if count > 1
+    ]
     for title, facts in stated:
-        findings += [Finding(technique=title, rule=r, found="") for r in facts.needs if r.name not in there]
-        findings += [
-            Finding(technique=title, rule=r, found=there[r.name]) for r in facts.excludes if r.name in there
-        ]
+        missing = [rule for rule in facts.needs if rule.name not in present]
+        met = [rule for rule in facts.excludes if rule.name in present]
+        findings += [RuleFinding(technique=title, rule=rule, found="") for rule in missing]
+        findings += [RuleFinding(technique=title, rule=rule, found=present[rule.name]) for rule in met]
     return findings
 
 
-def _twice(objects: Iterable[object]) -> list[Finding]:
-    """Refuse two of a technique: what one has changed the other would change back."""
-    names = Counter(name_of(each) for each in objects if isinstance(each, Technique))
-    reason = "there are two of it, and each would undo what the other did"
-    return [
-        Finding(technique=name, rule=Rule(name=name, reason=reason, remedies=("remove one",)), found=name)
-        for name, count in names.items()
-        if count > 1
-    ]
+def _provided_names(component: object) -> list[str]:
+    """Return the names by which rules may mention a component.
 
-
-def _provided(each: object) -> list[str]:
-    kind = kind_of(each)
+    A class of a library is named with its bases: a user's subclass of BatchSizeFinder is one too.
+    """
+    kind = kind_of(component)
     if kind.__module__.startswith(f"{PACKAGE}."):
-        stated = each.facts().provides if isinstance(each, StatesFacts) else ()
-        names = [name_of(each), *stated]
+        names = [name_of(component), *(component.facts().provides if isinstance(component, HasFacts) else ())]
     else:
-        names = _library_names(kind)
-    return [*names, SUITE] if isinstance(each, Technique) and not isinstance(each, type) else names
-
-
-def _library_names(kind: type) -> list[str]:
-    """Return the libraries' classes that a class is one of: a user's subclass is still a BatchSizeFinder."""
-    packages = [(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__]
-    return [f"{package}/{name}" for package, name in packages if package not in ("builtins", PACKAGE)]
+        bases = [(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__]
+        names = [f"{package}/{name}" for package, name in bases if package not in ("builtins", PACKAGE)]
+    return [*names, SUITE] if not isinstance(component, type) and isinstance(component, Technique) else names
 
 
 def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> dict[str, str]:
-    """Return what is known about a run so far, by name, in words.
+    """Return what is known about a run so far, description by name.
 
     Args:
         trainer: As it was constructed, or already running.
-        module: What it trains, once there is one.
+        module: The module that it trains; None while that is not known.
     """
     strategy: Any = trainer.strategy
     device = strategy.root_device.type
     ddp = ddp_options(strategy)
+    clips = bool(trainer.gradient_clip_val)
     facts = {
         "run/accumulation": (trainer.accumulate_grad_batches > 1, "accumulate_grad_batches"),
-        "run/clipping": (bool(trainer.gradient_clip_val), "gradient_clip_val"),
+        "run/clipping": (clips, "gradient_clip_val"),
         "run/scaler": (str(trainer.precision) == "16-mixed", "a gradient scaler (16-mixed)"),
         "run/one_device": (trainer.world_size == 1, "one device"),
         "run/many_devices": (trainer.world_size > 1, f"{trainer.world_size} devices"),
         "run/clipping_by_lightnings_mixed": (
-            bool(trainer.gradient_clip_val) and isinstance(strategy.precision_plugin, MixedPrecision),
+            clips and isinstance(strategy.precision_plugin, MixedPrecision),
             "gradient_clip_val under Lightning's own mixed precision",
         ),
         "run/static_graph": (bool(ddp.get("static_graph")), "static_graph=True"),
-        "run/comm_hook": (
-            getattr(strategy, "_ddp_comm_hook", None) is not None,
-            "a communication hook of DDP's",
-        ),
-        "run/sync_batch_norm": (getattr(strategy, "_layer_sync", None) is not None, "sync_batchnorm=True"),
         "run/unused_parameters": (bool(ddp.get("find_unused_parameters")), "find_unused_parameters=True"),
+        # Private attributes of Lightning 2.6's DDPStrategy and FSDPStrategy.
+        "run/comm_hook": (getattr(strategy, "_ddp_comm_hook", None) is not None, "a DDP communication hook"),
+        "run/sync_batch_norm": (getattr(strategy, "_layer_sync", None) is not None, "sync_batchnorm=True"),
         "run/strategy_checkpointing": (
             bool(getattr(strategy, "_activation_checkpointing_kwargs", None)),
             "the strategy's own activation checkpointing",
@@ -155,45 +150,52 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
     }
     if module is not None:
         facts |= _module_facts(module)
-    known = {name: words for name, (holds, words) in facts.items() if holds}
+    known = {name: description for name, (holds, description) in facts.items() if holds}
     return {f"run/{device}": f"device {device}", **known, **machine_facts(device)}
 
 
-def ddp_options(strategy: object) -> Mapping[str, Any]:
-    """Return what a strategy will give to DistributedDataParallel; empty for one that does not use it."""
-    return getattr(strategy, "_ddp_kwargs", {})
-
-
 def _module_facts(module: pl.LightningModule) -> dict[str, tuple[bool, str]]:
-    parts = dict(module.named_modules())
-    own = next((name for name, part in parts.items() if getattr(part, "gradient_checkpointing", False)), "")
-    clips = is_overridden("configure_gradient_clipping", module)
-    normed = next((name for name, part in parts.items() if isinstance(part, _BatchNorm)), "")
-    facts = {
+    children = dict(module.named_modules())
+    own = next(
+        (name for name, child in children.items() if getattr(child, "gradient_checkpointing", False)), ""
+    )
+    normed = next((name for name, child in children.items() if isinstance(child, _BatchNorm)), "")
+    takes_iterator = "dataloader_iter" in inspect.signature(module.training_step).parameters
+    return {
         "run/manual_optimization": (not module.automatic_optimization, "manual optimization"),
-        "run/dataloader_iter": (
-            "dataloader_iter" in inspect.signature(module.training_step).parameters,
-            "training_step(dataloader_iter)",
-        ),
-        "run/model_checkpointing": (bool(own), f"gradient checkpointing of the model's own ({own})"),
+        "run/dataloader_iter": (takes_iterator, "training_step(dataloader_iter)"),
+        "run/model_checkpointing": (bool(own), f"the model's own gradient checkpointing ({own})"),
         "run/batch_norm": (bool(normed), f"batch norms ({normed})"),
+        "run/clipping_by_module": (
+            is_overridden("configure_gradient_clipping", module),
+            f"{type(module).__name__}.configure_gradient_clipping",
+        ),
     }
-    own_clipping = f"{type(module).__name__}.configure_gradient_clipping"
-    return facts | {"run/clipping_by_module": (clips, own_clipping)}
 
 
-def objects_of(trainer: pl.Trainer) -> list[object]:
-    """Return everything in a Trainer that may state facts; a class where an object is not made yet."""
+def ddp_options(strategy: object) -> Mapping[str, Any]:
+    """Return the keywords that a strategy passes to DistributedDataParallel; empty if it does not use it."""
+    return getattr(strategy, "_ddp_kwargs", {})  # private in Lightning 2.6
+
+
+def trainer_components(trainer: pl.Trainer) -> list[object]:
+    """Return everything in a Trainer that may have rules; a class where the object is constructed later."""
     strategy = trainer.strategy
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    brought = [each for callback in callbacks if isinstance(callback, Brings) for each in callback.brings()]
-    brought += [type(optimizer) for optimizer in trainer.optimizers]
-    objects = [strategy.precision_plugin, strategy, strategy.checkpoint_io, *callbacks, *brought]
-    return list(dict.fromkeys(objects))
+    added = [
+        item
+        for callback in callbacks
+        if isinstance(callback, HasComponents)
+        for item in callback.components()
+    ]
+    added += [type(optimizer) for optimizer in trainer.optimizers]
+    return list(
+        dict.fromkeys([strategy.precision_plugin, strategy, strategy.checkpoint_io, *callbacks, *added])
+    )
 
 
-def raise_refused(findings: Iterable[Finding]) -> None:
-    """Raise what was refused, together.
+def raise_rejected(findings: Iterable[RuleFinding]) -> None:
+    """Raise one error that lists every refused finding.
 
     Raises:
         EnvironmentLacksError: The machine lacks something.
@@ -206,47 +208,50 @@ def raise_refused(findings: Iterable[Finding]) -> None:
         raise error("\n".join(map(str, refused)))
 
 
-def refuse_legacy(self: object, trainer: object, pl_module: object = None, stage: str | None = None) -> None:
-    """Refuse a Trainer of the package `pytorch_lightning`; the `setup` of a callback that has no other.
+def reject_legacy_trainer(
+    self: object, trainer: object, pl_module: object = None, stage: str | None = None
+) -> None:
+    """Reject a Trainer of the package `pytorch_lightning`; usable as the `setup` of a callback.
 
     Raises:
-        ConflictError: It is one.
+        ConflictError: The Trainer's class comes from that package.
     """
     del pl_module, stage
     if any(base.__module__.partition(".")[0] == LEGACY for base in type(trainer).__mro__):
-        raise legacy_package(type(self).__name__)
+        raise legacy_package_error(type(self).__name__)
 
 
-def repr_of_plugin(self: object) -> str:
-    """Return what a strategy or a plugin is shown as: its `__repr__`.
+def plugin_repr(self: object) -> str:
+    """Return the `__repr__` of a strategy or plugin.
 
-    A Trainer of the package `pytorch_lightning` refuses it before any code of ours runs, and quotes this.
+    A Trainer of the package `pytorch_lightning` rejects it before any code of this package runs, and quotes
+    this text in its error.
 
     Example:
-        >>> from lightning_eff.precision.mixed import Mixed
-        >>> Mixed()
-        <lightning_eff.Mixed, for a Trainer of lightning.pytorch and not of pytorch_lightning>
+        >>> from lightning_eff.checkpoint_io.durable import Durable
+        >>> Durable()
+        <lightning_eff.Durable, for a Trainer of lightning.pytorch and not of pytorch_lightning>
     """
     return f"<{PACKAGE}.{type(self).__name__}, for a Trainer of lightning.pytorch and not of {LEGACY}>"
 
 
 def enforce(technique: object, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Check a Trainer's techniques; each calls it in `setup` and, with more known, in `on_fit_start`.
+    """Check a Trainer's techniques; every technique calls it in `setup` and again in `on_fit_start`.
 
     Raises:
-        ConflictError: Some combination is refused, or the Trainer is one of `pytorch_lightning`.
+        ConflictError: A combination is refused, or the Trainer comes from `pytorch_lightning`.
         EnvironmentLacksError: The machine lacks something that is needed.
 
     Warns:
-        ConflictWarning: `technique` states that a combination works, and not as one would expect.
+        ConflictWarning: A rule of `technique` allows a combination with a warning.
     """
-    refuse_legacy(technique, trainer)
-    findings = check(objects_of(trainer), run_facts(trainer, module))
-    raise_refused(findings)
+    reject_legacy_trainer(technique, trainer)
+    findings = check_rules(trainer_components(trainer), run_facts(trainer, module))
+    raise_rejected(findings)
     if not trainer.optimizers:
-        return  # the second call knows more, and warns once
-    brought = technique.brings() if isinstance(technique, Brings) else ()
-    speaks_for = {name_of(each) for each in (technique, *brought)}
+        return  # in `setup`: `on_fit_start` knows the optimizers too, and warns once
+    components = technique.components() if isinstance(technique, HasComponents) else ()
+    own_names = {name_of(component) for component in (technique, *components)}
     for finding in findings:
-        if finding.technique in speaks_for and finding.rule.verdict == Verdict.WARNED:
+        if finding.technique in own_names and finding.rule.verdict == Verdict.WARNED:
             warnings.warn(str(finding), ConflictWarning, stacklevel=2)

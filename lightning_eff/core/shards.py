@@ -1,4 +1,7 @@
-"""Tensors of which a rank has a part: FSDP2's, and those of ZeRO's stage 3."""
+"""Tensors that are sharded over ranks: DTensors of FSDP2, and parameters of ZeRO stage 3.
+
+DeepSpeed replaces the data of a stage-3 parameter by an empty tensor and adds `ds_id` and `ds_shape` to it.
+"""
 
 from __future__ import annotations
 
@@ -9,45 +12,54 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 
-def is_part(tensor: object) -> bool:
-    """Say whether other ranks have the rest of a tensor.
+def is_sharded(tensor: object) -> bool:
+    """Return whether this rank holds only a shard of a tensor.
 
     Example:
-        >>> is_part(torch.ones(1))
+        >>> is_sharded(torch.ones(1))
         False
     """
     return isinstance(tensor, DTensor) or hasattr(tensor, "ds_id")
 
 
-def shape_of(tensor: Tensor) -> torch.Size:
-    """Return the shape of the whole tensor that a rank may have a part of."""
+def full_shape(tensor: Tensor) -> torch.Size:
+    """Return the shape of the full tensor, also where this rank holds a shard of it."""
     return getattr(tensor, "ds_shape", tensor.shape)
 
 
-def rows_here(tensor: DTensor) -> tuple[int, int] | None:
-    """Return which rows of a tensor this rank has, first and end; None where it is divided otherwise."""
+def local_rows(tensor: DTensor) -> tuple[int, int] | None:
+    """Return first and end of this rank's rows; None unless the tensor is sharded by rows on a 1-D mesh."""
     mesh = tensor.device_mesh
     if mesh.ndim != 1 or tensor.placements != (Shard(0),):
         return None
     num_rows = tensor.shape[0]
-    share = -(-num_rows // mesh.size())  # as torch.chunk: the last ranks have fewer, or none
-    first = min(mesh.get_local_rank() * share, num_rows)
-    return first, min(first + share, num_rows)
+    # DTensor splits as torch.chunk does: ceil(num_rows / ranks) rows each, the last ranks fewer or none.
+    rows_per_rank = -(-num_rows // mesh.size())
+    first = min(mesh.get_local_rank() * rows_per_rank, num_rows)
+    return first, min(first + rows_per_rank, num_rows)
 
 
 @torch.no_grad()
-def together(tensor: Tensor) -> Tensor:
-    """Return a tensor put together, itself where nothing is missing; a collective of all ranks."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor; one that is not sharded is returned as is.
+
+    A collective (all-gather) for a sharded tensor: every rank of its mesh or process group must call it.
+    """
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     if not hasattr(tensor, "ds_id"):
         return tensor
-    with gathered(tensor):
+    with unsharded(tensor):
         return tensor.detach().clone()
 
 
-def gathered(parameter: Tensor, modifier_rank: int | None = None) -> Any:
-    """Return a context in which a parameter of stage 3 is whole, and one rank may change it for all."""
+def unsharded(parameter: Tensor, modifier_rank: int | None = None) -> Any:
+    """Return a context in which a stage-3 parameter is gathered on every rank; a collective.
+
+    Args:
+        parameter: Of ZeRO stage 3.
+        modifier_rank: Rank whose changes are broadcast to all others on exit; None for read access only.
+    """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     return GatheredParameters([parameter], modifier_rank=modifier_rank)

@@ -1,8 +1,8 @@
-"""What a technique says about itself: what was asked of it, what it may meet, and what it did.
+"""The interface of a technique: its configuration, its rules about a run, and its outcome.
 
-A technique needs no base class for this. What was asked is read off its constructor: every parameter is
-kept in an attribute of the same name. What it needs and excludes is the answer of its method `facts()`, if it
-has one, and what it did that of `outcome()`. core/rules.py compares the facts of a whole run.
+A technique needs no base class for this. Its configuration is read off its constructor: every parameter is
+kept in an attribute of the same name. Its optional method `facts()` returns what it needs and excludes,
+`outcome()` what it did. core/rules.py compares the facts of all techniques of a run.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, Protocol, runtime_checkable
 
 PACKAGE = __name__.partition(".")[0]
 SUITE = PACKAGE
-"""Provided by everything of ours that changes a run; what only watches does not."""
+"""Provided by every technique of this package that changes a run; monitors do not provide it."""
 TRANSFORM = "transform"
-"""Provided by what changes the model before its checkpoint is restored."""
+"""Provided by techniques that change the model before its checkpoint is restored."""
 RECOMPUTE = "recompute"
-"""Provided by what runs a part of the forward pass again in the backward pass."""
-BUDGET = "a compiler that keeps a memory budget"
-"""Provided by what lets the compiler choose which activations are kept."""
+"""Provided by techniques that rerun a part of the forward pass in the backward pass."""
+MEMORY_BUDGET = "a compiler that keeps a memory budget"
+"""Provided by techniques that let the compiler choose which activations are kept."""
 SCHEDULE = "a learning-rate schedule"
-"""Provided by what changes the learning rate while a run goes on."""
+"""Provided by techniques that change the learning rate during a run."""
 NEW_PARAMETERS = "new_parameters"
-"""Provided by what replaces or adds parameters."""
-FOLDERS = "checkpoints in folders"
-"""Provided by a strategy whose ranks write their own parts of a checkpoint."""
+"""Provided by techniques that replace or add parameters."""
+SHARDED_CHECKPOINTS = "checkpoints in folders"
+"""Provided by a strategy whose ranks write separate files of one checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Outcome:
     """What one technique did in a run.
 
     Args:
-        did: One line for a person, with numbers and units.
+        did: One line for the report, with numbers and units.
         effective: False when it changed nothing.
         numbers: The same for a program; plain types only.
     """
@@ -47,15 +47,15 @@ class Outcome:
 
 @runtime_checkable
 class Technique(Protocol):
-    """Anything that can say what it did; may be asked at any time, also before and after a run."""
+    """An object that reports its outcome, at any time: before, during and after a run."""
 
     def outcome(self) -> Outcome:
-        """Say what was done so far."""
+        """Return what was done so far."""
         ...
 
 
 def name_of(technique: object) -> str:
-    """Return the technique's one name.
+    """Return the name of a technique: its module in this package, else its class.
 
     Example:
         >>> from lightning_eff.callbacks.empty_cache import EmptyCache
@@ -68,14 +68,19 @@ def name_of(technique: object) -> str:
 
 
 def kind_of(technique: object) -> type:
-    """Return the class of an object; a class, which stands for an object that is not made yet, is its own."""
+    """Return the class of an object; a class (of an object that is constructed later) is returned as is."""
     return technique if isinstance(technique, type) else type(technique)
 
 
-def arguments(technique: object) -> dict[str, Any]:
-    """Return the constructor's arguments as the technique keeps them: with them it can be made once more.
+def techniques(candidates: Iterable[object]) -> list[Technique]:
+    """Return those of `candidates` (callbacks, plugins, a strategy) that are techniques, in order."""
+    return [candidate for candidate in candidates if isinstance(candidate, Technique)]
 
-    One that a base class has another attribute for, `x`, is kept as `given_x`.
+
+def constructor_arguments(technique: object) -> dict[str, Any]:
+    """Return the constructor's arguments, which suffice to construct a copy, from their attributes.
+
+    Where a base class already uses the attribute `x`, the argument is kept as `given_x`.
     """
     return {
         name: value
@@ -84,56 +89,50 @@ def arguments(technique: object) -> dict[str, Any]:
     }
 
 
-def asked(technique: object) -> dict[str, Any]:
-    """Return the constructor's arguments in plain types.
-
-    Example:
-        >>> from lightning_eff.callbacks.empty_cache import EmptyCache
-        >>> asked(EmptyCache(every_n_steps=5))["every_n_steps"]
-        5
-    """
-    return {name: _plain(value) for name, value in arguments(technique).items()}
-
-
-def chosen(technique: object) -> dict[str, Any]:
-    """Return those of the arguments that are not the defaults.
-
-    Example:
-        >>> from lightning_eff.callbacks.empty_cache import EmptyCache
-        >>> chosen(EmptyCache(every_n_steps=5)), chosen(EmptyCache())
-        ({'every_n_steps': 5}, {})
-    """
-    usual = defaults(technique)
-    return {name: value for name, value in asked(technique).items() if value != _plain(usual[name])}
-
-
-def _plain(value: object) -> Any:
-    return value if isinstance(value, (str, int, float, bool, type(None))) else _in_words(value)
-
-
-def _in_words(value: object) -> str:
-    """Return a class that is called later as its call: name and keywords."""
-    made: Any = getattr(value, "func", None)
-    keywords: Mapping[str, Any] = getattr(value, "keywords", {})
-    if made is None:
-        return repr(value)
-    shown = [f"{key}={_in_words(item)}" for key, item in keywords.items() if item is not None]
-    return f"{getattr(made, '__name__', made)}({', '.join(shown)})"
-
-
-def defaults(technique: object) -> dict[str, Any]:
+def constructor_defaults(technique: object) -> dict[str, Any]:
     """Return the defaults of the constructor's arguments."""
     parameters = inspect.signature(type(technique)).parameters
     return {name: parameter.default for name, parameter in parameters.items()}
 
 
-def techniques(candidates: Iterable[object]) -> list[Technique]:
-    """Return those of `candidates` (callbacks, plugins, a strategy) that are techniques, in their order."""
-    return [candidate for candidate in candidates if isinstance(candidate, Technique)]
+def config_of(technique: object) -> dict[str, Any]:
+    """Return the constructor's arguments in plain types.
+
+    Example:
+        >>> from lightning_eff.callbacks.empty_cache import EmptyCache
+        >>> config_of(EmptyCache(every_n_steps=5))["every_n_steps"]
+        5
+    """
+    return {name: _plain(value) for name, value in constructor_arguments(technique).items()}
+
+
+def non_default_config(technique: object) -> dict[str, Any]:
+    """Return those of the constructor's arguments that differ from the defaults, in plain types.
+
+    Example:
+        >>> from lightning_eff.callbacks.empty_cache import EmptyCache
+        >>> non_default_config(EmptyCache(every_n_steps=5)), non_default_config(EmptyCache())
+        ({'every_n_steps': 5}, {})
+    """
+    defaults = constructor_defaults(technique)
+    return {name: value for name, value in config_of(technique).items() if value != _plain(defaults[name])}
+
+
+def _plain(value: object) -> Any:
+    """Return plain types as they are, a `functools.partial` as the text of its call, all else as its repr."""
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    function: Any = getattr(value, "func", None)
+    if function is None:
+        return repr(value)
+    keywords: Mapping[str, Any] = getattr(value, "keywords", {})
+    texts = {key: repr(item) if isinstance(item, str) else _plain(item) for key, item in keywords.items()}
+    shown = [f"{key}={text}" for key, text in texts.items() if text is not None]
+    return f"{getattr(function, '__name__', function)}({', '.join(shown)})"
 
 
 class Verdict(StrEnum):
-    """What becomes of a technique in a run, best first."""
+    """The effect of the rules on a technique, best first."""
 
     FINE = "fine"
     ADJUSTED = "adjusted"
@@ -143,15 +142,15 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Something that a technique must not meet, or cannot do without.
+    """Something that a technique cannot be combined with, or cannot run without.
 
     Args:
-        name: A technique (`callbacks/torch_compile`), something that one provides (`recompute`), a class of
-            Lightning's (`lightning/BatchSizeFinder`), a fact of the run (`run/clipping`) or of the machine.
+        name: A technique (`callbacks/torch_compile`), a name that a technique provides (`recompute`), a class
+            of Lightning (`lightning/BatchSizeFinder`), a fact of the run (`run/clipping`) or of the machine.
         reason: What would happen.
-        remedies: Up to three overrides or commands that help, each of which then works; remedies.py shows
-            overrides as Python where no recipe runs.
-        verdict: What follows from it.
+        remedies: Up to three overrides or commands that help, each sufficient; remedies.py turns overrides
+            into Python where no recipe runs.
+        verdict: The consequence.
     """
 
     name: str
@@ -160,42 +159,14 @@ class Rule:
     verdict: Verdict = Verdict.REFUSED
 
 
-FLATTENED = tuple(
-    Rule(
-        name=name,
-        reason="the strategy flattens matrices into vectors, and this optimizer works on whole matrices",
-        remedies=("optimizer=adamw",),
-    )
-    for name in ("lightning/DeepSpeedStrategy", "strategy/deepspeed_zero")
-)
-"""For optimizers that must see a matrix whole."""
-SHARDING = tuple(
-    Rule(name=name, reason="the strategy decides itself where state lives", remedies=("optimizer=adamw",))
-    for name in (
-        "lightning/DeepSpeedStrategy",
-        "lightning/FSDPStrategy",
-        "lightning/ModelParallelStrategy",
-        "strategy/deepspeed_zero",
-        "strategy/fsdp2",
-    )
-)
-"""For optimizers that place state themselves."""
-PROJECTS = Rule(
-    name="callbacks/peft_adapter",
-    reason="an adapter's matrices have a low rank already, so there is nothing to project",
-    remedies=("optimizer=adamw", "~callbacks.peft_adapter"),
-)
-"""For optimizers that project gradients onto fewer dimensions."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a technique states about itself, as it was constructed.
+    """The rules of one technique, as it was constructed.
 
     Args:
-        provides: Names that rules of others may mention, beside its own.
-        needs: What must be there.
-        excludes: What must not be there.
+        provides: Names that rules of other techniques may mention, in addition to the technique's own.
+        needs: Rules about what must be present.
+        excludes: Rules about what must be absent.
     """
 
     provides: tuple[str, ...] = ()
@@ -204,8 +175,8 @@ class Facts:
 
 
 @runtime_checkable
-class StatesFacts(Protocol):
-    """A technique that has something to say about what it may meet."""
+class HasFacts(Protocol):
+    """A technique with rules."""
 
     def facts(self) -> Facts:
         """Return what follows from the constructor's arguments alone."""
@@ -213,9 +184,33 @@ class StatesFacts(Protocol):
 
 
 @runtime_checkable
-class Brings(Protocol):
-    """A technique that adds something to a run that has rules of its own."""
+class HasComponents(Protocol):
+    """A technique that adds objects with rules of their own to a run, an optimizer for example."""
 
-    def brings(self) -> Iterable[object]:
-        """Return objects, or classes of objects that are made later."""
+    def components(self) -> Iterable[object]:
+        """Return the objects, or the classes of those that are constructed later."""
         ...
+
+
+_DEEPSPEED = ("lightning/DeepSpeedStrategy", "strategy/deepspeed_zero")
+_FSDP = ("lightning/FSDPStrategy", "lightning/ModelParallelStrategy", "strategy/fsdp2")
+NEEDS_MATRICES = tuple(
+    Rule(
+        name=name,
+        reason="the strategy flattens matrices into vectors, and this optimizer needs full matrices",
+        remedies=("optimizer=adamw",),
+    )
+    for name in _DEEPSPEED
+)
+"""Rules of optimizers whose update needs the full matrix of a weight."""
+PLACES_STATE = tuple(
+    Rule(name=name, reason="the strategy itself places the optimizer state", remedies=("optimizer=adamw",))
+    for name in (*_DEEPSPEED, *_FSDP)
+)
+"""Rules of optimizers that choose the device of their state."""
+PROJECTS_GRADIENTS = Rule(
+    name="callbacks/peft_adapter",
+    reason="an adapter's matrices already have a low rank, so projecting their gradients gains nothing",
+    remedies=("optimizer=adamw", "~callbacks.peft_adapter"),
+)
+"""Rule of optimizers that project gradients onto fewer dimensions."""

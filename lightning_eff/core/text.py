@@ -1,4 +1,4 @@
-"""Numbers as people read them, and plain-text tables."""
+"""Human-readable numbers and plain-text tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def human_count(count: float) -> str:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: int = 1) -> str:
-    """Align columns with two spaces between them; the last column is not padded, a cell is one line.
+    """Return a table whose columns are aligned, two spaces apart; line breaks in cells become spaces.
 
     Example:
         >>> print(text_table(["name", "n"], [["a", "1"], ["long", "22"]]))

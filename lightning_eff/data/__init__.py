@@ -1,1 +1,1 @@
-"""What the recipes train on: plain LightningDataModules that know nothing of the suite."""
+"""Data of the recipes: plain LightningDataModules that import nothing of the suite."""

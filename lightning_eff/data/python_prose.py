@@ -1,37 +1,37 @@
-"""English that every machine has, in the tokens of Python's source: the topics of Python's own help.
+"""English text that every machine has, in the tokens of Python's source: the topics of Python's own help.
 
-`pydoc_data` holds articles, 0.7 MB of prose with examples. They are split by article and encoded by the
+`pydoc_data` has articles, 0.7 MB of prose with examples. They are split by article and encoded by the
 tokenizer that `PythonSource` has trained, so that a model of that text can be adapted to this one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import importlib
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_eff.data.python_source import PythonSource, write_entry
+from lightning_eff.data.python_source import PythonSource, write_cache_entry
 
 
 class PythonProse(PythonSource):
-    """The topics of Python's help as (inputs, targets), integer tensors [micro_batch_size, context_length].
+    """The topics of Python's help as (inputs, targets), integer tensors [batch_size, context_length].
 
     Args:
         context_length: Tokens in a sequence.
         vocab_size: Number of BPE tokens of the source's tokenizer, 257 to 65536.
-        micro_batch_size: Sequences per forward pass per rank.
-        num_workers: DataLoader worker processes; windows are cheap to read, 0 is fastest.
-        validation_share: Share of the topics, and of the source's files, kept for validation, up to 0.5.
+        batch_size: Sequences per batch of the loader, per rank.
+        num_workers: DataLoader worker processes; windows are cheap to read, so 0 is fastest.
+        val_fraction: Fraction of the topics, and of the source's files, for validation, up to 0.5.
         cache_dir: Folder for the tokenizer and the token files.
-        source_dir: Folder of the source that the tokenizer is trained on, in place of the standard library's.
+        source_dir: Folder of the source that the tokenizer is trained on; None for the standard library.
 
     Raises:
         ValueError: A number is outside its range.
-        FileNotFoundError: `source_dir` is no folder, or, raised in `prepare_data`, has no Python files.
+        FileNotFoundError: `source_dir` is not a folder, or, raised in `prepare_data`, has no Python files.
     """
 
     def __init__(
@@ -39,18 +39,18 @@ class PythonProse(PythonSource):
         *,
         context_length: int = 256,
         vocab_size: int = 2048,
-        micro_batch_size: int = 16,
+        batch_size: int = 16,
         num_workers: int = 0,
-        validation_share: float = 0.05,
+        val_fraction: float = 0.05,
         cache_dir: str = "outputs/cache",
         source_dir: str | None = None,
     ) -> None:
         settings: dict[str, Any] = {
             "context_length": context_length,
             "vocab_size": vocab_size,
-            "micro_batch_size": micro_batch_size,
+            "batch_size": batch_size,
             "num_workers": num_workers,
-            "validation_share": validation_share,
+            "val_fraction": val_fraction,
             "cache_dir": cache_dir,
             "source_dir": source_dir,
         }
@@ -64,8 +64,8 @@ class PythonProse(PythonSource):
         self.source.setup("fit")
         folder, _ = self._locate()
         if not folder.is_dir():
-            texts = [text for _, text in sorted(_topics().items())]
-            write_entry(folder, texts, self.source.tokenizer, self.validation_share)
+            texts = [text for _, text in _topics()]
+            write_cache_entry(folder, texts, self.source.tokenizer, self.val_fraction)
 
     @override
     def setup(self, stage: str) -> None:
@@ -75,18 +75,18 @@ class PythonProse(PythonSource):
     @override
     def _locate(self) -> tuple[Path, list[Path]]:
         """Return the cache entry for these articles in the tokens of that source."""
-        source, files = self.source._locate()  # noqa: SLF001 - its own kind
+        source, files = self.source._locate()  # noqa: SLF001 - its own base class
         digest = hashlib.sha256(source.name.encode())
-        for name, text in sorted(_topics().items()):
+        for name, text in _topics():
             digest.update(f"{name} {len(text)} {text}".encode())
         return Path(self.cache_dir) / f"python_prose-{digest.hexdigest()[:16]}", files
 
     def texts(self) -> dict[str, DataLoader[Any]]:
-        """Return the validation windows of both texts, by what they are."""
+        """Return the validation windows of both texts, by name."""
         return {"prose": self.val_dataloader(), "Python source": self.source.val_dataloader()}
 
 
-def _topics() -> Mapping[str, str]:
-    from pydoc_data.topics import topics
-
-    return topics
+def _topics() -> list[tuple[str, str]]:
+    """Return name and text of all articles, by name."""
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return sorted(topics.items())

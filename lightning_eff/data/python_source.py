@@ -1,10 +1,10 @@
 """Real text that every machine has: the source of Python's own standard library, about 13 MB.
 
-The files are found beside the `os` module, split by file into training and validation (so that no file is
-on both sides), encoded by a byte-level BPE that is trained on the spot (Sennrich et al. 2016), and kept as
-two flat arrays of 16-bit tokens that are read through memory maps. What was made is cached under a name
-that contains the hash of the text and of the settings: another Python patch version has other source, and
-so another cache entry.
+The files of the standard library are split by file into training and validation (so that no file is in both),
+encoded by a byte-level BPE that is trained on the training files (Sennrich et al. 2016), and stored as two
+flat arrays of 16-bit tokens that are read through memory maps. They are cached under a name that contains the
+hash of the text and of the settings: another Python patch version has other source, hence another cache
+entry.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
 )
 FORMAT = 1
-"""Changes whenever the cached files would be laid out differently."""
+"""Version of the layout of the cached files; increase it with every change."""
 
 
 class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of `context_length` tokens, side by side, each with the token that follows every position.
+    """Adjacent windows of `context_length` tokens; the target of a position is the token after it.
 
     Args:
-        path: File of unsigned 16-bit tokens; opened when the first window is read, so that workers share
-            pages.
+        path: File of unsigned 16-bit tokens; mapped when the first window is read, so that DataLoader workers
+            share its pages.
         context_length: Tokens in a window.
     """
 
@@ -69,20 +69,20 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class PythonSource(pl.LightningDataModule):
-    """Python's standard library as (inputs, targets), integer tensors [micro_batch_size, context_length].
+    """Python's standard library as (inputs, targets), integer tensors [batch_size, context_length].
 
     Args:
         context_length: Tokens in a sequence.
-        vocab_size: Number of BPE tokens, 257 to 65536: a byte-level alphabet and one separator at least.
-        micro_batch_size: Sequences per forward pass per rank.
-        num_workers: DataLoader worker processes; windows are cheap to read, 0 is fastest.
-        validation_share: Share of the files kept for validation, up to 0.5: one in `round(1 / share)`.
+        vocab_size: Number of BPE tokens, 257 to 65536: at least 256 bytes and one separator.
+        batch_size: Sequences per batch of the loader, per rank.
+        num_workers: DataLoader worker processes; windows are cheap to read, so 0 is fastest.
+        val_fraction: Fraction of the files for validation, up to 0.5: one in `round(1 / val_fraction)`.
         cache_dir: Folder for the tokenizer and the token files.
-        source_dir: Folder that is searched for `*.py` instead of the standard library's.
+        source_dir: Folder that is searched for `*.py` instead of the standard library.
 
     Raises:
         ValueError: A number is outside its range.
-        FileNotFoundError: `source_dir` is no folder, or, raised in `prepare_data`, has no Python files.
+        FileNotFoundError: `source_dir` is not a folder, or, raised in `prepare_data`, has no Python files.
     """
 
     def __init__(
@@ -90,28 +90,35 @@ class PythonSource(pl.LightningDataModule):
         *,
         context_length: int = 256,
         vocab_size: int = 2048,
-        micro_batch_size: int = 16,
+        batch_size: int = 16,
         num_workers: int = 0,
-        validation_share: float = 0.05,
+        val_fraction: float = 0.05,
         cache_dir: str = "outputs/cache",
         source_dir: str | None = None,
     ) -> None:
         super().__init__()
-        _check_range("context_length", context_length, 1, None)
-        _check_range("vocab_size", vocab_size, 257, 65_536)
-        _check_range("micro_batch_size", micro_batch_size, 1, None)
-        _check_range("num_workers", num_workers, 0, None)
-        if not 0.0 < validation_share <= 0.5:
-            msg = f"validation_share={validation_share} must lie above 0 and not above 0.5"
+        for name, value, low in (
+            ("context_length", context_length, 1),
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+        ):
+            if value < low:
+                msg = f"{name}={value} must be at least {low}"
+                raise ValueError(msg)
+        if not 257 <= vocab_size <= 65_536:
+            msg = f"vocab_size={vocab_size} must be 257 to 65536"
+            raise ValueError(msg)
+        if not 0.0 < val_fraction <= 0.5:
+            msg = f"val_fraction={val_fraction} must lie above 0 and not above 0.5"
             raise ValueError(msg)
         if source_dir is not None and not Path(source_dir).is_dir():
             msg = f"source_dir={source_dir!r} is no folder"
             raise FileNotFoundError(msg)
         self.context_length = context_length
         self.vocab_size = vocab_size
-        self.micro_batch_size = micro_batch_size
+        self.batch_size = batch_size
         self.num_workers = num_workers
-        self.validation_share = validation_share
+        self.val_fraction = val_fraction
         self.cache_dir = cache_dir
         self.source_dir = source_dir
         self._folder: Path | None = None
@@ -121,32 +128,30 @@ class PythonSource(pl.LightningDataModule):
     def prepare_data(self) -> None:
         folder, files = self._locate()
         if not folder.is_dir():
-            _build(folder, files, self.vocab_size, self.validation_share)
+            _build(folder, files, self.vocab_size, self.val_fraction)
 
     @override
     def setup(self, stage: str) -> None:
         if self._folder is None:
             folder, _ = self._locate()
             if not folder.is_dir():
-                msg = f"{folder} is not there: call prepare_data() before setup()"
+                msg = f"{folder} does not exist: call prepare_data() before setup()"
                 raise RuntimeError(msg)
             self._folder = folder
-            facts = json.loads((self._folder / "facts.json").read_text())
-            text = "text of %d files, %d bytes, hash %s: %d tokens to train on, %d to validate"
-            tokens = facts["tokens"]
-            digest = self._folder.name.rpartition("-")[2]
-            log.info(text, facts["files"], facts["bytes"], digest, tokens["train"], tokens["val"])
+            facts = json.loads((folder / "facts.json").read_text())
+            text = "text of %d files, %d bytes, hash %s: %d training tokens, %d validation tokens"
+            counts, digest = facts["tokens"], folder.name.rpartition("-")[2]
+            log.info(text, facts["files"], facts["bytes"], digest, counts["train"], counts["val"])
 
     def _locate(self) -> tuple[Path, list[Path]]:
-        """Return the cache entry for the text as it is now, and the files that make it up."""
+        """Return the cache entry of the current text, and the files of that text."""
         source = Path(self.source_dir) if self.source_dir else Path(sysconfig.get_path("stdlib"))
         files = _python_files(source)
         if len(files) < 2:
-            msg = (
-                f"{source} has {len(files)} Python files: two are needed, one to train on and one to validate"
-            )
+            plural = "" if len(files) == 1 else "s"
+            msg = f"{source} has {len(files)} Python file{plural}: at least 2 are needed, one for validation"
             raise FileNotFoundError(msg)
-        digest = hashlib.sha256(f"{FORMAT} {self.vocab_size} {self.validation_share}".encode())
+        digest = hashlib.sha256(f"{FORMAT} {self.vocab_size} {self.val_fraction}".encode())
         for file in files:
             content = file.read_bytes()
             digest.update(f"{file.relative_to(source)} {len(content)} ".encode())
@@ -155,7 +160,7 @@ class PythonSource(pl.LightningDataModule):
 
     @property
     def folder(self) -> Path:
-        """Where the tokenizer and the token files lie; known after `setup`."""
+        """Folder of the tokenizer and the token files; known after `setup`."""
         if self._folder is None:
             msg = "PythonSource has no folder yet: call prepare_data() and setup() first"
             raise RuntimeError(msg)
@@ -163,15 +168,15 @@ class PythonSource(pl.LightningDataModule):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The byte-level BPE that turned the text into tokens."""
+        """The byte-level BPE of the text."""
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-            self._tokenizer.encode_special_tokens = True  # as the texts were encoded
+            self._tokenizer.encode_special_tokens = True  # as for the token files
         return self._tokenizer
 
     @property
     def unigram_entropy(self) -> float:
-        """Nats per validation token of the best model without context: what a real model must beat."""
+        """Validation loss of the best model without context, in nats per token: a baseline."""
         return float(json.loads((self.folder / "facts.json").read_text())["unigram_entropy"])
 
     @override
@@ -183,8 +188,8 @@ class PythonSource(pl.LightningDataModule):
         return self._loader("val", shuffle=False)
 
     def example_batch(self) -> tuple[Tensor, Tensor]:
-        """Return a batch of the right shapes, for who must not wait for the text to be prepared."""
-        size = (self.micro_batch_size, self.context_length)
+        """Return a batch of the right shapes, without preparing the text."""
+        size = (self.batch_size, self.context_length)
         return torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
 
     def _loader(self, split: str, *, shuffle: bool) -> DataLoader[tuple[Tensor, Tensor]]:
@@ -196,78 +201,75 @@ class PythonSource(pl.LightningDataModule):
             raise ValueError(msg)
         return DataLoader(
             windows,
-            batch_size=self.micro_batch_size,
+            batch_size=self.batch_size,
             shuffle=shuffle,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
-            drop_last=shuffle and len(windows) >= self.micro_batch_size,
+            drop_last=shuffle and len(windows) >= self.batch_size,
         )
 
 
 def _python_files(source: Path) -> list[Path]:
     found: list[Path] = []
     for folder, names, files in os.walk(source):
-        names[:] = sorted(set(names) - SKIPPED_FOLDERS)
-        found += [
-            Path(folder) / file for file in files if file.endswith(".py") and (Path(folder) / file).is_file()
-        ]
+        names[:] = sorted(set(names) - SKIPPED_FOLDERS)  # os.walk visits what is left in the list
+        paths = [Path(folder) / file for file in files if file.endswith(".py")]
+        found += [path for path in paths if path.is_file()]
     return sorted(found)
 
 
-def _build(folder: Path, files: Sequence[Path], vocab_size: int, validation_share: float) -> None:
-    """Train a tokenizer on the files, and keep what it makes of them."""
+def _build(folder: Path, files: Sequence[Path], vocab_size: int, val_fraction: float) -> None:
+    """Train a tokenizer on the training files, and write the cache entry."""
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    log.info("training a tokenizer of %d tokens on %d files, kept in %s", vocab_size, len(files), folder)
-    tokenizer = _train_bpe(split(texts, validation_share)["train"], vocab_size)
+    log.info("training a tokenizer of %d tokens on %d files, cached in %s", vocab_size, len(files), folder)
+    tokenizer = _train_bpe(split_texts(texts, val_fraction)["train"], vocab_size)
     if tokenizer.get_vocab_size() < vocab_size:
-        text = "so little text gives %d tokens; of vocab_size=%d the rest is never used"
+        text = "the text is so short that it gives %d tokens; the rest of vocab_size=%d is never used"
         log.warning(text, tokenizer.get_vocab_size(), vocab_size)
-    write_entry(folder, texts, tokenizer, validation_share)
+    write_cache_entry(folder, texts, tokenizer, val_fraction)
 
 
-def split(texts: Sequence[str], validation_share: float) -> dict[str, list[str]]:
-    """Return the texts to train on and those to validate on, one in `round(1 / validation_share)`."""
-    every = round(1 / validation_share)
+def split_texts(texts: Sequence[str], val_fraction: float) -> dict[str, list[str]]:
+    """Return training and validation texts; of every `round(1 / val_fraction)` texts the first validates."""
+    every = round(1 / val_fraction)
     return {"train": [t for i, t in enumerate(texts) if i % every], "val": list(texts[::every])}
 
 
-def write_entry(folder: Path, texts: Sequence[str], tokenizer: Tokenizer, validation_share: float) -> None:
-    """Write tokenizer, token files and facts into a folder beside the final one, then rename it.
+def write_cache_entry(folder: Path, texts: Sequence[str], tokenizer: Tokenizer, val_fraction: float) -> None:
+    """Write tokenizer, token files and facts into a temporary folder, then rename it to the final one.
 
     Args:
         folder: The cache entry.
-        texts: What it holds, in order.
-        tokenizer: Makes tokens of them.
-        validation_share: Of the texts.
+        texts: The texts, in order.
+        tokenizer: Encodes them.
+        val_fraction: Fraction of the texts for validation.
     """
-    splits = split(texts, validation_share)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".python_source-", dir=folder.parent))
     try:
         tokenizer.save(str(scratch / "tokenizer.json"))
         counts = {
-            name: _write_tokens(tokenizer, part, scratch / f"{name}.bin") for name, part in splits.items()
+            name: _write_tokens(tokenizer, split, scratch / f"{name}.bin")
+            for name, split in split_texts(texts, val_fraction).items()
         }
+        # One is added to each training frequency, so that no token has probability 0.
+        train, val = counts["train"] + 1, counts["val"]
         facts = {
             "files": len(texts),
             "bytes": sum(len(text.encode()) for text in texts),
             "tokens": {name: int(count.sum()) for name, count in counts.items()},
-            "unigram_entropy": _cross_entropy(counts["train"], counts["val"]),
+            "unigram_entropy": float(-(val * np.log(train / train.sum())).sum() / val.sum()),
         }
         (scratch / "facts.json").write_text(json.dumps(facts, indent=1))
         scratch.chmod(0o755)
-        _move_into_place(scratch, folder)
+        try:
+            scratch.rename(folder)
+        except OSError:
+            # Another process wrote the same entry first; its content is the same, since its name is the hash.
+            if not folder.is_dir():
+                raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _move_into_place(scratch: Path, folder: Path) -> None:
-    try:
-        scratch.rename(folder)
-    except OSError:
-        # Another process finished the same entry first; its content is the same, since the name is its hash.
-        if not folder.is_dir():
-            raise
 
 
 def _train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
@@ -285,9 +287,9 @@ def _train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def _write_tokens(tokenizer: Tokenizer, texts: Sequence[str], path: Path) -> np.ndarray[Any, Any]:
-    """Write every text after a separator; return how often each token occurs."""
+    """Write every text after a separator; return the frequency of each token."""
     separator = tokenizer.token_to_id("<|file|>")
-    tokenizer.encode_special_tokens = True  # a text that contains the separator's name keeps it as text
+    tokenizer.encode_special_tokens = True  # the separator's name in a text is encoded as text
     counts = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
     with path.open("wb") as file:
         for encoding in tokenizer.encode_batch(list(texts)):
@@ -295,16 +297,3 @@ def _write_tokens(tokenizer: Tokenizer, texts: Sequence[str], path: Path) -> np.
             counts += np.bincount(tokens, minlength=len(counts))
             file.write(tokens.tobytes())
     return counts
-
-
-def _cross_entropy(train: np.ndarray[Any, Any], val: np.ndarray[Any, Any]) -> float:
-    """Nats per token of `val` under the token frequencies of `train`, one added to each so that none is 0."""
-    smoothed = train + 1
-    return float(-(val * np.log(smoothed / smoothed.sum())).sum() / val.sum())
-
-
-def _check_range(name: str, value: int, low: int, high: int | None) -> None:
-    if value < low or (high is not None and value > high):
-        limits = f"at least {low}" if high is None else f"{low} to {high}"
-        msg = f"{name}={value} must be {limits}"
-        raise ValueError(msg)

@@ -1,24 +1,24 @@
 """Text of your own: files, JSON Lines, Parquet, conversations, for a Hugging Face causal language model.
 
-A batch is a dictionary of integer tensors as such models take them: `input_ids` and `labels` [B, T], with
-`position_ids` or `attention_mask`. Labels are the tokens themselves (the model compares each with what it
-said one position before) and -100 where nothing counts: at a document's first token, in what fills a row up,
-in all that the assistant does not say in a conversation.
+A batch is a dictionary of integer tensors as these models take them: `input_ids` and `labels` [B, T], with
+`position_ids` or `attention_mask`. Labels are the tokens themselves (the model compares each with its output
+one position before) and -100 where there is no target: at the first token of a document, in padding, and in
+everything that the assistant does not say in a conversation.
 
-Three ways to make rows, by `packing`:
+`packing` selects how rows are made:
 
-- `true`: several whole documents a row. Their positions begin anew, by which models of transformers know
-  that attention must not cross (`HFCausalLM` tries whether its model does, and refuses if not), and no target
-  lies across a boundary: each document trains as it would alone. Texts longer than a row are cut into pieces,
-  conversations are cut off.
+- `true`: several uncut documents a row. Their positions begin at 0, by which models of transformers detect
+  that attention must not cross (`HFCausalLM` tests whether its model does, and rejects it if not), and no
+  target crosses a boundary: each document trains as it would alone. Texts longer than a row are cut into
+  pieces, conversations are cut off.
 - `across`: one stream of all documents, cut into rows; attention and targets cross boundaries, as in most
-  pre-training. Nothing is lost or filled up but the end.
+  pre-training. Nothing is dropped, and only the last row is padded.
 - `false`: one document a row, padded to the longest of its batch and masked; longer ones are cut off.
 
-What is cut, lost and left out is logged. Which documents validate depends on `seed` alone, the order of rows
-on `seed` and epoch; in the middle of an epoch the loader goes on where a checkpoint left it.
+Truncated and dropped text is logged. The validation documents depend on `seed` alone, the order of rows on
+`seed` and epoch; in the middle of an epoch the loader resumes at the position in the checkpoint.
 
-Everything is read and tokenized in `setup`, on every rank, and kept in memory, 8 to 12 bytes a token.
+All documents are read and tokenized in `setup`, on every rank, and kept in memory, 8 to 12 bytes a token.
 """
 
 from __future__ import annotations
@@ -35,12 +35,22 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_eff.data.corpus.documents import Document, find_files, read_documents
-from lightning_eff.data.corpus.order import EpochOrder, ResumableLoader
-from lightning_eff.data.corpus.rows import OnePerRow, PackedRows, Tokens, pack_across, pack_apart, padded
-from lightning_eff.data.corpus.vocabulary import Vocabulary
+from lightning_eff.data.corpus.documents import SourceDocument, find_files, read_documents
+from lightning_eff.data.corpus.packing import (
+    DocumentRows,
+    PackedRows,
+    TokenizedDocument,
+    collate_padded,
+    pack_documents,
+    pack_stream,
+)
+from lightning_eff.data.corpus.resumable_loader import EpochSampler, ResumableLoader
+from lightning_eff.data.corpus.tokenization import TrainingTokenizer
 
 log = logging.getLogger(__name__)
+
+Pieces = list[TokenizedDocument]
+"""Pieces of one document, each of which fits a row."""
 
 
 class Text(pl.LightningDataModule):
@@ -50,21 +60,21 @@ class Text(pl.LightningDataModule):
         paths: Files, folders or patterns with `*`; `pydoc` for the English prose of Python's own help.
         tokenizer: Hugging Face name or folder; None for bytes, 257 tokens.
         context_length: Longest row in tokens.
-        micro_batch_size: Rows per forward pass per rank.
-        packing: True, False or "across"; the module's docstring says what each does.
+        batch_size: Rows per batch of the loader, per rank.
+        packing: True, False or "across", as described in the module's docstring.
         field: Key of a JSON row or column of a Parquet file that holds the text, or a conversation: a list of
             `{role, content}`.
-        validation_share: Share of the documents kept for validation, from 0 (none) to 0.5.
-        seed: Of the split and of the order.
+        val_fraction: Fraction of the documents for validation, from 0 (none) to 0.5.
+        seed: Seed of the split and of the order.
 
     Raises:
         ValueError: A value is outside its range, the tokenizer cannot be loaded, or, raised in `setup`, a
-            file holds something else than is expected; file and line are named.
-        FileNotFoundError: A path means no file.
+            file is invalid; the message names file and line.
+        FileNotFoundError: A path matches no file.
         ModuleNotFoundError: A package is missing: transformers for a tokenizer, pyarrow for Parquet.
 
     Example:
-        >>> data = Text(context_length=64, micro_batch_size=2)
+        >>> data = Text(context_length=64, batch_size=2)
         >>> data.setup("fit")
         >>> {name: tuple(value.shape) for name, value in next(iter(data.train_dataloader())).items()}
         {'input_ids': (2, 64), 'labels': (2, 64), 'position_ids': (2, 64)}
@@ -76,158 +86,149 @@ class Text(pl.LightningDataModule):
         paths: str | Sequence[str] = "pydoc",
         tokenizer: str | None = None,
         context_length: int = 256,
-        micro_batch_size: int = 8,
+        batch_size: int = 8,
         packing: bool | Literal["across"] = True,
         field: str = "text",
-        validation_share: float = 0.05,
+        val_fraction: float = 0.05,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for name, value, low in (
-            ("context_length", context_length, 2),
-            ("micro_batch_size", micro_batch_size, 1),
-        ):
+        for name, value, low in (("context_length", context_length, 2), ("batch_size", batch_size, 1)):
             if value < low:
-                text = f"{name}={value} must be at least {low}"
-                raise ValueError(text)
-        if not 0.0 <= validation_share <= 0.5:
-            text = f"validation_share={validation_share} must lie between 0 and 0.5"
-            raise ValueError(text)
+                msg = f"{name}={value} must be at least {low}"
+                raise ValueError(msg)
+        if not 0.0 <= val_fraction <= 0.5:
+            msg = f"val_fraction={val_fraction} must lie between 0 and 0.5"
+            raise ValueError(msg)
         if packing not in (True, False, "across"):
-            text = f"packing={packing!r} must be true, false or across"
-            raise ValueError(text)
+            msg = f"packing={packing!r} must be true, false or across"
+            raise ValueError(msg)
         self.paths = [paths] if isinstance(paths, str) else list(paths)
         if not self.paths:
-            text = "paths=[] must name at least one file or folder, or pydoc"
-            raise ValueError(text)
+            msg = "paths=[] must name at least one file or folder, or pydoc"
+            raise ValueError(msg)
         find_files(self.paths)
         self.context_length = context_length
-        self.micro_batch_size = micro_batch_size
+        self.batch_size = batch_size
         self.packing = packing
         self.field = field
-        self.validation_share = validation_share
+        self.val_fraction = val_fraction
         self.seed = seed
-        self.vocabulary = Vocabulary(tokenizer)
-        self._rows: dict[str, PackedRows | OnePerRow] = {}
+        self.training_tokenizer = TrainingTokenizer(tokenizer)
+        self._rows: dict[str, PackedRows | DocumentRows] = {}
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What turned the text into tokens."""
-        return self.vocabulary.tokenizer
+        """The tokenizer of the text."""
+        return self.training_tokenizer.tokenizer
 
     @property
     def vocab_size(self) -> int:
         """Rows that a model's embedding needs."""
-        return self.vocabulary.size
+        return self.training_tokenizer.vocab_size
 
     @override
     def setup(self, stage: str) -> None:
-        """Read, split, tokenize and lay out all documents, alike in every run and on every rank."""
+        """Read, tokenize, split and pack all documents, alike in every run and on every rank."""
         if self._rows:
             return
         documents = read_documents(self.paths, self.field)
-        tokens = self._tokens(documents)
+        tokenized = self._tokenize(documents)
         pieces = [
-            self._fit(t, cut_off=not isinstance(d.content, str))
-            for d, t in zip(documents, tokens, strict=True)
+            self._cut(tokens, is_chat=not isinstance(document.content, str))
+            for document, tokens in zip(documents, tokenized, strict=True)
         ]
-        for split, chosen in self._split(self._with_targets(documents, pieces)).items():
-            self._rows[split] = self._lay_out(split, chosen)
-        self._say_cut(tokens, pieces)
-
-    def _tokens(self, documents: Sequence[Document]) -> list[Tokens]:
-        of_texts = iter(
-            self.vocabulary.of_texts([d.content for d in documents if isinstance(d.content, str)])
-        )
-        return [next(of_texts) if isinstance(d.content, str) else self._of_chat(d) for d in documents]
-
-    def _of_chat(self, document: Document) -> Tokens:
-        try:
-            return self.vocabulary.of_chat(document.content)  # pyright: ignore[reportArgumentType]
-        except ValueError as error:
-            text = f"{document.place}: {error}"
-            raise ValueError(text) from error
-
-    def _fit(self, tokens: Tokens, *, cut_off: bool) -> list[Tokens]:
-        """Return a document as pieces that fit a row; only the first if answers would lose questions."""
-        length, step = len(tokens.ids), self.context_length
-        if self.packing == "across" or length <= step:
-            return [tokens]
-        stop = length if self.packing and not cut_off else step
-        return [tokens.part(start, start + step) for start in range(0, stop, step)]
-
-    def _with_targets(
-        self, documents: Sequence[Document], pieces: Sequence[list[Tokens]]
-    ) -> list[list[Tokens]]:
-        """Leave out pieces, and so documents, that have no target: empty texts, questions cut off."""
-        kept = [[piece for piece in each if piece.num_targets] for each in pieces]
-        without = [document.place for document, each in zip(documents, kept, strict=True) if not each]
-        if len(without) == len(documents):
-            text = (
-                f"no document has a target in its first {self.context_length} tokens, beginning with"
-                f" {without[0]}: they are empty, or their answers lie behind context_length"
-            )
-            raise ValueError(text)
-        if without:
-            text = "%d of %d documents have no target and are left out, beginning with %s"
-            _say(logging.WARNING, text, len(without), len(documents), without[0])
-        return [each for each in kept if each]
-
-    def _split(self, documents: Sequence[list[Tokens]]) -> dict[str, list[Tokens]]:
-        count = max(1, round(self.validation_share * len(documents))) if self.validation_share else 0
-        if count >= len(documents):
-            text = (
-                f"validation_share={self.validation_share} of 1 document leaves none to train on\n"
-                "  try: validation_share=0, or one file a document"
-            )
-            raise ValueError(text)
-        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(self.seed)).tolist()
-        validating = set(order[:count])
-        splits = {
-            "train": [piece for i, each in enumerate(documents) if i not in validating for piece in each]
-        }
-        return splits | (
-            {"val": [piece for i in sorted(validating) for piece in documents[i]]} if count else {}
-        )
-
-    def _lay_out(self, split: str, pieces: Sequence[Tokens]) -> PackedRows | OnePerRow:
-        length, num_tokens = self.context_length, sum(len(each.ids) for each in pieces)
-        if not self.packing:
-            _say(logging.INFO, "%s: %d rows of one document, %d tokens", split, len(pieces), num_tokens)
-            return OnePerRow(pieces)
-        pack = pack_across if self.packing == "across" else pack_apart
-        rows = pack(pieces, length, self.vocabulary.fill)
-        seen = "seen across" if self.packing == "across" else "kept apart"
-        text = "%s: %d rows of %d tokens, %.1f%% filled; documents are %s"
-        _say(logging.INFO, text, split, len(rows), length, 100 * num_tokens / (len(rows) * length), seen)
-        return rows
-
-    def _say_cut(self, tokens: Sequence[Tokens], pieces: Sequence[list[Tokens]]) -> None:
-        """Say how many documents were longer than a row, and what of them is lost."""
-        longer = (
-            sum(len(each.ids) > self.context_length for each in tokens) if self.packing != "across" else 0
-        )
-        lost = sum(len(t.ids) - sum(len(p.ids) for p in each) for t, each in zip(tokens, pieces, strict=True))
-        if longer:
+        for split, selected in self._split(self._drop_without_targets(documents, pieces)).items():
+            self._rows[split] = self._pack(split, selected)
+        num_cut = sum(len(tokens.ids) > self.context_length for tokens in tokenized)
+        if num_cut and self.packing != "across":
+            num_kept = sum(len(piece.ids) for cut in pieces for piece in cut)
+            num_lost = sum(len(tokens.ids) for tokens in tokenized) - num_kept
             text = "%d of %d documents are longer than context_length=%d and were cut; %d tokens are lost"
-            level = logging.WARNING if lost else logging.INFO
-            _say(level, text, longer, len(tokens), self.context_length, lost)
+            level = logging.WARNING if num_lost else logging.INFO
+            _log(level, text, num_cut, len(tokenized), self.context_length, num_lost)
+
+    def _tokenize(self, documents: Sequence[SourceDocument]) -> list[TokenizedDocument]:
+        texts = [document.content for document in documents if isinstance(document.content, str)]
+        encoded_texts = iter(self.training_tokenizer.encode_texts(texts))
+        tokenized: list[TokenizedDocument] = []
+        for document in documents:
+            if isinstance(document.content, str):
+                tokenized.append(next(encoded_texts))
+                continue
+            try:
+                tokenized.append(self.training_tokenizer.encode_chat(document.content))
+            except ValueError as error:
+                msg = f"{document.location}: {error}"
+                raise ValueError(msg) from error
+        return tokenized
+
+    def _cut(self, document: TokenizedDocument, *, is_chat: bool) -> Pieces:
+        """Return pieces that fit a row; of a conversation only the first: others would lack the questions."""
+        length, step = len(document.ids), self.context_length
+        if self.packing == "across" or length <= step:
+            return [document]
+        stop = length if self.packing and not is_chat else step
+        return [document.crop(start, start + step) for start in range(0, stop, step)]
+
+    def _drop_without_targets(
+        self, documents: Sequence[SourceDocument], pieces: Sequence[Pieces]
+    ) -> list[Pieces]:
+        """Drop pieces without targets (empty texts, answers cut off), and documents without pieces."""
+        kept = [[piece for piece in cut if piece.num_targets] for cut in pieces]
+        without = [document.location for document, cut in zip(documents, kept, strict=True) if not cut]
+        if len(without) == len(documents):
+            msg = (
+                f"no document has a target in its first {self.context_length} tokens, see {without[0]}:"
+                " they are empty, or their answers begin after context_length"
+            )
+            raise ValueError(msg)
+        if without:
+            text = "%d of %d documents have no target and are skipped, the first is %s"
+            _log(logging.WARNING, text, len(without), len(documents), without[0])
+        return [cut for cut in kept if cut]
+
+    def _split(self, documents: Sequence[Pieces]) -> dict[str, Pieces]:
+        num_val = max(1, round(self.val_fraction * len(documents))) if self.val_fraction else 0
+        if num_val >= len(documents):
+            msg = (
+                f"val_fraction={self.val_fraction} of 1 document leaves none to train on\n"
+                "  try: val_fraction=0, or one file a document"
+            )
+            raise ValueError(msg)
+        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(self.seed)).tolist()
+        indices = {"train": sorted(order[num_val:])} | ({"val": sorted(order[:num_val])} if num_val else {})
+        return {name: [piece for i in chosen for piece in documents[i]] for name, chosen in indices.items()}
+
+    def _pack(self, split: str, pieces: Pieces) -> PackedRows | DocumentRows:
+        num_tokens = sum(len(piece.ids) for piece in pieces)
+        if not self.packing:
+            _log(logging.INFO, "%s: %d rows of one document, %d tokens", split, len(pieces), num_tokens)
+            return DocumentRows(pieces)
+        is_stream = self.packing == "across"
+        pack = pack_stream if is_stream else pack_documents
+        rows = pack(pieces, self.context_length, self.training_tokenizer.pad_id)
+        percent = 100 * num_tokens / (len(rows) * self.context_length)
+        attention = "crosses documents" if is_stream else "stays within a document"
+        text = "%s: %d rows of %d tokens, %.1f%% filled; attention %s"
+        _log(logging.INFO, text, split, len(rows), self.context_length, percent, attention)
+        return rows
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        rows = self._rows["train"]
-        return self._loader(rows, sampler=EpochOrder(rows, seed=self.seed))
+        return self._loader("train", sampler=EpochSampler(self._rows["train"], seed=self.seed))
 
     @override
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
-        return self._loader(self._rows["val"], sampler=None) if "val" in self._rows else []
+        return self._loader("val", sampler=None) if "val" in self._rows else []
 
-    def _loader(self, rows: PackedRows | OnePerRow, *, sampler: EpochOrder | None) -> DataLoader[Any]:
-        fill = self.vocabulary.fill
-        collate = functools.partial(padded, fill=fill) if isinstance(rows, OnePerRow) else None
-        return ResumableLoader(rows, batch_size=self.micro_batch_size, sampler=sampler, collate_fn=collate)
+    def _loader(self, split: str, *, sampler: EpochSampler | None) -> DataLoader[Any]:
+        rows = self._rows[split]
+        pad = functools.partial(collate_padded, pad_id=self.training_tokenizer.pad_id)
+        collate = pad if isinstance(rows, DocumentRows) else None
+        return ResumableLoader(rows, batch_size=self.batch_size, sampler=sampler, collate_fn=collate)
 
 
 @rank_zero_only
-def _say(level: int, text: str, *values: object) -> None:
+def _log(level: int, text: str, *values: object) -> None:
     log.log(level, text, *values)

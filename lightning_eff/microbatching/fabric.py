@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_eff.core.dtypes import dtype_of
+from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.microbatching import update
 from lightning_eff.microbatching.fitting import Fitting, is_count, rounding
@@ -90,7 +90,7 @@ class ExactGradient:
         weight = next(model.parameters())
         self._device = weight.device
         precision = str(fabric.strategy.precision.precision) if fabric is not None else ""
-        dtype = dtype_of(precision, self._device.type) if precision else weight.dtype
+        dtype = matmul_dtype(precision, self._device.type) if precision else weight.dtype
         self.fitting = Fitting(
             micro_batch_size if isinstance(micro_batch_size, int) else None,
             adapts=micro_batch_size == "auto",

@@ -1,1 +1,1 @@
-"""What the recipes train: plain LightningModules that know nothing of the suite."""
+"""Models of the recipes: plain LightningModules that import nothing of the suite."""

@@ -1,8 +1,8 @@
 """A small residual network for images, written to be read.
 
-Blocks of two 3x3 convolutions with batch normalisation, each block's result added to its input (He et al.
-2016); halfway the image is halved and the channels are doubled. Shapes in comments: B images, C channels,
-H x W pixels.
+Blocks of two 3x3 convolutions with batch normalisation, whose output is added to their input (He et al.
+2016). After half of the blocks the image size is halved and the channels are doubled. Shapes in comments: B
+images, C channels, H x W pixels.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 
-class Block(nn.Module):
-    """Two convolutions around an addition; all shapes stay as they are."""
+class ResidualBlock(nn.Module):
+    """Two convolutions and a residual connection; input and output are [B, channels, H, W]."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ class CNN(pl.LightningModule):
         num_classes: Number of labels.
         channels: Channels of the first half of the blocks; the second half has twice as many.
         num_blocks: Blocks in each half.
-        dropout: Share of the pooled channels dropped in training, 0 to 1.
-        channels_last: Keep images as [B, H, W, C] in memory, which tensor cores and oneDNN prefer.
+        dropout: Fraction of the pooled channels dropped in training, 0 to 1.
+        channels_last: Store images as [B, H, W, C] in memory: faster on tensor cores and with oneDNN.
 
     Raises:
         ValueError: A size is not positive, or `dropout` is outside its range.
@@ -74,9 +74,9 @@ class CNN(pl.LightningModule):
         self.save_hyperparameters()
         self.stem = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
         self.stem_norm = nn.BatchNorm2d(channels)
-        self.wide = nn.Sequential(*(Block(channels) for _ in range(num_blocks)))
+        self.wide = nn.Sequential(*(ResidualBlock(channels) for _ in range(num_blocks)))
         self.halve = nn.Conv2d(channels, 2 * channels, 2, stride=2, bias=False)
-        self.deep = nn.Sequential(*(Block(2 * channels) for _ in range(num_blocks)))
+        self.deep = nn.Sequential(*(ResidualBlock(2 * channels) for _ in range(num_blocks)))
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(2 * channels, num_classes)
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -92,14 +92,14 @@ class CNN(pl.LightningModule):
         return self.head(self.dropout(x))
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per image.
+        """Return the mean cross-entropy in nats per image.
 
         Args:
             logits: [B, num_classes].
             labels: Integers [B].
         """
-        low = logits.dtype in {torch.bfloat16, torch.float16}
-        return F.cross_entropy(logits.float() if low else logits, labels)
+        is_16_bit = logits.dtype in {torch.bfloat16, torch.float16}
+        return F.cross_entropy(logits.float() if is_16_bit else logits, labels)
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -112,11 +112,11 @@ class CNN(pl.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, labels = batch
         logits = self(images)
-        right = (logits.argmax(-1) == labels).float().mean()
-        for name, value in (("val_loss", self.loss(logits, labels)), ("val_accuracy", right)):
+        accuracy = (logits.argmax(-1) == labels).float().mean()
+        for name, value in (("val_loss", self.loss(logits, labels)), ("val_accuracy", accuracy)):
             self.log(name, value, prog_bar=True, sync_dist=True, batch_size=len(labels))
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain AdamW: enough to train without a recipe, which brings its own."""
+        """Return plain AdamW, for training without a recipe, which has its own optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)

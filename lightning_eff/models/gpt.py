@@ -1,9 +1,9 @@
 """A small GPT, written to be read.
 
-Decoder-only Transformer with RMS normalisation before each half of a block (Zhang & Sennrich 2019), rotary
-positions (Su et al. 2021), `scaled_dot_product_attention`, a GELU MLP and an output projection that shares
-its weight with the token embedding, unless told not to. Shapes in comments: B sequences, T tokens each,
-C = `d_model` channels, H = `num_heads`, D = C / H.
+Decoder-only Transformer with RMS normalisation before attention and MLP (Zhang & Sennrich 2019), rotary
+positions (Su et al. 2021), `scaled_dot_product_attention`, a GELU MLP, and by default an output projection
+that shares its weight with the token embedding. Shapes in comments: B sequences, T tokens each, C = `d_model`
+channels, H = `num_heads`, D = C / H.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IGNORED_TARGET = -100
 
 
 class Attention(nn.Module):
-    """Causal self-attention over heads whose queries and keys are rotated by their position."""
+    """Causal self-attention with rotary positions; input and output are [B, T, C]."""
 
     cos: Tensor
     sin: Tensor
@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers around a GELU, four times as wide inside."""
+    """Two linear layers around a GELU, with 4C hidden features."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
-class Block(nn.Module):
-    """One layer of the Transformer: attention, then MLP, each added to its normalised input."""
+class TransformerBlock(nn.Module):
+    """One layer: attention and MLP, both with pre-normalisation and a residual connection."""
 
     def __init__(self, d_model: int, num_heads: int, context_length: int, dropout: float) -> None:
         super().__init__()
@@ -83,17 +83,17 @@ class Block(nn.Module):
 class GPT(pl.LightningModule):
     """Next-token prediction.
 
-    A batch is a pair of integer tensors [B, T]: inputs, and targets in which `IGNORED_TARGET` is left out.
+    A batch is a pair of integer tensors [B, T]: inputs, and targets, of which `IGNORED_TARGET` is ignored.
 
     Args:
         vocab_size: Number of different tokens.
         context_length: Longest sequence in tokens.
-        d_model: Channels between blocks; a multiple of twice `num_heads`, since rotary positions turn pairs.
+        d_model: Channels between blocks; a multiple of 2 * `num_heads`, since rotary positions rotate pairs.
         num_layers: Number of blocks.
         num_heads: Attention heads per block.
-        dropout: Share of activations dropped in training, 0 to 1.
-        tie_word_embeddings: Let the output projection share its weight with the embedding; False for two
-            weights, which an adapter of one of them makes of it when it is merged.
+        dropout: Fraction of activations dropped in training, 0 to 1.
+        tie_word_embeddings: Share the weight of the embedding with the output projection; False for two
+            weights, as after merging an adapter of one of them.
 
     Raises:
         ValueError: A size is not positive, or `d_model` is not a multiple of `2 * num_heads`.
@@ -119,7 +119,14 @@ class GPT(pl.LightningModule):
         tie_word_embeddings: bool = True,
     ) -> None:
         super().__init__()
-        _check_sizes(vocab_size, context_length, d_model, num_layers, num_heads)
+        sizes = {"vocab_size": vocab_size, "context_length": context_length, "d_model": d_model}
+        for name, value in (sizes | {"num_layers": num_layers, "num_heads": num_heads}).items():
+            if value < 1:
+                msg = f"{name}={value} must be at least 1"
+                raise ValueError(msg)
+        if d_model % (2 * num_heads):
+            msg = f"d_model={d_model} must be a multiple of 2 * num_heads = {2 * num_heads}"
+            raise ValueError(msg)
         if not 0.0 <= dropout < 1.0:
             msg = f"dropout={dropout} must lie in [0, 1)"
             raise ValueError(msg)
@@ -128,17 +135,14 @@ class GPT(pl.LightningModule):
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            Block(d_model, num_heads, context_length, dropout) for _ in range(num_layers)
+            TransformerBlock(d_model, num_heads, context_length, dropout) for _ in range(num_layers)
         )
         self.norm = nn.RMSNorm(d_model)
         self.head = nn.Linear(d_model, vocab_size, bias=False)
         if tie_word_embeddings:
             self.head.weight = self.embedding.weight
-        self._init_weights()
-
-    def _init_weights(self) -> None:
-        """Draw weights as GPT-2 does: N(0, 0.02), projections into the residual stream scaled by depth."""
-        residual_std = 0.02 / math.sqrt(2 * len(self.blocks))
+        # As GPT-2: std 0.02; 0.02 / sqrt(2 * num_layers) for the two projections a block into the residual.
+        residual_std = 0.02 / math.sqrt(2 * num_layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 into_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
@@ -162,7 +166,7 @@ class GPT(pl.LightningModule):
         return self.head(self.norm(x))
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per target that is not ignored; 0 when all are.
+        """Return the mean cross-entropy in nats per target that is not ignored; 0 if all are.
 
         Args:
             logits: [B, T, vocab_size].
@@ -190,7 +194,7 @@ class GPT(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain AdamW: enough to train without a recipe, which brings its own."""
+        """Return plain AdamW, for training without a recipe, which has its own optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     @torch.no_grad()
@@ -202,22 +206,22 @@ class GPT(pl.LightningModule):
         temperature: float = 0.8,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Append `num_tokens` drawn tokens to each row of `tokens`; with dropout, call `eval()` first.
+        """Append `num_tokens` sampled tokens to each row of `tokens`; with dropout, call `eval()` first.
 
         Args:
-            tokens: Prompts; only the last `context_length` tokens are looked at.
-            num_tokens: How many tokens to draw.
-            temperature: Divides the logits; 0 takes the likeliest token.
-            generator: Source of randomness on the CPU; the global one if None.
+            tokens: Prompts [B, T]; only the last `context_length` tokens are used.
+            num_tokens: Number of tokens to sample.
+            temperature: Divides the logits; 0 takes the most likely token.
+            generator: Random generator on the CPU; None for the global one.
 
         Returns:
             Integer tensor [B, T + num_tokens].
 
         Raises:
-            ValueError: There is no prompt, or `temperature` is negative.
+            ValueError: The prompt is empty, or `temperature` is negative.
         """
         if tokens.shape[1] == 0:
-            msg = "the prompt is empty: give at least one token"
+            msg = "the prompt is empty: pass at least one token"
             raise ValueError(msg)
         if temperature < 0.0:
             msg = f"temperature={temperature} must be at least 0"
@@ -225,38 +229,21 @@ class GPT(pl.LightningModule):
         for _ in range(num_tokens):
             logits = self(tokens[:, -self.context_length :])[:, -1].float().cpu()
             if temperature == 0.0:
-                drawn = logits.argmax(-1, keepdim=True)
+                sampled = logits.argmax(-1, keepdim=True)
             else:
-                drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-            tokens = torch.cat([tokens, drawn.to(tokens.device)], dim=1)
+                sampled = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            tokens = torch.cat([tokens, sampled.to(tokens.device)], dim=1)
         return tokens
 
 
 def rotary_table(context_length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [T, D / 2] of position times frequency, frequencies falling from 1 to 1 / 10000."""
+    """Return cosine and sine [T, D / 2] of position times frequency; frequencies fall from 1 to 1 / 10000."""
     frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle = torch.outer(torch.arange(context_length, dtype=torch.float32), frequency)
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (channel i, channel i + D / 2) of `x` [..., T, D] by its position's angle."""
+    """Rotate each pair (channel i, channel i + D / 2) of `x` [..., T, D] by the angle of its position."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-
-def _check_sizes(vocab_size: int, context_length: int, d_model: int, num_layers: int, num_heads: int) -> None:
-    sizes = {
-        "vocab_size": vocab_size,
-        "context_length": context_length,
-        "d_model": d_model,
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-    }
-    for name, value in sizes.items():
-        if value < 1:
-            msg = f"{name}={value} must be at least 1"
-            raise ValueError(msg)
-    if d_model % (2 * num_heads):
-        msg = f"d_model={d_model} must be a multiple of 2 * num_heads = {2 * num_heads}"
-        raise ValueError(msg)

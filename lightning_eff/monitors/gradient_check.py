@@ -34,7 +34,7 @@ class GradientCheck(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[check], logger=False, accelerator="cpu")
     """
 
-    setup = rules.refuse_legacy
+    setup = rules.reject_legacy_trainer
 
     def __init__(self, *, unused: Sequence[str] | None = None) -> None:
         self.unused = unused

@@ -48,7 +48,7 @@ class Progress(ProgressBar):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        rules.refuse_legacy(self, trainer)
+        rules.reject_legacy_trainer(self, trainer)
         super().setup(trainer, pl_module, stage)
 
     @override

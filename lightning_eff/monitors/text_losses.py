@@ -37,7 +37,7 @@ class TextLosses(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[TextLosses(max_batches=5)], logger=False, accelerator="cpu")
     """
 
-    setup = rules.refuse_legacy
+    setup = rules.reject_legacy_trainer
 
     def __init__(self, *, max_batches: int = 20) -> None:
         if max_batches < 1:

@@ -41,7 +41,7 @@ class TextSample(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[TextSample(prompt="import ")], logger=False, accelerator="cpu")
     """
 
-    setup = rules.refuse_legacy
+    setup = rules.reject_legacy_trainer
 
     def __init__(self, *, prompt: str = "def ", num_tokens: int = 120, seed: int = 0) -> None:
         if num_tokens < 1:

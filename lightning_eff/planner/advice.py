@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from lightning_eff.core.errors import REFUSALS
+from lightning_eff.core.errors import PRE_RUN_ERRORS
 from lightning_eff.core.text import human_bytes, text_table
 from lightning_eff.planner.room import Expectation, Room
 
@@ -187,7 +187,7 @@ def _saving(
     """Predict the step with a candidate beside the words before it."""
     try:
         then = subject.expect((*before, *candidate))
-    except REFUSALS as error:
+    except PRE_RUN_ERRORS as error:
         return Saving(candidate, None, why=str(error).splitlines()[0]), None
     if then.num_bytes is None or now.num_bytes is None:
         return Saving(candidate, None, why=f"not predicted: {then.prediction.reason}"), None

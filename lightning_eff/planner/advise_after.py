@@ -41,7 +41,7 @@ POLL_S = 0.05
 class Advise(pl.Callback):
     """Print what would save memory in this training, when it has ended."""
 
-    setup = rules.refuse_legacy
+    setup = rules.reject_legacy_trainer
 
     def __init__(self) -> None:
         self._batch: Any = None

@@ -29,10 +29,10 @@ def refuse_legacy() -> list[Any]:
     """
     if not _asked():
         return []
-    from lightning_eff.core.errors import legacy_package
+    from lightning_eff.core.errors import legacy_package_error
 
     setting = f"{VARIABLE}={os.environ[VARIABLE]}"
-    raise legacy_package(setting)
+    raise legacy_package_error(setting)
 
 
 def callbacks() -> list[Any]:

@@ -71,7 +71,7 @@ class Example:
             if made_up is None:
                 raise
             about = f"a batch made up, since the data is not prepared ({root_cause_line(error)})"
-            size = (values["data"] or {}).get("micro_batch_size")
+            size = (values["data"] or {}).get("batch_size")
             return cls(data, made_up, None, size, about.splitlines()[0])
         return cls(data, batch, _len(loader), getattr(loader, "batch_size", None))
 

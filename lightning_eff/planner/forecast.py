@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import root_cause_line
-from lightning_eff.core.model_surgery import LowersFrozen, select
+from lightning_eff.core.model_surgery import CastsFrozen, select_blocks
 from lightning_eff.core.optimization.build import build
 from lightning_eff.core.rules import ddp_options
 from lightning_eff.core.technique import name_of
@@ -46,7 +46,7 @@ def division_of(values: Mapping[str, Any], trainer: pl.Trainer) -> Division:
     what = "the model cannot be built without memory"
     try:
         built = model_without_memory(values, adapted_by=trainer)
-        model = Model.of(built, select(built, getattr(trainer.strategy, "blocks", None)).values(), cast)
+        model = Model.of(built, select_blocks(built, getattr(trainer.strategy, "blocks", None)).values(), cast)
         what = "the optimizer cannot be tried"
         state = _state(trainer, torch.float32 if scheme.own_weights else cast or _dtype(built))
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything, and stops nothing here
@@ -55,7 +55,7 @@ def division_of(values: Mapping[str, Any], trainer: pl.Trainer) -> Division:
     count, words = micro_batches_of(values, trainer.world_size)
     about = f"memory divided by {name_of(trainer.strategy)}, by arithmetic: {model}, {trainer.precision}"
     assumed = scheme.assumptions()
-    if isinstance(trainer.precision_plugin, LowersFrozen):
+    if isinstance(trainer.precision_plugin, CastsFrozen):
         assumed.append("frozen weights are counted as they were, not in the bits that they will be kept in")
     shares = divide(scheme, model, state, count, also=trainer.world_size)
     return Division(f"{about}; {words}; {state}", shares, tuple(assumed))

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from lightning_eff.core.dtypes import dtype_of, product_dtype
+from lightning_eff.core.dtypes import matmul_dtype, layer_matmul_dtype
 from lightning_eff.core.text import text_table
 from lightning_eff.kernels import devices, dispatch
 from lightning_eff.kernels.devices import Device
@@ -65,7 +65,7 @@ class Where:
         if precision == "auto" and place.capability >= 80:  # known without asking a GPU that is not here
             precision = "bf16-mixed"
         return cls(
-            place=place, here=here, computed=dtype_of(precision, here.type if here is not None else "cuda")
+            place=place, here=here, computed=matmul_dtype(precision, here.type if here is not None else "cuda")
         )
 
 
@@ -86,17 +86,15 @@ class Tokens:
         """Read them off a config: the smallest micro-batch that it names, times the tokens of a sample.
 
         Example:
-            >>> Tokens.of({"data": {"micro_batch_size": 16, "context_length": 256}}).M
+            >>> Tokens.of({"data": {"batch_size": 16, "context_length": 256}}).M
             4096
         """
-        nodes = {"data": values.get("data") or {}}
-        nodes |= {f"callbacks.{name}": node for name, node in (values.get("callbacks") or {}).items()}
-        sizes = {
-            f"{path}.micro_batch_size": node["micro_batch_size"]
-            for path, node in nodes.items()
-            if isinstance(node.get("micro_batch_size"), int)
-        }
-        length = nodes["data"].get("context_length")
+        data = values.get("data") or {}
+        listed = {"data.batch_size": data.get("batch_size")}
+        for name, node in (values.get("callbacks") or {}).items():
+            listed[f"callbacks.{name}.micro_batch_size"] = node.get("micro_batch_size")
+        sizes = {path: size for path, size in listed.items() if isinstance(size, int)}
+        length = data.get("context_length")
         if not sizes or not isinstance(length, int):
             return cls(
                 None, f"M={ASSUMED_ROWS} is assumed: the config does not tell the tokens of a micro-batch"
@@ -165,7 +163,7 @@ def look(technique: TakesLayers, name: str, model: nn.Module, where: Where, toke
     """
     shapes: dict[tuple[int, int, torch.dtype], list[str]] = {}
     for layer_name, layer in technique.layers_of(model).items():
-        key = (layer.out_features, layer.in_features, product_dtype(layer.weight.dtype, where.computed))
+        key = (layer.out_features, layer.in_features, layer_matmul_dtype(layer.weight.dtype, where.computed))
         shapes.setdefault(key, []).append(layer_name)
     if not shapes:
         return LinearLayers(f"{name} takes no linear layer of this model")

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 
-from lightning_eff.core.errors import REFUSALS, RunOutOfMemoryError, root_cause_line
-from lightning_eff.core.host_memory import Limit
+from lightning_eff.core.errors import PRE_RUN_ERRORS, RunOutOfMemoryError, root_cause_line
+from lightning_eff.core.host_memory import HostMemoryLimit
 from lightning_eff.core.text import human_bytes
 from lightning_eff.planner.advice import Words, advise
 from lightning_eff.planner.prediction import quietly
@@ -55,7 +55,7 @@ BUDGET_S = 60.0
 """Seconds after which no further override is tried."""
 
 
-def explained(error: BaseException, compose: Compose, limit: Limit) -> RunOutOfMemoryError:
+def explained(error: BaseException, compose: Compose, limit: HostMemoryLimit) -> RunOutOfMemoryError:
     """Free what a failed run holds, and return the error that is shown in its place.
 
     Args:
@@ -104,7 +104,7 @@ def free(error: BaseException | None) -> None:
     gc.collect()
 
 
-def _lines(phase: str, compose: Compose, limit: Limit) -> list[str]:
+def _lines(phase: str, compose: Compose, limit: HostMemoryLimit) -> list[str]:
     trainer = build_trainer(compose(()))
     if trainer.world_size > 1:
         return ["no advice: it is for one device, and this run has several"]
@@ -179,7 +179,7 @@ def _tried(recipe: Recipe, words: Words) -> Expectation | None:
     """Predict the step with an override; None where it cannot be on."""
     try:
         return recipe.expect(words)
-    except REFUSALS:
+    except PRE_RUN_ERRORS:
         return None
 
 

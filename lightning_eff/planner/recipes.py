@@ -71,7 +71,7 @@ class Recipe:
         """Compose with some words more and predict the step; raises what `train` would say to them."""
         values = on_device(self.compose(words), self.room)
         trainer = build_trainer(values)
-        rules.raise_refused(rules.check(rules.objects_of(trainer), rules.run_facts(trainer)))
+        rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
         return Expectation(dry_run(values, self.fed), self.room)
 
     def instead(self, one: Words, other: Words) -> bool:
@@ -89,14 +89,14 @@ class Recipe:
 
     def _rows(self) -> Size | None:
         values, now = self.compose(()), self.fed.batch_size
-        if not now or "micro_batch_size" not in (values.get("data") or {}):
+        if not now or "batch_size" not in (values.get("data") or {}):
             return None
 
         def expect(rows: int) -> Expectation:
             fed = replace(self.fed, batch=_resized(self.fed.batch, 0, now, rows), batch_size=rows)
             return self._with(_with_micro_batch(values, now, rows), fed)
 
-        return Size("largest micro-batch", "data.micro_batch_size", now, 1 << 16, 1, expect)
+        return Size("largest micro-batch", "data.batch_size", now, 1 << 16, 1, expect)
 
     def _length(self) -> Size | None:
         data: Mapping[str, Any] = self.compose(()).get("data") or {}
@@ -128,7 +128,7 @@ def _resized(batch: Any, dim: int, size: int, wanted: int) -> Any:
 
 def _with_micro_batch(values: Mapping[str, Any], size: int, rows: int) -> dict[str, Any]:
     """Return a recipe with another micro-batch, and as many of them in a step."""
-    changed = dict(values) | {"data": values["data"] | {"micro_batch_size": rows}}
+    changed = dict(values) | {"data": values["data"] | {"batch_size": rows}}
     callbacks = dict(values.get("callbacks") or {})
     whole = (callbacks.get("gradient_accumulation") or {}).get("global_batch_size")
     if isinstance(whole, int):

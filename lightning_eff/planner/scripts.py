@@ -18,7 +18,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core import rules
-from lightning_eff.core.technique import Technique, arguments
+from lightning_eff.core.technique import Technique, constructor_arguments
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.planner.advice import Size, Words, eighth
@@ -89,7 +89,7 @@ class Script:
         makers = self._makers()
         made = [makers[each]() for each in words]
         check = self._again(made)
-        rules.raise_refused(rules.check(rules.objects_of(check), rules.run_facts(check)))
+        rules.raise_rejected(rules.check_rules(rules.trainer_components(check), rules.run_facts(check)))
         count = self.trainer.num_training_batches
         size = getattr(self.trainer.train_dataloader, "batch_size", None)
         found = predict(
@@ -150,4 +150,4 @@ def _is_ours(each: object) -> bool:
 
 
 def _anew(technique: object) -> Any:
-    return type(technique)(**arguments(technique))
+    return type(technique)(**constructor_arguments(technique))

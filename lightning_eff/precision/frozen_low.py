@@ -35,10 +35,10 @@ from typing_extensions import override
 
 from lightning_eff.adapters import quantized
 from lightning_eff.core import model_surgery, rules
-from lightning_eff.core.dtypes import choose, support
+from lightning_eff.core.dtypes import auto_precision, dtype_support
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, SlowPathWarning
 from lightning_eff.core.model_surgery import Stage
-from lightning_eff.core.technique import NEW_PARAMETERS, SHARDING, TRANSFORM, Facts, Outcome, Rule, Verdict
+from lightning_eff.core.technique import NEW_PARAMETERS, PLACES_STATE, TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes
 from lightning_eff.precision._quantized import frozen
 from lightning_eff.precision.mixed import COMPUTE_DTYPES, Mixed
@@ -83,7 +83,7 @@ class FrozenLow(Mixed):
         lightning_eff.core.errors.ConfigError: weights='int4': expected one of nf4, fp4, int8, bf16, fp16
     """
 
-    __repr__ = rules.repr_of_plugin
+    __repr__ = rules.plugin_repr
     stage = Stage.QUANTIZE
 
     def __init__(
@@ -125,7 +125,7 @@ class FrozenLow(Mixed):
     def facts(self) -> Facts:
         """State who else would own the frozen weights."""
         reason = "it shards parameters of one format, and low ones have statistics beside them"
-        sharded = [replace(rule, reason=reason, remedies=("strategy=ddp",)) for rule in SHARDING]
+        sharded = [replace(rule, reason=reason, remedies=("strategy=ddp",)) for rule in PLACES_STATE]
         thaws = Rule(
             name="lightning/BaseFinetuning",
             reason="it thaws weights that have too few bits to be trained",
@@ -155,7 +155,7 @@ class FrozenLow(Mixed):
         layers = frozen.linear_layers(model, self.skip or ())
         if self.weights in CAST:
             return 0
-        staying = model_surgery.staying_frozen(model, layers)
+        staying = model_surgery.frozen_modules(model, layers)
         meant = {name: layer for name, layer in layers.items() if name in staying}
         present = {n: part for n, part in model.named_modules() if quantized.is_quantized(part)}
         if not meant and not present:
@@ -191,7 +191,7 @@ class FrozenLow(Mixed):
             raise ConfigError(key="weights", value=self.weights, allowed=allowed, remedies=remedies)
         self._sizes[name] = (before, quantized.num_bytes(layer.parameters()))
 
-    def lower(self, model: nn.Module) -> int:
+    def cast_frozen(self, model: nn.Module) -> int:
         """Cast frozen matrices, and what is trained to float32.
 
         Args:
@@ -237,7 +237,7 @@ class FrozenLow(Mixed):
                 allowed = f"{word}, which the model was loaded in: its norms refuse other inputs"
                 raise ConfigError(key=key, value=getattr(self, key), allowed=allowed)
         if self.precision == "auto":
-            self.precision, self._reason = choose(device_type)
+            self.precision, self._reason = auto_precision(device_type)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -254,7 +254,7 @@ class FrozenLow(Mixed):
 
     @override
     def _warn_if_emulated(self, device_type: str, dtype: torch.dtype) -> None:
-        answer = support(device_type, dtype)
+        answer = dtype_support(device_type, dtype)
         if not answer.native:
             text = f"products in {self.precision} will be slow: {answer.why}"
             warnings.warn(text, SlowPathWarning, stacklevel=2)

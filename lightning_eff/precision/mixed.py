@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff.core import checkpoint_stamp, rules
-from lightning_eff.core.dtypes import choose, support
+from lightning_eff.core.dtypes import auto_precision, dtype_support
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes, human_count
@@ -112,7 +112,7 @@ class Mixed(Precision):
         lightning_eff.core.errors.ConfigError: precision='bf16': expected one of auto, bf16-mixed, ...
     """
 
-    __repr__ = rules.repr_of_plugin
+    __repr__ = rules.plugin_repr
 
     def __init__(
         self,
@@ -152,10 +152,10 @@ class Mixed(Precision):
         """Settle format and device, convert the weights in place if the format asks for it, and count."""
         trainer: pl.Trainer | None = getattr(module, "_trainer", None)
         if trainer is not None and trainer.ckpt_path is not None:
-            checkpoint_stamp.watch(trainer)
+            checkpoint_stamp.compare_on_restore(trainer)
         device_type = self._settle_device(module)
         if self.precision == "auto":
-            self.precision, self._reason = choose(device_type)
+            self.precision, self._reason = auto_precision(device_type)
         dtype = COMPUTE_DTYPES[self.precision]
         self._warn_if_emulated(device_type, dtype)
         if self.precision == "16-mixed" and self.scaler is None:
@@ -179,11 +179,11 @@ class Mixed(Precision):
         return self.device
 
     def _warn_if_emulated(self, device_type: str, dtype: torch.dtype) -> None:
-        answer = support(device_type, dtype)
+        answer = dtype_support(device_type, dtype)
         if not answer.native:
             warnings.warn(
                 f"precision={self.precision!r} will be slow: {answer.why}; precision='auto' would take "
-                f"{choose(device_type)[0]!r}",
+                f"{auto_precision(device_type)[0]!r}",
                 SlowPathWarning,
                 stacklevel=2,
             )
@@ -292,7 +292,7 @@ class Mixed(Precision):
         state = checkpoint.pop(type(self).__qualname__, None)
         if state is not None:
             checkpoint[OF_LIGHTNING] = state
-        checkpoint |= checkpoint_stamp.with_plugin(checkpoint, self)
+        checkpoint |= checkpoint_stamp.add_plugin_stamp(checkpoint, self)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

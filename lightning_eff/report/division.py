@@ -185,12 +185,12 @@ def micro_batches_of(values: Mapping[str, Any], devices: int) -> tuple[int, str]
     """Read off a config how many micro-batches an optimizer step has on each device, and say so.
 
     Example:
-        >>> values = {"data": {"micro_batch_size": 4}, "trainer": {"accumulate_grad_batches": 2}}
+        >>> values = {"data": {"batch_size": 4}, "trainer": {"accumulate_grad_batches": 2}}
         >>> micro_batches_of(values, 8)
         (2, '2 micro-batches a step on each device')
     """
     callbacks = values.get("callbacks") or {}
-    batch = (values.get("data") or {}).get("micro_batch_size")
+    batch = (values.get("data") or {}).get("batch_size")
     whole = (callbacks.get("gradient_accumulation") or {}).get("global_batch_size")
     cut = (callbacks.get("micro_batch") or {}).get("micro_batch_size")
     count = (values.get("trainer") or {}).get("accumulate_grad_batches") or 1

@@ -15,7 +15,7 @@ import torch
 
 from lightning_eff.core import host_memory
 from lightning_eff.core.catalog import CONSTRAINTS
-from lightning_eff.core.dtypes import support
+from lightning_eff.core.dtypes import dtype_support
 from lightning_eff.core.machine import find_compiler
 from lightning_eff.core.text import human_bytes
 
@@ -106,7 +106,7 @@ def _accelerator() -> Iterator[Finding]:
 def _formats() -> Iterator[Finding]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for dtype in (torch.bfloat16, torch.float16):
-        answer = support(device, dtype)
+        answer = dtype_support(device, dtype)
         name = str(dtype).removeprefix("torch.")
         yield look(name, answer.native, answer.why, answer.why, "precision=mixed (chooses what is fast)")
 
@@ -131,7 +131,7 @@ def _communication() -> Iterator[Finding]:
 
 
 def _room() -> Iterator[Finding]:
-    limit, installed = host_memory.memory(), human_bytes(host_memory.installed_bytes())
+    limit, installed = host_memory.host_memory_limit(), human_bytes(host_memory.installed_bytes())
     words = f"{human_bytes(limit.num_bytes)} by {limit.name}, of {installed}" if limit.name else installed
     yield Finding("memory", words)
     here, shared = Path.cwd(), Path("/dev/shm")  # noqa: S108 - looked at, not written to

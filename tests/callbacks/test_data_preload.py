@@ -363,7 +363,7 @@ def test_loaders_that_are_made_anew_are_prepared_anew(net: Callable[..., Net]) -
 
 
 def test_two_of_it_are_refused(net: Callable[..., Net]) -> None:
-    with pytest.raises(ConflictError, match="there are two of it"):
+    with pytest.raises(ConflictError, match="it is listed twice"):
         make_trainer(callbacks=[DataPreload(), DataPreload()]).fit(net(), make_loader())
 
 

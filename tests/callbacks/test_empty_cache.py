@@ -47,7 +47,7 @@ def fake_allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(allocator, "total_bytes", lambda device: 10 * GIB)
     monkeypatch.setattr(
         allocator,
-        "state",
+        "allocator_state",
         lambda device: AllocatorState(numbers["reserved"], numbers["allocated"], numbers["retries"]),
     )
     return numbers

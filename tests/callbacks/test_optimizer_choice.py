@@ -288,7 +288,7 @@ def test_a_layer_that_is_trained_later_is_trained_as_by_the_modules_own_optimize
 def test_two_of_it_are_refused_before_anything_is_changed(net: Callable[..., Net]) -> None:
     model = net()
     before = {*model.__dict__, "_hparams"}
-    with pytest.raises(ConflictError, match="there are two of it"):
+    with pytest.raises(ConflictError, match="it is listed twice"):
         make_trainer(callbacks=[OptimizerChoice(optimizer=ADAMW), Mine(optimizer=ADAMW)]).fit(
             model, make_loader()
         )

@@ -515,12 +515,12 @@ def test_adalora_needs_an_end_gradients_and_no_scaler() -> None:
 
     with pytest.raises(ConfigError, match=r"options.total_step=None: .* this run has no end"):
         fit(max_steps=-1)
-    scaled = rules.check([PeftAdapter(method="adalora")], {"run/scaler": "a gradient scaler"})
+    scaled = rules.check_rules([PeftAdapter(method="adalora")], {"run/scaler": "a gradient scaler"})
     assert "a scaler multiplies them" in str(scaled[0])
     for strategy in (FSDP2(), DeepSpeedZero()):
-        (divided,) = rules.check([PeftAdapter(method="adalora"), strategy], {})
+        (divided,) = rules.check_rules([PeftAdapter(method="adalora"), strategy], {})
         assert divided.rule.remedies == ("callbacks.peft_adapter.method=lora",)
-        assert rules.check([PeftAdapter(), strategy], {}) == []
+        assert rules.check_rules([PeftAdapter(), strategy], {}) == []
     with pytest.raises(ConflictError, match="which it frees"):
         fit(InBackward)
 
@@ -793,7 +793,7 @@ def test_the_head_of_a_task_is_known_before_adapters_are_in_and_is_in_the_checkp
 
     technique = PeftAdapter(target_modules=["first"], options={"r": 2, "task_type": "SEQ_CLS"})
     model = Classifier()
-    assert technique.keeps_trainable(model, ["first", "second", "classifier"]) == {"classifier"}
+    assert technique.trainable_modules(model, ["first", "second", "classifier"]) == {"classifier"}
     before = model.classifier.weight.detach().clone()
     trainer = make_trainer(callbacks=[technique], max_steps=2)
     trainer.fit(model, make_loader())

@@ -338,7 +338,7 @@ def test_unsupported_requests_are_rejected(tmp_path: Path) -> None:
     assert names(tmp_path) == []
     from lightning.pytorch.strategies import FSDPStrategy
 
-    findings = rules.check([io, FSDPStrategy], {})
+    findings = rules.check_rules([io, FSDPStrategy], {})
     assert [finding.rule.verdict for finding in findings] == [Verdict.WARNED]
     assert "neither verified nor removed here" in str(findings[0])
 

@@ -45,8 +45,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_rows_train_alike_and_are_compared_to_the_baseline(
     command: Command, tiny: list[str], in_process: list[list[str]], tmp_path: Path
 ) -> None:
-    tiny = [*tiny, "data.micro_batch_size=4"]
-    tiny.remove("data.micro_batch_size=2")
+    tiny = [*tiny, "data.batch_size=4"]
+    tiny.remove("data.batch_size=2")
     only = ["--only", "gradient_checkpointing,micro_batch,gradient_accumulation,strategy=fsdp2"]
     code, out, _ = command("compare", "lm", *tiny, *QUICK, *only, "--json")
     assert code == EXIT_OK

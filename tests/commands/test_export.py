@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Experiment logs directory",
 )
 TRAIN = ["trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.limit_val_batches=1"]
-TRAIN += ["trainer.num_sanity_val_steps=0", "data.micro_batch_size=2", "data.context_length=16"]
+TRAIN += ["trainer.num_sanity_val_steps=0", "data.batch_size=2", "data.context_length=16"]
 TRAIN += ["callbacks.gradient_accumulation.global_batch_size=2", "optimizer.lr=0.1", "precision=fp32"]
 TRAIN += ["scheduler=none", "logger=none"]
 

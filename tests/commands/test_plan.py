@@ -171,7 +171,7 @@ def test_linear_layers_are_shown_by_shape(command: Command) -> None:
     assert {row["dtype"] for row in found} == {"bfloat16"}
     assert found[-1]["tiles"] == ["1.94 waves, 3% idle"]
     assert "on H200" in about
-    assert "M = 16 sequences x 256 tokens (data.micro_batch_size, data.context_length)" in about
+    assert "M = 16 sequences x 256 tokens (data.batch_size, data.context_length)" in about
     assert {row["M"] for row in layers(command, "low_memory", TILED)[0]} == {1024}, "micro-batches of four"
     _, out, _ = command("plan", "lm", TILED, "device=h200")
     assert " 1       head                    4096 x 2048 x 192 bfloat16 " in out
@@ -183,10 +183,10 @@ def test_the_techniques_own_filter_decides(command: Command) -> None:
     only = "callbacks.triton_linear.blocks=['blocks.*.mlp']"
     names = [row["example"] for row in layers(command, "baseline", TILED, only)[0]]
     assert names == ["blocks.0.mlp.up", "blocks.0.mlp.down"]
-    code, _, err = command("plan", "baseline", TILED, "callbacks.triton_linear.blocks=Blok")
+    code, _, err = command("plan", "baseline", TILED, "callbacks.triton_linear.blocks=TransformerBlok")
     assert code == 2
-    assert "callbacks.triton_linear.blocks='Blok'" in err
-    assert "did you mean 'Block'?" in err
+    assert "callbacks.triton_linear.blocks='TransformerBlok'" in err
+    assert "did you mean 'TransformerBlock'?" in err
 
 
 def test_without_it_there_are_none(command: Command) -> None:
@@ -393,7 +393,7 @@ def peak(command: Command, *words: str) -> dict[str, Any]:
 
 
 def test_peak_is_shown_against_the_device_by_phase_and_by_holder(command: Command, tmp_path: Path) -> None:
-    words = ["baseline", "data.micro_batch_size=2", "data.context_length=32"]
+    words = ["baseline", "data.batch_size=2", "data.context_length=32"]
     code, out, _ = command("plan", *words, "trainer.accelerator=cpu", "device=rtx4090")
     assert code == 0
     assert "predicted peak of a step: " in out
@@ -406,7 +406,7 @@ def test_peak_is_shown_against_the_device_by_phase_and_by_holder(command: Comman
 
 
 def test_peak_in_json_has_everything(command: Command) -> None:
-    found = peak(command, "baseline", "data.micro_batch_size=2", "data.context_length=32", "device=h200")
+    found = peak(command, "baseline", "data.batch_size=2", "data.context_length=32", "device=h200")
     assert found["device"] == "H200"
     assert found["fits"] is True
     tensors = found["tensors"]
@@ -424,7 +424,7 @@ def test_a_peak_that_does_not_fit_is_told(command: Command) -> None:
         "baseline",
         "model.d_model=8192",
         "model.num_layers=2",
-        "data.micro_batch_size=64",
+        "data.batch_size=64",
         "device=rtx4090",
     ]
     found = peak(command, *words)
@@ -436,7 +436,7 @@ def test_a_peak_that_does_not_fit_is_told(command: Command) -> None:
 
 def test_a_peak_in_the_format_of_the_device(command: Command) -> None:
     """`auto` is 32-true on a CPU without bfloat16, and bf16-mixed on a device that is not here."""
-    words = ["lm", "data.micro_batch_size=4"]
+    words = ["lm", "data.batch_size=4"]
     named = peak(command, *words, "device=a100")["tensors"]["by_category"]["activations"]
     assert named < peak(command, *words, "precision=fp32")["tensors"]["by_category"]["activations"]
     assert (
@@ -480,7 +480,7 @@ def test_the_peak_of_a_model_of_the_hub_is_predicted_without_its_weights(
 
 
 def test_a_peak_that_the_run_itself_refuses_ends_the_plan(command: Command) -> None:
-    code, out, err = command("plan", "lm", "data.micro_batch_size=24", "trainer.accelerator=cpu")
+    code, out, err = command("plan", "lm", "data.batch_size=24", "trainer.accelerator=cpu")
     assert code == 2
     assert "peak not predicted: " in out
     assert "try: callbacks.gradient_accumulation.global_batch_size=24" in err

@@ -54,7 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 def test_cuda_and_xpu_answer_through_the_accelerator(kind: str, calls: list[tuple[str, Any]]) -> None:
     device = torch.device(kind, 1)
     assert allocator.has_cache(device)
-    assert allocator.state(device) == AllocatorState(900, 500, 3)
+    assert allocator.allocator_state(device) == AllocatorState(900, 500, 3)
     assert allocator.held_bytes(device) == 900
     assert allocator.total_bytes(device) == 2000
     assert allocator.peak_bytes(device) == 700
@@ -69,13 +69,13 @@ def test_cuda_and_xpu_answer_through_the_accelerator(kind: str, calls: list[tupl
 
 def test_an_allocator_that_has_not_begun_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: {})
-    assert allocator.state(torch.device("cuda")) == AllocatorState(0, 0, 0)
+    assert allocator.allocator_state(torch.device("cuda")) == AllocatorState(0, 0, 0)
 
 
 def test_mps_answers_through_its_own_module(calls: list[tuple[str, Any]]) -> None:
     device = torch.device("mps")
     assert allocator.has_cache(device)
-    assert allocator.state(device) == AllocatorState(90, 60, 0)
+    assert allocator.allocator_state(device) == AllocatorState(90, 60, 0)
     assert allocator.held_bytes(device) == 90
     assert allocator.total_bytes(device) == 300
     calls.clear()
@@ -89,7 +89,7 @@ def test_other_devices_have_no_cache(calls: list[tuple[str, Any]]) -> None:
     device = torch.device("meta")
     assert not allocator.has_cache(device)
     with pytest.raises(ValueError, match="the allocator of meta has no cache that can be read"):
-        allocator.state(device)
+        allocator.allocator_state(device)
 
 
 @pytest.mark.parametrize(("reserved", "allocated", "cached"), [(9, 5, 4), (5, 5, 0), (5, 9, 0)])
@@ -99,13 +99,13 @@ def test_cached_is_what_is_held_and_not_in_use(reserved: int, allocated: int, ca
 
 @needs_glibc
 def test_the_cpus_live_blocks_are_counted() -> None:
-    before = allocator.state(CPU)
+    before = allocator.allocator_state(CPU)
     block = torch.ones(64 * MIB, dtype=torch.uint8)
-    during = allocator.state(CPU)
+    during = allocator.allocator_state(CPU)
     assert 64 * MIB <= during.allocated_bytes - before.allocated_bytes < 65 * MIB
     assert during.reserved_bytes >= during.allocated_bytes
     del block
-    assert allocator.state(CPU).allocated_bytes - before.allocated_bytes < MIB
+    assert allocator.allocator_state(CPU).allocated_bytes - before.allocated_bytes < MIB
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
@@ -143,7 +143,7 @@ def test_another_c_library_has_nothing_to_empty(monkeypatch: pytest.MonkeyPatch)
     assert not allocator.has_cache(CPU)
     allocator.empty_cache(CPU)
     with pytest.raises(ValueError, match="the allocator of cpu has no cache"):
-        allocator.state(CPU)
+        allocator.allocator_state(CPU)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core import checkpoint_stamp
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.data.corpus.order import ResumableLoader
+from lightning_eff.data.corpus.resumable_loader import ResumableLoader
 from lightning_eff.precision.mixed import Mixed
 from tests.support.models import Net, make_loader, make_trainer
 
@@ -49,7 +49,7 @@ def resumed(model: pl.LightningModule, path: Path, **keywords: Any) -> pl.Traine
     return trainer
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged_diffs(caplog: pytest.LogCaptureFixture) -> list[str]:
     lines = [message for message in caplog.messages if "not as saved" in message]
     caplog.clear()
     return lines
@@ -115,13 +115,13 @@ def test_a_difference_is_said_once_and_no_difference_is_not(
         }
 
     saved(net(), tmp_path / "a.ckpt", **same())
-    assert not said(caplog)
+    assert not logged_diffs(caplog)
     resumed(net(), tmp_path / "a.ckpt", **same())
-    assert not said(caplog)
+    assert not logged_diffs(caplog)
     resumed(
         net(), tmp_path / "a.ckpt", callbacks=[EmptyCache(every_n_steps=2), OptimizerChoice(optimizer=SGD)]
     )
-    assert said(caplog) == [
+    assert logged_diffs(caplog) == [
         "not as saved: without precision/mixed, without callbacks/micro_batch, "
         "with callbacks/optimizer_choice, callbacks/empty_cache (every_n_steps: 1, now 2)"
     ]
@@ -130,10 +130,10 @@ def test_a_difference_is_said_once_and_no_difference_is_not(
 def test_a_plugin_alone_says_it_too(net: Maker, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(net(), tmp_path / "a.ckpt", plugins=[Mixed(precision="16-mixed")])
     resumed(net(), tmp_path / "a.ckpt", plugins=[Mixed(precision="bf16-mixed")])
-    assert said(caplog) == ["not as saved: precision/mixed (precision: '16-mixed', now 'bf16-mixed')"]
+    assert logged_diffs(caplog) == ["not as saved: precision/mixed (precision: '16-mixed', now 'bf16-mixed')"]
     saved(net(), tmp_path / "b.ckpt", plugins=[Durable()])
     resumed(net(), tmp_path / "b.ckpt", plugins=[Durable(), Mixed(precision="32-true")])
-    assert said(caplog) == ["not as saved: with precision/mixed"]
+    assert logged_diffs(caplog) == ["not as saved: with precision/mixed"]
 
 
 def test_a_stock_checkpoint_is_said_to_name_nothing(
@@ -142,10 +142,10 @@ def test_a_stock_checkpoint_is_said_to_name_nothing(
     saved(net(), tmp_path / "a.ckpt")
     trainer = resumed(net(), tmp_path / "a.ckpt", callbacks=[EmptyCache(every_n_steps=1)])
     words = "the checkpoint names no techniques; not as saved: with callbacks/empty_cache"
-    assert said(caplog) == [words]
+    assert logged_diffs(caplog) == [words]
     assert "load_optimizer_state_dict" not in vars(trainer.strategy)
     trainer.validate(net(), make_loader(8), ckpt_path=tmp_path / "a.ckpt", verbose=False)
-    assert not said(caplog), "validation goes on from nothing"
+    assert not logged_diffs(caplog), "validation goes on from nothing"
 
 
 def test_lightnings_mixed_precision_and_ours_go_on_from_each_other(net: Maker, tmp_path: Path) -> None:
@@ -186,14 +186,14 @@ def test_other_groups_parameters_and_numbers_of_optimizers_are_refused() -> None
     weights = [torch.zeros(2, requires_grad=True) for _ in range(3)]
     one = torch.optim.SGD(weights, lr=0.1)
     two = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:]}], lr=0.1)
-    checkpoint_stamp.refuse_others([one], [one.state_dict()])
+    checkpoint_stamp.check_optimizers([one], [one.state_dict()])
     with pytest.raises(ConfigError, match=r"torch\.SGD'.*groups of 1 \+ 2 tensors, .* and not 3"):
-        checkpoint_stamp.refuse_others([one], [two.state_dict()])
-    with pytest.raises(ConfigError, match=r"1 optimizers'.* expected 2 of them"):
-        checkpoint_stamp.refuse_others([one], [one.state_dict()] * 2)
+        checkpoint_stamp.check_optimizers([one], [two.state_dict()])
+    with pytest.raises(ConfigError, match=r"1 optimizer'.* expected 2 optimizers, as in the checkpoint"):
+        checkpoint_stamp.check_optimizers([one], [one.state_dict()] * 2)
     older = one.state_dict()
     del older["param_groups"][0]["fused"]
-    checkpoint_stamp.refuse_others([one], [older])
+    checkpoint_stamp.check_optimizers([one], [older])
 
 
 HOSTILE: list[Any] = [
@@ -217,9 +217,9 @@ def test_whatever_a_checkpoint_says_is_shown_shortly_and_obeyed_never(
         "optimizer_states": [trainer.optimizers[0].state_dict()],
         "callbacks": {},
     }
-    checkpoint_stamp.load(MicroBatch(), trainer, net(), state)
-    checkpoint_stamp.compare(trainer, state)
-    (line,) = said(caplog)
+    checkpoint_stamp.load_stamp(MicroBatch(), trainer, net(), state)
+    checkpoint_stamp.compare_stamp(trainer, state)
+    (line,) = logged_diffs(caplog)
     assert len(line) < 1000
     assert "\x1b" not in line
     assert state["callbacks"] == {}

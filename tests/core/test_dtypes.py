@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_eff.core.dtypes import choose, dtype_of, product_dtype, support
+from lightning_eff.core.dtypes import auto_precision, dtype_support, layer_matmul_dtype, matmul_dtype
 
 
 @pytest.mark.parametrize(
@@ -24,15 +24,15 @@ def test_a_cpu_is_asked_for_bf16_instructions(
     capabilities: dict[str, bool], native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    assert support("cpu", torch.bfloat16).native is native
-    assert choose("cpu")[0] == ("bf16-mixed" if native else "32-true")
+    assert dtype_support("cpu", torch.bfloat16).native is native
+    assert auto_precision("cpu")[0] == ("bf16-mixed" if native else "32-true")
 
 
 def test_a_torch_that_cannot_tell_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    answer = support("cpu", torch.bfloat16)
+    answer = dtype_support("cpu", torch.bfloat16)
     assert not answer.native
-    assert "cannot tell" in answer.why
+    assert "cannot detect" in answer.why
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -43,10 +43,10 @@ def test_cuda_is_asked_without_emulation(native: bool, monkeypatch: pytest.Monke
         "is_bf16_supported",
         lambda including_emulation: asked.append(including_emulation) or native,
     )
-    assert support("cuda", torch.bfloat16).native is native
+    assert dtype_support("cuda", torch.bfloat16).native is native
     assert asked == [False]
-    assert support("cuda", torch.float16).native
-    assert support("cuda", torch.float32).native
+    assert dtype_support("cuda", torch.float16).native
+    assert dtype_support("cuda", torch.float32).native
 
 
 @pytest.mark.parametrize(
@@ -58,15 +58,15 @@ def test_cuda_is_asked_without_emulation(native: bool, monkeypatch: pytest.Monke
     ],
 )  # fmt: skip
 def test_a_precision_computes_in_one_format(precision: str, dtype: torch.dtype) -> None:
-    assert dtype_of(precision, "cpu") == dtype
+    assert matmul_dtype(precision, "cpu") == dtype
 
 
 def test_auto_computes_in_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     for has, dtype in ((False, torch.float32), (True, torch.bfloat16)):
         monkeypatch.setattr("torch.cpu.get_capabilities", lambda has=has: {"avx512_bf16": has})
-        assert dtype_of("auto", "cpu") == dtype
+        assert matmul_dtype("auto", "cpu") == dtype
 
 
 def test_where_a_run_casts_nothing_weights_decide() -> None:
-    assert product_dtype(torch.float16, torch.float32) == torch.float16
-    assert product_dtype(torch.float32, torch.bfloat16) == torch.bfloat16
+    assert layer_matmul_dtype(torch.float16, torch.float32) == torch.float16
+    assert layer_matmul_dtype(torch.float32, torch.bfloat16) == torch.bfloat16

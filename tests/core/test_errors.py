@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_eff.core import errors
-from lightning_eff.core.errors import ConfigError, exit_code, nearest, root_cause_line
+from lightning_eff.core.errors import ConfigError, exit_code, root_cause_line, suggest_name
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_under_puts_a_path_in_front_and_leaves_the_error_as_it_was() -> None:
     ],
 )
 def test_nearest_says_the_closest_or_what_there_is(word: str, known: list[str], said: str) -> None:
-    assert nearest(word, iter(known)) == said
+    assert suggest_name(word, iter(known)) == said
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_eff.core import allocator, host_memory
-from lightning_eff.core.host_memory import Limit
+from lightning_eff.core.host_memory import HostMemoryLimit
 from lightning_eff.planner.room import Room
 from lightning_eff.report import installation
 
@@ -35,9 +35,11 @@ def test_without_limits_all_that_is_installed_may_be_used(tmp_path: Path) -> Non
     v2 = {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.max": "max\n"}
     unlimited = {"proc/self/limits": f"{LIMITS}Max address space  unlimited  unlimited  bytes\n"}
     for number, files in enumerate([v1, v2, unlimited, {}]):
-        found = host_memory.memory(machine(tmp_path / str(number), files))
-        assert found == Limit("", host_memory.installed_bytes(), 512 * 1024)
-    assert host_memory.memory(tmp_path / "nothing") == Limit("", host_memory.installed_bytes(), 0)
+        found = host_memory.host_memory_limit(machine(tmp_path / str(number), files))
+        assert found == HostMemoryLimit("", host_memory.installed_bytes(), 512 * 1024)
+    assert host_memory.host_memory_limit(tmp_path / "nothing") == HostMemoryLimit(
+        "", host_memory.installed_bytes(), 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,25 +55,31 @@ def test_the_tightest_of_a_cgroup_and_those_above_it_counts(
     sizes = {"": 900, "/pod": 300, "/pod/box": 400, "/other": 1}
     files = {f"{mounted}{path}/{file}": f"{size * MIB}\n" for path, size in sizes.items()}
     files["proc/self/cgroup"] = f"3:freezer:/elsewhere\n{group}/pod/box\n"
-    assert host_memory.memory(machine(tmp_path, files)) == Limit("cgroup /pod", 300 * MIB, 512 * 1024)
+    assert host_memory.host_memory_limit(machine(tmp_path, files)) == HostMemoryLimit(
+        "cgroup /pod", 300 * MIB, 512 * 1024
+    )
 
 
 def test_a_container_that_sees_the_path_of_its_host_has_the_limit_at_the_top(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "4:memory:/docker/abc\n0::/\n"}
     files["sys/fs/cgroup/memory/memory.limit_in_bytes"] = str(64 * MIB)
-    assert host_memory.memory(machine(tmp_path, files)) == Limit("cgroup /", 64 * MIB, 512 * 1024)
+    assert host_memory.host_memory_limit(machine(tmp_path, files)) == HostMemoryLimit(
+        "cgroup /", 64 * MIB, 512 * 1024
+    )
 
 
 def test_of_ulimits_that_counts_which_leaves_least(tmp_path: Path) -> None:
     """2 MiB of address space and 1 MiB of data are taken."""
     lines = f"Max data size   {5 * MIB}  unlimited  bytes\nMax address space  {5 * MIB}  unlimited  bytes\n"
-    found = host_memory.memory(machine(tmp_path, {"proc/self/limits": LIMITS + lines}))
-    assert found == Limit("ulimit -v", 5 * MIB, 2 * MIB)
+    found = host_memory.host_memory_limit(machine(tmp_path, {"proc/self/limits": LIMITS + lines}))
+    assert found == HostMemoryLimit("ulimit -v", 5 * MIB, 2 * MIB)
     assert found.free_bytes == 3 * MIB
 
 
 def test_everyone_who_asks_for_host_memory_is_told_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "memory", lambda: Limit("ulimit -d", 700 * MIB, 200 * MIB))
+    monkeypatch.setattr(
+        host_memory, "host_memory_limit", lambda: HostMemoryLimit("ulimit -d", 700 * MIB, 200 * MIB)
+    )
     cpu = torch.device("cpu")
     room = Room.of("", cpu)
     assert (room.name, room.memory_bytes, room.free_bytes) == ("CPU (ulimit -d)", 700 * MIB, 500 * MIB)
@@ -84,7 +92,7 @@ def test_everyone_who_asks_for_host_memory_is_told_the_limit(monkeypatch: pytest
 @pytest.mark.skipif(not Path("/proc/self/limits").is_file(), reason="needs Linux")
 def test_the_limit_of_a_real_process_is_read() -> None:
     """By the package alone, without torch: 1 GiB of address space is enough for it."""
-    program = "from lightning_eff.core import host_memory; print(host_memory.memory())"
+    program = "from lightning_eff.core import host_memory; print(host_memory.host_memory_limit())"
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def test_versions_are_the_installed_ones() -> None:
-    described = machine.describe(CPU)
+    described = machine.machine_info(CPU)
     assert described["python"] == platform.python_version()
     assert {name: described[name] for name in machine.PACKAGES} == {
         name: metadata.version(name) for name in ("lightning-eff", "torch", "lightning", "hydra-core")
@@ -27,13 +27,13 @@ def test_versions_are_the_installed_ones() -> None:
 
 
 def test_description_is_plain_types() -> None:
-    described = machine.describe(CPU)
+    described = machine.machine_info(CPU)
     assert json.loads(json.dumps(described)) == described
 
 
 def test_a_missing_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "PACKAGES", ("no-such-package-at-all",))
-    assert machine.describe(CPU)["no-such-package-at-all"] == "not installed"
+    assert machine.machine_info(CPU)["no-such-package-at-all"] == "not installed"
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])

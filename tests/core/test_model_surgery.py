@@ -17,7 +17,7 @@ from torch import nn
 from lightning_eff.callbacks.peft_adapter import adapt
 from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.model_surgery import Stage, repeated_blocks, select
+from lightning_eff.core.model_surgery import Stage, repeated_blocks, select_blocks
 from tests.support.models import Net, make_loader, make_trainer
 
 
@@ -277,14 +277,14 @@ def test_blocks_are_found(tree: str) -> None:
 
 def test_blocks_are_chosen_by_class_name_pattern_class_or_predicate() -> None:
     model = stack(Layer(), Other(), Layer())
-    assert list(select(model, ["Layer"])) == ["layers.0", "layers.2"]
-    assert list(select(model, [Layer])) == ["layers.0", "layers.1", "layers.2"], "subclasses too"
-    assert list(select(model, ["layers.[12]", "head"])) == ["layers.1", "layers.2", "head"]
-    assert list(select(model, lambda name, module: name.endswith("1"))) == ["layers.1"]
-    assert list(select(model, ["layers.0*"])) == ["layers.0"], "the outermost alone"
-    assert list(select(model, "Other")) == ["layers.1"], "a word alone"
+    assert list(select_blocks(model, ["Layer"])) == ["layers.0", "layers.2"]
+    assert list(select_blocks(model, [Layer])) == ["layers.0", "layers.1", "layers.2"], "subclasses too"
+    assert list(select_blocks(model, ["layers.[12]", "head"])) == ["layers.1", "layers.2", "head"]
+    assert list(select_blocks(model, lambda name, module: name.endswith("1"))) == ["layers.1"]
+    assert list(select_blocks(model, ["layers.0*"])) == ["layers.0"], "the outermost alone"
+    assert list(select_blocks(model, "Other")) == ["layers.1"], "a word alone"
 
 
 def test_a_block_that_is_not_there_is_named_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"blocks='Layr': expected .*did you mean 'Layer'\?"):
-        select(stack(Layer()), ["Layr"])
+        select_blocks(stack(Layer()), ["Layr"])

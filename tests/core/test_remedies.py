@@ -18,9 +18,9 @@ from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.config import composition
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning
-from lightning_eff.core.foreign import RULES
-from lightning_eff.core.remedies import as_overrides, in_python, shown
-from lightning_eff.core.rules import Finding
+from lightning_eff.core.library_rules import LIBRARY_RULES
+from lightning_eff.core.remedies import format_remedies, keep_overrides, override_as_python
+from lightning_eff.core.rules import RuleFinding
 from lightning_eff.core.technique import Rule
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.run import build_trainer
@@ -82,11 +82,11 @@ REFUSED = {
 """Overrides of `baseline` that meet a rule."""
 
 
-def findings(overrides: list[str]) -> list[Finding]:
+def findings(overrides: list[str]) -> list[RuleFinding]:
     """Judge a recipe as `plan` does."""
     words = ["trainer.accelerator=cpu", "trainer.devices=1", *overrides]
     trainer = build_trainer(composition.compose_recipe("baseline", words).values)
-    return rules.check(rules.objects_of(trainer), rules.run_facts(trainer))
+    return rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -116,12 +116,12 @@ def test_what_is_taken_off_again_is_not_missing() -> None:
 def own_rules() -> list[Rule]:
     """Return the rules that the cases meet, and those about classes of others."""
     met = [finding.rule for case in REFUSED.values() for finding in findings(case)]
-    return [*met, *(rule for facts in RULES.values() for rule in (*facts.needs, *facts.excludes))]
+    return [*met, *(rule for facts in LIBRARY_RULES.values() for rule in (*facts.needs, *facts.excludes))]
 
 
 def test_no_override_is_left_in_a_plain_trainer() -> None:
     for remedy in {remedy for rule in own_rules() for remedy in rule.remedies}:
-        python = in_python(remedy)
+        python = override_as_python(remedy)
         assert not OVERRIDE.search(python), python
         if OVERRIDE.match(remedy) and not python.startswith(("remove ", "no ", "leave out ")):
             ast.parse(python.replace("in place of that method", ""))
@@ -161,11 +161,11 @@ def test_no_override_is_left_in_a_plain_trainer() -> None:
     ],
 )
 def test_an_override_in_python(remedy: str, python: str) -> None:
-    assert in_python(remedy) == python
-    assert in_python(python) == python
-    assert shown(f"no\n  try: {remedy}") == f"no\n  try: {python}"
-    with as_overrides():
-        assert shown(f"no\n  try: {remedy}") == f"no\n  try: {remedy}"
+    assert override_as_python(remedy) == python
+    assert override_as_python(python) == python
+    assert format_remedies(f"no\n  try: {remedy}") == f"no\n  try: {python}"
+    with keep_overrides():
+        assert format_remedies(f"no\n  try: {remedy}") == f"no\n  try: {remedy}"
 
 
 def test_a_plain_trainer_is_told_python(net: Callable[..., Net]) -> None:

@@ -55,53 +55,55 @@ def rule(name: str, verdict: Verdict = Verdict.REFUSED) -> Rule:
 def test_an_exclusion_speaks_when_the_other_is_there_whatever_the_order() -> None:
     one = stating(excludes=(rule("callbacks/empty_cache"),))
     for objects in ([one, EmptyCache()], [EmptyCache(), one]):
-        (finding,) = rules.check(objects, {})
+        (finding,) = rules.check_rules(objects, {})
         assert (finding.technique, finding.found) == ("Stating", "callbacks/empty_cache")
-    assert rules.check([one], {}) == []
+    assert rules.check_rules([one], {}) == []
 
 
 def test_a_need_speaks_when_the_other_is_missing() -> None:
     one = stating(needs=(rule("callbacks/empty_cache"),))
-    (finding,) = rules.check([one], {})
+    (finding,) = rules.check_rules([one], {})
     assert finding.found == ""
-    assert rules.check([one, EmptyCache()], {}) == []
+    assert rules.check_rules([one, EmptyCache()], {}) == []
 
 
 def test_facts_of_the_run_and_provided_names_are_met_like_techniques() -> None:
     one = stating(excludes=(rule("run/clipping"), rule("something")))
-    assert [f.found for f in rules.check([one], {"run/clipping": "gradient_clip_val"})] == [
+    assert [f.found for f in rules.check_rules([one], {"run/clipping": "gradient_clip_val"})] == [
         "gradient_clip_val"
     ]
-    found = [f.found for f in rules.check([one, GradientCheckpointing()], {})]
+    found = [f.found for f in rules.check_rules([one, GradientCheckpointing()], {})]
     assert found == [], "it provides other names"
     one = stating(excludes=(rule("recompute"),))
-    assert [f.found for f in rules.check([one, GradientCheckpointing()], {})] == [
+    assert [f.found for f in rules.check_rules([one, GradientCheckpointing()], {})] == [
         "callbacks/gradient_checkpointing"
     ]
 
 
 def test_a_finding_says_who_with_whom_why_and_three_remedies() -> None:
-    (finding,) = rules.check([stating(excludes=(rule("x"),))], {"x": "the thing"})
+    (finding,) = rules.check_rules([stating(excludes=(rule("x"),))], {"x": "the thing"})
     assert str(finding).splitlines() == [
         "Stating with the thing: it breaks",
         "  try: a=1",
         "  try: b=2",
         "  try: c=3",
     ]
-    (finding,) = rules.check([stating(needs=(rule("x"),))], {})
+    (finding,) = rules.check_rules([stating(needs=(rule("x"),))], {})
     assert str(finding).splitlines()[0] == "Stating without x: it breaks"
 
 
 def test_what_is_refused_is_raised_together_and_what_the_machine_lacks_has_its_own_error() -> None:
-    conflicts = rules.check([stating(excludes=(rule("x"), rule("y"))), EmptyCache()], {"x": "1", "y": "2"})
+    conflicts = rules.check_rules(
+        [stating(excludes=(rule("x"), rule("y"))), EmptyCache()], {"x": "1", "y": "2"}
+    )
     with pytest.raises(ConflictError, match=r"with 1[\s\S]*with 2"):
-        rules.raise_refused(conflicts)
-    lacking = rules.check([stating(needs=(rule("machine/compiler"),))], {})
+        rules.raise_rejected(conflicts)
+    lacking = rules.check_rules([stating(needs=(rule("machine/compiler"),))], {})
     with pytest.raises(EnvironmentLacksError):
-        rules.raise_refused(lacking)
+        rules.raise_rejected(lacking)
     with pytest.raises(ConflictError):
-        rules.raise_refused([*lacking, *conflicts])
-    rules.raise_refused(rules.check([stating(excludes=(rule("x", Verdict.WARNED),))], {"x": "1"}))
+        rules.raise_rejected([*lacking, *conflicts])
+    rules.raise_rejected(rules.check_rules([stating(excludes=(rule("x", Verdict.WARNED),))], {"x": "1"}))
 
 
 class Finder(BatchSizeFinder):
@@ -116,26 +118,26 @@ def bare(kind: type[Any]) -> Any:
 @pytest.mark.parametrize("make", [BatchSizeFinder, Finder])
 @pytest.mark.parametrize("technique", [EmptyCache, GradientCheckpointing, TorchCompile])
 def test_a_batch_size_finder_is_refused_with_any_technique(make: Any, technique: Any) -> None:
-    findings = rules.check([make(), technique()], {"machine/compiler": "c++"})
+    findings = rules.check_rules([make(), technique()], {"machine/compiler": "c++"})
     assert [(f.technique, f.rule.verdict) for f in findings] == [(make.__name__, Verdict.REFUSED)]
-    assert rules.check([make(), Progress(), EfficiencyReport()], {}) == [], "what only watches may stay"
+    assert rules.check_rules([make(), Progress(), EfficiencyReport()], {}) == [], "what only watches may stay"
 
 
 @pytest.mark.parametrize("plugin", [BitsandbytesPrecision, TransformerEnginePrecision])
 def test_plugins_that_replace_layers_late_are_refused_with_surgery_alone(plugin: Any) -> None:
-    findings = rules.check([bare(plugin), GradientCheckpointing()], {})
+    findings = rules.check_rules([bare(plugin), GradientCheckpointing()], {})
     assert [f.rule.verdict for f in findings] == [Verdict.REFUSED]
-    assert rules.check([bare(plugin), EmptyCache()], {}) == []
+    assert rules.check_rules([bare(plugin), EmptyCache()], {}) == []
 
 
 def test_weight_averaging_may_meet_what_keeps_parameters() -> None:
     from lightning.pytorch.callbacks import WeightAveraging
 
     averaging = WeightAveraging()
-    assert rules.check([averaging, GradientCheckpointing(), EmptyCache()], {}) == []
+    assert rules.check_rules([averaging, GradientCheckpointing(), EmptyCache()], {}) == []
     replacing = stating(provides=("new_parameters",))
     replacing.__class__ = Replacing
-    assert [f.technique for f in rules.check([averaging, replacing], {})] == ["WeightAveraging"]
+    assert [f.technique for f in rules.check_rules([averaging, replacing], {})] == ["WeightAveraging"]
 
 
 class Replacing(Stating):
@@ -169,7 +171,7 @@ def test_a_strategy_that_recomputes_on_its_own_is_seen() -> None:
     plain = make_trainer()
     words = ("accumulate_grad_batches", "gradient_clip_val", "precision", "world_size")
     trainer: Any = SimpleNamespace(strategy=strategy, **{word: getattr(plain, word) for word in words})
-    findings = rules.check([GradientCheckpointing()], rules.run_facts(trainer))
+    findings = rules.check_rules([GradientCheckpointing()], rules.run_facts(trainer))
     assert [f.rule.name for f in findings] == ["run/strategy_checkpointing"]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_eff.callbacks.empty_cache import EmptyCache
-from lightning_eff.core.technique import Outcome, Technique, asked, name_of, techniques
+from lightning_eff.core.technique import Outcome, Technique, config_of, name_of, techniques
 from lightning_eff.monitors.progress import Progress
 from lightning_eff.precision.mixed import Mixed
 
@@ -44,22 +44,22 @@ def test_a_package_that_begins_like_ours_is_foreign() -> None:
 
 def test_asked_is_every_parameter_as_the_technique_keeps_it() -> None:
     technique = EmptyCache(every_n_steps=5)
-    written = asked(technique)
+    written = config_of(technique)
     assert written["every_n_steps"] == 5
     assert written == {name: getattr(technique, name) for name in written}
     technique.every_n_steps = 6
-    assert asked(technique)["every_n_steps"] == 6
+    assert config_of(technique)["every_n_steps"] == 6
     assert written["every_n_steps"] == 5, "what was read before stays"
 
 
 @pytest.mark.parametrize("value", [None, True, 3, 0.25, "auto"])
 def test_plain_values_stay_and_others_become_text(value: object) -> None:
-    assert asked(Foreign(layers=value, me=1)) == {"ratio": 0.5, "layers": value, "missing": None, "me": 1}
-    assert asked(Foreign(layers=[torch.float16]))["layers"] == "[torch.float16]"
+    assert config_of(Foreign(layers=value, me=1)) == {"ratio": 0.5, "layers": value, "missing": None, "me": 1}
+    assert config_of(Foreign(layers=[torch.float16]))["layers"] == "[torch.float16]"
 
 
 def test_a_technique_that_keeps_itself_is_not_asked_for_it() -> None:
-    assert list(asked(Foreign())) == ["ratio", "layers", "missing"]
+    assert list(config_of(Foreign())) == ["ratio", "layers", "missing"]
 
 
 def test_techniques_are_those_that_say_their_outcome_in_order() -> None:

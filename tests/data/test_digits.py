@@ -23,18 +23,18 @@ def read(**keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_every_image_is_on_one_side_and_the_split_is_the_same_again() -> None:
-    train, val = read(validation_share=0.25)
+    train, val = read(val_fraction=0.25)
     assert (len(train) + len(val), len(val)) == (1797, 449)
     assert (train.min(), train.max()) == (0.0, 1.0)
     seen = {image.numpy().tobytes() for image in train}
     assert sum(image.numpy().tobytes() in seen for image in val) < 5, (
         "a few digits occur twice in the set itself"
     )
-    assert all(torch.equal(a, b) for a, b in zip(read(validation_share=0.25), (train, val), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(read(val_fraction=0.25), (train, val), strict=True))
 
 
 def test_batches_are_images_with_labels_and_training_ones_are_shuffled() -> None:
-    data = Digits(micro_batch_size=50)
+    data = Digits(batch_size=50)
     data.setup("fit")
     images, labels = next(iter(data.val_dataloader()))
     assert (images.shape, images.dtype, labels.dtype) == ((50, 1, 8, 8), torch.float32, torch.int64)
@@ -42,9 +42,9 @@ def test_batches_are_images_with_labels_and_training_ones_are_shuffled() -> None
     assert not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
-def test_no_side_is_ever_empty(share: float) -> None:
-    assert min(len(side) for side in read(validation_share=share)) == 1
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_no_side_is_ever_empty(fraction: float) -> None:
+    assert min(len(side) for side in read(val_fraction=fraction)) == 1
 
 
 def test_without_scikit_learn_the_command_that_installs_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,10 +56,10 @@ def test_without_scikit_learn_the_command_that_installs_it_is_said(monkeypatch: 
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"micro_batch_size": 0}, "micro_batch_size=0 must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"num_workers": -1}, "num_workers=-1"),
-        ({"validation_share": 0.0}, "validation_share=0.0"),
-        ({"validation_share": 1.0}, "validation_share=1.0"),
+        ({"val_fraction": 0.0}, "val_fraction=0.0"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0"),
     ],
 )
 def test_numbers_out_of_range_are_named(keywords: dict[str, Any], message: str) -> None:

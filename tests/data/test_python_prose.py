@@ -17,7 +17,7 @@ def data(text_cache: Path, tmp_path: Path) -> PythonProse:
     found = PythonProse(
         vocab_size=300,
         context_length=16,
-        micro_batch_size=4,
+        batch_size=4,
         source_dir=str(text_cache),
         cache_dir=str(tmp_path),
     )
@@ -30,7 +30,7 @@ def test_articles_are_in_the_tokens_of_the_source_and_on_one_side(data: PythonPr
     source = PythonSource(
         vocab_size=300,
         context_length=16,
-        micro_batch_size=4,
+        batch_size=4,
         source_dir=str(data.source_dir),
         cache_dir=str(tmp_path),
     )

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_eff.data.corpus.rows import Tokens, best_fit, pack_across, pack_apart
-from lightning_eff.data.corpus.vocabulary import Vocabulary
+from lightning_eff.data.corpus.packing import TokenizedDocument, best_fit_bins, pack_documents, pack_stream
+from lightning_eff.data.corpus.tokenization import TrainingTokenizer
 from lightning_eff.data.text import Text
 from lightning_eff.models.hf_causal_lm import HFCausalLM
 from tests.support.models import make_trainer
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def prepare(*paths: Path | str, **keywords: Any) -> Text:
-    given = {"context_length": 16, "micro_batch_size": 2, "validation_share": 0.0} | keywords
+    given = {"context_length": 16, "batch_size": 2, "val_fraction": 0.0} | keywords
     data = Text(paths=[str(path) for path in paths], **given)
     data.setup("fit")
     return data
@@ -107,8 +107,11 @@ def test_padded_rows_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_stream_of_conversations_learns_only_answers() -> None:
-    documents = [Tokens.of([1, 2, 3], [False, False, True]), Tokens.of([4, 5])]
-    rows = pack_across(documents, 5, 0)
+    documents = [
+        TokenizedDocument.from_ids([1, 2, 3], [False, False, True]),
+        TokenizedDocument.from_ids([4, 5]),
+    ]
+    rows = pack_stream(documents, 5, 0)
     assert rows[0]["labels"].tolist() == [N, N, 3, 4, 5]
 
 
@@ -140,7 +143,7 @@ def test_packing_keeps_every_token_and_target_of_short_documents(folder: Path) -
 def test_best_fit_fills_rows_and_overfills_none() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 65, (500,), generator=generator).tolist()
-    bins = best_fit(lengths, 64)
+    bins = best_fit_bins(lengths, 64)
     assert sorted(i for each in bins for i in each) == list(range(500))
     assert max(sum(lengths[i] for i in each) for each in bins) <= 64
     assert sum(lengths) / (64 * len(bins)) > 0.98
@@ -154,12 +157,12 @@ def test_a_packed_batch_trains_as_its_documents_do_alone(tiny_llama: Path, folde
     means = []
     for packing in (True, False):
         data = prepare(folder, packing=packing, context_length=32)
-        steps = [model._loss_of(batch) for batch in batches(data)]
+        steps = [model._batch_loss(batch) for batch in batches(data)]
         total = sum(int(count) for _, count in steps)
         means.append(sum(loss.detach() * count for loss, count in steps) / total)
         assert total == sum(index + 3 for index in range(12))
     torch.testing.assert_close(means[0], means[1], rtol=1e-10, atol=0.0)
-    across = [model._loss_of(batch)[0].item() for batch in batches(prepare(folder, packing="across"))]
+    across = [model._batch_loss(batch)[0].item() for batch in batches(prepare(folder, packing="across"))]
     assert abs(sum(across) / len(across) - means[0].item()) > 1e-5
 
 
@@ -227,12 +230,12 @@ def test_the_prose_is_the_same_every_time_and_needs_no_file() -> None:
 def test_a_split_is_by_document_and_by_seed(folder: Path) -> None:
     splits = {}
     for seed in (0, 1):
-        data = prepare(folder, validation_share=0.25, packing=False, seed=seed)
+        data = prepare(folder, val_fraction=0.25, packing=False, seed=seed)
         train, val = ({row[0] for row in rows_of(data, split)} for split in ("train", "val"))
         assert len(val) == 3
         assert train | val == set(range(97, 109))
         assert not train & val
-        again = prepare(folder, validation_share=0.25, packing=False, seed=seed)
+        again = prepare(folder, val_fraction=0.25, packing=False, seed=seed)
         assert rows_of(again, "val") == rows_of(data, "val")
         splits[seed] = val
     assert splits[0] != splits[1]
@@ -266,9 +269,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(tiny_llama: Path, folder: Path,
         model.training_step = lambda batch, batch_idx: (
             seen.append(batch["input_ids"][:, 0].tolist()), step(batch, batch_idx))[1]  # fmt: skip
         model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters(), lr=1e-3)
-        data = Text(
-            paths=str(folder), packing=False, context_length=16, micro_batch_size=2, validation_share=0.0
-        )
+        data = Text(paths=str(folder), packing=False, context_length=16, batch_size=2, val_fraction=0.0)
         saver = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         trainer = make_trainer(max_steps=12, callbacks=[saver], enable_checkpointing=True)
         trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
@@ -283,7 +284,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(tiny_llama: Path, folder: Path,
 
 
 def test_a_conversation_in_bytes_by_hand() -> None:
-    made = Vocabulary().of_chat(TURNS)
+    made = TrainingTokenizer().encode_chat(TURNS)
     spoken = b"user:\nhi\nassistant:\nyo\x00\nuser:\nb\nassistant:\nc\x00\n"
     assert [0 if i == 256 else i for i in made.ids] == list(spoken)
     targets = [(at, label) for at, label in enumerate(made.labels) if label != N]
@@ -292,24 +293,24 @@ def test_a_conversation_in_bytes_by_hand() -> None:
 
 @pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
 def test_a_chat_template_says_what_is_learnt(tiny_llama: Path, template: str) -> None:
-    vocabulary = Vocabulary(str(tiny_llama))
-    vocabulary._hub.chat_template = template
-    made = vocabulary.of_chat(TURNS)
+    tokenizer = TrainingTokenizer(str(tiny_llama))
+    tokenizer._hub.chat_template = template
+    made = tokenizer.encode_chat(TURNS)
     user, assistant, end = 2, 3, 1
-    h, i, y, o, b, c = (vocabulary.tokenizer.encode(letter).ids[0] for letter in "hiyobc")
+    h, i, y, o, b, c = (tokenizer.tokenizer.encode(letter).ids[0] for letter in "hiyobc")
     assert made.ids == [user, h, i, assistant, y, o, end, user, b, assistant, c, end]
     assert made.labels == [N, N, N, N, y, o, end, N, N, N, c, end]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tiny_llama: Path) -> None:
-    vocabulary = Vocabulary(str(tiny_llama))
+    tokenizer = TrainingTokenizer(str(tiny_llama))
     last_only = "{% for m in messages %}{% if loop.last %}{{m.content}}{% endif %}{% endfor %}"
-    vocabulary._hub.chat_template = last_only
+    tokenizer._hub.chat_template = last_only
     with pytest.raises(ValueError, match=r"rewrites earlier turns.*mark them"):
-        vocabulary.of_chat(TURNS)
-    vocabulary._hub.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match="chat template refuses it: roles must alternate"):
-        vocabulary.of_chat(TURNS)
+        tokenizer.encode_chat(TURNS)
+    tokenizer._hub.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match="chat template rejects it: roles must alternate"):
+        tokenizer.encode_chat(TURNS)
 
 
 def test_conversations_are_cut_off_and_not_into_pieces(
@@ -320,14 +321,14 @@ def test_conversations_are_cut_off_and_not_into_pieces(
     (batch,) = batches(prepare(file, field="messages", context_length=24))
     assert batch["input_ids"].shape == (1, 24)
     assert batch["labels"][0].tolist() == [N] * 20 + [ord("y"), ord("o"), 256, N]
-    assert f"1 of 2 documents have no target and are left out, beginning with {file}:2" in caplog.text
+    assert f"1 of 2 documents have no target and are skipped, the first is {file}:2" in caplog.text
     assert (
         "2 of 2 documents are longer than context_length=24 and were cut; 79 tokens are lost" in caplog.text
     )
 
 
 def test_a_special_tokens_name_in_a_text_stays_text(tiny_llama: Path) -> None:
-    (made,) = Vocabulary(str(tiny_llama)).of_texts(["a</s>b"])
+    (made,) = TrainingTokenizer(str(tiny_llama)).encode_texts(["a</s>b"])
     assert list(made.ids).count(1) == 1, "the one at the end"
 
 
@@ -341,11 +342,12 @@ def test_bytes_are_decoded_to_the_text() -> None:
 
 def test_a_tokenizer_of_a_model_is_loaded_by_its_folder(tiny_llama: Path) -> None:
     data = Text(tokenizer=str(tiny_llama))
-    assert (data.vocab_size, data.vocabulary.end) == (max(data.tokenizer.get_vocab().values()) + 1, 1)
+    assert data.vocab_size == max(data.tokenizer.get_vocab().values()) + 1
+    assert data.training_tokenizer.eos_id == 1
 
 
 def test_packing_apart_needs_pieces_that_fit() -> None:
-    rows = pack_apart([Tokens.of(range(4)), Tokens.of(range(4)), Tokens.of(range(2))], 4, 9)
+    rows = pack_documents([TokenizedDocument.from_ids(range(n)) for n in (4, 4, 2)], 4, 9)
     assert len(rows) == 3
     assert rows[2]["input_ids"].tolist() == [0, 1, 9, 9]
 
@@ -371,19 +373,19 @@ def text_file(name: str, content: str | bytes) -> Write:
         ),
         (
             text_file("a.jsonl", '{"text": "x"}\n\n{"text": '),
-            r"a.jsonl:3: no JSON: Expecting value at column 10",
+            r"a.jsonl:3: invalid JSON: Expecting value at column 10",
         ),
         (text_file("a.jsonl", "[1]"), r"a.jsonl:1: expected an object .*, not list"),
         (text_file("a.jsonl", '{"text": 5}'), r"a.jsonl:1: 'text' is neither a text nor a list of .*'5'"),
         (text_file("a.jsonl", '{"text": [{"role": "user"}]}'), r"a.jsonl:1: 'text' is neither a text nor"),
         (
             text_file("a.jsonl", '{"text": "x"}\n{"text": [{"role": "user", "content": "x"}]}'),
-            r"a.jsonl:2: no turn of the role 'assistant' says anything, .* roles: \['user'\]",
+            r"a.jsonl:2: no turn of the role 'assistant' has content, .* roles: \['user'\]",
         ),
-        (text_file("a.jsonl", ""), r"a.jsonl'\] hold no document"),
+        (text_file("a.jsonl", ""), r"a.jsonl'\] contain no document"),
         (text_file("a.txt", b"ab\xff"), r"a.txt: byte 2 is not UTF-8"),
-        (text_file("a.txt", ""), r"no document has a target in its first 16 tokens, beginning with .*a.txt"),
-        (text_file("a.parquet", b"PAR1 and so on"), r"a.parquet: no Parquet file that can be read"),
+        (text_file("a.txt", ""), r"no document has a target in its first 16 tokens, see .*a.txt"),
+        (text_file("a.parquet", b"PAR1 and so on"), r"a.parquet: invalid Parquet file"),
         (
             lambda f: write_rows(f / "b.parquet", ["x"], "body"),
             r"data.field='text': .*b.parquet; there are: body, id\n  try: data.field=body",
@@ -398,17 +400,17 @@ def test_files_that_cannot_be_used_name_file_and_line(tmp_path: Path, write: Wri
 
 def test_one_document_cannot_be_split(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc")
-    with pytest.raises(ValueError, match=r"of 1 document leaves none to train on\n  try: validation_share=0"):
-        prepare(tmp_path, validation_share=0.05)
+    with pytest.raises(ValueError, match=r"of 1 document leaves none to train on\n  try: val_fraction=0"):
+        prepare(tmp_path, val_fraction=0.05)
 
 
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
         ({"context_length": 1}, "context_length=1 must be at least 2"),
-        ({"micro_batch_size": 0}, "micro_batch_size=0 must be at least 1"),
-        ({"validation_share": -0.1}, "validation_share=-0.1 must lie between 0 and 0.5"),
-        ({"validation_share": 0.6}, "validation_share=0.6 must lie between 0 and 0.5"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"val_fraction": -0.1}, "val_fraction=-0.1 must lie between 0 and 0.5"),
+        ({"val_fraction": 0.6}, "val_fraction=0.6 must lie between 0 and 0.5"),
         ({"packing": "off"}, "packing='off' must be true, false or across"),
         ({"paths": []}, r"paths=\[\] must name at least one"),
         (
@@ -425,9 +427,9 @@ def test_values_out_of_range_are_named(keywords: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda f: f / "none.txt", FileNotFoundError, "is no file, folder or pattern that fits one"),
-        (lambda f: f / "*.md", FileNotFoundError, "is no file, folder or pattern that fits one"),
-        (lambda f: f, FileNotFoundError, "holds no file that ends in .txt"),
+        (lambda f: f / "none.txt", FileNotFoundError, "matches no file, folder or pattern"),
+        (lambda f: f / "*.md", FileNotFoundError, "matches no file, folder or pattern"),
+        (lambda f: f, FileNotFoundError, "has no file that ends in .txt"),
         (text_file("model.bin", b"x"), ValueError, "is neither text nor .jsonl nor .parquet"),
     ],
 )

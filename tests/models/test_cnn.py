@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_eff.models.cnn import CNN, Block
+from lightning_eff.models.cnn import CNN, ResidualBlock
 
 
 def make_cnn(**keywords: Any) -> CNN:
@@ -18,7 +18,7 @@ def make_cnn(**keywords: Any) -> CNN:
 
 def test_a_block_is_its_formula() -> None:
     torch.manual_seed(0)
-    block, x = Block(4).eval(), torch.randn(2, 4, 5, 5)
+    block, x = ResidualBlock(4).eval(), torch.randn(2, 4, 5, 5)
     y = F.relu(F.conv2d(x, block.first.weight, padding=1) / (1 + 1e-5) ** 0.5)
     y = F.conv2d(y, block.second.weight, padding=1) / (1 + 1e-5) ** 0.5
     torch.testing.assert_close(block(x), F.relu(x + y), rtol=1e-5, atol=1e-6)

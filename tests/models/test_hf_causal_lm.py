@@ -73,7 +73,7 @@ def test_the_loss_is_that_of_transformers(tiny_llama: Path, form: str) -> None:
 def test_a_packed_loss_is_the_weighted_mean_of_its_documents(tiny_llama: Path) -> None:
     # Attention or positions that cross, or a target across a boundary, are wrong by more than 1e-4.
     model = make(tiny_llama, dtype="float64")
-    assert model.keeps_documents_apart is True
+    assert model.isolates_documents is True
     whole = step_of(model, packed())
     alone = [
         step_of(model, {"input_ids": torch.tensor([each]), "labels": torch.tensor([each])})
@@ -113,7 +113,7 @@ def test_a_model_that_sees_other_documents_refuses_packed_rows(tmp_path: Path) -
 
     BloomConfig(vocab_size=300, hidden_size=16, n_layer=1, n_head=2).save_pretrained(tmp_path / "bloom")
     model = make(tmp_path / "bloom", pretrained=False)
-    assert model.keeps_documents_apart is False
+    assert model.isolates_documents is False
     with pytest.raises(ValueError, match=r"BloomForCausalLM lets a document .*\n  try: data.packing=false"):
         step_of(model, packed())
     assert step_of(model, draw_batch())["loss"] > 0
@@ -236,7 +236,7 @@ def test_numbers_and_files_formats_are_taken(tiny_llama: Path, tmp_path: Path) -
         ),
         (lambda f: (f / "config.json").unlink(), "has no config.json"),
         (lambda f: (f / "config.json").rename(f / "adapter_config.json"), "holds an adapter: name the model"),
-        (lambda f: (f / "adapter_config.json").write_text("{}"), "holds an adapter beside its weights"),
+        (lambda f: (f / "adapter_config.json").write_text("{}"), "also holds an adapter"),
         (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
     ],
 )
@@ -253,7 +253,7 @@ def test_folders_that_cannot_be_read_are_refused(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine"}}, "brings code of its own"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine"}}, "needs code of its own"),
         ({"model_type": "mine"}, "cannot be loaded"),
         ({"model_type": "vit"}, "is a vit: transformers has no causal language model"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "has quantized weights"),
@@ -281,7 +281,7 @@ def test_a_name_that_is_not_here_is_refused_offline(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"name='nowhere/at-all' is no folder here nor .*\n  try: a folder"):
+    with pytest.raises(ValueError, match=r"name='nowhere/at-all' is neither a folder .*\n  try: a folder"):
         HFCausalLM(name="nowhere/at-all")
 
 
@@ -294,5 +294,5 @@ def test_numbers_out_of_range_are_named(tiny_llama: Path, key: str) -> None:
 def test_data_with_more_tokens_than_rows_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     folder = copy_of(tiny_llama, tmp_path / "small", vocab_size=200)
     model = HFCausalLM(name=str(folder), pretrained=False)
-    with pytest.raises(ValueError, match=r"257 tokens and .* 200 rows\n  try: model.vocab_size=257"):
+    with pytest.raises(ValueError, match=r"257 tokens, but .* 200 rows\n  try: model.vocab_size=257"):
         make_trainer().fit(model, datamodule=Text())

@@ -20,7 +20,7 @@ from tests.support.models import Net, make_loader, make_trainer
 def fit(text_cache: Path, folder: Path, *monitors: TextLosses) -> tuple[GPT, PythonProse]:
     torch.manual_seed(0)
     model = GPT(vocab_size=300, context_length=16, d_model=16, num_layers=1, num_heads=2, dropout=0.5)
-    sizes: dict[str, Any] = {"vocab_size": 300, "context_length": 16, "micro_batch_size": 2}
+    sizes: dict[str, Any] = {"vocab_size": 300, "context_length": 16, "batch_size": 2}
     data = PythonProse(**sizes, source_dir=str(text_cache), cache_dir=str(folder))
     make_trainer(callbacks=list(monitors), max_steps=3, limit_val_batches=1).fit(model, datamodule=data)
     return model, data

@@ -22,7 +22,7 @@ def fit(sample: TextSample, text_cache: Path, folder: Path) -> GPT:
     data = PythonSource(
         vocab_size=300,
         context_length=16,
-        micro_batch_size=2,
+        batch_size=2,
         source_dir=str(text_cache),
         cache_dir=str(folder),
     )

@@ -155,7 +155,7 @@ def test_what_needs_the_gradients_afterwards_is_refused(
     callbacks = [OptimizerChoice(optimizer=FACTORY), *keywords.pop("callbacks", [])]
     trainer = make_trainer(callbacks=callbacks, **keywords)
     with pytest.raises(ConflictError, match=found):
-        rules.raise_refused(rules.check(rules.objects_of(trainer), rules.run_facts(trainer)))
+        rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
     if trainer.world_size == 1:
         with pytest.raises(ConflictError, match=found):
             trainer.fit(net(), make_loader())

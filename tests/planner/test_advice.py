@@ -43,7 +43,7 @@ def composer(*words: str) -> Any:
 
 @pytest.mark.slow
 def test_what_fits_needs_nothing_and_the_largest_batch_is_exact() -> None:
-    compose = composer("data.micro_batch_size=4")
+    compose = composer("data.batch_size=4")
     taken = dry_run(compose([])).peak
     assert taken is not None
     room = Room("here", 5 * taken.num_bytes)
@@ -51,10 +51,10 @@ def test_what_fits_needs_nothing_and_the_largest_batch_is_exact() -> None:
     assert found.fits
     assert found.chosen == []
     assert "the batch fits: memory techniques would only slow this run" in str(found)
-    size = next(each.value for each in found.largest if each.typed == "data.micro_batch_size")
+    size = next(each.value for each in found.largest if each.typed == "data.batch_size")
 
     def peak(rows: int) -> int:
-        values = composer(f"data.micro_batch_size={rows}")([])
+        values = composer(f"data.batch_size={rows}")([])
         prediction = dry_run(values, Example.of(values)).peak
         assert prediction is not None
         return prediction.num_bytes
@@ -64,7 +64,7 @@ def test_what_fits_needs_nothing_and_the_largest_batch_is_exact() -> None:
     (length,) = (each.value for each in found.largest if each.typed == "data.context_length")
 
     def peak_of(tokens: int) -> int:
-        values = composer("data.micro_batch_size=4", f"data.context_length={tokens}")([])
+        values = composer("data.batch_size=4", f"data.context_length={tokens}")([])
         prediction = dry_run(values, Example.of(values)).peak
         assert prediction is not None
         return prediction.num_bytes
@@ -76,7 +76,7 @@ def test_what_fits_needs_nothing_and_the_largest_batch_is_exact() -> None:
 @pytest.mark.slow
 def test_the_best_comes_first_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "_of_this_cpu", lambda: FIXED)  # times by arithmetic, not by a clock
-    compose = composer("data.micro_batch_size=16")
+    compose = composer("data.batch_size=16")
     taken = dry_run(compose([])).peak
     assert taken is not None
     found = advise(compose, Room("here", taken.num_bytes // 2, device=this_cpu()))
@@ -94,7 +94,7 @@ def test_the_best_comes_first_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_at_the_peak_of_the_update_activations_are_useless() -> None:
     """With a batch of one token there is nothing to recompute, and the optimizer's state is what counts."""
-    found = advise(composer("data.micro_batch_size=1", "data.context_length=2"), Room("here", 2**40))
+    found = advise(composer("data.batch_size=1", "data.context_length=2"), Room("here", 2**40))
     why = {each.words: each.why for each in found.first}
     assert why[("+callbacks=gradient_checkpointing",)] == "useless at this peak"
     assert "fewer weights" in why[("+callbacks=peft_adapter",)]
@@ -103,7 +103,7 @@ def test_at_the_peak_of_the_update_activations_are_useless() -> None:
 
 
 def test_time_is_bounded() -> None:
-    found = advise(composer("data.micro_batch_size=1"), Room("here", 2**40), budget_s=0.0)
+    found = advise(composer("data.batch_size=1"), Room("here", 2**40), budget_s=0.0)
     assert found.unfinished
     assert found.first == []
     assert "time ran out" in str(found)

@@ -15,7 +15,7 @@ from lightning_eff.run import build
 RUNS = {
     "lm": [],
     "low_memory": [
-        "data.micro_batch_size=8",
+        "data.batch_size=8",
         "callbacks.micro_batch.micro_batch_size=2",
         "data.context_length=16",
     ],

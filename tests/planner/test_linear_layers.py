@@ -70,22 +70,22 @@ def test_a_format_that_no_kernel_knows_is_told() -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"data": {"micro_batch_size": 16, "context_length": 256}}, 4096),
+        ({"data": {"batch_size": 16, "context_length": 256}}, 4096),
         (
             {
-                "data": {"micro_batch_size": 16, "context_length": 256},
+                "data": {"batch_size": 16, "context_length": 256},
                 "callbacks": {"micro_batch": {"micro_batch_size": 4}, "empty_cache": {}},
             },
             1024,
         ),
         (
             {
-                "data": {"micro_batch_size": 16, "context_length": 256},
+                "data": {"batch_size": 16, "context_length": 256},
                 "callbacks": {"micro_batch": {"micro_batch_size": "auto"}},
             },
             4096,
         ),
-        ({"data": {"micro_batch_size": 64}}, None),
+        ({"data": {"batch_size": 64}}, None),
         ({"data": {"context_length": 256}, "callbacks": None}, None),
         ({}, None),
     ],

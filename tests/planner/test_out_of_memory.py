@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_eff.core import host_memory
-from lightning_eff.core.host_memory import Limit
+from lightning_eff.core.host_memory import HostMemoryLimit
 from lightning_eff.planner import out_of_memory
 from lightning_eff.planner.out_of_memory import free, phase_of
 from tests.support.command_line import Command
@@ -61,7 +61,7 @@ class NoRoom(Wide):
 
 def words_for(model: str, tiny: list[str]) -> list[str]:
     Path("wide_models.py").write_text(WIDE)
-    return ["train", "baseline", *tiny, "data.micro_batch_size=8", f"model._target_=wide_models.{model}"]
+    return ["train", "baseline", *tiny, "data.batch_size=8", f"model._target_=wide_models.{model}"]
 
 
 def message(err: str) -> list[str]:
@@ -75,7 +75,7 @@ def test_an_override_that_fits_is_named_and_trains_to_the_end(
     tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sample takes seven arrays of 256 KiB in the backward pass, and five in the forward pass."""
-    monkeypatch.setattr(host_memory, "memory", lambda: Limit("cgroup /box", 105 * MIB, 100 * MIB))
+    monkeypatch.setattr(host_memory, "host_memory_limit", lambda: HostMemoryLimit("cgroup /box", 105 * MIB, 100 * MIB))
     words = words_for("SmallTwo", tiny)
     code, _, err = command(*words)
     assert code == 4
@@ -93,7 +93,7 @@ def test_an_override_that_fits_is_named_and_trains_to_the_end(
 def test_where_nothing_fits_it_is_said(
     tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_memory, "memory", lambda: Limit("", 101 * 1024, 100 * 1024))
+    monkeypatch.setattr(host_memory, "host_memory_limit", lambda: HostMemoryLimit("", 101 * 1024, 100 * 1024))
     monkeypatch.setattr(out_of_memory, "BUDGET_S", 1.0)
     code, _, err = command(*words_for("SmallNone", tiny))
     assert code == 4
@@ -177,7 +177,7 @@ import lightning_eff.run
 from lightning_eff import cli
 from lightning_eff.core import host_memory
 
-taken = host_memory.read_taken(Path("/"))["VmData"] + {extra}
+taken = host_memory.process_memory(Path("/"))["VmData"] + {extra}
 resource.setrlimit(resource.RLIMIT_DATA, (taken, taken))
 sys.exit(cli.main(sys.argv[1:]))
 """

@@ -551,7 +551,7 @@ def test_compiled_blocks_train_alike(weights: str) -> None:
 def test_strategies_that_shard_and_callbacks_that_thaw_are_refused() -> None:
     for other in (FSDPStrategy(), BackboneFinetuning()):
         for weights in ("nf4", "bf16"):
-            findings = rules.check([FrozenLow(weights=weights), other], {})
+            findings = rules.check_rules([FrozenLow(weights=weights), other], {})
             assert [f.rule.verdict for f in findings] == [Verdict.REFUSED]
     with pytest.raises(ConflictError, match="few bits to be trained"):
         fitted(FrozenLow(), PeftAdapter(options=LORA), BackboneFinetuning())
@@ -582,7 +582,7 @@ def test_head_embeddings_and_norms_of_a_hugging_face_model_stay(tiny_llama: Path
     FrozenLow(weights="bf16", device="cpu", skip=["embed_tokens"]).apply(bf16)
     bf16.model.model.norm.requires_grad_(True)
     model_surgery.apply(
-        bf16, [(Stage.LOWER, FrozenLow(weights="bf16", device="cpu", skip=["embed_tokens"]).lower)]
+        bf16, [(Stage.CAST_FROZEN, FrozenLow(weights="bf16", device="cpu", skip=["embed_tokens"]).lower)]
     )
     assert bf16.model.model.embed_tokens.weight.dtype == torch.float32
     assert bf16.model.lm_head.weight.dtype == torch.bfloat16

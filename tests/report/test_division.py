@@ -281,7 +281,7 @@ def test_an_optimizers_state_is_found_by_a_step() -> None:
         ({"trainer": {"accumulate_grad_batches": 3}}, 8, 3),
         (
             {
-                "data": {"micro_batch_size": 16},
+                "data": {"batch_size": 16},
                 "callbacks": {"gradient_accumulation": {"global_batch_size": 256}},
             },
             4,
@@ -289,7 +289,7 @@ def test_an_optimizers_state_is_found_by_a_step() -> None:
         ),
         (
             {
-                "data": {"micro_batch_size": 16},
+                "data": {"batch_size": 16},
                 "callbacks": {
                     "gradient_accumulation": {"global_batch_size": 16},
                     "micro_batch": {"micro_batch_size": 4},
@@ -299,15 +299,15 @@ def test_an_optimizers_state_is_found_by_a_step() -> None:
             4,
         ),
         (
-            {"data": {"micro_batch_size": 16}, "callbacks": {"micro_batch": {"micro_batch_size": "auto"}}},
+            {"data": {"batch_size": 16}, "callbacks": {"micro_batch": {"micro_batch_size": "auto"}}},
             1,
             1,
         ),
         # What does not divide evenly: a last micro-batch of two, a last batch of 16, both.
-        ({"data": {"micro_batch_size": 10}, "callbacks": {"micro_batch": {"micro_batch_size": 4}}}, 1, 3),
+        ({"data": {"batch_size": 10}, "callbacks": {"micro_batch": {"micro_batch_size": 4}}}, 1, 3),
         (
             {
-                "data": {"micro_batch_size": 16},
+                "data": {"batch_size": 16},
                 "callbacks": {"gradient_accumulation": {"global_batch_size": 256}},
             },
             3,
@@ -315,7 +315,7 @@ def test_an_optimizers_state_is_found_by_a_step() -> None:
         ),
         (
             {
-                "data": {"micro_batch_size": 10},
+                "data": {"batch_size": 10},
                 "callbacks": {
                     "gradient_accumulation": {"global_batch_size": 45},
                     "micro_batch": {"micro_batch_size": 4},

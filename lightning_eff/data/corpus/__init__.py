@@ -1,1 +1,1 @@
-"""What `data/text.py` is made of: documents from files, their tokens, rows of them, an order that resumes."""
+"""The parts of `data/text.py`: documents from files, their tokens, packed rows, and a loader that resumes."""

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.adapters.quantized import is_quantized
-from lightning_eff.core.errors import ConfigError, nearest
+from lightning_eff.core.errors import ConfigError, suggest_name
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 """Layers that refuse weights of another format than their input's on some devices; they have few."""
@@ -33,7 +33,7 @@ def parts(model: nn.Module, skip: Sequence[str]) -> Iterator[tuple[str, nn.Modul
     for word in skip:
         if not any(f".{name}".endswith(f".{word}") for name in named):
             known = named if "." in word else {name.rpartition(".")[2] for name in named}
-            allowed = f"a module's name, or the end of it; {nearest(word, known)}"
+            allowed = f"a module's name, or the end of it; {suggest_name(word, known)}"
             raise ConfigError(key="skip", value=word, allowed=allowed)
     for name, part in model.named_modules():
         plain = f".{name.replace('.base_layer', '')}."

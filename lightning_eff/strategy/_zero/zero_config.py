@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_eff.core.errors import ConfigError, nearest
+from lightning_eff.core.errors import ConfigError, suggest_name
 from lightning_eff.strategy._zero.memory_arithmetic import Zero
 
 PRECISION = "trainer.precision or precision="
@@ -76,7 +76,7 @@ def check(config: Mapping[str, Any], path: str = "") -> None:
             )
         if not path and key not in FREE:
             raise ConfigError(
-                key=f"config.{key}", value=value, allowed=f"one of DeepSpeed's keys; {nearest(key, FREE)}"
+                key=f"config.{key}", value=value, allowed=f"one of DeepSpeed's keys; {suggest_name(key, FREE)}"
             )
         if isinstance(value, Mapping) and full in _NESTED:
             nested: Mapping[str, Any] = value

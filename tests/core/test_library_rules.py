@@ -19,7 +19,7 @@ from torch import nn
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConflictError, ConflictWarning, EnvironmentLacksError
-from lightning_eff.core.foreign import RULES
+from lightning_eff.core.library_rules import LIBRARY_RULES
 from lightning_eff.core.technique import Verdict
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.galore import GaLore
@@ -33,7 +33,7 @@ HALF = functools.partial(WarmupDecay, total_steps=4)
 
 def found(optimizer: Any, *others: Any, run: dict[str, str] | None = None, **keywords: Any) -> list[Any]:
     choice = OptimizerChoice(optimizer=optimizer, **keywords)
-    return rules.check([choice, *choice.brings(), *others], run or {})
+    return rules.check_rules([choice, *choice.components(), *others], run or {})
 
 
 WHOLE = [torch.optim.Adafactor, torch.optim.Muon, Muon, GaLore, pytorch_optimizer.Lamb]
@@ -52,7 +52,7 @@ def test_torchaos_optimizers_need_a_compiler(kind: str) -> None:
     (finding,) = found(getattr(torchao.optim, kind))
     assert finding.rule.name == "machine/compiler"
     with pytest.raises(EnvironmentLacksError, match=r"apt-get install g\+\+"):
-        rules.raise_refused([finding])
+        rules.raise_rejected([finding])
     assert found(getattr(torchao.optim, kind), run={"machine/compiler": "g++"}) == []
     assert found(bitsandbytes.optim.AdamW8bit) == [], "a class of the same name and another package"
 
@@ -62,7 +62,7 @@ def test_bitsandbytes_is_refused_where_state_is_sharded(strategy: Any) -> None:
     (finding,) = found(bitsandbytes.optim.PagedAdamW8bit, strategy)
     assert finding.rule.remedies == ("optimizer=adamw_8bit",)
     (finding,) = found(CpuOffload, strategy)
-    assert "decides itself where state lives" in finding.rule.reason
+    assert "itself places the optimizer state" in finding.rule.reason
 
 
 def test_paged_and_offloaded_state_has_nowhere_to_go_on_a_cpu() -> None:
@@ -122,7 +122,7 @@ def test_every_rule_has_a_reason_and_a_remedy_and_every_library_class_exists() -
     packages = {"torch": torch.optim, "torchao": torchao.optim.adam, "schedulefree": schedulefree}
     packages |= {"pytorch_optimizer": pytorch_optimizer, "bitsandbytes": bitsandbytes.optim}
     packages["bitsandbytes/Optimizer8bit"] = bitsandbytes.optim.optimizer
-    for name, facts in RULES.items():
+    for name, facts in LIBRARY_RULES.items():
         package, _, kind = name.partition("/")
         owner = packages.get(name, packages.get(package))
         assert owner is None or hasattr(owner, kind), name

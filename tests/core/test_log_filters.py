@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from lightning_eff.core.noise import NOISE, leave_out_noise
+from lightning_eff.core.log_filters import IGNORED_MESSAGES, ignore_import_messages
 
 SAID = {
     "torchao": "Failed to load /site-packages/torchao/_C_mxfp8.so: Could not load this library",
@@ -17,12 +17,12 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", list(NOISE))
+@pytest.mark.parametrize("name", list(IGNORED_MESSAGES))
 def test_a_loggers_noise_is_left_out_and_the_rest_is_heard(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    leave_out_noise()
-    leave_out_noise()
+    ignore_import_messages()
+    ignore_import_messages()
     logger = logging.getLogger(name)
     logger.warning(SAID[name])
     logger.warning("%s", SAID[name])

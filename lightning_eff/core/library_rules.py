@@ -1,15 +1,14 @@
-"""Rules about classes of others, which state none: Lightning's callbacks and plugins, libraries' optimizers.
+"""Rules about classes of other libraries: Lightning's callbacks and plugins, optimizers of torch and others.
 
-A key is a package and a class, and holds for what is derived from it; or it is a name that something of ours
-provides.
+A key is a package and a class, and holds for its subclasses too; or it is a name that a technique provides.
 """
 
 from __future__ import annotations
 
 from lightning_eff.core.technique import (
-    FLATTENED,
+    NEEDS_MATRICES,
     NEW_PARAMETERS,
-    PROJECTS,
+    PROJECTS_GRADIENTS,
     SCHEDULE,
     SUITE,
     TRANSFORM,
@@ -20,12 +19,12 @@ from lightning_eff.core.technique import (
 
 _LATE_CONVERSION = Rule(
     name=TRANSFORM,
-    reason="it replaces layers after the checkpoint was restored, so what was changed before is lost",
+    reason="it replaces layers after the checkpoint was restored, so earlier changes of them are lost",
     remedies=("precision=mixed",),
 )
 _SEARCH = Rule(
     name=SUITE,
-    reason="its trials switch all callbacks off and may return a size that was never tried",
+    reason="its trials switch all callbacks off, so it may return a size that was never tried with them",
     remedies=("remove it and add: +callbacks=micro_batch",),
 )
 _COPIES = Rule(
@@ -41,56 +40,60 @@ _COMPILER = Rule(
 _SHARDED_8BIT = tuple(
     Rule(
         name=name,
-        reason="its state does not survive a sharded checkpoint",
+        reason="its state cannot be restored from a sharded checkpoint",
         remedies=("optimizer=adamw_8bit",),
     )
     for name in ("lightning/FSDPStrategy", "lightning/ModelParallelStrategy", "strategy/fsdp2")
 )
 _LATE_UNSCALING = Rule(
     name="run/clipping_by_lightnings_mixed",
-    reason="a fused optimizer unscales gradients itself, so Lightning's own plugin refuses to clip them",
+    reason="a fused optimizer unscales gradients itself, so Lightning's own plugin cannot clip them",
     remedies=("precision=mixed", "optimizer.fused=false"),
 )
 _NO_SCALER = Rule(
     name="run/scaler",
-    reason="it evaluates the loss several times a step, and a scaler unscales once",
+    reason="it evaluates the loss several times a step, but a scaler unscales gradients only once",
     remedies=("precision=bf16_mixed", "precision=fp32"),
 )
 _SECOND_SCHEDULE = Rule(
     name=SCHEDULE,
-    reason="it averages the weights in place of a decay, and loses by both",
+    reason="it averages the weights instead of decaying the rate; doing both trains worse",
     remedies=("scheduler=none",),
     verdict=Verdict.WARNED,
 )
 _SECOND_AVERAGE = tuple(
-    Rule(name=name, reason="it would average weights that are switched under it", remedies=("remove it",))
+    Rule(
+        name=name,
+        reason="it would average weights that this optimizer swaps for evaluation",
+        remedies=("remove it",),
+    )
     for name in ("lightning/WeightAveraging", "lightning/StochasticWeightAveraging")
 )
 _OLD_STATISTICS = Rule(
     name="run/batch_norm",
-    reason="their statistics are those of the weights that are trained, not of those that are evaluated",
+    reason="their statistics belong to the training weights, but evaluation uses the averaged weights",
     remedies=("optimizer=adamw",),
     verdict=Verdict.WARNED,
 )
 _NO_PAGES = Rule(
     name="run/cpu",
-    reason="its pages move between a GPU and the host, so here it is the one without pages",
+    reason="its pages move between a GPU and the host, so on a CPU it works like the optimizer without pages",
     remedies=("optimizer=adamw_8bit_bnb",),
     verdict=Verdict.WARNED,
 )
 _OTHER_RATE = Rule(
     name="callbacks/optimizer_choice",
-    reason="it tries rates with callbacks off, and sets one of the module's that this optimizer ignores",
+    reason="it tries rates with callbacks off, and sets one on the module that this optimizer ignores",
     remedies=("remove it",),
 )
 _NO_SWITCH = Rule(
     name="strategy/deepspeed_zero",
-    reason="DeepSpeed copies the weights it trains, so those to evaluate at would not be seen",
+    reason="DeepSpeed trains a copy of the weights, so the averaged weights would not be evaluated",
     remedies=("strategy=fsdp2", "optimizer=adamw"),
 )
 _SCHEDULE_FREE = Facts(excludes=(_SECOND_SCHEDULE, *_SECOND_AVERAGE, _OLD_STATISTICS, _NO_SWITCH))
 
-RULES = {
+LIBRARY_RULES = {
     "lightning/BatchSizeFinder": Facts(excludes=(_SEARCH,)),
     "lightning/LearningRateFinder": Facts(excludes=(_OTHER_RATE,)),
     "lightning/WeightAveraging": Facts(excludes=(_COPIES,)),
@@ -98,16 +101,16 @@ RULES = {
     "lightning/TransformerEnginePrecision": Facts(excludes=(_LATE_CONVERSION,)),
     "lightning/BitsandbytesPrecision": Facts(excludes=(_LATE_CONVERSION,)),
     "torch/LBFGS": Facts(excludes=(_NO_SCALER,)),
-    "torch/Adafactor": Facts(excludes=FLATTENED),
-    "torch/Muon": Facts(excludes=FLATTENED),
+    "torch/Adafactor": Facts(excludes=NEEDS_MATRICES),
+    "torch/Muon": Facts(excludes=NEEDS_MATRICES),
     "torchao/_AdamBase": Facts(needs=(_COMPILER,)),
     "bitsandbytes/Optimizer8bit": Facts(excludes=_SHARDED_8BIT),
     "bitsandbytes/PagedAdamW8bit": Facts(excludes=(_NO_PAGES,)),
     "schedulefree/AdamWScheduleFree": _SCHEDULE_FREE,
     "schedulefree/SGDScheduleFree": _SCHEDULE_FREE,
     "schedulefree/RAdamScheduleFree": _SCHEDULE_FREE,
-    "pytorch_optimizer/Lamb": Facts(excludes=FLATTENED),
-    "pytorch_optimizer/APOLLO": Facts(excludes=(PROJECTS,)),
-    "pytorch_optimizer/GaLore": Facts(excludes=(PROJECTS,)),
+    "pytorch_optimizer/Lamb": Facts(excludes=NEEDS_MATRICES),
+    "pytorch_optimizer/APOLLO": Facts(excludes=(PROJECTS_GRADIENTS,)),
+    "pytorch_optimizer/GaLore": Facts(excludes=(PROJECTS_GRADIENTS,)),
     "optimizer/fused": Facts(excludes=(_LATE_UNSCALING,)),
 }

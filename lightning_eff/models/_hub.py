@@ -1,0 +1,106 @@
+"""What `hf_causal_lm` reads of a model before its weights: configuration, class in transformers, file names.
+
+Nothing here executes code that lies next to a configuration, and nothing reads weights.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def read_config(name: str, revision: str | None) -> Any:
+    """Return the configuration of a hub name or folder.
+
+    Raises:
+        ValueError: It cannot be loaded, or needs code of its own.
+        ModuleNotFoundError: transformers is not installed.
+    """
+    try:
+        from transformers import AutoConfig
+    except ModuleNotFoundError as error:
+        msg = f"name={name!r} needs transformers: pip install 'lightning-eff[hf]'"
+        raise ModuleNotFoundError(msg) from error
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        is_adapter = (folder / "adapter_config.json").is_file()
+        reason = "holds an adapter: name the model that it belongs to" if is_adapter else "has no config.json"
+        msg = f"name={name!r} {reason}"
+        raise ValueError(msg)
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(load_failure_message(name, str(error))) from error
+
+
+def load_failure_message(name: str, upstream_message: str) -> str:
+    """Return why a model cannot be loaded and what to do, from the error message of transformers."""
+    if "trust_remote_code" in upstream_message:
+        reason = "needs code of its own, which is never executed: name a model that transformers has built in"
+        return f"name={name!r} {reason}"
+    offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in {"1", "ON", "YES", "TRUE"}
+    if offline and not Path(name).expanduser().is_dir():
+        return (
+            f"name={name!r} is neither a folder nor in the cache, and HF_HUB_OFFLINE forbids downloads\n"
+            "  try: a folder, or HF_HUB_OFFLINE=0"
+        )
+    first = next(iter(upstream_message.strip().splitlines()), "")
+    return f"name={name!r} cannot be loaded: {first}\n  try: a folder with config.json and *.safetensors"
+
+
+def causal_lm_class(name: str, config: Any) -> type:
+    """Return transformers' own class of causal language models for a configuration.
+
+    Raises:
+        ValueError: transformers has none.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        msg = (
+            f"name={name!r} is a {config.model_type}: transformers has no causal language model of this type"
+        )
+        raise ValueError(msg)
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def check_weights(name: str, config: Any) -> None:
+    """Check the kind of weights of a model, as far as its files lie in a local folder.
+
+    Raises:
+        ValueError: They are quantized, pickles, or missing; or the folder also has an adapter.
+    """
+    folder = Path(name).expanduser()
+    problem = ""
+    if getattr(config, "quantization_config", None) is not None:
+        problem = "has quantized weights: name the model that they were quantized from"
+    elif folder.is_dir():
+        weights = list(folder.glob("*.safetensors"))
+        # Not read: a FIFO would wait for a writer, and a device may be endless.
+        irregular = [file.name for file in weights if not file.is_file()]
+        pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+        if (folder / "adapter_config.json").is_file():
+            problem = "also holds an adapter, which transformers would load too: move it out of the folder"
+        elif irregular:
+            problem = f"has weights in what is no regular file: {irregular[0]}"
+        elif not weights and pickles:
+            problem = (
+                f"has weights as a pickle ({pickles[0]}), which may execute code and is not read\n"
+                "  try: convert it where you trust it: model.save_pretrained(folder) writes safetensors"
+            )
+        elif not weights:
+            problem = "has no *.safetensors\n  try: model.pretrained=false for random weights"
+    if problem:
+        msg = f"name={name!r} {problem}"
+        raise ValueError(msg)
+
+
+def choose_attention(implementation: str, model_class: Any) -> str:
+    """Return the attention implementation; "auto" is sdpa, or eager for a model without it."""
+    if implementation != "auto":
+        return implementation
+    return "sdpa" if model_class._supports_sdpa else "eager"  # noqa: SLF001 - private in transformers 5
