@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
 
     from lightning_eff.kernels.bench.candidates import Effort
-    from lightning_eff.kernels.bench.comparison import Comparison
-    from lightning_eff.kernels.shapes import Case
+    from lightning_eff.kernels.bench.comparison import CaseComparison
+    from lightning_eff.kernels.bench.gemm_cases import Case
     from lightning_eff.report.gemm_table import GemmReport
 
 USAGE = """lightning-eff bench [--quick] [--tune] [--explain DEVICE] [--shapes M,N,K[;...]] [--dtype NAME]
@@ -147,9 +147,9 @@ def _explain(asked: Asked) -> int:
 
     from lightning_eff.report import tile_explanation
 
-    device = tile_explanation.known("--explain ", asked.explain)
+    device = tile_explanation.known_device("--explain ", asked.explain)
     sizes = asked.sizes or tile_explanation.LAYERS
-    found = tile_explanation.of_layers(device, sizes, getattr(torch, asked.dtype))
+    found = tile_explanation.explain_layers(device, sizes, getattr(torch, asked.dtype))
     if asked.as_json:
         pairs = zip(sizes, found, strict=True)
         rows = [{"shape": list(each), "words": list(one.sentences())} for each, one in pairs]
@@ -182,7 +182,7 @@ def _measure(asked: Asked, device: torch.device) -> GemmReport:
 
     from lightning_eff.core import machine
     from lightning_eff.kernels.bench import candidates, rows
-    from lightning_eff.kernels.table import TILES
+    from lightning_eff.kernels.tile_configs import CONFIGS
     from lightning_eff.report.gemm_table import GemmReport
 
     on_gpu = device.type == "cuda"
@@ -194,7 +194,7 @@ def _measure(asked: Asked, device: torch.device) -> GemmReport:
     comparisons = _compare(_cases(asked, on_gpu=on_gpu), device, effort, asked.out)
     facts |= {"clocks after": machine.clocks(device)} if on_gpu else {}
     reason = rows.not_compiled()
-    tiles = () if on_gpu or reason else TILES[:QUICK_TILES] if asked.quick else TILES
+    tiles = () if on_gpu or reason else CONFIGS[:QUICK_TILES] if asked.quick else CONFIGS
     return GemmReport(
         comparisons=comparisons,
         host=candidates.host_times(device, effort),
@@ -208,29 +208,33 @@ def _measure(asked: Asked, device: torch.device) -> GemmReport:
 def _cases(asked: Asked, *, on_gpu: bool) -> list[Case]:
     import torch
 
-    from lightning_eff.kernels import shapes
+    from lightning_eff.kernels.bench import gemm_cases
 
     dtype = getattr(torch, asked.dtype) if on_gpu else torch.float32
     if asked.sizes:
-        own = [shapes.Layer(*sizes) for sizes in asked.sizes]
-        return shapes.cases(own, own, dtype)
+        own = [gemm_cases.Layer(*sizes) for sizes in asked.sizes]
+        return gemm_cases.cases(own, own, dtype)
     if asked.quick:
-        return shapes.cases(shapes.QUICK, shapes.QUICK[:1], dtype)
-    return shapes.default_cases(dtype) if on_gpu else shapes.cases(shapes.ON_CPU, shapes.ON_CPU, dtype)
+        return gemm_cases.cases(gemm_cases.QUICK, gemm_cases.QUICK[:1], dtype)
+    return (
+        gemm_cases.default_cases(dtype)
+        if on_gpu
+        else gemm_cases.cases(gemm_cases.ON_CPU, gemm_cases.ON_CPU, dtype)
+    )
 
 
 def _compare(
     cases: Sequence[Case], device: torch.device, effort: Effort, folder: Path | None
-) -> list[Comparison]:
+) -> list[CaseComparison]:
     """Measure one case after the other, say so, since it takes minutes, and keep each in a folder."""
     from lightning_eff.kernels.bench import candidates
 
-    found: list[Comparison] = []
+    found: list[CaseComparison] = []
     if folder is not None:
         (folder / CASE_BY_CASE).write_text("", encoding="utf-8")
     for number, case in enumerate(cases, 1):
         sys.stderr.write(f"{number}/{len(cases)} {case} {case.layout} {case.kind}\n")
-        found.append(candidates.compare(case, device, effort))
+        found.append(candidates.compare_case(case, device, effort))
         if folder is not None:
             with (folder / CASE_BY_CASE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(found[-1].as_dict()) + "\n")
@@ -246,10 +250,10 @@ def _write(report: GemmReport, folder: Path, arguments: Sequence[str]) -> None:
     (folder / "gemm.md").write_text(f"{title}\n\n```text\n{report.text()}```\n", encoding="utf-8")
 
 
-def _keep(comparisons: Sequence[Comparison], device: torch.device) -> None:
+def _keep(comparisons: Sequence[CaseComparison], device: torch.device) -> None:
     from lightning_eff.kernels import dispatch
-    from lightning_eff.kernels.bench.comparison import fastest
+    from lightning_eff.kernels.bench.comparison import fastest_by_bucket
 
-    choices = fastest(comparisons)
-    path = dispatch.remember(dispatch.identity(device), choices)
+    choices = fastest_by_bucket(comparisons)
+    path = dispatch.save_choices(dispatch.identity(device), choices)
     sys.stderr.write(f"{len(choices)} choices are in {path}; processes that start now go by them\n")

@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_eff.kernels import devices, tiles
 from lightning_eff.kernels.language import triton
 from lightning_eff.kernels.operands import Operands, is_aligned
-from lightning_eff.kernels.table import TILES, Shape, Tile
+from lightning_eff.kernels.tile_configs import CONFIGS, Shape, TileConfig
 
 BACKENDS = ("auto", "torch", "triton")
 LIBRARY = "torch"
@@ -55,8 +55,8 @@ def uses_triton(
             return False
         shape = given.shape(adds=adds)
         shape = shape if out is None or is_aligned(out) else shape.without_tma()
-        tile = measured(shape, device)
-        return tile is not None and tile in tiles.fitting(shape, devices.of(device))
+        tile = measured_config(shape, device)
+        return tile is not None and tile in tiles.fitting_configs(shape, devices.of(device))
     if not (device.type == "cuda" or interpreted):
         text = (
             f"backend=triton on {device}: expected a CUDA device, or Triton's interpreter "
@@ -74,24 +74,24 @@ def uses_triton(
     return True
 
 
-def choose(given: Operands, d: Tensor, pre: Tensor | None = None, *, adds: bool = False) -> Tile:
+def choose(given: Operands, d: Tensor, pre: Tensor | None = None, *, adds: bool = False) -> TileConfig:
     """Return the row for operands and a result that exist: the measured one, else the model's."""
     shape = given.shape(adds=adds, saves_pre=pre is not None)
     places = [each for each in (given.a, given.b, d, pre) if each is not None]
     if not all(is_aligned(each) and each.data_ptr() % 16 == 0 for each in places) or d.stride(-1) != 1:
         shape = shape.without_tma()
     device = devices.of(d.device)
-    tile = measured(shape, d.device) if d.device.type == "cuda" else None
-    fits = tile is not None and tile in tiles.fitting(shape, device)
-    return tile if tile is not None and fits else tiles.ranked(shape, device)[0].tile
+    tile = measured_config(shape, d.device) if d.device.type == "cuda" else None
+    fits = tile is not None and tile in tiles.fitting_configs(shape, device)
+    return tile if tile is not None and fits else tiles.rank_configs(shape, device)[0].tile
 
 
-def measured(shape: Shape, device: torch.device) -> Tile | None:
+def measured_config(shape: Shape, device: torch.device) -> TileConfig | None:
     """Return the row that was measured to be faster than torch's library; None if none was, or nothing."""
     return _rows().get(choices(identity(device)).get(bucket(shape), LIBRARY))
 
 
-def words(shape: Shape, device: torch.device | None, backend: str = "auto") -> str:
+def describe_backend(shape: Shape, device: torch.device | None, backend: str = "auto") -> str:
     """Say for a report who computes a shape, and why.
 
     Args:
@@ -110,7 +110,7 @@ def words(shape: Shape, device: torch.device | None, backend: str = "auto") -> s
     if device is None:
         return "torch's library, unless bench --tune measures ours to be faster there"
     known = choices(identity(device))
-    row = measured(shape, device)
+    row = measured_config(shape, device)
     if row is not None:
         return f"{row}: measured to be faster than torch's library"
     if bucket(shape) in known:
@@ -128,7 +128,7 @@ def bucket(shape: Shape) -> str:
     formats = [str(dtype).removeprefix("torch.") for dtype in (shape.dtype, shape.out_dtype or shape.dtype)]
     sizes = "x".join(str(_rounded(size)) for size in (shape.M, shape.N, shape.K))
     marks = {"batch": shape.batch > 1, "unaligned": not shape.aligned, "c": shape.reads_c, "adds": shape.adds}
-    marks |= {"fused": shape.fused, "gated": shape.columns_share != 1.0, "gradient": shape.reads_at}
+    marks |= {"fused": shape.fused, "gated": shape.columns_ratio != 1.0, "gradient": shape.reads_at}
     marks |= {"tf32": shape.tf32}
     return "-".join([*formats, sizes, shape.layout, *(mark for mark, holds in marks.items() if holds)])
 
@@ -139,8 +139,8 @@ def _rounded(size: int) -> int:
 
 
 @functools.cache
-def _rows() -> Mapping[str, Tile]:
-    return {str(tile): tile for tile in TILES}
+def _rows() -> Mapping[str, TileConfig]:
+    return {str(tile): tile for tile in CONFIGS}
 
 
 @functools.cache
@@ -157,7 +157,7 @@ def identity(device: torch.device) -> str:
     return re.sub(r"[^\w.+-]+", "-", " ".join(parts))
 
 
-def folder() -> Path:
+def choices_folder() -> Path:
     """Return where choices are kept: LIGHTNING_EFF_CACHE, else the user's cache."""
     own = os.environ.get("LIGHTNING_EFF_CACHE")
     return (
@@ -174,7 +174,7 @@ def choices(name: str) -> Mapping[str, str]:
     Warns:
         UserWarning: The file is damaged; it counts as empty.
     """
-    path = folder() / f"gemm-{name}.json"
+    path = choices_folder() / f"gemm-{name}.json"
     if not path.exists():
         return {}
     try:
@@ -186,7 +186,7 @@ def choices(name: str) -> Mapping[str, str]:
         return {}
 
 
-def remember(name: str, fastest: Mapping[str, str]) -> Path:
+def save_choices(name: str, fastest: Mapping[str, str]) -> Path:
     """Write choices beside those that are there; running processes keep theirs.
 
     Args:
@@ -200,7 +200,7 @@ def remember(name: str, fastest: Mapping[str, str]) -> Path:
     if unknown:
         text = f"rows {sorted(unknown)}: expected {LIBRARY} or rows of the table"
         raise ValueError(text)
-    path = folder() / f"gemm-{name}.json"
+    path = choices_folder() / f"gemm-{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     merged = dict(choices.__wrapped__(name)) | dict(fastest)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:

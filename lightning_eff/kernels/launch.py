@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_eff.kernels import devices, operands
 from lightning_eff.kernels.language import is_interpreted, use_torch_allocator
 from lightning_eff.kernels.operands import Operands
-from lightning_eff.kernels.table import Tile
+from lightning_eff.kernels.tile_configs import TileConfig
 
 GROUP_M = 8
 """Rows of tiles in a band."""
@@ -43,7 +43,7 @@ class Launcher:
     def __call__(
         self,
         given: Operands,
-        tile: Tile,
+        tile: TileConfig,
         d: Tensor,
         *,
         pre: Tensor | None = None,
@@ -79,7 +79,7 @@ class Launcher:
             logsumexp.copy_(torch.logsumexp(sums, 1).reshape(logsumexp.shape))
 
     def _multiply(
-        self, given: Operands, tile: Tile, d: Tensor, pre: Tensor | None, sums: Tensor | None
+        self, given: Operands, tile: TileConfig, d: Tensor, pre: Tensor | None, sums: Tensor | None
     ) -> None:
         tiles = -(-given.M // tile.block_m) * -(-given.N // tile.block_n) * tile.split_k
         constants = self._constants(given, tile)
@@ -103,7 +103,7 @@ class Launcher:
             **tile.constants, **constants,
         )  # fmt: skip
 
-    def _constants(self, given: Operands, tile: Tile) -> dict[str, Any]:
+    def _constants(self, given: Operands, tile: TileConfig) -> dict[str, Any]:
         return {
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
@@ -118,7 +118,13 @@ class Launcher:
         }
 
     def _sum(
-        self, given: Operands, tile: Tile, parts: Tensor, d: Tensor, pre: Tensor | None, sums: Tensor | None
+        self,
+        given: Operands,
+        tile: TileConfig,
+        parts: Tensor,
+        d: Tensor,
+        pre: Tensor | None,
+        sums: Tensor | None,
     ) -> None:
         tensors, strides = _behind_the_product(given, pre, sums, d)
         tiles = -(-given.M // SUM_M) * -(-given.N // SUM_N)

@@ -212,7 +212,7 @@ def _operands(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Operands:
     a, b = library.autocast(x, weight.T)
-    return operands.check(a, b, None, bias=bias, activation=activation)
+    return operands.check_operands(a, b, None, bias=bias, activation=activation)
 
 
 def _forward(

@@ -298,20 +298,20 @@ def gemm(
     """
     alpha, beta = float(alpha), float(beta)
     a, b = library.autocast(a, b)
-    given = operands.check(
+    given = operands.check_operands(
         a, b, c if beta else None, alpha=alpha, beta=beta, bias=bias, scale_a=scale_a, scale_b=scale_b,
         out_dtype=out_dtype, activation=activation, at=gradient_at,
     )  # fmt: skip
     if out is None:
         return _compute(given, None, backend)
     operands.check_out(given, out)
-    if operands.overlaps(given, out):
+    if operands.overlaps_operand(given, out):
         return out.copy_(_compute(given, None, backend))
     return _compute(given, out, backend)
 
 
 def _compute(given: Operands, out: Tensor | None, backend: str) -> Tensor:
-    flat, place = operands.folded(given, out)
+    flat, place = operands.fold_batch(given, out)
     adds = _adds(flat, place)
     ours = dispatch.uses_triton(flat, backend, interpreted=INTERPRETED, adds=adds, out=place)
     result = (OPERATOR if ours else library.gemm)(flat, out=place)
@@ -353,9 +353,9 @@ def gemm_logsumexp(
         tensor([2.0794])
     """
     a, b = library.autocast(a, b)
-    given = operands.check(a, b, None, alpha=float(alpha), bias=bias, out_dtype=out_dtype)
+    given = operands.check_operands(a, b, None, alpha=float(alpha), bias=bias, out_dtype=out_dtype)
     operands.check_no_gradient(given, "gemm_logsumexp")
-    flat, _ = operands.folded(given, None)
+    flat, _ = operands.fold_batch(given, None)
     # Nothing measures this, so `auto` is the library.
     ours = backend != "auto" and dispatch.uses_triton(flat, backend, interpreted=INTERPRETED)
     d, sums = (OPERATOR.with_logsumexp if ours else library.gemm_logsumexp)(flat)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from lightning_eff.kernels.reference import ACTIVATIONS, GATED
-from lightning_eff.kernels.table import Shape
+from lightning_eff.kernels.tile_configs import Shape
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FORMATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
@@ -114,7 +114,7 @@ class Operands:
             M=self.M, N=self.N, K=self.K, dtype=self.a.dtype, out_dtype=self.out_dtype,
             batch=self.batch_size, aligned=aligned, reads_c=self.c is not None, adds=adds,
             layout="".join("n" if each.stride(-1) == 1 else "t" for each in (self.a, self.b)),
-            fused=any(each is not None for each in follows), columns_share=self.columns / max(self.N, 1),
+            fused=any(each is not None for each in follows), columns_ratio=self.columns / max(self.N, 1),
             reads_at=self.at is not None, read_itemsize=max(read, default=0), saves_pre=saves_pre,
             tf32=float32_precision(self.a) == "tf32",
         )  # fmt: skip
@@ -166,7 +166,7 @@ def is_aligned(tensor: Tensor) -> bool:
     return far >= near and far * tensor.element_size() % 16 == 0
 
 
-def check(
+def check_operands(
     a: Tensor,
     b: Tensor,
     c: Tensor | None,
@@ -250,7 +250,7 @@ def check_no_gradient(given: Operands, what: str) -> None:
         raise RuntimeError(text)
 
 
-def folded(given: Operands, out: Tensor | None) -> tuple[Operands, Tensor | None]:
+def fold_batch(given: Operands, out: Tensor | None) -> tuple[Operands, Tensor | None]:
     """Return the same as one product where B is one matrix, so that batch axes are rows; without a copy.
 
     Args:
@@ -306,7 +306,7 @@ def in_place(c: Tensor, out: Tensor) -> bool:
     return same and not is_fake(out) and c.data_ptr() == out.data_ptr()
 
 
-def overlaps(given: Operands, out: Tensor) -> bool:
+def overlaps_operand(given: Operands, out: Tensor) -> bool:
     """Say whether a result may lie where an operand is still read; C in its very place does no harm."""
     if torch.compiler.is_compiling() or out.is_meta or is_fake(out):
         return False

@@ -18,11 +18,11 @@ import torch
 
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import Device
-from lightning_eff.kernels.table import TILES, TMA_BYTES, Shape, Tile
+from lightning_eff.kernels.tile_configs import CONFIGS, TMA_BYTES, Shape, TileConfig
 
 LAUNCH_S = 5e-6
 """Seconds from one kernel to the next."""
-WELL_FILLED = 0.95
+MIN_WAVE_EFFICIENCY = 0.95
 """Share of the SMs' time that a size must use to be recommended."""
 MARGIN_BYTES = 2048
 """Shared memory beside tiles, at most: barriers, and what an epilogue needs."""
@@ -39,7 +39,7 @@ class Cost:
     """
 
     shape: Shape
-    tile: Tile
+    tile: TileConfig
     device: Device
 
     @property
@@ -58,12 +58,12 @@ class Cost:
         return self.num_tiles / self.device.num_sms
 
     @property
-    def idle_share(self) -> float:
+    def wave_quantization(self) -> float:
         """Share of the SMs' time that the last wave leaves idle."""
         return 1.0 - self.waves / math.ceil(self.waves)
 
     @property
-    def beyond_share(self) -> float:
+    def tile_quantization(self) -> float:
         """Share of the computed elements that lie beyond the edge of the result."""
         rows, columns = self.grid
         return 1.0 - self.shape.M * self.shape.N / (rows * self.tile.block_m * columns * self.tile.block_n)
@@ -74,10 +74,10 @@ class Cost:
         shape, (rows, columns) = self.shape, self.grid
         item = shape.dtype.itemsize
         once = shape.batch * (shape.M + shape.N) * shape.K * item
-        read = (shape.columns_share * shape.reads_at + shape.reads_c) * max(
+        read = (shape.columns_ratio * shape.reads_at + shape.reads_c) * max(
             shape.read_itemsize, shape.out_itemsize
         )
-        result = shape.batch * shape.M * shape.N * (shape.out_itemsize * shape.columns_share + read)
+        result = shape.batch * shape.M * shape.N * (shape.out_itemsize * shape.columns_ratio + read)
         if self.tile.split_k > 1:  # parts are written and read
             result += 2 * 4 * shape.batch * shape.M * shape.N * self.tile.split_k
         high = min(8, rows)
@@ -123,16 +123,16 @@ class Cost:
         }
 
     @property
-    def peak_share(self) -> float:
+    def peak_fraction(self) -> float:
         """Expected share of the device's peak."""
         return self.shape.flop / self.seconds / self.device.peak(self.shape.dtype, tf32=self.shape.tf32)
 
 
-def fitting(shape: Shape, device: Device) -> Iterator[Tile]:
+def fitting_configs(shape: Shape, device: Device) -> Iterator[TileConfig]:
     """Yield the rows that can compute a shape on a device."""
     if shape.dtype.itemsize == 1 and not device.has_float8:
         return
-    for tile in TILES:
+    for tile in CONFIGS:
         if tile.split_k > 1 and not _is_worth_splitting(shape, tile, device):
             continue
         if tile.kernel == "tma":
@@ -144,14 +144,14 @@ def fitting(shape: Shape, device: Device) -> Iterator[Tile]:
             yield tile
 
 
-def _is_worth_splitting(shape: Shape, tile: Tile, device: Device) -> bool:
+def _is_worth_splitting(shape: Shape, tile: TileConfig, device: Device) -> bool:
     """Say whether most SMs would be idle otherwise, and each part has two steps at least."""
     cost = Cost(shape=shape, tile=tile, device=device)
     long = 2 * tile.split_k * tile.block_k(shape.dtype.itemsize) <= shape.K
     return long and 2 * cost.num_tiles <= tile.split_k * device.num_sms
 
 
-def ranked(shape: Shape, device: Device) -> list[Cost]:
+def rank_configs(shape: Shape, device: Device) -> list[Cost]:
     """Return what each row would cost, the cheapest first; nothing where a device lacks the format.
 
     Example:
@@ -160,7 +160,7 @@ def ranked(shape: Shape, device: Device) -> list[Cost]:
         >>> str(best.tile), best.num_tiles, round(best.waves, 2)
         ('tma 128x256, 3 stages, 8 warps', 2048, 15.52)
     """
-    costs = [Cost(shape=shape, tile=tile, device=device) for tile in fitting(shape, device)]
+    costs = [Cost(shape=shape, tile=tile, device=device) for tile in fitting_configs(shape, device)]
     return sorted(costs, key=lambda cost: cost.seconds)
 
 
@@ -247,7 +247,7 @@ def explain(
         )
         raise ValueError(text)
     shape = Shape.packed(M, N, K, dtype)
-    cost = ranked(shape, place)[0]
+    cost = rank_configs(shape, place)[0]
     copies = place.has_tma and shape.has_tensor_cores
     return Explanation(
         cost=cost,
@@ -257,7 +257,7 @@ def explain(
     )
 
 
-def multiple(dtype: torch.dtype, device: str | Device) -> int:
+def size_multiple(dtype: torch.dtype, device: str | Device) -> int:
     """Return what the sizes of a product should be multiples of, in elements: 16 bytes on tensor cores.
 
     They copy and multiply whole groups of 16 bytes, and NVIDIA asks for sizes of whole groups: 8 elements of
@@ -281,11 +281,13 @@ def _fitting_m(cost: Cost) -> Iterator[int]:
 
     def filled(rows: int) -> bool:
         """With the tile that this size itself would get."""
-        other = ranked(replace(cost.shape, M=rows * block), cost.device)[0]
-        filled = other.waves >= 1.0 and 1.0 - other.idle_share >= WELL_FILLED
+        other = rank_configs(replace(cost.shape, M=rows * block), cost.device)[0]
+        filled = other.waves >= 1.0 and 1.0 - other.wave_quantization >= MIN_WAVE_EFFICIENCY
         return filled and other.tile.split_k == 1
 
-    if 1.0 - cost.idle_share >= WELL_FILLED or cost.waves < 1.0:  # of less than a wave nothing is lost by M
+    if (
+        1.0 - cost.wave_quantization >= MIN_WAVE_EFFICIENCY or cost.waves < 1.0
+    ):  # of less than a wave nothing is lost by M
         yield cost.shape.M
         return
     below = next((each for each in range(rows - 1, 0, -1) if filled(each)), None)

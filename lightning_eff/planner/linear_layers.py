@@ -18,7 +18,7 @@ from lightning_eff.core.dtypes import dtype_of, product_dtype
 from lightning_eff.core.text import text_table
 from lightning_eff.kernels import devices, dispatch
 from lightning_eff.kernels.devices import Device
-from lightning_eff.kernels.table import Shape
+from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.kernels.tiles import Explanation, explain
 
 ASSUMED_ROWS = 8192
@@ -184,7 +184,7 @@ def _row(
         N=shape.N,
         K=shape.K,
         dtype=str(shape.dtype).removeprefix("torch."),
-        computed_by=dispatch.words(shape, where.here, backend),
+        computed_by=dispatch.describe_backend(shape, where.here, backend),
         tiles=_tiles(shape, where.place),
     )
 
@@ -202,7 +202,7 @@ def _lost(found: Explanation) -> Iterator[str]:
     cost, shape = found.cost, found.cost.shape
     fits = "" if shape.M in found.fitting_m else f" (M={_either(found.fitting_m)} would fit)"
     yield f"{cost.waves:.2f} waves, {cost.idle_share:.0%} idle{fits}"
-    if cost.beyond_share >= 0.0005:
+    if cost.tile_quantization >= 0.0005:
         yield f"{cost.beyond_share:.1%} beyond the edge"
     for letter, value, better in (("N", shape.N, found.aligned_n), ("K", shape.K, found.aligned_k)):
         if value not in better:

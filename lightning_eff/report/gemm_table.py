@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from lightning_eff.core.text import text_table
-from lightning_eff.kernels.bench.comparison import DISPATCH, LIBRARY, Comparison, Result
+from lightning_eff.kernels.bench.comparison import DISPATCH, LIBRARY, CandidateResult, CaseComparison
+from lightning_eff.kernels.bench.gemm_cases import LAYOUTS, default_cases
 from lightning_eff.kernels.bench.rows import Compiled
 from lightning_eff.kernels.bench.timing import Timing, geometric_mean
-from lightning_eff.kernels.shapes import LAYOUTS, default_cases
 
 NO_GPU = (
     "No GPU here: nothing below says how fast the kernels are. What was timed is torch's library on this "
@@ -69,7 +69,7 @@ class GemmReport:
         on_gpu: It was measured on one.
     """
 
-    comparisons: Sequence[Comparison]
+    comparisons: Sequence[CaseComparison]
     host: Mapping[str, Timing]
     compiled: Sequence[Compiled]
     not_compiled: str
@@ -77,7 +77,7 @@ class GemmReport:
     on_gpu: bool
 
     @property
-    def incorrect(self) -> list[tuple[Comparison, Result]]:
+    def incorrect(self) -> list[tuple[CaseComparison, CandidateResult]]:
         """Candidates that computed something else."""
         return [(each, result) for each in self.comparisons for result in each.incorrect]
 
@@ -179,14 +179,14 @@ class GemmReport:
         return text_table(header, [_compiled_row(each) for each in self.compiled])
 
 
-def _case_table(comparisons: Sequence[Comparison], *, on_gpu: bool) -> str:
+def _case_table(comparisons: Sequence[CaseComparison], *, on_gpu: bool) -> str:
     header = ["M x N x K", "layout", "kind", "dtype", "library ms"]
     header += ["TFLOP/s", "best row", "ms", "ratio"] if on_gpu else []
     header += ["gemm ms", "ratio", "computed by", "correct"]
     return text_table(header, [list(_case_row(each, on_gpu=on_gpu)) for each in comparisons])
 
 
-def _case_row(each: Comparison, *, on_gpu: bool) -> Iterator[str]:
+def _case_row(each: CaseComparison, *, on_gpu: bool) -> Iterator[str]:
     way = "graph" if on_gpu else "clock"
     case, library, call, best = each.case, each.named(LIBRARY), each.named(DISPATCH), each.best_row
     yield from (str(case), case.layout, case.kind, str(case.dtype).removeprefix("torch."))
@@ -212,13 +212,13 @@ def _compiled_row(each: Compiled) -> list[str]:
     return [each.row, *map(str, numbers), str(counts["local_memory"]), "yes" if each.fits else "no"]
 
 
-def _complaint(comparison: Comparison, result: Result) -> str:
+def _complaint(comparison: CaseComparison, result: CandidateResult) -> str:
     case = comparison.case
     why = result.refusal or f"its error is {result.error:.3g} times what is allowed"
     return f" INCORRECT, not timed: {result.name} for {case} {case.layout} {case.kind}: {why}"
 
 
-def _time(result: Result, way: str) -> str:
+def _time(result: CandidateResult, way: str) -> str:
     timed = result.timings.get(way)
     return _spread(timed, MS, 3) if timed else "INCORRECT"
 

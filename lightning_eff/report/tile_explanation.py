@@ -9,19 +9,20 @@ import torch
 
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.text import text_table
-from lightning_eff.kernels import devices, shapes
+from lightning_eff.kernels import devices
+from lightning_eff.kernels.bench import gemm_cases
 from lightning_eff.kernels.devices import Device
-from lightning_eff.kernels.table import Shape
-from lightning_eff.kernels.tiles import WELL_FILLED, Explanation, explain, multiple, ranked
+from lightning_eff.kernels.tile_configs import Shape
+from lightning_eff.kernels.tiles import MIN_WAVE_EFFICIENCY, Explanation, explain, rank_configs, size_multiple
 
 FORMATS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32)
-LAYERS = tuple((shapes.TOKENS[-1], *weight) for weight in shapes.WEIGHTS)
+LAYERS = tuple((gemm_cases.TOKENS[-1], *weight) for weight in gemm_cases.WEIGHTS)
 """M, N and K of linear layers in use."""
 STEP_TOKENS = 128
 MOST_TOKENS = 16384
 
 
-def known(asked: str, name: str) -> str:
+def known_device(asked: str, name: str) -> str:
     """Return the name of a device as it is, if there is one of that name.
 
     Args:
@@ -45,7 +46,7 @@ def known(asked: str, name: str) -> str:
     return name
 
 
-def of_layers(
+def explain_layers(
     device: str, sizes: Sequence[tuple[int, int, int]] = LAYERS, dtype: torch.dtype = torch.bfloat16
 ) -> list[Explanation]:
     """Explain the forward passes of layers.
@@ -58,7 +59,7 @@ def of_layers(
     return [explain(*each, dtype, device) for each in sizes]
 
 
-def of_micro_batches(device: str) -> str:
+def explain_micro_batches(device: str) -> str:
     """Say which sizes of a micro-batch suit a device: multiples by format, and tokens that fill it.
 
     Args:
@@ -66,25 +67,31 @@ def of_micro_batches(device: str) -> str:
     """
     place = devices.named(device)
     formats = [dtype for dtype in FORMATS if dtype.itemsize > 1 or place.has_float8]
-    likes = ", ".join(f"{multiple(dtype, place)} in {str(dtype).removeprefix('torch.')}" for dtype in formats)
+    likes = ", ".join(
+        f"{size_multiple(dtype, place)} in {str(dtype).removeprefix('torch.')}" for dtype in formats
+    )
     lines = [f"multiples that {place.name} likes (multiple_of=auto): {likes}"]
     if not place.capability:
         return "\n".join([*lines, "no waves to fill: torch's library blocks a product for the caches"])
     lines.append(
-        f"tokens, in steps of {STEP_TOKENS} to {MOST_TOKENS}, that leave at most {1.0 - WELL_FILLED:.0%} of "
+        f"tokens, in steps of {STEP_TOKENS} to {MOST_TOKENS}, that leave at most {1.0 - MIN_WAVE_EFFICIENCY:.0%} of "
         f"the time of {place.num_sms} SMs idle in a layer's forward pass (bfloat16):"
     )
-    table = [[f"{n} x {k}", *_filling(n, k, place)] for n, k in shapes.WEIGHTS]
+    table = [[f"{n} x {k}", *_filling(n, k, place)] for n, k in gemm_cases.WEIGHTS]
     return "\n".join([*lines, text_table(["N x K", "from", "worst above"], table)])
 
 
 def _filling(n: int, k: int, place: Device) -> list[str]:
     """Return the fewest tokens that fill a device, and those above them that waste most of it."""
     sizes = range(STEP_TOKENS, MOST_TOKENS + 1, STEP_TOKENS)
-    best = {tokens: ranked(Shape.packed(tokens, n, k, torch.bfloat16), place)[0] for tokens in sizes}
+    best = {tokens: rank_configs(Shape.packed(tokens, n, k, torch.bfloat16), place)[0] for tokens in sizes}
     filled = {m: cost for m, cost in best.items() if cost.waves >= 1.0 and cost.tile.split_k == 1}
-    first = next((m for m, cost in filled.items() if cost.idle_share <= 1.0 - WELL_FILLED), None)
+    first = next(
+        (m for m, cost in filled.items() if cost.wave_quantization <= 1.0 - MIN_WAVE_EFFICIENCY), None
+    )
     if first is None:
         return [f"above {MOST_TOKENS}", ""]
-    worst = max((tokens for tokens in sizes if tokens >= first), key=lambda each: best[each].idle_share)
+    worst = max(
+        (tokens for tokens in sizes if tokens >= first), key=lambda each: best[each].wave_quantization
+    )
     return [str(first), f"{worst}, {best[worst].idle_share:.0%} idle"]

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from lightning_eff.commands import bench
-from lightning_eff.kernels import dispatch, shapes
-from lightning_eff.kernels.bench import candidates, rows
-from lightning_eff.kernels.bench.comparison import Comparison, Result
+from lightning_eff.kernels import dispatch
+from lightning_eff.kernels.bench import candidates, gemm_cases, rows
+from lightning_eff.kernels.bench.comparison import CandidateResult, CaseComparison
+from lightning_eff.kernels.bench.gemm_cases import Case
 from lightning_eff.kernels.bench.timing import Timing
-from lightning_eff.kernels.shapes import Case
 from lightning_eff.report.gemm_table import GemmReport
 from tests.support.command_line import Command
 
@@ -28,7 +28,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def only_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small case, and no row that must be compiled."""
-    monkeypatch.setattr(shapes, "QUICK", (shapes.Layer(8, 8, 8),))
+    monkeypatch.setattr(gemm_cases, "QUICK", (gemm_cases.Layer(8, 8, 8),))
     monkeypatch.setattr(rows, "not_compiled", lambda: "not in this test")
 
 
@@ -81,7 +81,7 @@ def test_shapes_of_ones_own_become_three_gemms_and_files(command: Command, tmp_p
 def test_what_was_measured_before_a_crash_is_kept(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare = candidates.compare
+    compare = candidates.compare_case
 
     def crash(case: Case, *rest: Any) -> Any:
         if case.layout == "tn":
@@ -152,18 +152,20 @@ def on_gpu(rows_ratio: float, gemm_ratio: float, wrong: int = 0) -> GemmReport:
     def timings(value: float) -> dict[str, Timing]:
         return dict.fromkeys(("flushed", "graph"), Timing(median_s=value, low_s=value, high_s=value))
 
-    def compared(number: int, case: Case) -> Comparison:
+    def compared(number: int, case: Case) -> CaseComparison:
         ratios = {"library": 1.0, "gemm": gemm_ratio, "a row": rows_ratio}
         results = [
-            Result(name=name, error=0.5, timings=timings(1.0 / ratio)) for name, ratio in ratios.items()
+            CandidateResult(name=name, error=0.5, timings=timings(1.0 / ratio))
+            for name, ratio in ratios.items()
         ]
         if number < wrong:
             results[1:] = [
-                Result(name=name, error=float("inf"), refusal="no room") for name in ("gemm", "a row")
+                CandidateResult(name=name, error=float("inf"), refusal="no room")
+                for name in ("gemm", "a row")
             ]
-        return Comparison(case=case, results=tuple(results), bucket="b", chosen="torch")
+        return CaseComparison(case=case, results=tuple(results), bucket="b", chosen="torch")
 
-    cases = shapes.default_cases(torch.bfloat16)
+    cases = gemm_cases.default_cases(torch.bfloat16)
     return GemmReport(
         comparisons=[compared(number, case) for number, case in enumerate(cases)],
         host={name: timings(20e-6)["graph"] for name in ("torch.mm", "gemm")},

@@ -148,7 +148,7 @@ def test_bad_words_are_a_usage_error(command: Command, words: list[str], message
     assert message in err
 
 
-TILED = "+callbacks=triton_linear"
+TILED = "+callbacks=triton_gemm"
 
 
 def layers(command: Command, *words: str) -> tuple[list[dict[str, Any]], str]:
@@ -178,14 +178,14 @@ def test_linear_layers_are_shown_by_shape(command: Command) -> None:
 
 
 def test_the_techniques_own_filter_decides(command: Command) -> None:
-    wide = layers(command, "baseline", TILED, "callbacks.triton_linear.min_features=193")
-    assert wide == ([], "callbacks/triton_linear takes no linear layer of this model")
-    only = "callbacks.triton_linear.blocks=['blocks.*.mlp']"
+    wide = layers(command, "baseline", TILED, "callbacks.triton_gemm.min_features=193")
+    assert wide == ([], "callbacks/triton_gemm takes no linear layer of this model")
+    only = "callbacks.triton_gemm.blocks=['blocks.*.mlp']"
     names = [row["example"] for row in layers(command, "baseline", TILED, only)[0]]
     assert names == ["blocks.0.mlp.up", "blocks.0.mlp.down"]
-    code, _, err = command("plan", "baseline", TILED, "callbacks.triton_linear.blocks=Blok")
+    code, _, err = command("plan", "baseline", TILED, "callbacks.triton_gemm.blocks=Blok")
     assert code == 2
-    assert "callbacks.triton_linear.blocks='Blok'" in err
+    assert "callbacks.triton_gemm.blocks='Blok'" in err
     assert "did you mean 'Block'?" in err
 
 
@@ -202,7 +202,7 @@ def test_here_is_the_device_at_hand(command: Command) -> None:
 
 
 def test_rows_that_nobody_knows_are_assumed_aloud(command: Command) -> None:
-    found, about = layers(command, "images", TILED, "callbacks.triton_linear.min_features=10", "device=h200")
+    found, about = layers(command, "images", TILED, "callbacks.triton_gemm.min_features=10", "device=h200")
     assert [(row["M"], row["N"], row["K"]) for row in found] == [(None, 10, 64)]
     assert "M=8192 is assumed" in about
     assert "no TMA, pad N to 16 or" in found[0]["tiles"][-1]

@@ -9,7 +9,7 @@ import torch
 
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.matmul import gemm
-from lightning_eff.kernels.table import TILES, Shape
+from lightning_eff.kernels.tile_configs import CONFIGS, Shape
 
 GPU = torch.device("cuda", 0)
 SHAPE = Shape(M=4096, N=4096, K=4096)
@@ -24,31 +24,33 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_rows_have_names_of_their_own() -> None:
-    assert len({str(tile) for tile in TILES}) == len(TILES)
+    assert len({str(tile) for tile in CONFIGS}) == len(CONFIGS)
 
 
 def test_without_measurements_it_is_the_library() -> None:
-    assert dispatch.measured(SHAPE, GPU) is None
-    assert "nothing was measured" in dispatch.words(SHAPE, GPU)
+    assert dispatch.measured_config(SHAPE, GPU) is None
+    assert "nothing was measured" in dispatch.describe_backend(SHAPE, GPU)
 
 
 def test_what_was_measured_is_chosen_and_frozen_for_the_process(cache: Path) -> None:
     near, far = Shape(M=4000, N=4096, K=4096), Shape(M=8192, N=4096, K=4096)
-    dispatch.remember("some-gpu", {dispatch.bucket(SHAPE): str(TILES[1]), dispatch.bucket(far): "torch"})
-    assert dispatch.measured(SHAPE, GPU) == dispatch.measured(near, GPU) == TILES[1]
-    assert dispatch.measured(far, GPU) is None
-    assert "measured to be faster" in dispatch.words(far, GPU)
-    dispatch.remember("some-gpu", {dispatch.bucket(SHAPE): "torch"})
-    assert dispatch.measured(SHAPE, GPU) == TILES[1], "as it was read first"
+    dispatch.save_choices(
+        "some-gpu", {dispatch.bucket(SHAPE): str(CONFIGS[1]), dispatch.bucket(far): "torch"}
+    )
+    assert dispatch.measured_config(SHAPE, GPU) == dispatch.measured_config(near, GPU) == CONFIGS[1]
+    assert dispatch.measured_config(far, GPU) is None
+    assert "measured to be faster" in dispatch.describe_backend(far, GPU)
+    dispatch.save_choices("some-gpu", {dispatch.bucket(SHAPE): "torch"})
+    assert dispatch.measured_config(SHAPE, GPU) == CONFIGS[1], "as it was read first"
     dispatch.choices.cache_clear()
-    assert dispatch.measured(SHAPE, GPU) is None
+    assert dispatch.measured_config(SHAPE, GPU) is None
     assert dispatch.choices("some-gpu")[dispatch.bucket(far)] == "torch", "kept beside the new one"
     assert sorted(path.name for path in cache.parent.iterdir()) == [cache.name]
 
 
 def test_an_unknown_row_is_refused() -> None:
     with pytest.raises(ValueError, match="expected torch or rows of the table"):
-        dispatch.remember("some-gpu", {"bucket": "my row"})
+        dispatch.save_choices("some-gpu", {"bucket": "my row"})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"choices": 3}', '{"other": {}}'])
@@ -56,17 +58,17 @@ def test_a_damaged_file_is_told_and_counts_as_empty(cache: Path, text: str) -> N
     cache.parent.mkdir()
     cache.write_text(text)
     with pytest.warns(UserWarning, match="is damaged and not used"):
-        assert dispatch.measured(SHAPE, GPU) is None
+        assert dispatch.measured_config(SHAPE, GPU) is None
     dispatch.choices.cache_clear()
     with pytest.warns(UserWarning, match="is damaged"):
-        dispatch.remember("some-gpu", {dispatch.bucket(SHAPE): "torch"})
+        dispatch.save_choices("some-gpu", {dispatch.bucket(SHAPE): "torch"})
     assert dispatch.choices("some-gpu") == {dispatch.bucket(SHAPE): "torch"}
 
 
 def test_a_row_of_another_version_counts_as_not_measured(cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text(f'{{"choices": {{"{dispatch.bucket(SHAPE)}": "tma 1x1"}}}}')
-    assert dispatch.measured(SHAPE, GPU) is None
+    assert dispatch.measured_config(SHAPE, GPU) is None
 
 
 def test_a_processor_has_torch_alone() -> None:

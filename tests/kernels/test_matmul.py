@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_eff.callbacks.triton_linear import swap, unswap
+from lightning_eff.callbacks.triton_gemm import swap, unswap
 from lightning_eff.kernels import reference
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.matmul import gemm, gemm_logsumexp

@@ -17,7 +17,7 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
-from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.recompute import HostMemory
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
         GPT_OF,
         lambda: {"callbacks": [PeftAdapter()], "plugins": [FrozenLow(weights="nf4", compute="fp32")]},
     ),
-    "tiled": (GPT_OF, lambda: {"callbacks": [TritonLinear(min_features=16)]}),
+    "tiled": (GPT_OF, lambda: {"callbacks": [TritonGemm(min_features=16)]}),
     "in backward": (GPT_OF, lambda: {"callbacks": [choice(InBackward)]}),
     "on the host": (GPT_OF, lambda: {"callbacks": [choice(CpuOffload)]}),
     "fused": (

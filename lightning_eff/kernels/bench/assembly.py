@@ -22,7 +22,7 @@ import torch
 from lightning_eff.kernels import matmul
 from lightning_eff.kernels.language import triton
 from lightning_eff.kernels.launch import GROUP_M, SUM_M, SUM_N
-from lightning_eff.kernels.table import Tile
+from lightning_eff.kernels.tile_configs import TileConfig
 
 _NAMES = {
     torch.float32: "fp32",
@@ -83,7 +83,7 @@ class Assembly:
     instructions: dict[str, int]
 
 
-def assemble(tile: Tile, variant: Variant, capability: int = 90, *, sums: bool = False) -> Assembly:
+def assemble(tile: TileConfig, variant: Variant, capability: int = 90, *, sums: bool = False) -> Assembly:
     """Compile a row and look at its machine code.
 
     Args:
@@ -125,7 +125,7 @@ def assemble(tile: Tile, variant: Variant, capability: int = 90, *, sums: bool =
     return _read(compiled.asm["cubin"], int(compiled.metadata.shared))
 
 
-def _constants(tile: Tile, variant: Variant) -> dict[str, Any]:
+def _constants(tile: TileConfig, variant: Variant) -> dict[str, Any]:
     """Return what a launch would compile in: sizes, the epilogue, absent tensors, strides of 1."""
     tensors = {"scales": ("scale_a", "scale_b")}
     tensors |= {name: (name,) for name in ("bias", "c", "at", "pre", "logsumexp")}

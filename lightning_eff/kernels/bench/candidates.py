@@ -16,11 +16,11 @@ from torch import Tensor
 
 from lightning_eff.kernels import devices, dispatch, tiles
 from lightning_eff.kernels.bench import rows, timing
-from lightning_eff.kernels.bench.comparison import DISPATCH, LIBRARY, Comparison, Result
+from lightning_eff.kernels.bench.comparison import DISPATCH, LIBRARY, CandidateResult, CaseComparison
+from lightning_eff.kernels.bench.gemm_cases import Case
 from lightning_eff.kernels.bench.timing import Call, Problem, Timing
 from lightning_eff.kernels.matmul import gemm, launch
-from lightning_eff.kernels.shapes import Case
-from lightning_eff.kernels.table import Tile
+from lightning_eff.kernels.tile_configs import TileConfig
 
 TOP_ROWS = 3
 """Rows that are measured unless all are, those first that the cost model expects to be fastest."""
@@ -59,19 +59,21 @@ class Candidate:
     by_library: bool
 
 
-def compare(case: Case, device: torch.device, effort: Effort) -> Comparison:
+def compare_case(case: Case, device: torch.device, effort: Effort) -> CaseComparison:
     """Check every candidate of a case, then time those that are correct."""
     problem = timing.problem(case, device)
     shape = problem.given.shape(adds=case.kind == "adds")
-    chosen = dispatch.measured(shape, device) if device.type == "cuda" else None
+    chosen = dispatch.measured_config(shape, device) if device.type == "cuda" else None
     runs = candidates(problem, every_row=effort.every_row)
-    checked = [check(each, problem) for each in runs]
+    checked = [check_candidate(each, problem) for each in runs]
     correct = [run for run, result in zip(runs, checked, strict=True) if result.is_correct]
     timings = _timings(correct, problem, effort)
-    return Comparison(
+    return CaseComparison(
         case=case,
         results=tuple(
-            Result(name=each.name, error=each.error, timings=timings.get(each.name, {}), refusal=each.refusal)
+            CandidateResult(
+                name=each.name, error=each.error, timings=timings.get(each.name, {}), refusal=each.refusal
+            )
             for each in checked
         ),
         bucket=dispatch.bucket(shape),
@@ -93,11 +95,11 @@ def candidates(problem: Problem, *, every_row: bool) -> list[Candidate]:
     ]
     if device.type != "cuda" or rows.not_compiled():
         return runs
-    ranked = [cost.tile for cost in tiles.ranked(shape, devices.of(device))]
+    ranked = [cost.tile for cost in tiles.rank_configs(shape, devices.of(device))]
     return runs + [row_candidate(tile) for tile in (ranked if every_row else ranked[:TOP_ROWS])]
 
 
-def row_candidate(tile: Tile) -> Candidate:
+def row_candidate(tile: TileConfig) -> Candidate:
     """Return a row of the table as a candidate."""
 
     def run(problem: Problem) -> Tensor:
@@ -134,15 +136,15 @@ def _by_library(problem: Problem) -> Tensor:
     return torch.addmm(d, a, b, out_dtype=d.dtype, out=d)  # on CUDA only
 
 
-def check(candidate: Candidate, problem: Problem) -> Result:
+def check_candidate(candidate: Candidate, problem: Problem) -> CandidateResult:
     """Run a candidate into a result that is poisoned, and compare it with float64."""
     problem.poison()
     try:
         result = candidate.run(problem)
     except rows.refusals() as refused:
-        return Result(name=candidate.name, error=float("inf"), refusal=rows.first_line(refused))
+        return CandidateResult(name=candidate.name, error=float("inf"), refusal=rows.first_line(refused))
     error = timing.error(problem, result, rounds_between=candidate.by_library)
-    return Result(name=candidate.name, error=error)
+    return CandidateResult(name=candidate.name, error=error)
 
 
 def _timings(runs: Sequence[Candidate], problem: Problem, effort: Effort) -> dict[str, dict[str, Timing]]:

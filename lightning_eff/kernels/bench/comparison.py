@@ -8,15 +8,15 @@ from typing import Any
 
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.bench import timing
+from lightning_eff.kernels.bench.gemm_cases import Case
 from lightning_eff.kernels.bench.timing import Timing
-from lightning_eff.kernels.shapes import Case
 
 LIBRARY, DISPATCH = "library", "gemm"
 """Names of candidates that are no row of the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class CandidateResult:
     """What came of a candidate.
 
     Args:
@@ -43,7 +43,7 @@ class Result:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class CaseComparison:
     """All candidates of a case.
 
     Args:
@@ -54,26 +54,26 @@ class Comparison:
     """
 
     case: Case
-    results: tuple[Result, ...]
+    results: tuple[CandidateResult, ...]
     bucket: str
     chosen: str
 
-    def named(self, name: str) -> Result:
+    def named(self, name: str) -> CandidateResult:
         """Return the result of a candidate."""
         return next(each for each in self.results if each.name == name)
 
     @property
-    def best_row(self) -> Result | None:
+    def best_row(self) -> CandidateResult | None:
         """The correct row with the largest ratio; None where no row was measured."""
         rows = [each for each in self.results if each.name not in (LIBRARY, DISPATCH) and each.timings]
         return max(rows, key=lambda row: self.ratio(row) or 0.0, default=None)
 
     @property
-    def incorrect(self) -> list[Result]:
+    def incorrect(self) -> list[CandidateResult]:
         """Those that computed something else, or nothing."""
         return [each for each in self.results if not each.is_correct]
 
-    def ratio(self, result: Result | None) -> float | None:
+    def ratio(self, result: CandidateResult | None) -> float | None:
         """Return the library's time over that of a candidate; the smaller one of two ways of timing.
 
         None where one of them was not timed.
@@ -96,26 +96,26 @@ class Comparison:
         }
 
 
-def fastest(comparisons: Iterable[Comparison]) -> dict[str, str]:
+def fastest_by_bucket(comparisons: Iterable[CaseComparison]) -> dict[str, str]:
     """Return what dispatch is to choose, by bucket.
 
     Several cases may share a bucket, layouts in particular, and dispatch cannot tell them apart: a row is
     chosen only where it is correct and no slower than the library in each of them, and of those the one that
     gains most.
     """
-    buckets: dict[str, list[Comparison]] = {}
+    buckets: dict[str, list[CaseComparison]] = {}
     for each in comparisons:
         buckets.setdefault(each.bucket, []).append(each)
     return {bucket: _fastest(members) for bucket, members in buckets.items()}
 
 
-def _fastest(members: Sequence[Comparison]) -> str:
+def _fastest(members: Sequence[CaseComparison]) -> str:
     names = [each.name for each in members[0].results if each.name not in (LIBRARY, DISPATCH)]
     gains = {name: gain for name in names if (gain := _gain(name, members)) is not None}
     return max(gains, key=lambda name: gains[name]) if gains else dispatch.LIBRARY
 
 
-def _gain(name: str, members: Sequence[Comparison]) -> float | None:
+def _gain(name: str, members: Sequence[CaseComparison]) -> float | None:
     """Return the mean ratio of a row; None where it does not keep up with the library everywhere."""
     ratios: list[float] = []
     for member in members:

@@ -12,7 +12,7 @@ from lightning_eff.kernels import matmul
 from lightning_eff.kernels.bench.assembly import Assembly, Variant, assemble
 from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.kernels.language import triton
-from lightning_eff.kernels.table import Tile
+from lightning_eff.kernels.tile_configs import TileConfig
 
 DEVICE = DEVICES["h200"]
 
@@ -54,12 +54,12 @@ def not_compiled() -> str:
     return ""
 
 
-def compiled(tiles: Iterable[Tile], dtype: torch.dtype) -> list[Compiled]:
+def compiled(tiles: Iterable[TileConfig], dtype: torch.dtype) -> list[Compiled]:
     """Compile rows for sm_90 as a linear layer launches them: forward, or adding up its weight's gradient."""
     return [_compiled(tile, dtype) for tile in tiles]
 
 
-def _compiled(tile: Tile, dtype: torch.dtype) -> Compiled:
+def _compiled(tile: TileConfig, dtype: torch.dtype) -> Compiled:
     variant = Variant(dtype=dtype, out_dtype=dtype)
     if tile.adds:
         variant = Variant(dtype=dtype, out_dtype=torch.float32, layout="tn")

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from lightning_eff.kernels import operands, reference
+from lightning_eff.kernels.bench.gemm_cases import Case
 from lightning_eff.kernels.operands import Operands
-from lightning_eff.kernels.shapes import Case
 
 U32 = 2.0**-23
 MAX_ROWS = 256
@@ -88,7 +88,7 @@ class Problem:
     @cached_property
     def given(self) -> Operands:
         """The operands as kernels are launched with them."""
-        return operands.check(
+        return operands.check_operands(
             self.a,
             self.b,
             self.d if self.start is not None else None,

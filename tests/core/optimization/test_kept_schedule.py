@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning_eff.optimization.kept_schedule import KeptSchedule
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import (
     ConstantLR,
@@ -26,7 +27,6 @@ from torch.optim.lr_scheduler import (
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConflictWarning
-from lightning_eff.optimization.kept_schedule import KeptSchedule
 from tests.support.models import Net, make_loader, make_trainer
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {

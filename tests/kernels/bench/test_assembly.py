@@ -12,7 +12,7 @@ import torch
 
 from lightning_eff.kernels.bench.assembly import Assembly, Variant, assemble
 from lightning_eff.kernels.devices import DEVICES
-from lightning_eff.kernels.table import TILES, Shape, Tile
+from lightning_eff.kernels.tile_configs import CONFIGS, Shape, TileConfig
 from lightning_eff.kernels.tiles import MARGIN_BYTES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
@@ -21,7 +21,7 @@ LAYOUTS = ("nt", "nn", "tn")
 FLOAT8, FLOAT32 = torch.float8_e4m3fn, torch.float32
 
 
-def variants(tile: Tile) -> list[Variant]:
+def variants(tile: TileConfig) -> list[Variant]:
     """What a row is launched with: layouts, epilogues, formats."""
     if tile.adds or tile.split_k > 1:
         return [Variant(layout=layout, out_dtype=FLOAT32) for layout in LAYOUTS]
@@ -54,21 +54,21 @@ def shape(variant: Variant) -> Shape:
         M=1, N=2, K=1, dtype=variant.dtype, out_dtype=variant.out_dtype, reads_c="c" in parts,
         reads_at="at" in parts, saves_pre="pre" in parts, tf32=variant.tf32,
         read_itemsize=variant.read_dtype.itemsize if variant.read_dtype is not None else 0,
-        columns_share=1.0 if not gated else 2.0 if "at" in parts else 0.5,
+        columns_ratio=1.0 if not gated else 2.0 if "at" in parts else 0.5,
     )  # fmt: skip
 
 
-def needed(tile: Tile, variant: Variant) -> int:
+def needed(tile: TileConfig, variant: Variant) -> int:
     return tile.shared_bytes(shape(variant))
 
 
-def fits(tile: Tile, variant: Variant) -> bool:
+def fits(tile: TileConfig, variant: Variant) -> bool:
     """As dispatch decides it: what does not fit is never launched."""
     fits = tile.kernel == "pointers" or needed(tile, variant) + MARGIN_BYTES <= DEVICES["h200"].shared_bytes
     return fits and tile.can_finish(shape(variant))
 
 
-def assert_good(tile: Tile, variant: Variant, code: Assembly, limit: int) -> None:
+def assert_good(tile: TileConfig, variant: Variant, code: Assembly, limit: int) -> None:
     where = f"{tile}, {variant}: {code}"
     assert code.instructions["local_memory"] == 0, where
     assert code.stack_bytes == 0, where
@@ -83,23 +83,23 @@ def assert_good(tile: Tile, variant: Variant, code: Assembly, limit: int) -> Non
         assert code.shared_bytes <= needed(tile, variant) + MARGIN_BYTES, where
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_a_row_compiles_for_hopper_without_spills(tile: Tile) -> None:
+@pytest.mark.parametrize("tile", CONFIGS, ids=str)
+def test_a_row_compiles_for_hopper_without_spills(tile: TileConfig) -> None:
     for variant in variants(tile)[:1] + variants(tile)[3:4]:
         assert_good(tile, variant, assemble(tile, variant), DEVICES["h200"].shared_bytes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_a_row_compiles_with_every_epilogue_layout_and_format(tile: Tile) -> None:
+@pytest.mark.parametrize("tile", CONFIGS, ids=str)
+def test_a_row_compiles_with_every_epilogue_layout_and_format(tile: TileConfig) -> None:
     fitting = [variant for variant in variants(tile) if fits(tile, variant)]
     assert len(fitting) >= 3
     for variant in fitting:
         assert_good(tile, variant, assemble(tile, variant), DEVICES["h200"].shared_bytes)
 
 
-@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.kernel == "pointers"], ids=str)
-def test_pointers_compile_for_ampere(tile: Tile) -> None:
+@pytest.mark.parametrize("tile", [tile for tile in CONFIGS if tile.kernel == "pointers"], ids=str)
+def test_pointers_compile_for_ampere(tile: TileConfig) -> None:
     for variant in (Variant(), Variant(layout="tn", epilogue=("bias", "c"), activation="silu")):
         assert_good(tile, variant, assemble(tile, variant, capability=80), DEVICES["a100"].shared_bytes)
 
@@ -107,7 +107,7 @@ def test_pointers_compile_for_ampere(tile: Tile) -> None:
 @pytest.mark.parametrize("capability", [90, 80])
 @pytest.mark.parametrize("part", ["logsumexp", "pre", "at"])
 def test_parts_are_summed_without_spills(part: str, capability: int) -> None:
-    row = next(tile for tile in TILES if tile.split_k > 1)
+    row = next(tile for tile in CONFIGS if tile.split_k > 1)
     activation = None if part == "logsumexp" else "swiglu"
     variant = Variant(epilogue=("bias", "c", "scales", part), activation=activation)
     code = assemble(row, variant, capability, sums=True)
@@ -148,7 +148,7 @@ def test_every_row_compiles_with_the_triton_of_the_torch_before() -> None:
 
 def test_a_fault_in_a_row_is_seen() -> None:
     """With one stage more than there is shared memory for, and with an accumulator that does not fit."""
-    large = Tile("tma", 128, 256, 128, 8, 4)
+    large = TileConfig("tma", 128, 256, 128, 8, 4)
     assert assemble(large, Variant()).shared_bytes > DEVICES["h200"].shared_bytes
-    crowded = assemble(Tile("tma", 128, 256, 128, 4, 2), Variant(epilogue=("c",)))
+    crowded = assemble(TileConfig("tma", 128, 256, 128, 4, 2), Variant(epilogue=("c",)))
     assert crowded.instructions["local_memory"] > 0

@@ -33,7 +33,7 @@ from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdic
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels import linear as layers
 from lightning_eff.kernels.matmul import INTERPRETED
-from lightning_eff.kernels.table import Shape
+from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.microbatching import lightning_loop
 from lightning_eff.microbatching.fitting import is_count
 from lightning_eff.report import tile_explanation
@@ -91,10 +91,10 @@ def unswap(layer: layers.TritonLinear) -> None:
 
 def explain(device: str) -> str:
     """Say which tiles the layers of known models get on a device, and what is lost there."""
-    return "\n\n".join(map(str, tile_explanation.of_layers(device)))
+    return "\n\n".join(map(str, tile_explanation.explain_layers(device)))
 
 
-class TritonLinear(pl.Callback):
+class TritonGemm(pl.Callback):
     """Swap linear layers.
 
     Args:
@@ -148,13 +148,13 @@ class TritonLinear(pl.Callback):
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler computes the layers of what it compiles",
-            remedies=("~callbacks.triton_linear", "~callbacks.torch_compile"),
+            remedies=("~callbacks.triton_gemm", "~callbacks.torch_compile"),
             verdict=Verdict.WARNED,
         )
         no_gpu = Rule(
             name="run/cpu",
             reason="the kernels run on CUDA GPUs, and backend=triton asks for them",
-            remedies=("callbacks.triton_linear.backend=auto",),
+            remedies=("callbacks.triton_gemm.backend=auto",),
         )
         asks_in_vain = self.backend == "triton" and not INTERPRETED
         return Facts(provides=(TRANSFORM,), excludes=(compiled, no_gpu) if asks_in_vain else (compiled,))
@@ -246,4 +246,4 @@ class TritonLinear(pl.Callback):
             weight = self._swapped[name].weight
             n, k = shape_of(weight)
             shape = Shape.packed(max(rows, 1), n, k, product_dtype(weight.dtype, self._dtype))
-            yield name, dispatch.words(shape, self._device, self.backend)
+            yield name, dispatch.describe_backend(shape, self._device, self.backend)

@@ -16,7 +16,7 @@ TMA_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Tile:
+class TileConfig:
     """One way to run the kernels.
 
     Args:
@@ -75,8 +75,8 @@ class Tile:
         """
         if self.split_k > 1:  # what follows the product is another kernel's affair
             shape = shape.product()
-        written = shape.columns_share + (shape.saves_pre and shape.columns_share < 1)
-        read = (shape.reads_c and not self.adds) + shape.reads_at * shape.columns_share
+        written = shape.columns_ratio + (shape.saves_pre and shape.columns_ratio < 1)
+        read = (shape.reads_c and not self.adds) + shape.reads_at * shape.columns_ratio
         read_itemsize = max(shape.read_itemsize, shape.out_itemsize)
         finished = self.block_m * self.block_n // self.subtiles
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k_bytes
@@ -84,12 +84,12 @@ class Tile:
 
     def can_finish(self, shape: Shape) -> bool:
         """Say whether what follows the product compiles: into registers, and in warps of their own."""
-        if self.specialize and shape.columns_share != 1.0:  # Triton 3.6 cannot split a tile there
+        if self.specialize and shape.columns_ratio != 1.0:  # Triton 3.6 cannot split a tile there
             return False
         values = self.block_m * self.block_n // (32 * self.num_warps)
         if shape.dtype.itemsize == 1 and values > FLOAT8_VALUES:  # which are there twice
             return False
-        wide = shape.columns_share > 1 or max(shape.read_itemsize, shape.out_itemsize) > 2
+        wide = shape.columns_ratio > 1 or max(shape.read_itemsize, shape.out_itemsize) > 2
         doubled = shape.reads_at and wide and self.split_k == 1
         return not doubled or values // self.subtiles <= DOUBLED_VALUES
 
@@ -99,23 +99,23 @@ FLOAT8_VALUES = 64
 DOUBLED_VALUES = 32
 """Those for which a thread can read twice as much: two columns each for SwiGLU's gradient, or float32."""
 
-TILES: tuple[Tile, ...] = (
-    Tile("tma", 128, 256, 128, 8, 3, efficiency=0.80),
-    Tile("tma", 128, 256, 128, 8, 4, subtiles=2, efficiency=0.80),
-    Tile("tma", 128, 256, 128, 8, 3, subtiles=2, efficiency=0.78),
-    Tile("tma", 128, 256, 128, 4, 3, specialize=True, efficiency=0.76),
-    Tile("tma", 128, 128, 128, 8, 4, efficiency=0.70),
-    Tile("tma", 128, 128, 128, 8, 3, subtiles=2, efficiency=0.68),
-    Tile("tma", 64, 128, 128, 4, 4, efficiency=0.55),
-    Tile("tma", 128, 128, 128, 8, 4, split_k=4, efficiency=0.70),
-    Tile("tma", 128, 256, 128, 8, 2, adds=True, efficiency=0.74),
-    Tile("tma", 128, 128, 128, 8, 3, adds=True, efficiency=0.68),
-    Tile("pointers", 128, 128, 64, 8, 3, efficiency=0.55),
-    Tile("pointers", 64, 64, 64, 4, 3, efficiency=0.40),
-    Tile("pointers", 32, 32, 64, 4, 3, efficiency=0.20),
-    Tile("pointers", 16, 64, 64, 4, 3, efficiency=0.15),
-    Tile("pointers", 64, 64, 64, 4, 3, split_k=4, efficiency=0.40),
-    Tile("pointers", 16, 64, 64, 4, 3, split_k=8, efficiency=0.15),
+CONFIGS: tuple[TileConfig, ...] = (
+    TileConfig("tma", 128, 256, 128, 8, 3, efficiency=0.80),
+    TileConfig("tma", 128, 256, 128, 8, 4, subtiles=2, efficiency=0.80),
+    TileConfig("tma", 128, 256, 128, 8, 3, subtiles=2, efficiency=0.78),
+    TileConfig("tma", 128, 256, 128, 4, 3, specialize=True, efficiency=0.76),
+    TileConfig("tma", 128, 128, 128, 8, 4, efficiency=0.70),
+    TileConfig("tma", 128, 128, 128, 8, 3, subtiles=2, efficiency=0.68),
+    TileConfig("tma", 64, 128, 128, 4, 4, efficiency=0.55),
+    TileConfig("tma", 128, 128, 128, 8, 4, split_k=4, efficiency=0.70),
+    TileConfig("tma", 128, 256, 128, 8, 2, adds=True, efficiency=0.74),
+    TileConfig("tma", 128, 128, 128, 8, 3, adds=True, efficiency=0.68),
+    TileConfig("pointers", 128, 128, 64, 8, 3, efficiency=0.55),
+    TileConfig("pointers", 64, 64, 64, 4, 3, efficiency=0.40),
+    TileConfig("pointers", 32, 32, 64, 4, 3, efficiency=0.20),
+    TileConfig("pointers", 16, 64, 64, 4, 3, efficiency=0.15),
+    TileConfig("pointers", 64, 64, 64, 4, 3, split_k=4, efficiency=0.40),
+    TileConfig("pointers", 16, 64, 64, 4, 3, split_k=8, efficiency=0.15),
 )
 """Everything that may be launched."""
 
@@ -154,7 +154,7 @@ class Shape:
     adds: bool = False
     layout: str = "nt"
     fused: bool = False
-    columns_share: float = 1.0
+    columns_ratio: float = 1.0
     saves_pre: bool = False
     reads_at: bool = False
     read_itemsize: int = 0
