@@ -1,7 +1,7 @@
-"""The rows that the kernels are launched with, and what a GEMM must say of itself for one to be chosen.
+"""The configs that the kernels can be launched with, and the properties of a GEMM that decide which fit.
 
-The tests compile every row for sm_90, those with pointers for sm_80 too: no register is spilled, no stack is
-used, and `shared_bytes` is what the compiler says.
+The tests compile every config for sm_90, those with pointers for sm_80 too: no register is spilled, no stack
+is used, and `shared_bytes` is what the compiler reports.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from typing import Literal
 import torch
 
 TMA_BYTES = 16
-"""What the start of a row must be a multiple of, for the tensor memory accelerator to copy it."""
+"""Alignment of the start of a row that the tensor memory accelerator requires."""
+FLOAT8_VALUES = 64
+"""Accumulators per thread where float8 is summed in a second set of registers; twice as many spill."""
+DOUBLED_VALUES = 32
+"""Accumulators per thread that leave registers to read twice as much: SwiGLU's gradient, or float32."""
 
 
 @dataclass(frozen=True)
@@ -20,17 +24,17 @@ class TileConfig:
     """One way to run the kernels.
 
     Args:
-        kernel: Whether TMA or pointers fetch the tiles.
-        block_m: Rows of a tile of C.
+        kernel: `gemm_tma` or `gemm_pointers`.
+        block_m: Rows of a tile of D.
         block_n: Its columns.
-        block_k_bytes: Depth of a step, in bytes of a row.
+        block_k_bytes: Depth of a step through K, in bytes of a row.
         num_warps: Warps that share a tile.
-        num_stages: Steps that are on their way at once.
-        subtiles: Parts in which a finished tile is stored, so that it needs less shared memory.
-        specialize: Warps of their own fetch the tiles.
+        num_stages: Steps whose loads are in flight at once.
+        subtiles: Number of tiles that a finished tile is stored as, so that it needs less shared memory.
+        specialize: Separate warps load the tiles (warp specialization).
         adds: The finished tile is added to what is in memory, and C is never read.
-        split_k: Parts of K that are computed apart, and summed by a second kernel.
-        efficiency: Share of the peak that the inner loop reaches on a full device.
+        split_k: Number of ranges of K that are computed separately, and summed by `reduce_split_k`.
+        efficiency: Fraction of the peak that the inner loop reaches on a full device.
     """
 
     kernel: Literal["tma", "pointers"]
@@ -46,16 +50,17 @@ class TileConfig:
     efficiency: float = 0.5
 
     def __str__(self) -> str:
+        # The key of a config in the files that `bench --tune` writes: a change invalidates them.
         text = (
             f"{self.kernel} {self.block_m}x{self.block_n}, {self.num_stages} stages, {self.num_warps} warps"
         )
-        parts = {"subtiles": self.subtiles > 1, "specialized": self.specialize, "adding": self.adds}
-        parts[f"K in {self.split_k} parts"] = self.split_k > 1
-        return ", ".join([text, *(word for word, holds in parts.items() if holds)])
+        marks = {"subtiles": self.subtiles > 1, "specialized": self.specialize, "adding": self.adds}
+        marks[f"K in {self.split_k} parts"] = self.split_k > 1
+        return ", ".join([text, *(mark for mark, holds in marks.items() if holds)])
 
     @property
     def constants(self) -> dict[str, bool | int]:
-        """What the TMA kernel is compiled with beside sizes; its loops are one unless warps specialize."""
+        """Constants of `gemm_tma` alone; its two loops are flattened unless warps specialize."""
         return {
             "SUBTILES": self.subtiles,
             "ADDS": self.adds,
@@ -68,12 +73,12 @@ class TileConfig:
         return self.block_k_bytes // itemsize
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Return the shared memory of the TMA kernel, at most: operands on their way, a finished tile.
+        """Return the most shared memory that `gemm_tma` uses.
 
-        Args:
-            shape: What is computed; what is read beside operands passes through shared memory too.
+        (num_stages * (block_m + block_n) * block_k) of operands, and a finished tile [block_m, block_n /
+        subtiles] for each tensor that is stored or read in the epilogue.
         """
-        if self.split_k > 1:  # what follows the product is another kernel's affair
+        if self.split_k > 1:  # the epilogue is computed by reduce_split_k
             shape = shape.product()
         written = shape.columns_ratio + (shape.saves_pre and shape.columns_ratio < 1)
         read = (shape.reads_c and not self.adds) + shape.reads_at * shape.columns_ratio
@@ -83,21 +88,16 @@ class TileConfig:
         return operands + int(finished * (written * shape.out_itemsize + read * read_itemsize))
 
     def can_finish(self, shape: Shape) -> bool:
-        """Say whether what follows the product compiles: into registers, and in warps of their own."""
+        """Return whether the epilogue compiles without spilling registers."""
         if self.specialize and shape.columns_ratio != 1.0:  # Triton 3.6 cannot split a tile there
             return False
-        values = self.block_m * self.block_n // (32 * self.num_warps)
-        if shape.dtype.itemsize == 1 and values > FLOAT8_VALUES:  # which are there twice
+        values = self.block_m * self.block_n // (32 * self.num_warps)  # accumulators per thread
+        if shape.dtype.itemsize == 1 and values > FLOAT8_VALUES:
             return False
         wide = shape.columns_ratio > 1 or max(shape.read_itemsize, shape.out_itemsize) > 2
         doubled = shape.reads_at and wide and self.split_k == 1
         return not doubled or values // self.subtiles <= DOUBLED_VALUES
 
-
-FLOAT8_VALUES = 64
-"""Accumulators of a thread where sums of float8 are kept apart; twice as many spill."""
-DOUBLED_VALUES = 32
-"""Those for which a thread can read twice as much: two columns each for SwiGLU's gradient, or float32."""
 
 CONFIGS: tuple[TileConfig, ...] = (
     TileConfig("tma", 128, 256, 128, 8, 3, efficiency=0.80),
@@ -122,24 +122,24 @@ CONFIGS: tuple[TileConfig, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A GEMM, as far as tiles depend on it.
+    """The properties of a GEMM that the choice of a config depends on.
 
     Args:
-        M: Rows of A and of C: tokens, in a linear layer's forward pass.
-        N: Columns of B and of C.
+        M: Rows of A and of D: tokens, in a linear layer's forward pass.
+        N: Columns of B and of the product.
         K: Columns of A and rows of B.
         dtype: Of A and B.
-        out_dtype: Of the result.
+        out_dtype: Of the result; None for `dtype`.
         batch: Independent products.
         aligned: Every row that TMA copies begins at a multiple of 16 bytes.
         reads_c: C is read.
         adds: The result may be added to what is in memory.
-        layout: `nn`, `nt`, `tn` or `tt`: whether A and B lie by rows, or transposed.
-        fused: Something follows the product that torch computes in a pass of its own: scales, an activation.
-        columns_share: Columns of the result for one of the product: 1/2 behind SwiGLU, 2 for its gradient.
-        saves_pre: What is before the activation is written too.
-        reads_at: What an activation was applied to is read, since its gradient follows.
-        read_itemsize: Bytes of an element of what is read beside the operands; 0 for those of the result.
+        layout: `nn`, `nt`, `tn` or `tt`: whether A and B are stored by rows, or transposed.
+        fused: The epilogue has what torch computes in a pass of its own: scales, an activation.
+        columns_ratio: Columns of the result per column of the product: 1/2 for SwiGLU, 2 for its gradient.
+        saves_pre: The input of the activation is stored too.
+        reads_at: The input of an activation is read, to compute its gradient.
+        read_itemsize: Bytes per element of C and of that input; 0 for those of the result.
         tf32: float32 is multiplied as TF32.
     """
 
@@ -162,7 +162,7 @@ class Shape:
 
     @classmethod
     def packed(cls, M: int, N: int, K: int, dtype: torch.dtype) -> Shape:
-        """Return the shape of operands whose rows lie one behind the other, as those of a layer do.
+        """Return the shape of contiguous operands, as a linear layer's are.
 
         Example:
             >>> [Shape.packed(8, 16, K, torch.bfloat16).aligned for K in (24, 20)]
@@ -173,23 +173,23 @@ class Shape:
 
     @property
     def has_tensor_cores(self) -> bool:
-        """Whether tensor cores multiply this format; float32 as it is they do not."""
+        """Whether tensor cores multiply this dtype: not float32, except as TF32."""
         return self.dtype != torch.float32 or self.tf32
 
     def product(self) -> Shape:
-        """Return the float32 product alone."""
+        """Return the shape of the float32 product alone."""
         return Shape(M=self.M, N=self.N, K=self.K, dtype=self.dtype, out_dtype=torch.float32)
 
     def without_tma(self) -> Shape:
-        """Return the same for pointers alone."""
+        """Return the same shape for `gemm_pointers` only."""
         return replace(self, aligned=False)
 
     @property
     def flop(self) -> int:
-        """Operations, a multiplication and an addition apart."""
+        """Operations; a multiplication and an addition count as two."""
         return 2 * self.batch * self.M * self.N * self.K
 
     @property
     def out_itemsize(self) -> int:
-        """Bytes of an element of the result."""
+        """Bytes per element of the result."""
         return (self.out_dtype or self.dtype).itemsize
