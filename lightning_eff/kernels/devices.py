@@ -94,8 +94,8 @@ DEVICES: Mapping[str, Device] = {
         memory_bytes=int(178.3 * KIB**3),
     ),
 }  # fmt: skip
-"""By the names that the command line accepts. L2 bandwidths are estimates, since vendors do not state them; A100
-and H100 are those with 80 GB."""
+"""By the names that the command line accepts. L2 bandwidths are estimates, since vendors do not state them;
+A100 and H100 are those with 80 GB."""
 
 
 def named(name: str) -> Device:

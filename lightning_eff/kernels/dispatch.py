@@ -42,7 +42,7 @@ def check_backend(backend: str) -> None:
 
 
 def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return False where `decide` would return None whatever the shape; cheap, for a test before operands exist."""
+    """Return False where `decide` returns None or raises whatever the shape; needs no operands."""
     if backend == "torch" or dtype == torch.float64:
         return False
     if backend == "triton":

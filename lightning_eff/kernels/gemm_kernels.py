@@ -103,7 +103,7 @@ def gemm_pointers(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(first, last, BLOCK_K):
         inside = start + tl.arange(0, BLOCK_K) < K
-        # a_block [BLOCK_M, BLOCK_K], b_block [BLOCK_K, BLOCK_N]
+        # Shapes: a_block is [BLOCK_M, BLOCK_K], b_block is [BLOCK_K, BLOCK_N].
         a_block = tl.load(a_tile, mask=(m < M)[:, None] & inside[None, :], other=0.0)
         b_block = tl.load(b_tile, mask=inside[:, None] & (n < N)[None, :], other=0.0)
         acc = _multiply(a_block, b_block, acc, PRECISION, INTERPRETED)
@@ -220,9 +220,7 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
                 x = epilogue.activate(x, ACTIVATION)
             x = x.to(d.dtype.element_ty)
             column_d = column * WIDTH_D
-            if (
-                ADDS and INTERPRETED
-            ):  # the interpreter has no TMA reduction; its programs run one after another
+            if ADDS and INTERPRETED:  # the interpreter has no TMA reduction, and runs programs in sequence
                 d_tiles.store([row_d, column_d], d_tiles.load([row_d, column_d]) + x)
             elif ADDS:
                 d_tiles.atomic_add([row_d, column_d], x)

@@ -56,7 +56,7 @@ def _without_autocast(operands: Operands) -> torch.autocast | nullcontext[None]:
 
 
 def _is_one_call(operands: Operands) -> bool:
-    """Return whether mm, addmm or matmul compute it: at most one addend, one dtype, no activation or scale."""
+    """Return whether one call of torch computes it: at most one addend, one dtype, no activation or scale."""
     if operands.activation is not None or operands.scale_a is not None or operands.scale_b is not None:
         return False
     if operands.a.dtype in FLOAT8 or (operands.c is not None and operands.bias is not None):

@@ -62,7 +62,7 @@ class Accumulation:
 
     @contextmanager
     def open(self) -> Generator[None]:
-        """Allow layers to add while a backward pass runs; DDP must not be waiting for gradients in its hooks."""
+        """Allow layers to add while a backward pass runs in which DDP does not wait for gradients."""
         before, self.is_open = self.is_open, True
         try:
             yield

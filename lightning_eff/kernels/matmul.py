@@ -1,4 +1,4 @@
-"""The tiled GEMM, D = activation(alpha * A @ B + beta * C + bias), by our Triton kernels or by torch's library.
+"""Compute D = activation(alpha * A @ B + beta * C + bias), by our Triton kernels or by torch's library.
 
 A call checks its operands once (operands.py), decides once who computes (dispatch.py), and passes that
 decision on: to library.py, or through operator.py and launch.py to the kernels (gemm_kernels.py).
@@ -47,8 +47,8 @@ def gemm(
         alpha: Factor of the product; with 0 `a` and `b` are not read, as in BLAS.
         beta: Factor of `c`; with 0 it is not read.
         bias: Added to every row, `[N]`.
-        activation: `relu`, `silu`, `gelu_tanh`, or None; or `swiglu`, `silu(gate) * up` with gates in even and
-            ups in odd columns, so that the result has N / 2.
+        activation: `relu`, `silu`, `gelu_tanh`, or None; or `swiglu`, `silu(gate) * up` with gates in even
+            and ups in odd columns, so that the result has N / 2.
         out_dtype: Of the result; None for that of `a`, or bfloat16 for float8.
         out: Receives the result; it may be `c`. Without gradients, as everywhere in torch. If it overlaps an
             operand otherwise, the result is computed in new memory and copied.
@@ -89,10 +89,7 @@ def gemm(
 def _compute(operands: Operands, out: Tensor | None, backend: str) -> Tensor:
     folded, folded_out = fold_batch(operands, out)
     decision = dispatch.decide(folded, backend, out=folded_out)
-    if decision is None:
-        result = library.gemm(folded, out=folded_out)
-    else:
-        result = operator.compute(decision)
+    result = library.gemm(folded, out=folded_out) if decision is None else operator.compute(decision)
     return out if out is not None else result if folded is operands else result.view(operands.size)
 
 

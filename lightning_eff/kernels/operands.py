@@ -19,7 +19,7 @@ OPERAND_DTYPES = (*RESULT_DTYPES, *FLOAT8)
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Operands:
-    """The tensors and factors of D = activation(alpha * A @ B + beta * C + bias), which `check_operands` made.
+    """The checked operands of D = activation(alpha * A @ B + beta * C + bias).
 
     Args:
         a: `[*batch, M, K]`.
@@ -265,7 +265,7 @@ def check_no_gradient(operands: Operands, what: str) -> None:
 
 
 def fold_batch(operands: Operands, out: Tensor | None) -> tuple[Operands, Tensor | None]:
-    """Return the same GEMM as one product, [batch * M, K] @ [K, N], where B is one matrix and no copy is needed.
+    """Return the same GEMM as one product, [batch * M, K] @ [K, N], if B is one matrix and no copy is needed.
 
     Args:
         operands: Of any batch axes.

@@ -65,7 +65,7 @@ def compute_with_logsumexp(decision: Decision) -> tuple[Tensor, Tensor]:
 
 
 def can_bypass_dispatcher(operands: Operands) -> bool:
-    """Return whether no autograd, mode, functional transform, tracing or tensor subclass must see the operator."""
+    """Return whether no autograd, mode, transform, tracing or tensor subclass needs the operator."""
     tensors = operands.tensors
     if any(type(t) not in PLAIN_TENSORS or t.is_meta for t in tensors) or torch.compiler.is_compiling():
         return False
@@ -167,11 +167,11 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...
     factor = grad.to(a.dtype)
     needs_a, needs_b, needs_c, needs_bias = ctx.needs_input_grad[:4]
     return (
-        # dA [*batch, M, K] = alpha * G [*batch, M, N] @ B^T [*batch, N, K]
+        # Gradient of A: dA [*batch, M, K] = alpha * G [*batch, M, N] @ B^T [*batch, N, K]
         _product(factor, b.mT, ctx.alpha, a) if needs_a else None,
-        # dB [*batch, K, N] = alpha * A^T [*batch, K, M] @ G [*batch, M, N]
+        # Gradient of B: dB [*batch, K, N] = alpha * A^T [*batch, K, M] @ G [*batch, M, N]
         _product(a.mT, factor, ctx.alpha, b) if needs_b else None,
-        # dC = beta * G, dbias [N] = G summed over rows; both summed over broadcast axes
+        # Gradients of C, beta * G, and of the bias [N], G summed over rows; both over broadcast axes too
         (grad * ctx.beta).sum_to_size(ctx.c[1]).to(ctx.c[0]) if needs_c else None,
         grad.sum_to_size(ctx.bias[1]).to(ctx.bias[0]) if needs_bias else None,
         *(None,) * (_NUM_INPUTS - 4),
@@ -181,7 +181,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...
 def _check_differentiable(ctx: Any) -> None:
     text = ""
     if ctx.activation is not None and not ctx.has_pre:
-        text = f"{OPERATOR_NAME}(returns='nothing') saved no input of {ctx.activation}: call it with returns='pre'"
+        text = f"{OPERATOR_NAME} saved no input of {ctx.activation}: call it with returns='pre'"
     elif ctx.is_scaled:
         text = "gemm with scales has no gradient: a float8 layer computes its own from what it has scaled"
     elif ctx.activation not in (None, "relu") and torch.is_grad_enabled():
@@ -194,7 +194,7 @@ def _check_differentiable(ctx: Any) -> None:
 
 
 def _product(a: Tensor, b: Tensor, alpha: float, like: Tensor) -> Tensor:
-    """Return alpha * a @ b by our kernels, as in the forward pass, summed over the axes that `like` broadcast."""
+    """Return alpha * a @ b by our kernels, as in the forward pass, summed to the shape of `like`."""
     operands = Operands(a=a, b=b, alpha=alpha, out_dtype=like.dtype, batch=batch_of(a, b))
     return compute(Decision(operands)).sum_to_size(like.shape)
 

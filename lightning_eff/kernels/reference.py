@@ -1,4 +1,4 @@
-"""Compute what the kernels compute, in plain PyTorch and float64: the reference that they are tested against."""
+"""Compute what the kernels compute in plain PyTorch and float64, as the reference for their tests."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def gemm(
 
     With `gradient_at` the result is `(...) * activation'(gradient_at)` instead.
 
-    As in BLAS, `a` and `b` are not read where `alpha` is 0, and `c` is not where `beta` is 0: NaN in them then
-    does not reach the result.
+    As in BLAS, `a` and `b` are not read where `alpha` is 0, and `c` is not where `beta` is 0: NaN in them
+    does not reach the result then.
 
     Example:
         >>> gemm(torch.ones(2, 3), torch.ones(3, 2), alpha=2.0, bias=torch.tensor([0.0, 1.0]))

@@ -72,7 +72,7 @@ class Cost:
 
     @cached_property
     def memory_bytes(self) -> float:
-        """Bytes to and from memory: operands once per wave, or once where the L2 cache holds them; the result."""
+        """Bytes to and from memory: operands once per wave, or once if the L2 cache holds them; and D."""
         shape, config, (rows, columns) = self.shape, self.config, self.grid
         itemsize = shape.dtype.itemsize
         # What the epilogue reads for each element of the product: C, and the input of an activation.
@@ -106,7 +106,7 @@ class Cost:
 
     @cached_property
     def seconds(self) -> float:
-        """Predicted time: the longest of computing, memory and L2 cache, plus one launch, or two with split K."""
+        """Predicted time: the longest of computing, memory and L2 cache, and one launch, two with split K."""
         return max(self._times.values()) + KERNEL_LAUNCH_S * (2 if self.config.split_k > 1 else 1)
 
     @property
@@ -193,7 +193,8 @@ class Explanation:
         dtype = str(shape.dtype).removeprefix("torch.")
         what = f"{shape.M} x {shape.N} x {shape.K} {dtype} on {device.name}: "
         if not device.capability:
-            yield f"{what}torch's library, in blocks for a core's cache of {device.shared_bytes / 2**10:.0f} KiB"
+            cache_kib = device.shared_bytes / 2**10
+            yield f"{what}torch's library, in blocks for a core's cache of {cache_kib:.0f} KiB"
             return
         yield (
             f"{what}tile {cost.config}; expected {cost.peak_fraction:.0%} of the peak, "
@@ -251,7 +252,7 @@ def explain(
         raise ValueError(text)
     device = devices.named(device) if isinstance(device, str) else device
     if dtype.itemsize == 1 and not device.has_float8:
-        text = f"explain(dtype={dtype}): {device.name} does not multiply float8; expected float16, bfloat16 or float32"
+        text = f"explain(dtype={dtype}): {device.name} does not multiply float8; expected 16 bits or more"
         raise ValueError(text)
     shape = Shape.packed(M, N, K, dtype)
     cost = rank_configs(shape, device)[0]

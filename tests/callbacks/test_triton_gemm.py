@@ -119,13 +119,15 @@ def test_who_computes_is_asked_for_the_format_of_the_run(
     technique = TritonGemm(min_features=3, backend="torch")
     trainer = make_trainer(callbacks=[technique], max_steps=2, precision=precision)
     trainer.fit(Net(), make_loader())
-    monkeypatch.setattr(dispatch, "words", lambda shape, device, backend: f"{shape.dtype} {device} {backend}")
+    monkeypatch.setattr(
+        dispatch, "describe_backend", lambda shape, device, backend: f"{shape.dtype} {device} {backend}"
+    )
     dtype = {"bf16-mixed": "torch.bfloat16", "32-true": "torch.float32"}[precision]
     assert set(technique.outcome().numbers["layers"].values()) == {f"{dtype} cpu torch"}
 
 
 def test_no_layer_is_told() -> None:
-    with pytest.warns(NoEffectWarning, match="found no linear layer of at least 128 features"):
+    with pytest.warns(NoEffectWarning, match="no linear layer has 128 or more input and output features"):
         make_trainer(callbacks=[TritonGemm()], max_steps=1).fit(Net(), make_loader())
 
 
@@ -155,7 +157,7 @@ def test_an_exception_takes_it_back() -> None:
 
 
 def test_a_backend_that_cannot_run_stops_the_run() -> None:
-    with pytest.raises(ConflictError, match="the kernels run on CUDA GPUs, and backend=triton asks for them"):
+    with pytest.raises(ConflictError, match="backend=triton requires a CUDA GPU"):
         make_trainer(callbacks=[TritonGemm(min_features=1, backend="triton")], max_steps=1).fit(
             Net(), make_loader()
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.matmul import gemm
 from lightning_eff.kernels.tile_configs import CONFIGS, Shape
+from tests.support.processes import in_interpreter
 
 GPU = torch.device("cuda", 0)
 SHAPE = Shape(M=4096, N=4096, K=4096)
@@ -49,7 +52,7 @@ def test_what_was_measured_is_chosen_and_frozen_for_the_process(cache: Path) -> 
 
 
 def test_an_unknown_row_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected torch or rows of the table"):
+    with pytest.raises(ValueError, match="expected torch, or configs of"):
         dispatch.save_choices("some-gpu", {"bucket": "my row"})
 
 
@@ -77,3 +80,62 @@ def test_a_processor_has_torch_alone() -> None:
         gemm(a, a, backend="triton")
     with pytest.raises(ValueError, match="backend='cublas': expected one of auto, torch, triton"):
         gemm(a, a, backend="cublas")
+
+
+DECIDED_ONCE = """
+import json
+from collections import Counter
+import torch
+from lightning_eff.kernels import dispatch, library, linear, matmul, operator
+from lightning_eff.kernels.linear import Accumulation, TritonLinear
+from lightning_eff.kernels.operands import Operands
+counts = Counter()
+def count(owner, name):
+    real = getattr(owner, name)
+    def counted(*args, **keywords):
+        counts[name] += 1
+        return real(*args, **keywords)
+    setattr(owner, name, counted)
+for module in (matmul, linear):
+    count(module, "check_operands")
+for owner, name in ((library, "autocast"), (dispatch, "decide"), (Operands, "shape"), (operator, "launch")):
+    count(owner, name)
+def counted(call):
+    counts.clear()
+    call()
+    return dict(sorted(counts.items()))
+a, b = torch.randn(4, 6), torch.randn(6, 5)
+layer = TritonLinear(6, 5, activation="silu", backend="triton")
+layer.accumulation = Accumulation()
+def step(dtype=None):
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        y = layer(torch.randn(2, 4, 6, requires_grad=True))
+    with layer.accumulation.open():
+        y.sum().backward()
+found = {
+    "gemm": counted(lambda: matmul.gemm(a, b, backend="triton")),
+    "first step": counted(step),
+    "second step": counted(step),
+    "autocast": counted(lambda: step(torch.bfloat16)),
+    "library": counted(lambda: matmul.gemm(a, b, backend="torch")),
+}
+w = b.clone().requires_grad_()
+found["autograd"] = counted(lambda: matmul.gemm(a, w, backend="triton").sum().backward())
+print(json.dumps([found, layer.accumulation.num_added]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
+def test_a_gemm_decides_once_who_computes_it() -> None:
+    """A layer has three GEMMs a step: one in its forward pass, two in its backward pass."""
+    done = in_interpreter("-c", DECIDED_ONCE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, num_added = json.loads(done.stdout.splitlines()[-1])
+    names = ("autocast", "check_operands", "decide", "launch", "shape")
+    assert found["gemm"] == dict.fromkeys(names, 1)
+    for step in ("first step", "second step", "autocast"):
+        assert found[step] == dict.fromkeys(names, 3), step
+    assert num_added == 2
+    assert found["library"] == dict.fromkeys(names[:3], 1)
+    # The gradient's one GEMM is computed by our kernels because the forward pass was.
+    assert found["autograd"] == dict.fromkeys(names[:3], 1) | {"launch": 2, "shape": 2}

@@ -18,7 +18,7 @@ LARGE = TileConfig("tma", 128, 256, 128, 8, 3)
 
 
 def cost(**sizes: int) -> Cost:
-    return Cost(shape=Shape(**sizes), tile=LARGE, device=H200)
+    return Cost(shape=Shape(**sizes), config=LARGE, device=H200)
 
 
 def test_waves_and_edges_are_counted() -> None:
@@ -42,7 +42,7 @@ def test_traffic_is_that_of_operands_and_result() -> None:
     assert small.memory_bytes == 2 * (1024 * 512 * 2) + 1024 * 1024 * 2
     assert small.l2_bytes == 8 * 4 * (128 + 256) * 512 * 2
     # With C the result's place is read as well.
-    read = Cost(shape=Shape(M=1024, N=1024, K=512, reads_c=True), tile=LARGE, device=H200)
+    read = Cost(shape=Shape(M=1024, N=1024, K=512, reads_c=True), config=LARGE, device=H200)
     assert read.memory_bytes - small.memory_bytes == 1024 * 1024 * 2
 
 
@@ -88,7 +88,7 @@ def test_older_gpus_have_pointers_only() -> None:
 
 
 def test_few_tiles_get_smaller_ones() -> None:
-    assert rank_configs(Shape(M=8192, N=8192, K=8192), H200)[0].tile.block_n == 256
+    assert rank_configs(Shape(M=8192, N=8192, K=8192), H200)[0].config.block_n == 256
     few = rank_configs(Shape(M=128, N=512, K=4096), H200)[0]
     assert few.num_tiles > cost(M=128, N=512, K=4096).num_tiles
 
@@ -97,11 +97,11 @@ def test_k_is_split_where_tiles_are_few() -> None:
     """512 x 512 x 65536: 16 tiles for 132 SMs; in four parts 64, each of 256 steps of 64 columns."""
     shape = Shape(M=512, N=512, K=65536)
     cost = rank_configs(shape, H200)[0]
-    assert (cost.tile.split_k, cost.grid, cost.num_tiles, cost.depth) == (4, (4, 4), 64, 256 * 64)
+    assert (cost.config.split_k, cost.grid, cost.num_tiles, cost.depth) == (4, (4, 4), 64, 256 * 64)
     parts_bytes = 2 * 4 * 4 * 512 * 512
     assert cost.memory_bytes == 2 * 512 * 65536 * 2 + 512 * 512 * 2 + parts_bytes
     for large in (Shape(M=8192, N=8192, K=8192), Shape(M=4096, N=4096, K=4096), Shape(M=2048, N=4096, K=256)):
-        assert rank_configs(large, H200)[0].tile.split_k == 1
+        assert rank_configs(large, H200)[0].config.split_k == 1
 
 
 def test_registers_decide_which_rows_multiply_float8_or_take_gradients_of_swiglu() -> None:
@@ -135,7 +135,7 @@ def test_what_is_read_beside_the_operands_takes_room_in_its_own_format() -> None
 
 def test_the_explanation_of_the_design_comes_out() -> None:
     text = str(explain(4352, 4096, 4096))
-    assert "34 x 16 tiles make 4.12 waves of 132 SMs, 18% idle: M=4224 or 5120 fit" in text
+    assert "34 x 16 tiles make 4.12 waves of 132 SMs, wave quantization 18%: M=4224 or 5120 fit" in text
     vocabulary = explain(8192, 50257, 4096)
     assert "a row of N=50257 is 100514 bytes, no multiple of 16: no TMA; pad N to 50264 or 50304" in str(
         vocabulary
@@ -148,7 +148,7 @@ def test_the_explanation_of_the_design_comes_out() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_every_device_explains_every_format(name: str, dtype: torch.dtype) -> None:
     if dtype.itemsize == 1 and not devices.named(name).has_float8:
-        with pytest.raises(ValueError, match="A100, which multiplies no float8"):
+        with pytest.raises(ValueError, match="A100 does not multiply float8"):
             explain(4096, 4096, 4096, dtype, name)
         return
     for size in (1, 17, 4096):

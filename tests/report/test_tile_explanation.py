@@ -19,14 +19,13 @@ def test_tokens_that_fill_a_device_are_told() -> None:
 
 
 def test_a_layer_that_no_number_fills_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_eff.report.tile_explanation.MOST_TOKENS", 128)
+    monkeypatch.setattr("lightning_eff.report.tile_explanation.MAX_TOKENS", 128)
     assert "\n 4096 x 4096    above 128\n" in explain_micro_batches("h200")
 
 
 def test_a_cpu_has_no_waves() -> None:
     assert explain_micro_batches("cpu").splitlines() == [
-        "multiples that CPU likes (multiple_of=auto): "
-        "1 in bfloat16, 1 in float16, 1 in float8_e4m3fn, 1 in float32",
+        "multiples for CPU (multiple_of=auto): 1 in bfloat16, 1 in float16, 1 in float8_e4m3fn, 1 in float32",
         "no waves to fill: torch's library blocks a product for the caches",
     ]
 

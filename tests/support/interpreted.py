@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_eff.kernels import operands, reference
-from lightning_eff.kernels.matmul import gemm, launch
+from lightning_eff.kernels import reference
+from lightning_eff.kernels.launch import launch
+from lightning_eff.kernels.matmul import gemm
+from lightning_eff.kernels.operands import check_operands
 from lightning_eff.kernels.tile_configs import CONFIGS, TileConfig
 
 U32 = 2.0**-23
@@ -141,10 +143,10 @@ class Case:
             gemm(a, b, c, **factors, **extra, activation=self.activation, out_dtype=self.out_dtype, out=out,
                  gradient_at=at, backend="triton")  # fmt: skip
         else:
-            given = operands.check_operands(
+            operands = check_operands(
                 a, b, c, **factors, **extra, out_dtype=self.out_dtype, activation=self.activation, at=at
             )
-            launch(given, self.tile, out, pre=pre, logsumexp=sums)
+            launch(operands, self.tile, out, pre=pre, logsumexp=sums)
         x = reference.gemm(a, b, c_read, **factors, **extra)
         ways = {"activation": self.activation, "gradient_at": at}
         expected = reference.gemm(a, b, c_read, **factors, **extra, **ways)

@@ -98,8 +98,8 @@ class CaseComparison:
 def fastest_by_bucket(comparisons: Iterable[CaseComparison]) -> dict[str, str]:
     """Return what dispatch is to choose: a config or `torch`, by bucket.
 
-    Cases that share a bucket look alike to dispatch: a config is chosen only where it is correct and no slower
-    than the library in each of them; of those the one with the largest mean ratio.
+    Dispatch cannot distinguish the cases of a bucket: a config is chosen only where it is correct and no
+    slower than the library in each of them; of those the one with the largest mean ratio.
     """
     buckets: dict[str, list[CaseComparison]] = {}
     for comparison in comparisons:

@@ -128,5 +128,5 @@ def cases(layers: Sequence[Layer], more: Sequence[Layer], dtype: torch.dtype) ->
 
 
 def default_cases(dtype: torch.dtype) -> list[Case]:
-    """Return what a GPU is measured with: thirty layers, the cube, and four layers' `adds` and `fused` GEMMs."""
+    """Return the cases for a GPU: thirty layers, the cube, and `adds` and `fused` GEMMs of four layers."""
     return cases((*LANGUAGE_MODELS, Layer(CUBE, CUBE, CUBE)), MORE, dtype)

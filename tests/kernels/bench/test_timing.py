@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_eff.kernels.bench import gemm_cases, timing
-from lightning_eff.kernels.bench.candidates import Candidate, check_candidate, row_candidate
+from lightning_eff.kernels.bench.candidates import Candidate, check_candidate, config_candidate
 from lightning_eff.kernels.bench.comparison import CandidateResult, CaseComparison, fastest_by_bucket
 from lightning_eff.kernels.bench.gemm_cases import Case
 from lightning_eff.kernels.bench.timing import Timing
@@ -223,7 +223,7 @@ def test_a_row_is_chosen_only_where_it_keeps_up_everywhere() -> None:
 INTERPRETED = """
 import torch
 from lightning_eff.kernels.bench import timing
-from lightning_eff.kernels.bench.candidates import check_candidate, row_candidate
+from lightning_eff.kernels.bench.candidates import check_candidate, config_candidate
 from lightning_eff.kernels.bench.gemm_cases import LAYOUTS, Case
 from lightning_eff.kernels.tile_configs import CONFIGS
 
@@ -231,7 +231,7 @@ for tile in (CONFIGS[1], CONFIGS[8], CONFIGS[10]):
     for kind in ("adds",) if tile.adds else ("plain", "adds", "fused"):
         for layout in LAYOUTS:
             case = Case(M=72, N=136, K=40, layout=layout, kind=kind)
-            result = check_candidate(row_candidate(tile), timing.problem(case, torch.device("cpu")))
+            result = check_candidate(config_candidate(tile), timing.problem(case, torch.device("cpu")))
             assert result.is_correct, (case, result)
 """
 
@@ -246,4 +246,4 @@ def test_rows_are_launched_as_each_kind_and_layout_asks() -> None:
 
 
 def test_a_row_has_its_own_name() -> None:
-    assert [row_candidate(tile).name for tile in CONFIGS] == [str(tile) for tile in CONFIGS]
+    assert [config_candidate(tile).name for tile in CONFIGS] == [str(tile) for tile in CONFIGS]
