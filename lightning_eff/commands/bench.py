@@ -7,7 +7,6 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -51,29 +50,6 @@ QUICK_TILES = 2
 """Configs that --quick compiles."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    """The command line.
-
-    Args:
-        quick: Measure a few small shapes.
-        tune: Measure every config, and save the fastest.
-        explain: Name of a device to explain shapes for; empty to measure.
-        as_json: Print raw numbers.
-        out: Folder for files, or None.
-        sizes: Tokens, outputs and inputs of layers; empty for the default list.
-        dtype: torch's name of the operands' dtype.
-    """
-
-    quick: bool
-    tune: bool
-    explain: str
-    as_json: bool
-    out: Path | None
-    sizes: tuple[tuple[int, int, int], ...]
-    dtype: str
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run `lightning-eff bench`, and return the exit code."""
     options = _parse(arguments)
@@ -83,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.out is not None:  # before minutes of measuring, not after them
         options.out.mkdir(parents=True, exist_ok=True)
     report = _measure(options, device)
-    sys.stdout.write(json.dumps(report.as_dict(), indent=1) + "\n" if options.as_json else report.text())
+    sys.stdout.write(json.dumps(report.as_dict(), indent=1) + "\n" if options.json else report.text())
     if options.out is not None:
         _write(report, options.out, arguments)
     if options.tune:
@@ -100,7 +76,8 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(text)
 
 
-def _parse(arguments: Sequence[str]) -> BenchOptions:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the command line; `sizes` are M, N, K of `--shapes`, `dtype` is torch's name."""
     parser = _Parser(prog="lightning-eff bench", add_help=False, allow_abbrev=False)
     for flag in ("--quick", "--tune", "--json", "--debug"):
         parser.add_argument(flag, action="store_true")
@@ -108,21 +85,15 @@ def _parse(arguments: Sequence[str]) -> BenchOptions:
     parser.add_argument("--shapes", default="")
     parser.add_argument("--explain", default="")
     parser.add_argument("--dtype", default="bf16")
-    found, unknown = parser.parse_known_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.error(f"unknown argument {unknown[0]!r}")
-    if found.dtype not in OPERAND_DTYPES:
+    if options.dtype not in OPERAND_DTYPES:
         allowed = f"one of {', '.join(OPERAND_DTYPES)}"
-        raise ConfigError(key="--dtype", value=found.dtype, allowed=allowed, remedies=["--dtype bf16"])
-    return BenchOptions(
-        quick=found.quick,
-        tune=found.tune,
-        explain=found.explain,
-        as_json=found.json,
-        out=found.out,
-        sizes=_parse_sizes(found.shapes) if found.shapes else (),
-        dtype=OPERAND_DTYPES[found.dtype],
-    )
+        raise ConfigError(key="--dtype", value=options.dtype, allowed=allowed, remedies=["--dtype bf16"])
+    options.dtype = OPERAND_DTYPES[options.dtype]
+    options.sizes = _parse_sizes(options.shapes) if options.shapes else ()
+    return options
 
 
 def _parse_sizes(text: str) -> tuple[tuple[int, int, int], ...]:
@@ -137,7 +108,7 @@ def _parse_sizes(text: str) -> tuple[tuple[int, int, int], ...]:
     return tuple(sizes)
 
 
-def _explain(options: BenchOptions) -> int:
+def _explain(options: argparse.Namespace) -> int:
     import torch
 
     from lightning_eff.report import tile_explanation
@@ -145,7 +116,7 @@ def _explain(options: BenchOptions) -> int:
     device = tile_explanation.known_device("--explain ", options.explain)
     sizes = options.sizes or tile_explanation.KNOWN_LAYERS
     found = tile_explanation.explain_layers(device, sizes, getattr(torch, options.dtype))
-    if options.as_json:
+    if options.json:
         pairs = zip(sizes, found, strict=True)
         rows = [{"shape": list(size), "words": list(layer.sentences())} for size, layer in pairs]
         sys.stdout.write(json.dumps({"device": device, "rows": rows}, indent=1) + "\n")
@@ -154,7 +125,7 @@ def _explain(options: BenchOptions) -> int:
     return EXIT_OK
 
 
-def _device(options: BenchOptions) -> torch.device:
+def _device(options: argparse.Namespace) -> torch.device:
     """Return the device to measure on; --tune fails here, before anything runs, if it lacks something."""
     import torch
 
@@ -172,7 +143,7 @@ def _device(options: BenchOptions) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
 
 
-def _measure(options: BenchOptions, device: torch.device) -> GemmReport:
+def _measure(options: argparse.Namespace, device: torch.device) -> GemmReport:
     import torch
 
     from lightning_eff.core import machine
@@ -200,7 +171,7 @@ def _measure(options: BenchOptions, device: torch.device) -> GemmReport:
     )
 
 
-def _cases(options: BenchOptions, *, on_gpu: bool) -> list[Case]:
+def _cases(options: argparse.Namespace, *, on_gpu: bool) -> list[Case]:
     import torch
 
     from lightning_eff.kernels.bench import gemm_cases

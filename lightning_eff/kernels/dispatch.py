@@ -32,6 +32,7 @@ from lightning_eff.kernels.tile_configs import CONFIGS, TMA_BYTES, Shape, TileCo
 BACKENDS = ("auto", "torch", "triton")
 LIBRARY = "torch"
 """Stands for torch's library in a file of choices."""
+_CONFIGS_BY_NAME = {str(config): config for config in CONFIGS}
 
 
 def check_backend(backend: str) -> None:
@@ -113,7 +114,7 @@ class Decision:
     def shape(self) -> Shape:
         """What the choice of a config depends on; a new result is contiguous, and as aligned as its size."""
         shape = self.operands.shape(adds=self.adds)
-        return shape if self.out is None or is_aligned(self.out) else shape.without_tma()
+        return shape if self.out is None or is_aligned(self.out) else replace(shape, aligned=False)
 
     @functools.cached_property
     def measured(self) -> TileConfig | None:
@@ -132,7 +133,7 @@ class Decision:
         tensors = [tensor for tensor in (self.operands.a, self.operands.b, d, pre) if tensor is not None]
         has_tma_addresses = all(is_aligned(t) and t.data_ptr() % TMA_BYTES == 0 for t in tensors)
         if shape.aligned and not (has_tma_addresses and d.stride(-1) == 1):
-            shape = shape.without_tma()
+            shape = replace(shape, aligned=False)
             config = measured_config(shape, d.device) if d.device.type == "cuda" else None
         shape = replace(shape, saves_pre=True) if pre is not None else shape
         fits = config is not None and tiles.fits(config, shape, device)
@@ -141,7 +142,7 @@ class Decision:
 
 def measured_config(shape: Shape, device: torch.device) -> TileConfig | None:
     """Return the config that was measured to be faster than torch's library; None if none was."""
-    return _configs_by_name().get(choices(identity(device)).get(bucket(shape), LIBRARY))
+    return _CONFIGS_BY_NAME.get(choices(identity(device)).get(bucket(shape), LIBRARY))
 
 
 def describe_backend(shape: Shape, device: torch.device | None, backend: str = "auto") -> str:
@@ -188,11 +189,6 @@ def bucket(shape: Shape) -> str:
 def _rounded_up(size: int) -> int:
     step = 2 ** max(0, math.floor(math.log2(max(size, 1))) - 2)
     return -(-size // step) * step
-
-
-@functools.cache
-def _configs_by_name() -> Mapping[str, TileConfig]:
-    return {str(config): config for config in CONFIGS}
 
 
 @functools.cache
@@ -244,7 +240,7 @@ def save_choices(name: str, fastest: Mapping[str, str]) -> Path:
     Raises:
         ValueError: An unknown config.
     """
-    unknown = set(fastest.values()) - {LIBRARY, *_configs_by_name()}
+    unknown = set(fastest.values()) - {LIBRARY, *_CONFIGS_BY_NAME}
     if unknown:
         text = f"configs {sorted(unknown)}: expected {LIBRARY}, or configs of kernels/tile_configs.py"
         raise ValueError(text)

@@ -52,7 +52,13 @@ def launch(
         rows = -(-operands.M // config.block_m) * config.block_m
         partials = _scratch(d, batch * config.split_k, rows, -(-operands.N // 4) * 4)
         _launch_gemm(operands.product(), config, partials, None, None)
-        _launch_reduction(operands, config, partials, target, pre, sums)
+        tensors, strides = _epilogue_arguments(operands, pre, sums, target)
+        num_tiles = -(-operands.M // SUM_M) * -(-operands.N // SUM_N)
+        reduce_split_k[(batch * num_tiles,)](
+            partials, *tensors, operands.M, operands.N, operands.columns, *partials.stride()[:2], *strides,
+            operands.alpha, operands.beta,
+            BLOCK_M=SUM_M, BLOCK_N=SUM_N, SPLIT_K=config.split_k, ACTIVATION=operands.activation,
+        )  # fmt: skip
     else:
         _launch_gemm(operands, config, target, pre, sums)
     if target.data_ptr() != d.data_ptr():  # d has batch axes that no single stride describes
@@ -98,23 +104,6 @@ def _launch_gemm(
         *sizes, *strides, d.stride(-2), operands.alpha, operands.beta,
         NUM_SMS=num_sms, A_BY_ROWS=operands.a.stride(1) == 1, B_BY_ROWS=operands.b.stride(1) == 1,
         **config.constants, **constants,
-    )  # fmt: skip
-
-
-def _launch_reduction(
-    operands: Operands,
-    config: TileConfig,
-    partials: Tensor,
-    d: Tensor,
-    pre: Tensor | None,
-    sums: Tensor | None,
-) -> None:
-    tensors, strides = _epilogue_arguments(operands, pre, sums, d)
-    num_tiles = -(-operands.M // SUM_M) * -(-operands.N // SUM_N)
-    reduce_split_k[(math.prod(operands.batch) * num_tiles,)](
-        partials, *tensors, operands.M, operands.N, operands.columns, *partials.stride()[:2], *strides,
-        operands.alpha, operands.beta,
-        BLOCK_M=SUM_M, BLOCK_N=SUM_N, SPLIT_K=config.split_k, ACTIVATION=operands.activation,
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ from typing_extensions import override
 from lightning_eff.kernels import dispatch, library, matmul, operator
 from lightning_eff.kernels.dispatch import Decision
 from lightning_eff.kernels.operands import check_operands
-from lightning_eff.kernels.operator import in_transform
+from lightning_eff.kernels.operator import NOTHING, PRE, in_transform
 from lightning_eff.kernels.reference import ACTIVATIONS, GATED, activation_gradient
 
 
@@ -236,12 +236,12 @@ class _Linear(torch.autograd.Function):
             decision is not None
         ):  # our kernels; its operands are x [T, K] and weight.T [K, N], cast by autocast
             rows, low_weight = decision.operands.a, decision.operands.b.T
-            y, pre = operator.compute_with_pre(decision)
+            y, pre = operator.compute_with(decision, PRE if activation else NOTHING)
         else:
             rows, low_weight = library.autocast(x, weight)
             y = F.linear(rows, low_weight, bias.to(rows.dtype) if bias is not None else None)
-            y, pre = (ACTIVATIONS[activation](y), y) if activation else (y, None)
-        ctx.save_for_backward(rows, low_weight.detach(), pre)
+            y, pre = (ACTIVATIONS[activation](y), y) if activation else (y, y)
+        ctx.save_for_backward(rows, low_weight.detach(), pre if activation else None)
         ctx.weight = weight  # receives the gradient; a saved tensor need not be the same object
         ctx.bias_dtype = bias.dtype if bias is not None else None
         ctx.x_dtype = x.dtype

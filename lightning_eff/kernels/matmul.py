@@ -135,5 +135,5 @@ def gemm_logsumexp(
     if decision is None:
         d, sums = library.gemm_logsumexp(folded)
     else:
-        d, sums = operator.compute_with_logsumexp(decision)
+        d, sums = operator.compute_with(decision, operator.LOGSUMEXP)
     return d.view(operands.size), sums.view(operands.size[:-1])

@@ -82,16 +82,6 @@ class Operands:
         """Shape of D."""
         return (*self.batch, self.M, self.columns)
 
-    @property
-    def batch_size(self) -> int:
-        """Number of independent products."""
-        return math.prod(self.batch)
-
-    def empty(self, columns: int | None = None) -> Tensor:
-        """Allocate D, or `[*batch, M, columns]`."""
-        size = (*self.batch, self.M, self.columns if columns is None else columns)
-        return torch.empty(size, dtype=self.out_dtype, device=self.a.device)
-
     def product(self) -> Operands:
         """Return A and B alone, for a float32 product."""
         return Operands(a=self.a, b=self.b, out_dtype=torch.float32, batch=self.batch)
@@ -109,7 +99,7 @@ class Operands:
         read = [tensor.element_size() for tensor in (self.c, self.at) if tensor is not None]
         return Shape(
             M=self.M, N=self.N, K=self.K, dtype=self.a.dtype, out_dtype=self.out_dtype,
-            batch=self.batch_size, aligned=aligned, reads_c=self.c is not None, adds=adds,
+            batch=math.prod(self.batch), aligned=aligned, reads_c=self.c is not None, adds=adds,
             layout="".join("n" if matrix.stride(-1) == 1 else "t" for matrix in (self.a, self.b)),
             fused=any(operand is not None for operand in fused),
             columns_ratio=self.columns / max(self.N, 1),
@@ -273,7 +263,7 @@ def fold_batch(operands: Operands, out: Tensor | None) -> tuple[Operands, Tensor
     """
     if not operands.batch or operands.b.ndim > 2 or operands.scale_a is not None:
         return operands, out
-    rows = operands.batch_size * operands.M
+    rows = math.prod(operands.batch) * operands.M
     try:
         a, c, at, out_rows = (
             tensor.view(rows, tensor.shape[-1]) if tensor is not None else None

@@ -43,7 +43,7 @@ def compute(decision: Decision) -> Tensor:
         raise RuntimeError(text)
     if out is None:
         needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands.tensors)
-        return _call(decision, PRE if needs_grad and operands.activation is not None else NOTHING)[0]
+        return compute_with(decision, PRE if needs_grad and operands.activation is not None else NOTHING)[0]
     if not can_bypass_dispatcher(operands) or type(out) not in PLAIN_TENSORS:
         _operator_into(out, *_arguments(operands))
     elif out.numel():
@@ -52,16 +52,11 @@ def compute(decision: Decision) -> Tensor:
     return out
 
 
-def compute_with_pre(decision: Decision) -> tuple[Tensor, Tensor | None]:
-    """Compute the same into a new tensor, and return the input of the activation if there is one."""
-    if decision.operands.activation is None:
-        return _call(decision, NOTHING)[0], None
-    return _call(decision, PRE)
-
-
-def compute_with_logsumexp(decision: Decision) -> tuple[Tensor, Tensor]:
-    """Compute the same into a new tensor, and return the logsumexp of each row."""
-    return _call(decision, LOGSUMEXP)
+def compute_with(decision: Decision, returns: str) -> tuple[Tensor, Tensor]:
+    """Compute the same into a new tensor, and return a second result: NOTHING, PRE or LOGSUMEXP."""
+    if can_bypass_dispatcher(decision.operands):
+        return _allocate_and_launch(decision, returns)
+    return _operator(*_arguments(decision.operands), returns)
 
 
 def can_bypass_dispatcher(operands: Operands) -> bool:
@@ -80,18 +75,12 @@ def in_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
 
 
-def _call(decision: Decision, returns: str) -> tuple[Tensor, Tensor]:
-    if can_bypass_dispatcher(decision.operands):
-        return _allocate_and_launch(decision, returns)
-    return _operator(*_arguments(decision.operands), returns)
-
-
 def _allocate_and_launch(decision: Decision, returns: str) -> tuple[Tensor, Tensor]:
     operands = decision.operands
     d, second = _allocate(operands, returns)
     if returns == LOGSUMEXP and not operands.N:
         second.fill_(-math.inf)
-    if operands.batch_size * operands.M * operands.N:
+    if math.prod(operands.batch) * operands.M * operands.N:
         pre, logsumexp = second if returns == PRE else None, second if returns == LOGSUMEXP else None
         launch(operands, decision.config(d, pre), d, pre=pre, logsumexp=logsumexp)
     return d, second
@@ -99,10 +88,12 @@ def _allocate_and_launch(decision: Decision, returns: str) -> tuple[Tensor, Tens
 
 def _allocate(operands: Operands, returns: str) -> tuple[Tensor, Tensor]:
     """Return memory for D and for the second result."""
+    device, dtype, rows = operands.a.device, operands.out_dtype, (*operands.batch, operands.M)
+    d = torch.empty(operands.size, dtype=dtype, device=device)
     if returns == PRE:
-        return operands.empty(), operands.empty(operands.N)
-    size = (*operands.batch, operands.M) if returns == LOGSUMEXP else (0,)
-    return operands.empty(), torch.empty(size, dtype=torch.float32, device=operands.a.device)
+        return d, torch.empty((*rows, operands.N), dtype=dtype, device=device)
+    size = rows if returns == LOGSUMEXP else (0,)
+    return d, torch.empty(size, dtype=torch.float32, device=device)
 
 
 def _arguments(operands: Operands) -> tuple[Any, ...]:
@@ -130,18 +121,10 @@ def _implementation_into(out: Tensor, *arguments: Any) -> None:
         launch(operands, Decision(operands, out).config(out), out)
 
 
-def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return _allocate(_operands(*arguments), arguments[-1])
-
-
 def _flop(a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
     """Return 2 * batch * M * K * N from the shapes of A and B, for torch's FlopCounterMode."""
     batch = torch.broadcast_shapes(a[:-2], b[:-2])
     return 2 * math.prod(batch) * a[-2] * a[-1] * b[-1]
-
-
-def _flop_into(_: Any, *shapes: Any, **__: Any) -> int:
-    return _flop(*shapes)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -205,7 +188,7 @@ _operator = torch.library.custom_op(
     mutates_args=(),
     schema=f"({_TENSORS}, {_FACTORS}, str returns) -> (Tensor, Tensor)",
 )
-_operator.register_fake(_fake)
+_operator.register_fake(lambda *arguments: _allocate(_operands(*arguments), arguments[-1]))
 _operator.register_autograd(_backward, setup_context=_setup_context)
 _operator_into = torch.library.custom_op(
     f"{OPERATOR_NAME}_into",
@@ -214,4 +197,4 @@ _operator_into = torch.library.custom_op(
     schema=f"(Tensor(a0!) out, {_TENSORS}, {_FACTORS}) -> ()",
 )
 register_flop_formula(torch.ops.lightning_eff.gemm)(_flop)
-register_flop_formula(torch.ops.lightning_eff.gemm_into)(_flop_into)
+register_flop_formula(torch.ops.lightning_eff.gemm_into)(lambda _, *shapes, **__: _flop(*shapes))

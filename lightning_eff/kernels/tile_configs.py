@@ -6,7 +6,7 @@ is used, and `shared_bytes` is what the compiler reports.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -79,7 +79,7 @@ class TileConfig:
         subtiles] for each tensor that is stored or read in the epilogue.
         """
         if self.split_k > 1:  # the epilogue is computed by reduce_split_k
-            shape = shape.product()
+            shape = Shape(M=shape.M, N=shape.N, K=shape.K, dtype=shape.dtype, out_dtype=torch.float32)
         written = shape.columns_ratio + (shape.saves_pre and shape.columns_ratio < 1)
         read = (shape.reads_c and not self.adds) + shape.reads_at * shape.columns_ratio
         read_itemsize = max(shape.read_itemsize, shape.out_itemsize)
@@ -175,14 +175,6 @@ class Shape:
     def has_tensor_cores(self) -> bool:
         """Whether tensor cores multiply this dtype: not float32, except as TF32."""
         return self.dtype != torch.float32 or self.tf32
-
-    def product(self) -> Shape:
-        """Return the shape of the float32 product alone."""
-        return Shape(M=self.M, N=self.N, K=self.K, dtype=self.dtype, out_dtype=torch.float32)
-
-    def without_tma(self) -> Shape:
-        """Return the same shape for `gemm_pointers` only."""
-        return replace(self, aligned=False)
 
     @property
     def flop(self) -> int:

@@ -7,7 +7,7 @@ makes of them. On the CPU only `gemm` is measured, and it must cost what the lib
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -68,15 +68,7 @@ def compare_case(case: Case, device: torch.device, effort: Effort) -> CaseCompar
     checked = [check_candidate(run, problem) for run in runs]
     correct = [run for run, result in zip(runs, checked, strict=True) if result.is_correct]
     timings = _timings(correct, problem, effort)
-    results = tuple(
-        CandidateResult(
-            name=result.name,
-            error=result.error,
-            timings=timings.get(result.name, {}),
-            refusal=result.refusal,
-        )
-        for result in checked
-    )
+    results = tuple(replace(result, timings=timings.get(result.name, {})) for result in checked)
     return CaseComparison(
         case=case,
         results=results,
