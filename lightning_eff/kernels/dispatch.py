@@ -65,13 +65,13 @@ def decide(operands: Operands, backend: str, *, out: Tensor | None = None) -> De
     """
     check_backend(backend)
     device, dtype = operands.a.device, operands.a.dtype
-    decision = Decision(operands, out)
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return None
     if backend == "auto":
-        config = decision.measured
-        fits = config is not None and tiles.fits(config, decision.shape, devices.of(device))
-        return decision if fits else None
+        shape = _shape_of(operands, out)
+        config = measured_config(shape, device)
+        fits = config is not None and tiles.fits(config, shape, devices.of(device))
+        return Decision(operands, out, shape, config) if fits else None
     if not (device.type == "cuda" or INTERPRETED):
         text = (
             f"backend=triton on {device}: expected a CUDA device, or Triton's interpreter "
@@ -84,43 +84,37 @@ def decide(operands: Operands, backend: str, *, out: Tensor | None = None) -> De
     if dtype == torch.float64:
         text = "backend=triton in float64: the kernels accumulate in float32; use backend=torch"
         raise RuntimeError(text)
-    return decision
+    return Decision(operands, out)
+
+
+def _shape_of(operands: Operands, out: Tensor | None) -> Shape:
+    """Return what the choice of a config depends on; a new result is contiguous, as aligned as its size."""
+    if out is None:
+        return operands.shape()
+    # A config may add to `out` in memory where that is C: a float32 sum without an epilogue.
+    epilogue = (operands.bias, operands.scale_a, operands.scale_b, operands.activation)
+    is_sum = operands.beta == 1.0 and all(part is None for part in epilogue)
+    is_sum = is_sum and out.dtype == torch.float32 and (out.is_cuda or INTERPRETED)
+    adds = is_sum and operands.c is not None and in_place(operands.c, out)
+    shape = operands.shape(adds=adds)
+    return shape if is_aligned(out) else replace(shape, aligned=False)
 
 
 @dataclass(eq=False)
 class Decision:
-    """Our kernels compute a GEMM; its properties are computed at most once, when they are first read.
+    """Our kernels compute a GEMM.
 
     Args:
         operands: What is computed.
         out: Receives the result; None for a new tensor.
+        shape: Of the operands, and `measured`, if the decision was made by them; else `config` computes both.
+        measured: The config that was measured to be faster than torch's library.
     """
 
     operands: Operands
     out: Tensor | None = None
-
-    @functools.cached_property
-    def adds(self) -> bool:
-        """Whether the result may be added to `out`, which is C, without reading it: float32, no epilogue."""
-        operands, out = self.operands, self.out
-        if out is None or operands.c is None or operands.beta != 1.0 or operands.activation:
-            return False
-        if out.dtype != torch.float32 or not (out.is_cuda or INTERPRETED):
-            return False
-        epilogue = (operands.bias, operands.scale_a, operands.scale_b)
-        return in_place(operands.c, out) and all(tensor is None for tensor in epilogue)
-
-    @functools.cached_property
-    def shape(self) -> Shape:
-        """What the choice of a config depends on; a new result is contiguous, and as aligned as its size."""
-        shape = self.operands.shape(adds=self.adds)
-        return shape if self.out is None or is_aligned(self.out) else replace(shape, aligned=False)
-
-    @functools.cached_property
-    def measured(self) -> TileConfig | None:
-        """The config that was measured to be faster than torch's library, if one was."""
-        device = self.operands.a.device
-        return measured_config(self.shape, device) if device.type == "cuda" else None
+    shape: Shape | None = None
+    measured: TileConfig | None = None
 
     def config(self, d: Tensor, pre: Tensor | None = None) -> TileConfig:
         """Return the config to launch: the measured one if it fits, else the cost model's.
@@ -129,19 +123,25 @@ class Decision:
             d: Receives the result; allocated, since TMA requires addresses that are multiples of 16 bytes.
             pre: Receives the input of the activation; or None.
         """
-        shape, config, device = self.shape, self.measured, devices.of(d.device)
+        shape, config, device = self.shape, self.measured, d.device
+        if shape is None:
+            shape = _shape_of(self.operands, self.out)
+            config = measured_config(shape, device)
         tensors = [tensor for tensor in (self.operands.a, self.operands.b, d, pre) if tensor is not None]
         has_tma_addresses = all(is_aligned(t) and t.data_ptr() % TMA_BYTES == 0 for t in tensors)
         if shape.aligned and not (has_tma_addresses and d.stride(-1) == 1):
             shape = replace(shape, aligned=False)
-            config = measured_config(shape, d.device) if d.device.type == "cuda" else None
+            config = measured_config(shape, device)
         shape = replace(shape, saves_pre=True) if pre is not None else shape
-        fits = config is not None and tiles.fits(config, shape, device)
-        return config if config is not None and fits else tiles.rank_configs(shape, device)[0].config
+        info = devices.of(device)
+        fits = config is not None and tiles.fits(config, shape, info)
+        return config if config is not None and fits else tiles.rank_configs(shape, info)[0].config
 
 
 def measured_config(shape: Shape, device: torch.device) -> TileConfig | None:
-    """Return the config that was measured to be faster than torch's library; None if none was."""
+    """Return the config that was measured to be faster than torch's library; None without one."""
+    if device.type != "cuda":
+        return None
     return _CONFIGS_BY_NAME.get(choices(identity(device)).get(bucket(shape), LIBRARY))
 
 

@@ -126,7 +126,7 @@ def test_who_computes_is_asked_for_the_format_of_the_run(
     assert set(technique.outcome().numbers["layers"].values()) == {f"{dtype} cpu torch"}
 
 
-def test_no_layer_is_told() -> None:
+def test_no_layer_is_reported() -> None:
     with pytest.warns(NoEffectWarning, match="no linear layer has 128 or more input and output features"):
         make_trainer(callbacks=[TritonGemm()], max_steps=1).fit(Net(), make_loader())
 

@@ -27,7 +27,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def only_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One small case, and no row that must be compiled."""
+    """One small case, and no config that must be compiled."""
     monkeypatch.setattr(gemm_cases, "QUICK", (gemm_cases.Layer(8, 8, 8),))
     monkeypatch.setattr(assembly, "why_not_compiled", lambda: "not in this test")
 
@@ -146,14 +146,14 @@ def test_without_triton_the_report_names_what_is_missing(command: Command) -> No
     assert "configs for sm_90: not compiled. not in this test" in out
 
 
-def on_gpu(rows_ratio: float, gemm_ratio: float, wrong: int = 0) -> GemmReport:
-    """A report as from a GPU, made up: a library that takes a second, a row and `gemm` with these ratios."""
+def on_gpu(config_ratio: float, gemm_ratio: float, wrong: int = 0) -> GemmReport:
+    """A made-up report of a GPU: the library takes a second, a config and `gemm` have these ratios."""
 
     def timings(value: float) -> dict[str, Timing]:
         return dict.fromkeys(("flushed", "graph"), Timing(median_s=value, low_s=value, high_s=value))
 
     def compared(number: int, case: Case) -> CaseComparison:
-        ratios = {"library": 1.0, "gemm": gemm_ratio, "a row": rows_ratio}
+        ratios = {"library": 1.0, "gemm": gemm_ratio, "a config": config_ratio}
         results = [
             CandidateResult(name=name, error=0.5, timings=timings(1.0 / ratio))
             for name, ratio in ratios.items()
@@ -161,7 +161,7 @@ def on_gpu(rows_ratio: float, gemm_ratio: float, wrong: int = 0) -> GemmReport:
         if number < wrong:
             results[1:] = [
                 CandidateResult(name=name, error=float("inf"), refusal="no room")
-                for name in ("gemm", "a row")
+                for name in ("gemm", "a config")
             ]
         return CaseComparison(case=case, results=tuple(results), bucket="b", chosen="torch")
 
@@ -192,7 +192,7 @@ def test_targets_are_met_by_both_numbers_and_not_by_what_is_incorrect() -> None:
     broken = on_gpu(2.0, 2.0, wrong=1)
     verdicts = {each.what: each.verdict for each in broken.targets()}
     assert verdicts["best configs, geometric mean"] == verdicts["gemm, worst case"] == "NOT MET"
-    assert "INCORRECT, not timed: a row for 2048x12288x4096 nt plain: no room" in broken.text()
+    assert "INCORRECT, not timed: a config for 2048x12288x4096 nt plain: no room" in broken.text()
     assert json.loads(json.dumps(broken.as_dict()))["rows"][0]["candidates"][1]["error"] is None
 
 

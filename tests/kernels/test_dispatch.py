@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "gemm-some-gpu.json"
 
 
-def test_rows_have_names_of_their_own() -> None:
+def test_configs_have_distinct_names() -> None:
     assert len({str(tile) for tile in CONFIGS}) == len(CONFIGS)
 
 
@@ -51,13 +51,13 @@ def test_what_was_measured_is_chosen_and_frozen_for_the_process(cache: Path) -> 
     assert sorted(path.name for path in cache.parent.iterdir()) == [cache.name]
 
 
-def test_an_unknown_row_is_refused() -> None:
+def test_an_unknown_config_is_rejected() -> None:
     with pytest.raises(ValueError, match="expected torch, or configs of"):
-        dispatch.save_choices("some-gpu", {"bucket": "my row"})
+        dispatch.save_choices("some-gpu", {"bucket": "my config"})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"choices": 3}', '{"other": {}}'])
-def test_a_damaged_file_is_told_and_counts_as_empty(cache: Path, text: str) -> None:
+def test_a_damaged_file_is_reported_and_counts_as_empty(cache: Path, text: str) -> None:
     cache.parent.mkdir()
     cache.write_text(text)
     with pytest.warns(UserWarning, match="is damaged and not used"):
@@ -68,7 +68,7 @@ def test_a_damaged_file_is_told_and_counts_as_empty(cache: Path, text: str) -> N
     assert dispatch.choices("some-gpu") == {dispatch.bucket(SHAPE): "torch"}
 
 
-def test_a_row_of_another_version_counts_as_not_measured(cache: Path) -> None:
+def test_a_config_of_another_version_counts_as_not_measured(cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text(f'{{"choices": {{"{dispatch.bucket(SHAPE)}": "tma 1x1"}}}}')
     assert dispatch.measured_config(SHAPE, GPU) is None

@@ -35,7 +35,7 @@ FAULTS = {
         "acc = tl.dot(a, b, acc, input_precision=PRECISION)",
         "acc = tl.dot(a, b, acc, input_precision=PRECISION).to(tl.float16).to(tl.float32)",
     ),
-    "bfloat16 is not cast up in the interpreter": (KERNELS, "INTERPRETED and a.dtype == tl.bfloat16", "False"),
+    "bfloat16 is not cast in the interpreter": (KERNELS, "INTERPRETED and a.dtype == tl.bfloat16", "False"),
     "stride order of A": (
         KERNELS,
         "m[:, None] * stride_am + k[None, :].to(tl.int64) * stride_ak",
@@ -60,14 +60,14 @@ FAULTS = {
     ),
     "a scale of B twice": (EPILOGUE, "acc *= tl.load(scale_b", "acc *= 2.0 * tl.load(scale_b"),
     "the halves of a tile mixed up": (KERNELS, "* SUBTILES + i\n", "* SUBTILES + SUBTILES - 1 - i\n"),
-    "a transposed B from the place of A": (KERNELS, "load([first_n, start]).T", "load([first_m, start]).T"),
+    "a transposed B at the rows of A": (KERNELS, "load([first_n, start]).T", "load([first_m, start]).T"),
     "tiles are counted down the wrong axis": (
         KERNELS,
         "return first + tile % band % rows, tile % band // rows",
         "return first + tile % band // rows, tile % band % rows",
     ),
     "what is beyond the edge of a batch": (KERNELS, "z * stride_bz", "z * stride_az"),
-    "the sum is not kept where rows add": (
+    "the sum is not kept where a config adds": (
         KERNELS,
         "d_tiles.load([row_d, column_d]) + x",
         "x",
@@ -87,13 +87,13 @@ FAULTS = {
     ),
     "sums of rows reach beyond the edge": (EPILOGUE, "x.shape[1]) < width)", "x.shape[1]) <= width)"),
     "sums of rows without their shift": (EPILOGUE, "return shift + 0.69", "return 0.69"),
-    "a part of K left out": (KERNELS, "for _ in range(SPLIT_K):", "for _ in range(SPLIT_K - 1):"),
-    "parts of K overlap": (
+    "a split of K left out": (KERNELS, "for _ in range(SPLIT_K):", "for _ in range(SPLIT_K - 1):"),
+    "splits of K overlap": (
         KERNELS,
         "tl.minimum(split * depth + depth, K)",
         "tl.minimum(split * depth + depth + BLOCK_K, K)",
     ),
-    "parts of K in too few rows": (
+    "splits of K in too few rows": (
         LAUNCH,
         "rows = -(-operands.M // config.block_m) * config.block_m",
         "rows = operands.M",
@@ -104,7 +104,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_has_its_place(name: str) -> None:
+def test_the_text_of_a_fault_occurs_once(name: str) -> None:
     file, there, _ = FAULTS[name]
     assert (FOLDER / file).read_text().count(there) == 1
 

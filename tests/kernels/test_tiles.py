@@ -1,4 +1,4 @@
-"""The choice of a tile and its words, against arithmetic that is done by hand."""
+"""The cost model and its explanations, against arithmetic done by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_waves_and_edges_are_counted() -> None:
     assert cost(M=129, N=257, K=64).tile_quantization == pytest.approx(1 - 33153 / 131072)
 
 
-def test_an_exact_number_of_waves_leaves_nobody_idle() -> None:
+def test_an_exact_number_of_waves_leaves_no_sm_idle() -> None:
     assert cost(M=128 * 33, N=256 * 16, K=512).wave_quantization == 0.0
 
 
@@ -41,7 +41,7 @@ def test_traffic_is_that_of_operands_and_result() -> None:
     small = cost(M=1024, N=1024, K=512)
     assert small.memory_bytes == 2 * (1024 * 512 * 2) + 1024 * 1024 * 2
     assert small.l2_bytes == 8 * 4 * (128 + 256) * 512 * 2
-    # With C the result's place is read as well.
+    # With C, as many elements as the result has are read too.
     read = Cost(shape=Shape(M=1024, N=1024, K=512, reads_c=True), config=LARGE, device=H200)
     assert read.memory_bytes - small.memory_bytes == 1024 * 1024 * 2
 
@@ -104,27 +104,27 @@ def test_k_is_split_where_tiles_are_few() -> None:
         assert rank_configs(large, H200)[0].config.split_k == 1
 
 
-def test_registers_decide_which_rows_multiply_float8_or_take_gradients_of_swiglu() -> None:
+def test_registers_decide_which_configs_multiply_float8_or_take_gradients_of_swiglu() -> None:
     """128 x 256 with 8 warps: 128 sums a thread, and as many again where those of float8 are kept apart."""
     low = Shape(M=8192, N=8192, K=8192, dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16)
     assert {tile.block_n for tile in fitting_configs(low, H200) if tile.kernel == "tma"} == {128}
     gated = Shape(M=8192, N=8192, K=8192, columns_ratio=2.0, reads_at=True)
-    rows = [tile for tile in fitting_configs(gated, H200) if tile.kernel == "tma" and tile.split_k == 1]
-    assert rows
-    assert all(tile.block_m * tile.block_n // (32 * tile.num_warps * tile.subtiles) <= 32 for tile in rows)
+    configs = [tile for tile in fitting_configs(gated, H200) if tile.kernel == "tma" and tile.split_k == 1]
+    assert configs
+    assert all(tile.block_m * tile.block_n // (32 * tile.num_warps * tile.subtiles) <= 32 for tile in configs)
 
 
 def test_what_is_read_beside_the_operands_takes_room_in_its_own_format() -> None:
     """Found by a reader: 245,784 bytes of 232,448, for a float32 C beside a bfloat16 result."""
     plain = Shape(M=4096, N=4096, K=8192)
-    row = next(tile for tile in CONFIGS if str(tile) == "tma 128x256, 3 stages, 8 warps, subtiles")
-    assert row in set(fitting_configs(plain, H200))
+    config = next(tile for tile in CONFIGS if str(tile) == "tma 128x256, 3 stages, 8 warps, subtiles")
+    assert config in set(fitting_configs(plain, H200))
     half = 128 * 128
-    assert row.shared_bytes(plain) == 3 * (128 + 256) * 128 + half * 2
-    assert row.shared_bytes(replace(plain, reads_c=True)) == 3 * (128 + 256) * 128 + half * (2 + 2)
+    assert config.shared_bytes(plain) == 3 * (128 + 256) * 128 + half * 2
+    assert config.shared_bytes(replace(plain, reads_c=True)) == 3 * (128 + 256) * 128 + half * (2 + 2)
     wide = replace(plain, reads_c=True, read_itemsize=4)
-    assert row.shared_bytes(wide) == 3 * (128 + 256) * 128 + half * (2 + 4)
-    assert row not in set(fitting_configs(wide, H200))
+    assert config.shared_bytes(wide) == 3 * (128 + 256) * 128 + half * (2 + 4)
+    assert config not in set(fitting_configs(wide, H200))
     weight = Shape(M=4096, N=4096, K=8192, out_dtype=torch.float32, reads_c=True, adds=True, read_itemsize=4)
     assert all(
         tile.adds or tile.kernel == "pointers"
@@ -158,14 +158,14 @@ def test_every_device_explains_every_format(name: str, dtype: torch.dtype) -> No
         assert devices.named(name).name in str(found)
 
 
-def test_wrong_sizes_and_devices_are_refused() -> None:
+def test_wrong_sizes_and_devices_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"explain\(M=0, N=1, K=1\): expected whole numbers of at least 1"):
         explain(0, 1, 1)
     with pytest.raises(ValueError, match="device=h300: expected one of h100, h200"):
         explain(1, 1, 1, device="h300")
 
 
-def test_rows_are_distinct() -> None:
+def test_configs_are_distinct() -> None:
     assert len(set(CONFIGS)) == len(CONFIGS)
 
 

@@ -1,4 +1,4 @@
-"""Tiles in words for layers and micro-batches, against arithmetic that is done by hand."""
+"""Explanations of layers and micro-batches, against arithmetic done by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.report.tile_explanation import explain_layers, explain_micro_batches, known_device
 
 
-def test_tokens_that_fill_a_device_are_told() -> None:
+def test_tokens_that_fill_a_device_are_listed() -> None:
     """1536 x 4096 in 128 x 128: 12 x 32 = 384 tiles, 97 % of 3 waves of 132; 13 x 32 = 416 are 79 % of 4."""
     text = explain_micro_batches("h200")
     assert "8 in bfloat16, 8 in float16, 16 in float8_e4m3fn, 4 in float32" in text
@@ -18,7 +18,7 @@ def test_tokens_that_fill_a_device_are_told() -> None:
     assert len(text.splitlines()) == 3 + 10
 
 
-def test_a_layer_that_no_number_fills_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_no_number_fills_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_eff.report.tile_explanation.MAX_TOKENS", 128)
     assert "\n 4096 x 4096    above 128\n" in explain_micro_batches("h200")
 

@@ -63,7 +63,7 @@ def compare_case(case: Case, device: torch.device, effort: Effort) -> CaseCompar
     """Check every candidate of a case, then time those that are correct."""
     problem = timing.problem(case, device)
     shape = problem.operands.shape(adds=case.kind == "adds")
-    chosen = dispatch.measured_config(shape, device) if device.type == "cuda" else None
+    chosen = dispatch.measured_config(shape, device)
     runs = candidates(problem, every_row=effort.every_row)
     checked = [check_candidate(run, problem) for run in runs]
     correct = [run for run, result in zip(runs, checked, strict=True) if result.is_correct]

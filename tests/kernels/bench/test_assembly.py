@@ -1,4 +1,4 @@
-"""Every row of the table, compiled for GPUs that need not be there: nothing is spilled, all fits."""
+"""Every config, compiled for GPUs that need not be present: nothing is spilled, everything fits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOAT8, FLOAT32 = torch.float8_e4m3fn, torch.float32
 
 
 def variants(tile: TileConfig) -> list[Variant]:
-    """What a row is launched with: layouts, epilogues, formats."""
+    """What a config is launched with: layouts, epilogues, dtypes."""
     if tile.adds or tile.split_k > 1:
         return [Variant(layout=layout, out_dtype=FLOAT32) for layout in LAYOUTS]
     return [
@@ -84,14 +84,14 @@ def assert_good(tile: TileConfig, variant: Variant, code: Assembly, limit: int) 
 
 
 @pytest.mark.parametrize("tile", CONFIGS, ids=str)
-def test_a_row_compiles_for_hopper_without_spills(tile: TileConfig) -> None:
+def test_a_config_compiles_for_hopper_without_spills(tile: TileConfig) -> None:
     for variant in variants(tile)[:1] + variants(tile)[3:4]:
         assert_good(tile, variant, assemble(tile, variant), DEVICES["h200"].shared_bytes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", CONFIGS, ids=str)
-def test_a_row_compiles_with_every_epilogue_layout_and_format(tile: TileConfig) -> None:
+def test_a_config_compiles_with_every_epilogue_layout_and_dtype(tile: TileConfig) -> None:
     fitting = [variant for variant in variants(tile) if fits(tile, variant)]
     assert len(fitting) >= 3
     for variant in fitting:
@@ -106,11 +106,11 @@ def test_pointers_compile_for_ampere(tile: TileConfig) -> None:
 
 @pytest.mark.parametrize("capability", [90, 80])
 @pytest.mark.parametrize("part", ["logsumexp", "pre", "at"])
-def test_parts_are_summed_without_spills(part: str, capability: int) -> None:
-    row = next(tile for tile in CONFIGS if tile.split_k > 1)
+def test_split_k_is_reduced_without_spills(part: str, capability: int) -> None:
+    config = next(tile for tile in CONFIGS if tile.split_k > 1)
     activation = None if part == "logsumexp" else "swiglu"
     variant = Variant(epilogue=("bias", "c", "scales", part), activation=activation)
-    code = assemble(row, variant, capability, sums=True)
+    code = assemble(config, variant, capability, sums=True)
     assert (code.stack_bytes, code.instructions["local_memory"], code.instructions["tensor_core"]) == (
         0,
         0,
@@ -120,7 +120,7 @@ def test_parts_are_summed_without_spills(part: str, capability: int) -> None:
 
 
 @pytest.mark.slow
-def test_every_row_compiles_with_the_triton_of_the_torch_before() -> None:
+def test_every_config_compiles_with_the_triton_of_the_previous_torch() -> None:
     """`make test-full` installs triton 3.6.0 beside the environment."""
     folder = ROOT / ".venv" / "triton-3.6"
     if os.environ.get("LIGHTNING_EFF_TRITON") == "3.6":
@@ -146,7 +146,7 @@ def test_every_row_compiles_with_the_triton_of_the_torch_before() -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_a_fault_in_a_row_is_seen() -> None:
+def test_a_fault_in_a_config_is_detected() -> None:
     """With one stage more than there is shared memory for, and with an accumulator that does not fit."""
     large = TileConfig("tma", 128, 256, 128, 8, 4)
     assert assemble(large, Variant()).shared_bytes > DEVICES["h200"].shared_bytes

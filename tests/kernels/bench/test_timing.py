@@ -94,7 +94,7 @@ def test_a_candidate_that_writes_nothing_is_incorrect() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-def test_a_row_that_a_device_has_no_room_for_is_incorrect_and_says_why() -> None:
+def test_a_config_that_exceeds_a_device_is_incorrect_and_has_a_reason() -> None:
     from triton.runtime.errors import OutOfResources
 
     def run(_: Any) -> torch.Tensor:
@@ -208,16 +208,16 @@ def test_a_ratio_is_the_smaller_of_two_ways() -> None:
     assert comparison({"gemm": 1.0}).ratio(both) == 1.25
 
 
-def test_a_row_is_chosen_only_where_it_keeps_up_everywhere() -> None:
+def test_a_config_is_chosen_only_where_it_keeps_up_everywhere() -> None:
     first, second, third = (str(tile) for tile in CONFIGS[:3])
     found = fastest_by_bucket([
         comparison({"gemm": 9.0, first: 1.5, second: 1.1, third: 3.0}),
         comparison({"gemm": 9.0, first: 0.9, second: 1.1, third: 0.0}),
         comparison({first: 0.9}, "slow"),
         comparison({first: 5.0}, "slow-fused", "fused"),
-        comparison({}, "no rows"),
+        comparison({}, "no configs"),
     ])  # fmt: skip
-    assert found == {"some": second, "slow": "torch", "slow-fused": first, "no rows": "torch"}
+    assert found == {"some": second, "slow": "torch", "slow-fused": first, "no configs": "torch"}
 
 
 INTERPRETED = """
@@ -237,7 +237,7 @@ for tile in (CONFIGS[1], CONFIGS[8], CONFIGS[10]):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-def test_rows_are_launched_as_each_kind_and_layout_asks() -> None:
+def test_configs_are_launched_for_each_kind_and_layout() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
@@ -245,5 +245,5 @@ def test_rows_are_launched_as_each_kind_and_layout_asks() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_a_row_has_its_own_name() -> None:
+def test_a_candidate_has_the_name_of_its_config() -> None:
     assert [config_candidate(tile).name for tile in CONFIGS] == [str(tile) for tile in CONFIGS]
