@@ -47,7 +47,7 @@ def swap(
     backend: str = "auto",
     accumulation: Accumulation | None = None,
 ) -> dict[str, TritonLinear]:
-    """Convert linear layers of a model to `TritonLinear`; for Fabric, or a loop of your own.
+    """Convert linear layers of a model to `kernels.linear.TritonLinear`; for Fabric, or a loop of your own.
 
     Args:
         model: Any module; layers that are converted already stay as they are.

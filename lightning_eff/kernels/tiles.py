@@ -222,7 +222,7 @@ def _either(sizes: tuple[int, ...]) -> str:
     return " or ".join(map(str, sizes))
 
 
-def explain(
+def explain_tiles(
     M: int, N: int, K: int, dtype: torch.dtype = torch.bfloat16, device: str | Device = "h200"
 ) -> Explanation:
     """Explain which config a GEMM would get on a device, and what is lost there.
@@ -238,21 +238,23 @@ def explain(
         ValueError: A size below 1, an unknown device, or one that does not multiply the dtype.
 
     Example:
-        >>> print(explain(4352, 4096, 4096))
+        >>> print(explain_tiles(4352, 4096, 4096))
         4352 x 4096 x 4096 bfloat16 on H200: tile tma 128x256, ...
         34 x 16 tiles make 4.12 waves of 132 SMs, wave quantization 18%: M=4224 or 5120 fit
         tile quantization 0.0%: computed beyond the edge
         ...
     """
     if any(size != int(size) or size < 1 for size in (M, N, K)):
-        text = f"explain(M={M}, N={N}, K={K}): expected whole numbers of at least 1"
+        text = f"explain_tiles(M={M}, N={N}, K={K}): expected whole numbers of at least 1"
         raise ValueError(text)
     if dtype not in OPERAND_DTYPES or dtype == torch.float64:
-        text = f"explain(dtype={dtype}): expected a dtype that the kernels multiply, float8 to float32"
+        text = f"explain_tiles(dtype={dtype}): expected a dtype that the kernels multiply, float8 to float32"
         raise ValueError(text)
     device = devices.named(device) if isinstance(device, str) else device
     if dtype.itemsize == 1 and not device.has_float8:
-        text = f"explain(dtype={dtype}): {device.name} does not multiply float8; expected 16 bits or more"
+        text = (
+            f"explain_tiles(dtype={dtype}): {device.name} does not multiply float8; expected 16 bits or more"
+        )
         raise ValueError(text)
     shape = Shape.packed(M, N, K, dtype)
     cost = rank_configs(shape, device)[0]
@@ -273,7 +275,7 @@ def size_multiple(dtype: torch.dtype, device: str | Device) -> int:
 
     Args:
         dtype: Of the operands.
-        device: As in `explain`.
+        device: As in `explain_tiles`.
 
     Example:
         >>> size_multiple(torch.bfloat16, "h200"), size_multiple(torch.bfloat16, "cpu")

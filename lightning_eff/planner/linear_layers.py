@@ -19,7 +19,7 @@ from lightning_eff.core.text import text_table
 from lightning_eff.kernels import devices, dispatch
 from lightning_eff.kernels.devices import Device
 from lightning_eff.kernels.tile_configs import Shape
-from lightning_eff.kernels.tiles import Explanation, explain
+from lightning_eff.kernels.tiles import Explanation, explain_tiles
 
 ASSUMED_ROWS = 8192
 """M where nobody knows it: two sequences of 4096 tokens, say."""
@@ -191,7 +191,7 @@ def _row(
 
 def _tiles(shape: Shape, place: Device) -> list[str]:
     try:
-        found = explain(shape.M, shape.N, shape.K, shape.dtype, place)
+        found = explain_tiles(shape.M, shape.N, shape.K, shape.dtype, place)
     except ValueError:
         return ["none of ours multiplies this format"]
     return list(_lost(found)) if place.capability else list(found.sentences())[1:]

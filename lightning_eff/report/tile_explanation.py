@@ -13,7 +13,13 @@ from lightning_eff.kernels import devices
 from lightning_eff.kernels.bench import gemm_cases
 from lightning_eff.kernels.devices import Device
 from lightning_eff.kernels.tile_configs import Shape
-from lightning_eff.kernels.tiles import MIN_WAVE_EFFICIENCY, Explanation, explain, rank_configs, size_multiple
+from lightning_eff.kernels.tiles import (
+    MIN_WAVE_EFFICIENCY,
+    Explanation,
+    explain_tiles,
+    rank_configs,
+    size_multiple,
+)
 
 EXPLAINED_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32)
 KNOWN_LAYERS = tuple((gemm_cases.TOKENS[-1], *weight) for weight in gemm_cases.WEIGHTS)
@@ -56,7 +62,7 @@ def explain_layers(
         sizes: M, N and K of each layer.
         dtype: Of the operands.
     """
-    return [explain(*size, dtype, device) for size in sizes]
+    return [explain_tiles(*size, dtype, device) for size in sizes]
 
 
 def explain_micro_batches(device: str) -> str:

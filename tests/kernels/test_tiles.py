@@ -11,7 +11,7 @@ import torch
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.kernels.tile_configs import CONFIGS, Shape, TileConfig
-from lightning_eff.kernels.tiles import Cost, explain, fitting_configs, rank_configs, size_multiple
+from lightning_eff.kernels.tiles import Cost, explain_tiles, fitting_configs, rank_configs, size_multiple
 
 H200 = DEVICES["h200"]
 LARGE = TileConfig("tma", 128, 256, 128, 8, 3)
@@ -134,14 +134,14 @@ def test_what_is_read_beside_the_operands_takes_room_in_its_own_format() -> None
 
 
 def test_the_explanation_of_the_design_comes_out() -> None:
-    text = str(explain(4352, 4096, 4096))
+    text = str(explain_tiles(4352, 4096, 4096))
     assert "34 x 16 tiles make 4.12 waves of 132 SMs, wave quantization 18%: M=4224 or 5120 fit" in text
-    vocabulary = explain(8192, 50257, 4096)
+    vocabulary = explain_tiles(8192, 50257, 4096)
     assert "a row of N=50257 is 100514 bytes, no multiple of 16: no TMA; pad N to 50264 or 50304" in str(
         vocabulary
     )
     assert vocabulary.cost.tile_quantization < 0.01
-    assert str(explain(4224, 4096, 4096)).count("fit") == 0, "it fits as it is"
+    assert str(explain_tiles(4224, 4096, 4096)).count("fit") == 0, "it fits as it is"
 
 
 @pytest.mark.parametrize("name", [*DEVICES, "cpu"])
@@ -149,20 +149,22 @@ def test_the_explanation_of_the_design_comes_out() -> None:
 def test_every_device_explains_every_format(name: str, dtype: torch.dtype) -> None:
     if dtype.itemsize == 1 and not devices.named(name).has_float8:
         with pytest.raises(ValueError, match="A100 does not multiply float8"):
-            explain(4096, 4096, 4096, dtype, name)
+            explain_tiles(4096, 4096, 4096, dtype, name)
         return
     for size in (1, 17, 4096):
-        found = explain(size, size, size, dtype, name)
+        found = explain_tiles(size, size, size, dtype, name)
         assert 0.0 < found.cost.peak_fraction <= 1.0
         assert math.isfinite(found.cost.seconds)
         assert devices.named(name).name in str(found)
 
 
 def test_wrong_sizes_and_devices_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"explain\(M=0, N=1, K=1\): expected whole numbers of at least 1"):
-        explain(0, 1, 1)
+    with pytest.raises(
+        ValueError, match=r"explain_tiles\(M=0, N=1, K=1\): expected whole numbers of at least 1"
+    ):
+        explain_tiles(0, 1, 1)
     with pytest.raises(ValueError, match="device=h300: expected one of h100, h200"):
-        explain(1, 1, 1, device="h300")
+        explain_tiles(1, 1, 1, device="h300")
 
 
 def test_configs_are_distinct() -> None:
