@@ -55,9 +55,8 @@ def activate(x, ACTIVATION: tl.constexpr):
         x = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
     if ACTIVATION == "silu":
         x = x / (1.0 + tl.exp2(-1.4426950408889634 * x))
-    if (
-        ACTIVATION == "gelu_tanh"
-    ):  # x (1 + tanh(u)) / 2 = x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+    if ACTIVATION == "gelu_tanh":
+        # x (1 + tanh(u)) / 2 = x * sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3)
         u = 0.7978845608028654 * x * (1.0 + 0.044715 * x * x)
         x = x / (1.0 + tl.exp2(-2.8853900817779268 * u))
     if ACTIVATION == "swiglu":

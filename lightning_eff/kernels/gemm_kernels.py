@@ -48,9 +48,7 @@ def _multiply(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return acc [BLOCK_M, BLOCK_N] + a [BLOCK_M, BLOCK_K] @ b [BLOCK_K, BLOCK_N] in float32."""
     if INTERPRETED and a.dtype == tl.bfloat16:  # the interpreter multiplies it wrongly, in every release
         a, b = a.to(tl.float32), b.to(tl.float32)
-    if (
-        a.dtype.primitive_bitwidth == 8
-    ):  # Hopper sums float8 in 14 bits: add to the float32 acc after each step
+    if a.dtype.primitive_bitwidth == 8:  # Hopper sums float8 in 14 bits: add to acc after each step
         acc = tl.dot(a, b, acc, max_num_imprecise_acc=a.shape[1])
     else:
         acc = tl.dot(a, b, acc, input_precision=PRECISION)

@@ -232,9 +232,7 @@ class _Linear(torch.autograd.Function):
         accumulation: Accumulation | None,
         decision: Decision | None,
     ) -> Tensor:
-        if (
-            decision is not None
-        ):  # our kernels; its operands are x [T, K] and weight.T [K, N], cast by autocast
+        if decision is not None:  # its operands are x [T, K] and weight.T [K, N], cast by autocast
             rows, low_weight = decision.operands.a, decision.operands.b.T
             y, pre = operator.compute_with(decision, PRE if activation else NOTHING)
         else:

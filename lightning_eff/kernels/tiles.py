@@ -252,9 +252,7 @@ def explain_tiles(
         raise ValueError(text)
     device = devices.named(device) if isinstance(device, str) else device
     if dtype.itemsize == 1 and not device.has_float8:
-        text = (
-            f"explain_tiles(dtype={dtype}): {device.name} does not multiply float8; expected 16 bits or more"
-        )
+        text = f"explain_tiles(dtype={dtype}): {device.name} does not multiply float8; expected 16 or 32 bits"
         raise ValueError(text)
     shape = Shape.packed(M, N, K, dtype)
     cost = rank_configs(shape, device)[0]

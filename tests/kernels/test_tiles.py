@@ -159,9 +159,7 @@ def test_every_device_explains_every_format(name: str, dtype: torch.dtype) -> No
 
 
 def test_wrong_sizes_and_devices_are_rejected() -> None:
-    with pytest.raises(
-        ValueError, match=r"explain_tiles\(M=0, N=1, K=1\): expected whole numbers of at least 1"
-    ):
+    with pytest.raises(ValueError, match=r"\(M=0, N=1, K=1\): expected whole numbers of at least 1"):
         explain_tiles(0, 1, 1)
     with pytest.raises(ValueError, match="device=h300: expected one of h100, h200"):
         explain_tiles(1, 1, 1, device="h300")
