@@ -201,9 +201,9 @@ def _lost(found: Explanation) -> Iterator[str]:
     """Yield what an explanation says of losses, shorter."""
     cost, shape = found.cost, found.cost.shape
     fits = "" if shape.M in found.fitting_m else f" (M={_either(found.fitting_m)} would fit)"
-    yield f"{cost.waves:.2f} waves, {cost.idle_share:.0%} idle{fits}"
+    yield f"{cost.waves:.2f} waves, {cost.wave_quantization:.0%} idle{fits}"
     if cost.tile_quantization >= 0.0005:
-        yield f"{cost.beyond_share:.1%} beyond the edge"
+        yield f"{cost.tile_quantization:.1%} beyond the edge"
     for letter, value, better in (("N", shape.N, found.aligned_n), ("K", shape.K, found.aligned_k)):
         if value not in better:
             yield f"no TMA, pad {letter} to {_either(better)}"

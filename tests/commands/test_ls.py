@@ -58,7 +58,7 @@ def test_tiles_are_explained_below_the_card(command: Command) -> None:
     code, out, err = command("ls", "triton_gemm", "--explain", "h200")
     assert code == 0, err
     assert out.startswith(card)
-    assert "\n64 x 16 tiles make 7.76 waves of 132 SMs, 3% idle\n" in out
+    assert "\n64 x 16 tiles make 7.76 waves of 132 SMs, wave quantization 3%\n" in out
     assert out.removeprefix(card).strip() == command("bench", "--explain", "h200")[1].strip()
     out = command("ls", "callbacks/micro_batch", "--explain", "h200")[1]
     assert "8 in bfloat16, 8 in float16, 16 in float8_e4m3fn, 4 in float32" in out

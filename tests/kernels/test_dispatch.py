@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from lightning_eff.kernels import dispatch
+from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.kernels.matmul import gemm
+from lightning_eff.kernels.operands import check_operands
 from lightning_eff.kernels.tile_configs import CONFIGS, Shape
 from tests.support.processes import in_interpreter
 
@@ -80,6 +84,28 @@ def test_a_processor_has_torch_alone() -> None:
         gemm(a, a, backend="triton")
     with pytest.raises(ValueError, match="backend='cublas': expected one of auto, torch, triton"):
         gemm(a, a, backend="cublas")
+
+
+def test_auto_is_decided_by_what_was_measured_and_carries_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_eff.kernels.devices.of", lambda _: DEVICES["h200"])
+    with FakeTensorMode():
+        a, b = (torch.empty(4096, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        operands = check_operands(a, b.T, None)
+        assert not dispatch.may_use_triton("auto", GPU, a.dtype)
+        assert dispatch.decide(operands, "auto") is None
+        dispatch.save_choices("some-gpu", {dispatch.bucket(SHAPE): str(CONFIGS[1])})
+        dispatch.choices.cache_clear()
+        decision = dispatch.decide(operands, "auto")
+        assert decision is not None
+        assert (decision.measured, decision.shape) == (CONFIGS[1], replace(SHAPE, out_dtype=torch.bfloat16))
+        unaligned = torch.empty_strided((4096, 4096), (4097, 1), dtype=torch.bfloat16, device="cuda")
+        assert dispatch.decide(operands, "auto", out=unaligned) is None, "TMA cannot store it"
+        assert dispatch.decide(operands, "torch") is None
+        forced = dispatch.decide(operands, "triton", out=unaligned)
+        assert forced is not None
+        assert forced.shape is None, "computed at the launch"
+    assert dispatch.may_use_triton("auto", GPU, a.dtype)
+    assert not dispatch.may_use_triton("auto", GPU, torch.float64)
 
 
 DECIDED_ONCE = """

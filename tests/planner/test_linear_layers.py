@@ -117,7 +117,7 @@ def test_who_computes_is_asked_of_the_gpu_at_hand_alone(
         looked(4096, here).rows[0].computed_by == f"{CONFIGS[1]}: measured to be faster than torch's library"
     )
     assert "nothing was measured" in looked(4096, here).rows[1].computed_by
-    assert looked(4096, here, "triton").rows[0].computed_by == "our kernels: asked for"
-    assert looked(4096, here, "torch").rows[0].computed_by == "torch's library: asked for"
+    assert looked(4096, here, "triton").rows[0].computed_by == "our kernels: as requested"
+    assert looked(4096, here, "torch").rows[0].computed_by == "torch's library: as requested"
     assert "unless bench --tune" in looked(4096).rows[0].computed_by
     dispatch.choices.cache_clear()
