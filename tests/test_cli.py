@@ -38,7 +38,7 @@ def test_every_verb_has_help(verb: str, command: Command) -> None:
         ["--help"],
         ["ls"],
         ["ls", "empty_cache"],
-        ["ls", "triton_linear"],
+        ["ls", "triton_gemm"],
         ["--complete", "train", "lm", "pre"],
         ["--version"],
         ["train", "-h"],

@@ -21,7 +21,7 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.torch_compile import TorchCompile
-from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConflictError, NoEffectWarning
@@ -89,7 +89,7 @@ CASES = {
     "data_preload": Case(lambda: DataPreload(num_workers=1), "callbacks"),
     "gradient_accumulation": Case(lambda: GradientAccumulation(global_batch_size=4), "callbacks"),
     "micro_batch": Case(MicroBatch, "callbacks"),
-    "triton_linear": Case(lambda: TritonLinear(min_features=1), "callbacks"),
+    "triton_gemm": Case(lambda: TritonGemm(min_features=1), "callbacks"),
     "peft_adapter": Case(lambda: PeftAdapter(options={"r": 4}), "callbacks", prepare=adapt_by_hand),
     "efficiency_report": Case(EfficiencyReport, "callbacks"),
     "progress": Case(lambda: Progress(every_n_seconds=0.001), "callbacks"),

@@ -25,7 +25,7 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.torch_compile import TorchCompile
-from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.precision.mixed import Mixed
@@ -70,7 +70,7 @@ def everything() -> list[Any]:
     compiled = TorchCompile(backend="aot_eager")
     preload = DataPreload(num_workers=0)
     parts = [GradientAccumulation(global_batch_size=BATCH), MicroBatch(micro_batch_size=2), compiled]
-    parts += [TritonLinear(min_features=1), GradientCheckpointing(), EmptyCache(every_n_steps=1)]
+    parts += [TritonGemm(min_features=1), GradientCheckpointing(), EmptyCache(every_n_steps=1)]
     return [*parts, OptimizerChoice(optimizer=SGD), preload]
 
 
@@ -87,7 +87,7 @@ MODES = {
     "optimizer_choice": Mode(lambda: [OptimizerChoice(optimizer=SGD)]),
     "data_preload": Mode(lambda: [DataPreload(num_workers=0)]),
     "torch_compile": Mode(lambda: [TorchCompile(backend="aot_eager")], exact=False),
-    "triton_linear": Mode(lambda: [TritonLinear(min_features=1)]),
+    "triton_gemm": Mode(lambda: [TritonGemm(min_features=1)]),
     "durable": Mode(plugins=lambda: [Durable()]),
     "mixed": Mode(plugins=lambda: [Mixed(precision="32-true")]),
     "everything": Mode(everything, lambda: [Durable(), Mixed(precision="32-true")], exact=False),

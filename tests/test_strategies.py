@@ -28,7 +28,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
-from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.commands import export
 from lightning_eff.core.errors import CheckpointError, ConflictError
@@ -180,7 +180,7 @@ def adapted() -> list[Any]:
     options = {"r": 2, "lora_alpha": 4}
     return [
         PeftAdapter(method="lora", target_modules=["up", "down"], options=options),
-        GradientCheckpointing(blocks="Block"), TritonLinear(min_features=1),
+        GradientCheckpointing(blocks="Block"), TritonGemm(min_features=1),
         GradientAccumulation(global_batch_size=32),
     ]  # fmt: skip
 

@@ -45,7 +45,7 @@ from lightning_eff.report import tile_explanation
 
 def explain(device: str) -> str:
     """Say which sizes suit a device: multiples by format, and tokens that fill it."""
-    return tile_explanation.of_micro_batches(device)
+    return tile_explanation.explain_micro_batches(device)
 
 
 class MicroBatch(pl.Callback):

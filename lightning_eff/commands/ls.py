@@ -69,10 +69,10 @@ def _explain(entry: catalog.Entry | None, device: str) -> str:
             f"  try: lightning-eff ls {names[-1]} --explain {device}"
         )
         raise UsageError(text)
-    from lightning_eff.report.tile_explanation import known
+    from lightning_eff.report.tile_explanation import known_device
 
     module = importlib.import_module(f"lightning_eff.{entry.name.replace('/', '.')}")
-    return module.explain(known("--explain ", device))
+    return module.explain(known_device("--explain ", device))
 
 
 def _named(word: str) -> catalog.Entry | None:

@@ -31,8 +31,8 @@ USAGE = """lightning-eff plan RECIPE [overrides] [options]
   lightning-eff plan lm                                     what will be on, why, and the memory of a step
   lightning-eff plan lm device=rtx4090                      on another device: h100, h200, a100, b200, cpu
   lightning-eff plan lm '+callbacks=gradient_checkpointing' with overrides, as train takes them
-  lightning-eff plan lm '+callbacks=triton_linear'          and who would compute which linear layers here
-  lightning-eff plan lm '+callbacks=triton_linear' device=h200
+  lightning-eff plan lm '+callbacks=triton_gemm'          and who would compute which linear layers here
+  lightning-eff plan lm '+callbacks=triton_gemm' device=h200
                                                             or there
   lightning-eff plan zero3_offload                          and what each of 1 to 1,024 devices would keep
   lightning-eff plan lm strategy=ddp trainer.devices=8 trainer.accelerator=cpu
@@ -183,9 +183,9 @@ def _named_device(words: Sequence[str]) -> tuple[str, list[str]]:
     rest = [word for word in words if not word.startswith("device=")]
     if not names:
         return "", rest
-    from lightning_eff.report.tile_explanation import known
+    from lightning_eff.report.tile_explanation import known_device
 
-    return known("device=", names[0]), rest
+    return known_device("device=", names[0]), rest
 
 
 def _expected(values: dict[str, Any], trainer: pl.Trainer, device: str) -> Expectation:

@@ -1,4 +1,4 @@
-"""What the cost model must know of a device, as data; peaks of dense products, as vendors state."""
+"""Describe devices for the cost model, as data: peaks of dense products as vendors state them, and sizes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device.
+    """A GPU, or this machine's CPU.
 
     Args:
-        name: As vendors call it.
-        capability: Compute capability of a GPU, ten times: 90 for Hopper; 0 for a CPU.
+        name: The vendor's name.
+        capability: Compute capability of a GPU, times ten: 90 for Hopper; 0 for a CPU.
         num_sms: Streaming multiprocessors, or cores.
-        peak_tflops: 1e12 operations a second by format.
-        memory_gbs: Bytes a second of its memory, in 1e9.
-        l2_gbs: The same of its last-level cache.
+        peak_tflops: 1e12 operations per second, by dtype.
+        memory_gbs: Memory bandwidth, 1e9 bytes per second.
+        l2_gbs: The same of the last-level cache.
         l2_bytes: Size of that cache.
-        shared_bytes: Shared memory that one block may have; of a CPU its own cache.
-        memory_bytes: Its memory, as its driver lets a process see it.
+        shared_bytes: Shared memory that one block may have; of a CPU a core's own cache.
+        memory_bytes: Memory, as the driver reports it to a process.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Device:
 
     @property
     def has_tensor_cores(self) -> bool:
-        """Whether it multiplies small matrices at once: NVIDIA GPUs since Volta."""
+        """Whether it has tensor cores: NVIDIA GPUs since Volta."""
         return self.capability >= 70
 
     @property
@@ -55,18 +55,18 @@ class Device:
         return self.capability >= 90
 
     def peak(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """Return the operations a second in a format; in that of float32 where the device has no other."""
+        """Return operations per second in a dtype; float32's where the device has no units for it."""
         name = "tf32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")
         name = "float8" if name.startswith("float8") else name
         return self.peak_tflops.get(name, self.peak_tflops["float32"]) * 1e12
 
 
-def _formats(low: float, tf32: float, float32: float, float8: float | None = None) -> dict[str, float]:
-    formats = {"bfloat16": low, "float16": low, "tf32": tf32, "float32": float32}
-    return formats if float8 is None else formats | {"float8": float8}
+def _peaks(half: float, tf32: float, float32: float, float8: float | None = None) -> dict[str, float]:
+    peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": float32}
+    return peaks if float8 is None else peaks | {"float8": float8}
 
 
-_HOPPER = _formats(989.0, 495.0, 67.0, 1979.0)
+_HOPPER = _peaks(989.0, 495.0, 67.0, 1979.0)
 DEVICES: Mapping[str, Device] = {
     "h100": Device(
         name="H100", capability=90, num_sms=132, peak_tflops=_HOPPER,
@@ -79,30 +79,30 @@ DEVICES: Mapping[str, Device] = {
         memory_bytes=int(139.8 * KIB**3),
     ),
     "a100": Device(
-        name="A100", capability=80, num_sms=108, peak_tflops=_formats(312.0, 156.0, 19.5),
+        name="A100", capability=80, num_sms=108, peak_tflops=_peaks(312.0, 156.0, 19.5),
         memory_gbs=2039, l2_gbs=6500, l2_bytes=40 * KIB**2, shared_bytes=163 * KIB,
         memory_bytes=int(79.15 * KIB**3),
     ),
     "rtx4090": Device(
-        name="RTX 4090", capability=89, num_sms=128, peak_tflops=_formats(165.2, 82.6, 82.6, 330.3),
+        name="RTX 4090", capability=89, num_sms=128, peak_tflops=_peaks(165.2, 82.6, 82.6, 330.3),
         memory_gbs=1008, l2_gbs=5000, l2_bytes=72 * KIB**2, shared_bytes=99 * KIB,
         memory_bytes=int(23.5 * KIB**3),
     ),
     "b200": Device(
-        name="B200", capability=100, num_sms=148, peak_tflops=_formats(2250.0, 1125.0, 75.0, 4500.0),
+        name="B200", capability=100, num_sms=148, peak_tflops=_peaks(2250.0, 1125.0, 75.0, 4500.0),
         memory_gbs=8000, l2_gbs=12000, l2_bytes=126 * KIB**2, shared_bytes=227 * KIB,
         memory_bytes=int(178.3 * KIB**3),
     ),
 }  # fmt: skip
-"""By the names that a command line knows. Bandwidths of L2 are estimates; vendors do not state them. A100 and
-H100 are those with 80 GB."""
+"""By the names that the command line accepts. L2 bandwidths are estimates, since vendors do not state them;
+A100 and H100 are those with 80 GB."""
 
 
 def named(name: str) -> Device:
     """Return a device by its name, `cpu` included.
 
     Raises:
-        ValueError: Nobody knows it.
+        ValueError: An unknown name.
 
     Example:
         >>> named("h200").num_sms
@@ -117,24 +117,24 @@ def named(name: str) -> Device:
 
 
 def of(device: torch.device) -> Device:
-    """Describe a device that this machine has: from the table, else from what its driver says."""
+    """Describe a device of this machine: from the table, else scaled from the most similar one by its SMs."""
     if device.type != "cuda":
         return this_cpu()
     properties = torch.cuda.get_device_properties(device)
-    words = properties.name.lower().replace(" ", "")
-    for key, known in DEVICES.items():
-        if key in words and known.num_sms == properties.multi_processor_count:
-            return known
+    model = properties.name.lower().replace(" ", "")
+    for key, device_info in DEVICES.items():
+        if key in model and device_info.num_sms == properties.multi_processor_count:
+            return device_info
     capability = properties.major * 10 + properties.minor
-    like = min(DEVICES.values(), key=lambda each: (abs(each.capability - capability), each.num_sms))
-    share = properties.multi_processor_count / like.num_sms
+    like = min(DEVICES.values(), key=lambda info: (abs(info.capability - capability), info.num_sms))
+    ratio = properties.multi_processor_count / like.num_sms
     return Device(
         name=properties.name,
         capability=capability,
         num_sms=properties.multi_processor_count,
-        peak_tflops={key: value * share for key, value in like.peak_tflops.items()},
-        memory_gbs=like.memory_gbs * share,
-        l2_gbs=like.l2_gbs * share,
+        peak_tflops={key: value * ratio for key, value in like.peak_tflops.items()},
+        memory_gbs=like.memory_gbs * ratio,
+        l2_gbs=like.l2_gbs * ratio,
         l2_bytes=properties.L2_cache_size,
         shared_bytes=properties.shared_memory_per_block_optin,
         memory_bytes=properties.total_memory,
@@ -142,7 +142,7 @@ def of(device: torch.device) -> Device:
 
 
 def this_cpu() -> Device:
-    """Describe this machine's processor by its caches; its speed is a guess, and measured by `bench`."""
+    """Describe this machine's CPU by its caches; its speed is a guess, which only ranks sizes."""
     sizes = {path.parent.name: _bytes(path) for path in sorted(_CACHES.glob("index*/size"))}
     kinds = {path.parent.name: path.read_text().strip() for path in sorted(_CACHES.glob("index*/type"))}
     data = [size for index, size in sizes.items() if kinds.get(index) != "Instruction"] or [32 * KIB, KIB**2]

@@ -1,8 +1,11 @@
-"""Who computes a GEMM: torch's library, or one of our rows. Frozen for a run, and never slower by choice.
+"""Decide who computes a GEMM, torch's library or our kernels, and with which config. Start reading here.
 
-Without measurements `auto` is torch's library. `lightning-eff bench --tune` measures on the GPU at hand and
-writes what was faster, by buckets of similar shapes, into a file for this GPU, driver and these versions. A
-run reads the file once. Nothing is measured while something trains.
+`decide` is called once per GEMM: `None` is torch's library; a `Decision` is our kernels, and carries the
+checked operands and, as `Decision.config`, the tile config to the launch.
+
+Without measurements `auto` is torch's library. `lightning-eff bench --tune` measures on the present GPU and
+writes the faster backend, by buckets of similar shapes, into a file for this GPU, driver and these versions.
+A run reads the file once. Nothing is measured during training, so `auto` is never slower by guessing.
 """
 
 from __future__ import annotations
@@ -15,105 +18,155 @@ import re
 import tempfile
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightning_eff.kernels import devices, tiles
-from lightning_eff.kernels.language import triton
-from lightning_eff.kernels.operands import Operands, is_aligned
-from lightning_eff.kernels.table import TILES, Shape, Tile
+from lightning_eff.kernels.language import INTERPRETED, triton
+from lightning_eff.kernels.operands import Operands, in_place, is_aligned
+from lightning_eff.kernels.tile_configs import CONFIGS, TMA_BYTES, Shape, TileConfig
 
 BACKENDS = ("auto", "torch", "triton")
 LIBRARY = "torch"
-"""What stands in a file of choices for torch's library."""
+"""Stands for torch's library in a file of choices."""
+_CONFIGS_BY_NAME = {str(config): config for config in CONFIGS}
 
 
-def uses_triton(
-    given: Operands, backend: str, *, interpreted: bool, adds: bool = False, out: Tensor | None = None
-) -> bool:
-    """Say whether our kernels compute this.
-
-    Args:
-        given: The operands.
-        backend: `auto`, `torch` or `triton`.
-        interpreted: The interpreter runs kernels here.
-        adds: The result is added to C where that lies.
-        out: Where the result goes, if that is known.
-
-    Raises:
-        ValueError: A backend that nobody knows.
-        RuntimeError: `triton` where the kernels cannot run.
-    """
+def check_backend(backend: str) -> None:
+    """Raise a ValueError for an unknown backend."""
     if backend not in BACKENDS:
         text = f"backend={backend!r}: expected one of {', '.join(BACKENDS)}"
         raise ValueError(text)
-    device = given.a.device
-    if backend != "triton":
-        if backend == "torch" or device.type != "cuda":
-            return False
-        shape = given.shape(adds=adds)
-        shape = shape if out is None or is_aligned(out) else shape.without_tma()
-        tile = measured(shape, device)
-        return tile is not None and tile in tiles.fitting(shape, devices.of(device))
-    if not (device.type == "cuda" or interpreted):
+
+
+def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return False where `decide` returns None or raises whatever the shape; needs no operands."""
+    if backend == "torch" or dtype == torch.float64:
+        return False
+    if backend == "triton":
+        return device.type == "cuda" or INTERPRETED
+    return device.type == "cuda" and bool(choices(identity(device)))
+
+
+def decide(operands: Operands, backend: str, *, out: Tensor | None = None) -> Decision | None:
+    """Decide who computes a GEMM; None is torch's library.
+
+    Args:
+        operands: Checked, their batch axes folded.
+        backend: `auto`, `torch` or `triton`.
+        out: Receives the result; None for a new tensor.
+
+    Raises:
+        ValueError: An unknown backend.
+        RuntimeError: `triton` where the kernels cannot run.
+    """
+    check_backend(backend)
+    device, dtype = operands.a.device, operands.a.dtype
+    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
+        return None
+    if backend == "auto":
+        shape = _shape_of(operands, out)
+        config = measured_config(shape, device)
+        fits = config is not None and tiles.fits(config, shape, devices.of(device))
+        return Decision(operands, out, shape, config) if fits else None
+    if not (device.type == "cuda" or INTERPRETED):
         text = (
             f"backend=triton on {device}: expected a CUDA device, or Triton's interpreter "
-            "(TRITON_INTERPRET=1 in the environment); backend=torch computes here"
+            "(TRITON_INTERPRET=1 in the environment); use backend=torch here"
         )
         raise RuntimeError(text)
-    if given.a.dtype.itemsize == 1 and not devices.of(device).has_float8:
-        text = (
-            f"backend=triton in float8 on {devices.of(device).name}, which has none; expected backend=torch"
-        )
+    if dtype.itemsize == 1 and not devices.of(device).has_float8:
+        text = f"backend=triton in float8: {devices.of(device).name} does not multiply it; use backend=torch"
         raise RuntimeError(text)
-    if given.a.dtype == torch.float64:
-        text = "backend=triton in float64: the kernels accumulate in float32; expected backend=torch"
+    if dtype == torch.float64:
+        text = "backend=triton in float64: the kernels accumulate in float32; use backend=torch"
         raise RuntimeError(text)
-    return True
+    return Decision(operands, out)
 
 
-def choose(given: Operands, d: Tensor, pre: Tensor | None = None, *, adds: bool = False) -> Tile:
-    """Return the row for operands and a result that exist: the measured one, else the model's."""
-    shape = given.shape(adds=adds, saves_pre=pre is not None)
-    places = [each for each in (given.a, given.b, d, pre) if each is not None]
-    if not all(is_aligned(each) and each.data_ptr() % 16 == 0 for each in places) or d.stride(-1) != 1:
-        shape = shape.without_tma()
-    device = devices.of(d.device)
-    tile = measured(shape, d.device) if d.device.type == "cuda" else None
-    fits = tile is not None and tile in tiles.fitting(shape, device)
-    return tile if tile is not None and fits else tiles.ranked(shape, device)[0].tile
+def _shape_of(operands: Operands, out: Tensor | None) -> Shape:
+    """Return what the choice of a config depends on; a new result is contiguous, as aligned as its size."""
+    if out is None:
+        return operands.shape()
+    # A config may add to `out` in memory where that is C: a float32 sum without an epilogue.
+    epilogue = (operands.bias, operands.scale_a, operands.scale_b, operands.activation)
+    is_sum = operands.beta == 1.0 and all(part is None for part in epilogue)
+    is_sum = is_sum and out.dtype == torch.float32 and (out.is_cuda or INTERPRETED)
+    adds = is_sum and operands.c is not None and in_place(operands.c, out)
+    shape = operands.shape(adds=adds)
+    return shape if is_aligned(out) else replace(shape, aligned=False)
 
 
-def measured(shape: Shape, device: torch.device) -> Tile | None:
-    """Return the row that was measured to be faster than torch's library; None if none was, or nothing."""
-    return _rows().get(choices(identity(device)).get(bucket(shape), LIBRARY))
+@dataclass(eq=False)
+class Decision:
+    """Our kernels compute a GEMM.
+
+    Args:
+        operands: What is computed.
+        out: Receives the result; None for a new tensor.
+        shape: Of the operands, and `measured`, if the decision was made by them; else `config` computes both.
+        measured: The config that was measured to be faster than torch's library.
+    """
+
+    operands: Operands
+    out: Tensor | None = None
+    shape: Shape | None = None
+    measured: TileConfig | None = None
+
+    def config(self, d: Tensor, pre: Tensor | None = None) -> TileConfig:
+        """Return the config to launch: the measured one if it fits, else the cost model's.
+
+        Args:
+            d: Receives the result; allocated, since TMA requires addresses that are multiples of 16 bytes.
+            pre: Receives the input of the activation; or None.
+        """
+        shape, config, device = self.shape, self.measured, d.device
+        if shape is None:
+            shape = _shape_of(self.operands, self.out)
+            config = measured_config(shape, device)
+        tensors = [tensor for tensor in (self.operands.a, self.operands.b, d, pre) if tensor is not None]
+        has_tma_addresses = all(is_aligned(t) and t.data_ptr() % TMA_BYTES == 0 for t in tensors)
+        if shape.aligned and not (has_tma_addresses and d.stride(-1) == 1):
+            shape = replace(shape, aligned=False)
+            config = measured_config(shape, device)
+        shape = replace(shape, saves_pre=True) if pre is not None else shape
+        info = devices.of(device)
+        fits = config is not None and tiles.fits(config, shape, info)
+        return config if config is not None and fits else tiles.rank_configs(shape, info)[0].config
 
 
-def words(shape: Shape, device: torch.device | None, backend: str = "auto") -> str:
-    """Say for a report who computes a shape, and why.
+def measured_config(shape: Shape, device: torch.device) -> TileConfig | None:
+    """Return the config that was measured to be faster than torch's library; None without one."""
+    if device.type != "cuda":
+        return None
+    return _CONFIGS_BY_NAME.get(choices(identity(device)).get(bucket(shape), LIBRARY))
+
+
+def describe_backend(shape: Shape, device: torch.device | None, backend: str = "auto") -> str:
+    """Return one line for a report: who computes a shape, and why.
 
     Args:
         shape: What is computed.
-        device: Where; None for a GPU that this machine does not have.
-        backend: As in `uses_triton`.
+        device: None for a GPU that this machine does not have.
+        backend: As in `decide`.
 
     Example:
-        >>> words(Shape(M=64, N=64, K=64), torch.device("cpu"))
+        >>> describe_backend(Shape(M=64, N=64, K=64), torch.device("cpu"))
         "torch's library: the only one on cpu"
     """
     if device is not None and device.type != "cuda":
         return f"torch's library: the only one on {device.type}"
     if backend != "auto":
-        return "our kernels: asked for" if backend == "triton" else "torch's library: asked for"
+        return "our kernels: as requested" if backend == "triton" else "torch's library: as requested"
     if device is None:
         return "torch's library, unless bench --tune measures ours to be faster there"
-    known = choices(identity(device))
-    row = measured(shape, device)
-    if row is not None:
-        return f"{row}: measured to be faster than torch's library"
-    if bucket(shape) in known:
+    config = measured_config(shape, device)
+    if config is not None:
+        return f"{config}: measured to be faster than torch's library"
+    if bucket(shape) in choices(identity(device)):
         return "torch's library: measured to be faster"
     return "torch's library: nothing was measured for this shape (lightning-eff bench --tune)"
 
@@ -125,82 +178,73 @@ def bucket(shape: Shape) -> str:
         >>> bucket(Shape(M=4096, N=4000, K=768))
         'bfloat16-bfloat16-4096x4096x768-nt'
     """
-    formats = [str(dtype).removeprefix("torch.") for dtype in (shape.dtype, shape.out_dtype or shape.dtype)]
-    sizes = "x".join(str(_rounded(size)) for size in (shape.M, shape.N, shape.K))
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in (shape.dtype, shape.out_dtype or shape.dtype)]
+    sizes = "x".join(str(_rounded_up(size)) for size in (shape.M, shape.N, shape.K))
     marks = {"batch": shape.batch > 1, "unaligned": not shape.aligned, "c": shape.reads_c, "adds": shape.adds}
-    marks |= {"fused": shape.fused, "gated": shape.columns_share != 1.0, "gradient": shape.reads_at}
+    marks |= {"fused": shape.fused, "gated": shape.columns_ratio != 1.0, "gradient": shape.reads_at}
     marks |= {"tf32": shape.tf32}
-    return "-".join([*formats, sizes, shape.layout, *(mark for mark, holds in marks.items() if holds)])
+    return "-".join([*dtypes, sizes, shape.layout, *(mark for mark, holds in marks.items() if holds)])
 
 
-def _rounded(size: int) -> int:
+def _rounded_up(size: int) -> int:
     step = 2 ** max(0, math.floor(math.log2(max(size, 1))) - 2)
     return -(-size // step) * step
 
 
 @functools.cache
-def _rows() -> Mapping[str, Tile]:
-    return {str(tile): tile for tile in TILES}
-
-
-@functools.cache
 def identity(device: torch.device) -> str:
-    """Return the name under which choices for a GPU are kept: it, its driver, and the versions."""
+    """Return the name of a file of choices: the GPU, its driver, and the versions of torch and Triton."""
     driver = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\s(\d+\.\d+[.\d]*)\s", driver.read_text()) if driver.exists() else None
-    parts = [
+    version = re.search(r"\s(\d+\.\d+[.\d]*)\s", driver.read_text()) if driver.exists() else None
+    names = [
         torch.cuda.get_device_name(device),
-        f"driver {found[1] if found else 'unknown'}",
+        f"driver {version[1] if version else 'unknown'}",
         f"torch {torch.__version__}",
         f"triton {triton.__version__ if triton is not None else 'none'}",
     ]
-    return re.sub(r"[^\w.+-]+", "-", " ".join(parts))
+    return re.sub(r"[^\w.+-]+", "-", " ".join(names))
 
 
-def folder() -> Path:
-    """Return where choices are kept: LIGHTNING_EFF_CACHE, else the user's cache."""
-    own = os.environ.get("LIGHTNING_EFF_CACHE")
-    return (
-        Path(own)
-        if own
-        else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_eff"
-    )
+def _choices_path(name: str) -> Path:
+    """Return where choices are kept: in LIGHTNING_EFF_CACHE, else in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_eff"
+    return Path(os.environ.get("LIGHTNING_EFF_CACHE") or cache) / f"gemm-{name}.json"
 
 
 @functools.cache
 def choices(name: str) -> Mapping[str, str]:
-    """Return the choices for a GPU, row or `torch` by bucket; read once a process.
+    """Return the choices for a GPU, a config or `torch` by bucket; read once per process.
 
     Warns:
         UserWarning: The file is damaged; it counts as empty.
     """
-    path = folder() / f"gemm-{name}.json"
+    path = _choices_path(name)
     if not path.exists():
         return {}
     try:
         kept = json.loads(path.read_text())["choices"]
         return {str(key): str(value) for key, value in kept.items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        text = f"{path} is damaged and not used ({error}): lightning-eff bench --tune writes it anew"
+        text = f"{path} is damaged and not used ({error}): lightning-eff bench --tune rewrites it"
         warnings.warn(text, UserWarning, stacklevel=2)
         return {}
 
 
-def remember(name: str, fastest: Mapping[str, str]) -> Path:
-    """Write choices beside those that are there; running processes keep theirs.
+def save_choices(name: str, fastest: Mapping[str, str]) -> Path:
+    """Merge choices into the file of a GPU; running processes keep theirs.
 
     Args:
         name: `identity` of the GPU.
-        fastest: Row or `torch` by bucket.
+        fastest: A config or `torch` by bucket.
 
     Raises:
-        ValueError: A row that is not in the table.
+        ValueError: An unknown config.
     """
-    unknown = set(fastest.values()) - {LIBRARY, *_rows()}
+    unknown = set(fastest.values()) - {LIBRARY, *_CONFIGS_BY_NAME}
     if unknown:
-        text = f"rows {sorted(unknown)}: expected {LIBRARY} or rows of the table"
+        text = f"configs {sorted(unknown)}: expected {LIBRARY}, or configs of kernels/tile_configs.py"
         raise ValueError(text)
-    path = folder() / f"gemm-{name}.json"
+    path = _choices_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     merged = dict(choices.__wrapped__(name)) | dict(fastest)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:

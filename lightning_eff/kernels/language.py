@@ -1,4 +1,4 @@
-"""Triton where it is installed; elsewhere a kernel says what is missing once it is launched."""
+"""Import Triton where it is installed; elsewhere launching a kernel raises an ImportError with the remedy."""
 
 # pyright: basic
 from __future__ import annotations
@@ -13,34 +13,38 @@ tl: Any = None
 try:
     import triton as _triton
     import triton.language as _tl
-except ImportError:  # not on Linux, say
+except ImportError:  # Triton has wheels for Linux only
     pass
 else:
     triton, tl = _triton, _tl
 
 
-class _Absent:
-    """Stands for a kernel that cannot be compiled."""
+class _MissingKernel:
+    """Replace `triton.jit` where Triton is not installed."""
 
     def __init__(self, function: Any) -> None:
         self.arg_names: list[str] = []
         self.__doc__ = function.__doc__
 
     def __getitem__(self, grid: Any) -> Any:
-        text = "backend=triton needs Triton, which is not installed: pip install triton, or backend=torch"
+        text = "backend=triton needs Triton, which is not installed: pip install triton, or use backend=torch"
         raise ImportError(text)
 
 
-jit: Any = triton.jit if triton is not None else _Absent
+jit: Any = triton.jit if triton is not None else _MissingKernel
 
 
-def is_interpreted(kernel: Any) -> bool:
-    """Say whether Triton's interpreter runs a kernel: TRITON_INTERPRET=1 was set when it was imported."""
-    return triton is not None and not isinstance(kernel, triton.JITFunction)
+@jit
+def _probe():
+    pass
+
+
+INTERPRETED: bool = triton is not None and not isinstance(_probe, triton.JITFunction)
+"""Whether Triton's interpreter runs the kernels, also on a CPU: TRITON_INTERPRET=1 was set at import."""
 
 
 def use_torch_allocator(device: torch.device) -> None:
-    """Let kernels that make descriptors have their scratch memory from torch; holds for this thread."""
+    """Allocate the scratch memory of kernels that make tensor descriptors by torch; holds for this thread."""
 
     def allocate(size: int, _alignment: int, _stream: int | None) -> Tensor:
         return torch.empty(size, dtype=torch.int8, device=device)

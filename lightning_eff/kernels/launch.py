@@ -1,158 +1,135 @@
-"""How the kernels are launched: grids, strides, what is compiled in, and memory for what comes in parts."""
+"""Launch the kernels: grids, strides, compiled-in constants, and scratch memory for split K and logsumexp."""
 
 # pyright: basic
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_eff.kernels import devices, operands
-from lightning_eff.kernels.language import is_interpreted, use_torch_allocator
-from lightning_eff.kernels.operands import Operands
-from lightning_eff.kernels.table import Tile
+from lightning_eff.kernels import devices
+from lightning_eff.kernels.gemm_kernels import gemm_pointers, gemm_tma, reduce_split_k
+from lightning_eff.kernels.language import INTERPRETED, use_torch_allocator
+from lightning_eff.kernels.operands import Operands, float32_precision
+from lightning_eff.kernels.tile_configs import TileConfig
 
 GROUP_M = 8
-"""Rows of tiles in a band."""
+"""Rows of tiles in a band (`_tile_of` in gemm_kernels.py)."""
 SUM_M, SUM_N = 16, 128
-"""Tile of the kernel that sums parts."""
+"""Tile of `reduce_split_k`."""
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """Launches rows of the table.
+def launch(
+    operands: Operands,
+    config: TileConfig,
+    d: Tensor,
+    *,
+    pre: Tensor | None = None,
+    logsumexp: Tensor | None = None,
+) -> None:
+    """Run the kernels with a config.
 
     Args:
-        pointers: The kernel of rows `pointers`.
-        tma: That of rows `tma`.
-        sum_parts: Sums what either has computed in parts of K.
+        operands: Checked, of sizes above 0.
+        config: One that fits them (`tiles.fitting_configs`).
+        d: Receives the result, `[*batch, M, columns]` of any strides; a config that adds adds to it.
+        pre: Receives the input of the activation, `[*batch, M, N]`; or None.
+        logsumexp: Receives the logsumexp of each row of the result, float32 `[*batch, M]`; or None.
     """
-
-    pointers: Any
-    tma: Any
-    sum_parts: Any
-
-    @property
-    def interpreted(self) -> bool:
-        """Whether Triton's interpreter runs the kernels, so that they run on a CPU too."""
-        return is_interpreted(self.pointers)
-
-    def __call__(
-        self,
-        given: Operands,
-        tile: Tile,
-        d: Tensor,
-        *,
-        pre: Tensor | None = None,
-        logsumexp: Tensor | None = None,
-    ) -> None:
-        """Run a row.
-
-        Args:
-            given: The operands.
-            tile: The row; it must fit them (`tiles.fitting`).
-            d: Where the result goes, of any strides; a row that adds adds to it.
-            pre: Where the result goes before the activation, `[*batch, M, N]`; None to forget it.
-            logsumexp: Where that of each row of the result goes, float32 `[*batch, M]`, or None.
-        """
-        if d.is_cuda and d.device.index != torch.cuda.current_device():
-            with torch.cuda.device(d.device):  # where Triton launches
-                self(given, tile, d, pre=pre, logsumexp=logsumexp)
-            return
-        batch, split = math.prod(given.batch), tile.split_k > 1
-        columns = -(-given.N // SUM_N) if split else -(-given.N // tile.block_n) * tile.subtiles
-        sums = _scratch(d, batch, columns, given.M) if logsumexp is not None else None
-        place = d if tile.kernel == "tma" and not split else _one_batch_axis(d, given.batch)
-        if split:
-            rows = -(-given.M // tile.block_m) * tile.block_m
-            parts = _scratch(d, batch * tile.split_k, rows, -(-given.N // 4) * 4)
-            self._multiply(given.product(), tile, parts, None, None)
-            self._sum(given, tile, parts, place, pre, sums)
-        else:
-            self._multiply(given, tile, place, pre, sums)
-        if place.data_ptr() != d.data_ptr():  # batch axes that no single stride describes
-            d.copy_(place.reshape(d.shape))
-        if logsumexp is not None and sums is not None:
-            logsumexp.copy_(torch.logsumexp(sums, 1).reshape(logsumexp.shape))
-
-    def _multiply(
-        self, given: Operands, tile: Tile, d: Tensor, pre: Tensor | None, sums: Tensor | None
-    ) -> None:
-        tiles = -(-given.M // tile.block_m) * -(-given.N // tile.block_n) * tile.split_k
-        constants = self._constants(given, tile)
-        sizes = (given.M, given.N, given.K, given.columns)
-        if tile.kernel == "pointers":
-            a, b = (_one_batch_axis(each, given.batch) for each in (given.a, given.b))
-            tensors, strides = _behind_the_product(given, pre, sums, d)
-            self.pointers[(tiles * a.shape[0],)](
-                a, b, *tensors, *sizes, *a.stride(), *b.stride(), *strides, given.alpha, given.beta,
-                **constants,
-            )  # fmt: skip
-            return
-        c, at = None if tile.adds else given.c, None if given.at is None else given.at.contiguous()
-        strides = [_far(given.a), _far(given.b), *_strides(c, 2), _strides(pre if at is None else at, 2)[0]]
-        num_sms = devices.of(d.device).num_sms
-        use_torch_allocator(d.device)
-        self.tma[(min(num_sms, tiles),)](
-            given.a, given.b, c, given.bias, given.scale_a, given.scale_b, at, pre, sums, d,
-            *sizes, *strides, d.stride(-2), given.alpha, given.beta,
-            NUM_SMS=num_sms, A_BY_ROWS=given.a.stride(1) == 1, B_BY_ROWS=given.b.stride(1) == 1,
-            **tile.constants, **constants,
+    if d.is_cuda and d.device.index != torch.cuda.current_device():
+        with torch.cuda.device(d.device):  # Triton launches on the current device
+            launch(operands, config, d, pre=pre, logsumexp=logsumexp)
+        return
+    batch, is_split = math.prod(operands.batch), config.split_k > 1
+    # One value for each row and tile; a second logsumexp over the tiles follows below.
+    columns = -(-operands.N // SUM_N) if is_split else -(-operands.N // config.block_n) * config.subtiles
+    sums = _scratch(d, batch, columns, operands.M) if logsumexp is not None else None
+    target = d if config.kernel == "tma" and not is_split else _one_batch_axis(d, operands.batch)
+    if is_split:
+        # Each split is padded to whole tiles along M, and to 16 bytes a row, which TMA requires.
+        rows = -(-operands.M // config.block_m) * config.block_m
+        partials = _scratch(d, batch * config.split_k, rows, -(-operands.N // 4) * 4)
+        _launch_gemm(operands.product(), config, partials, None, None)
+        tensors, strides = _epilogue_arguments(operands, pre, sums, target)
+        num_tiles = -(-operands.M // SUM_M) * -(-operands.N // SUM_N)
+        reduce_split_k[(batch * num_tiles,)](
+            partials, *tensors, operands.M, operands.N, operands.columns, *partials.stride()[:2], *strides,
+            operands.alpha, operands.beta,
+            BLOCK_M=SUM_M, BLOCK_N=SUM_N, SPLIT_K=config.split_k, ACTIVATION=operands.activation,
         )  # fmt: skip
+    else:
+        _launch_gemm(operands, config, target, pre, sums)
+    if target.data_ptr() != d.data_ptr():  # d has batch axes that no single stride describes
+        d.copy_(target.reshape(d.shape))
+    if logsumexp is not None and sums is not None:
+        logsumexp.copy_(torch.logsumexp(sums, 1).reshape(logsumexp.shape))
 
-    def _constants(self, given: Operands, tile: Tile) -> dict[str, Any]:
-        return {
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "BLOCK_K": tile.block_k(given.a.element_size()),
-            "GROUP_M": GROUP_M,
-            "SPLIT_K": tile.split_k,
-            "ACTIVATION": given.activation,
-            "PRECISION": operands.float32_precision(given.a),
-            "INTERPRETED": self.interpreted,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        }
 
-    def _sum(
-        self, given: Operands, tile: Tile, parts: Tensor, d: Tensor, pre: Tensor | None, sums: Tensor | None
-    ) -> None:
-        tensors, strides = _behind_the_product(given, pre, sums, d)
-        tiles = -(-given.M // SUM_M) * -(-given.N // SUM_N)
-        self.sum_parts[(math.prod(given.batch) * tiles,)](
-            parts, *tensors, given.M, given.N, given.columns, parts.stride(0), parts.stride(1), *strides,
-            given.alpha, given.beta,
-            BLOCK_M=SUM_M, BLOCK_N=SUM_N, SPLIT_K=tile.split_k, ACTIVATION=given.activation,
+def _launch_gemm(
+    operands: Operands, config: TileConfig, d: Tensor, pre: Tensor | None, sums: Tensor | None
+) -> None:
+    num_tiles = -(-operands.M // config.block_m) * -(-operands.N // config.block_n) * config.split_k
+    sizes = (operands.M, operands.N, operands.K, operands.columns)
+    constants: dict[str, Any] = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k(operands.a.element_size()),
+        "GROUP_M": GROUP_M,
+        "SPLIT_K": config.split_k,
+        "ACTIVATION": operands.activation,
+        "PRECISION": float32_precision(operands.a),
+        "INTERPRETED": INTERPRETED,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    if config.kernel == "pointers":
+        a, b = (_one_batch_axis(matrix, operands.batch) for matrix in (operands.a, operands.b))
+        tensors, strides = _epilogue_arguments(operands, pre, sums, d)
+        gemm_pointers[(num_tiles * a.shape[0],)](
+            a, b, *tensors, *sizes, *a.stride(), *b.stride(), *strides, operands.alpha, operands.beta,
+            **constants,
         )  # fmt: skip
+        return
+    c = None if config.adds else operands.c  # a config that adds never reads C: it is d
+    at = None if operands.at is None else operands.at.contiguous()
+    strides = [
+        _pitch(operands.a), _pitch(operands.b), *_strides(c, 2), _strides(pre if at is None else at, 2)[0]
+    ]  # fmt: skip
+    num_sms = devices.of(d.device).num_sms
+    use_torch_allocator(d.device)
+    gemm_tma[(min(num_sms, num_tiles),)](
+        operands.a, operands.b, c, operands.bias, operands.scale_a, operands.scale_b, at, pre, sums, d,
+        *sizes, *strides, d.stride(-2), operands.alpha, operands.beta,
+        NUM_SMS=num_sms, A_BY_ROWS=operands.a.stride(1) == 1, B_BY_ROWS=operands.b.stride(1) == 1,
+        **config.constants, **constants,
+    )  # fmt: skip
+
+
+def _epilogue_arguments(
+    operands: Operands, pre: Tensor | None, sums: Tensor | None, d: Tensor
+) -> tuple[list[Any], list[int]]:
+    """Return the tensors that `epilogue.write` takes, and their strides; `at` and `pre` share stride_x."""
+    c, at, x = (_one_batch_axis(tensor, operands.batch) for tensor in (operands.c, operands.at, pre))
+    strides = [stride for tensor in (c, x if at is None else at, d) for stride in _strides(tensor, 3)]
+    return [c, operands.bias, operands.scale_a, operands.scale_b, at, x, sums, d], strides
 
 
 def _scratch(like: Tensor, *size: int) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=like.device)
 
 
-def _behind_the_product(
-    given: Operands, pre: Tensor | None, sums: Tensor | None, d: Tensor
-) -> tuple[list[Any], list[int]]:
-    """Return the tensors that `epilogue.write` takes, and their strides."""
-    c, at = (_one_batch_axis(each, given.batch) for each in (given.c, given.at))
-    before = _one_batch_axis(pre, given.batch)
-    strides = [stride for each in (c, before if at is None else at, d) for stride in _strides(each, 3)]
-    return [c, given.bias, given.scale_a, given.scale_b, at, before, sums, d], strides
-
-
 def _one_batch_axis(tensor: Tensor | None, batch: tuple[int, ...]) -> Any:
-    """Return `[batch, rows, columns]`; what was broadcast has a stride of 0."""
+    """Return `[batch, rows, columns]`; a broadcast axis has stride 0."""
     if tensor is None:
         return None
     matrix = tensor.shape[-2:]
     return tensor.expand(*batch, *matrix).reshape(math.prod(batch), *matrix)
 
 
-def _far(matrix: Tensor) -> int:
-    """Return the stride of a matrix along the axis whose neighbours do not lie side by side."""
+def _pitch(matrix: Tensor) -> int:
+    """Return the stride of a matrix along the axis that is not contiguous."""
     return matrix.stride(0) if matrix.stride(1) == 1 else matrix.stride(1)
 
 

@@ -1,4 +1,4 @@
-"""What a GEMM is given: shapes, formats and places that fit each other, checked once for all backends."""
+"""Check the operands of a GEMM once, for all backends: shapes, dtypes, devices, and where the result goes."""
 
 from __future__ import annotations
 
@@ -10,40 +10,38 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from lightning_eff.kernels.reference import ACTIVATIONS, GATED
-from lightning_eff.kernels.table import Shape
+from lightning_eff.kernels.tile_configs import TMA_BYTES, Shape
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-FORMATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
-
-
-RESULTS = FORMATS[:4]
+RESULT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+OPERAND_DTYPES = (*RESULT_DTYPES, *FLOAT8)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Operands:
-    """The tensors of a GEMM, of which `check` has seen that they fit.
+    """The checked operands of D = activation(alpha * A @ B + beta * C + bias).
 
     Args:
         a: `[*batch, M, K]`.
         b: `[*batch, K, N]`.
         c: `[*batch, M, N]` after broadcasting, or None where it is not read.
         bias: `[N]`, or None.
-        scale_a: One float32 a row of `a`, `[M]`; None for 1.
-        scale_b: One float32 a column of `b`, `[N]`; None for 1.
-        out_dtype: Of the result.
-        batch: Batch axes of the result.
+        scale_a: One float32 per row of `a`, `[M]`; None for 1.
+        scale_b: One float32 per column of `b`, `[N]`; None for 1.
+        out_dtype: Of D.
+        batch: Batch axes of D.
         alpha: Factor of the product.
         beta: Factor of `c`.
-        activation: What follows, or None.
-        at: What it was applied to, `[*batch, M, columns]`, where its gradient follows instead.
+        activation: One of `reference.ACTIVATIONS`, or None.
+        at: The input of `activation`, `[*batch, M, columns]`, whose gradient is computed instead; or None.
     """
 
     a: Tensor
     b: Tensor
-    c: Tensor | None
-    bias: Tensor | None
-    scale_a: Tensor | None
-    scale_b: Tensor | None
+    c: Tensor | None = None
+    bias: Tensor | None = None
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
     out_dtype: torch.dtype
     batch: tuple[int, ...]
     alpha: float = 1.0
@@ -53,13 +51,13 @@ class Operands:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that are there."""
-        every = (self.a, self.b, self.c, self.bias, self.scale_a, self.scale_b, self.at)
-        return [each for each in every if each is not None]
+        """Those that are not None."""
+        tensors = (self.a, self.b, self.c, self.bias, self.scale_a, self.scale_b, self.at)
+        return [tensor for tensor in tensors if tensor is not None]
 
     @property
     def M(self) -> int:  # noqa: N802 - its name in the field
-        """Rows of the result."""
+        """Rows of D."""
         return self.a.shape[-2]
 
     @property
@@ -69,104 +67,74 @@ class Operands:
 
     @property
     def K(self) -> int:  # noqa: N802 - its name in the field
-        """What is summed over."""
+        """Length of the sums."""
         return self.a.shape[-1]
 
     @property
     def columns(self) -> int:
-        """Columns of the result."""
+        """Columns of D: N, N / 2 for SwiGLU, 2 N for its gradient."""
         if self.activation not in GATED:
             return self.N
         return self.N // 2 if self.at is None else self.N * 2
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Shape of the result."""
+        """Shape of D."""
         return (*self.batch, self.M, self.columns)
-
-    def empty(self, columns: int | None = None) -> Tensor:
-        """Return memory for the result, or for one of so many columns."""
-        size = (*self.batch, self.M, self.columns if columns is None else columns)
-        return torch.empty(size, dtype=self.out_dtype, device=self.a.device)
-
-    @property
-    def batch_size(self) -> int:
-        """Independent products."""
-        return math.prod(self.batch)
 
     def product(self) -> Operands:
         """Return A and B alone, for a float32 product."""
-        nothing = dict.fromkeys(("c", "bias", "scale_a", "scale_b"))
-        return Operands(a=self.a, b=self.b, out_dtype=torch.float32, batch=self.batch, **nothing)
+        return Operands(a=self.a, b=self.b, out_dtype=torch.float32, batch=self.batch)
 
-    def shape(self, *, adds: bool = False, saves_pre: bool = False) -> Shape:
-        """Return what the choice of a tile depends on.
+    def shape(self, *, adds: bool = False) -> Shape:
+        """Return what the choice of a config depends on.
 
         Args:
-            adds: The result is added to C where that lies.
-            saves_pre: What is before the activation is written too.
+            adds: The result is added to C in C's own memory.
         """
         aligned = not self.batch and is_aligned(self.a) and is_aligned(self.b)
-        aligned = aligned and self.columns * self.out_dtype.itemsize % 16 == 0
-        follows = (self.scale_a, self.scale_b, self.activation)  # a bias costs neither of us a pass
-        read = [each.element_size() for each in (self.c, self.at) if each is not None]
+        aligned = aligned and self.columns * self.out_dtype.itemsize % TMA_BYTES == 0
+        # A bias costs neither backend a pass of its own.
+        fused = (self.scale_a, self.scale_b, self.activation)
+        read = [tensor.element_size() for tensor in (self.c, self.at) if tensor is not None]
         return Shape(
             M=self.M, N=self.N, K=self.K, dtype=self.a.dtype, out_dtype=self.out_dtype,
-            batch=self.batch_size, aligned=aligned, reads_c=self.c is not None, adds=adds,
-            layout="".join("n" if each.stride(-1) == 1 else "t" for each in (self.a, self.b)),
-            fused=any(each is not None for each in follows), columns_share=self.columns / max(self.N, 1),
-            reads_at=self.at is not None, read_itemsize=max(read, default=0), saves_pre=saves_pre,
+            batch=math.prod(self.batch), aligned=aligned, reads_c=self.c is not None, adds=adds,
+            layout="".join("n" if matrix.stride(-1) == 1 else "t" for matrix in (self.a, self.b)),
+            fused=any(operand is not None for operand in fused),
+            columns_ratio=self.columns / max(self.N, 1),
+            reads_at=self.at is not None, read_itemsize=max(read, default=0),
             tf32=float32_precision(self.a) == "tf32",
         )  # fmt: skip
 
 
-def _check_formats(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> bool:
-    """Return whether both are of float8.
-
-    Raises:
-        TypeError: A format that no kernel knows, or two that do not go together.
-    """
-    if a.dtype not in FORMATS or b.dtype not in FORMATS:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORMATS)
-        text = f"gemm of a {a.dtype} and b {b.dtype}: expected {names}"
-        raise TypeError(text)
-    if out_dtype not in (None, *RESULTS):
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in RESULTS)
-        text = f"out_dtype={out_dtype}: expected {names}, or None"
-        raise TypeError(text)
-    low = a.dtype in FLOAT8 and b.dtype in FLOAT8
-    if a.dtype != b.dtype and not low:
-        text = f"gemm of a {a.dtype} and b {b.dtype}: expected one format, or two of float8"
-        raise TypeError(text)
-    return low
-
-
 def float32_precision(a: Tensor) -> str:
-    """Return how float32 is multiplied: `tf32` where torch's own switch says so, else `ieee`."""
+    """Return how float32 is multiplied: `tf32` where torch's own switch is on, else `ieee`."""
     tf32 = a.dtype == torch.float32 and a.is_cuda and torch.backends.cuda.matmul.allow_tf32
     return "tf32" if tf32 else "ieee"
 
 
 def batch_of(a: Tensor, b: Tensor) -> tuple[int, ...]:
-    """Return the batch axes of a product; without any in no time, since torch takes microseconds."""
+    """Return the batch axes of a product; two matrices skip `broadcast_shapes`, which takes microseconds."""
     return () if a.ndim == b.ndim == 2 else tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Say whether TMA can copy a matrix: neighbours along one axis, and 16 bytes from row to row.
+    """Return whether TMA can copy a matrix: contiguous along one axis, its rows 16-byte aligned.
 
     Example:
         >>> is_aligned(torch.zeros(4, 8)), is_aligned(torch.zeros(4, 8).T), is_aligned(torch.zeros(4, 9))
         (True, True, False)
     """
-    if tensor.ndim != 2 or 1 not in tensor.stride() or tensor.storage_offset() * tensor.element_size() % 16:
+    itemsize = tensor.element_size()
+    if tensor.ndim != 2 or 1 not in tensor.stride() or tensor.storage_offset() * itemsize % TMA_BYTES:
         return False
-    far = tensor.stride(0) if tensor.stride(1) == 1 else tensor.stride(1)
-    near = tensor.shape[1] if tensor.stride(1) == 1 else tensor.shape[0]
-    return far >= near and far * tensor.element_size() % 16 == 0
+    by_rows = tensor.stride(1) == 1
+    pitch, length = tensor.stride(0 if by_rows else 1), tensor.shape[1 if by_rows else 0]
+    return pitch >= length and pitch * itemsize % TMA_BYTES == 0
 
 
-def check(
+def check_operands(
     a: Tensor,
     b: Tensor,
     c: Tensor | None,
@@ -180,48 +148,66 @@ def check(
     activation: str | None = None,
     at: Tensor | None = None,
 ) -> Operands:
-    """Hold what was given against each other.
+    """Check that operands fit together, broadcast them, and return them.
 
     Raises:
         ValueError: Shapes, devices, an activation or a scale do not fit.
-        TypeError: A format that no kernel knows, or two that do not go together.
+        TypeError: A dtype that the kernels do not multiply, or two that differ.
     """
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
         text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: expected [*batch, M, K] and [*batch, K, N]"
         raise ValueError(text)
-    low = _check_formats(a, b, out_dtype)
+    _check_dtypes(a, b, out_dtype)
     _check_activation(activation, a, b, at)
     try:
         batch = batch_of(a, b)
     except RuntimeError:
         text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: their batch axes cannot be broadcast"
         raise ValueError(text) from None
-    size = (*batch, a.shape[-2], b.shape[-1])
-    others = {"b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b, "gradient_at": at}
-    for name, tensor in others.items():
+    tensors = {"b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b, "gradient_at": at}
+    for name, tensor in tensors.items():
         if tensor is not None and tensor.device != a.device:
             text = f"gemm: a is on {a.device} and {name} on {tensor.device}: expected one device"
             raise ValueError(text)
-    given = Operands(
+    M, N = a.shape[-2], b.shape[-1]
+    bias = _expanded("bias", bias, (N,))
+    operands = Operands(
         a=a,
         b=b,
         alpha=alpha,
         beta=beta,
         activation=activation,
         at=at,
-        c=_expanded("c", c, size),
-        bias=expanded.contiguous() if (expanded := _expanded("bias", bias, size[-1:])) is not None else None,
-        scale_a=_scale("scale_a", scale_a, size[-2]),
-        scale_b=_scale("scale_b", scale_b, size[-1]),
-        out_dtype=out_dtype or (torch.bfloat16 if low else a.dtype),
+        c=_expanded("c", c, (*batch, M, N)),
+        bias=bias.contiguous() if bias is not None else None,
+        scale_a=_expanded_scale("scale_a", scale_a, M),
+        scale_b=_expanded_scale("scale_b", scale_b, N),
+        out_dtype=out_dtype or (torch.bfloat16 if a.dtype in FLOAT8 else a.dtype),
         batch=batch,
     )
     if at is not None:
-        given.at = _expanded("gradient_at", at, given.size)
-        check_no_gradient(given, "gemm(gradient_at=...)")
-    if not alpha:  # as in BLAS: A and B are not read, and may hold anything
-        given.a, given.b = a[..., :0], b[..., :0, :]
-    return given
+        operands.at = _expanded("gradient_at", at, operands.size)
+        check_no_gradient(operands, "gemm(gradient_at=...)")
+    if not alpha:  # as in BLAS: A and B are not read, and may hold NaN
+        operands.a, operands.b = a[..., :0], b[..., :0, :]
+    return operands
+
+
+def _check_dtypes(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> None:
+    dtypes = f"gemm of a {a.dtype} and b {b.dtype}"
+    if a.dtype not in OPERAND_DTYPES or b.dtype not in OPERAND_DTYPES:
+        text = f"{dtypes}: expected {_names(OPERAND_DTYPES)}"
+        raise TypeError(text)
+    if out_dtype not in (None, *RESULT_DTYPES):
+        text = f"out_dtype={out_dtype}: expected {_names(RESULT_DTYPES)}, or None"
+        raise TypeError(text)
+    if a.dtype != b.dtype and not (a.dtype in FLOAT8 and b.dtype in FLOAT8):
+        text = f"{dtypes}: expected one dtype for both, or two float8 dtypes"
+        raise TypeError(text)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _check_activation(activation: str | None, a: Tensor, b: Tensor, at: Tensor | None) -> None:
@@ -229,119 +215,110 @@ def _check_activation(activation: str | None, a: Tensor, b: Tensor, at: Tensor |
         text = f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
         raise ValueError(text)
     if at is not None and activation is None:
-        text = "gradient_at without an activation: expected the one whose gradient is meant"
+        text = "gradient_at without an activation: pass activation= as well, whose gradient to compute"
         raise ValueError(text)
     if activation in GATED and at is None and b.shape[-1] % 2:
         text = (
             f"activation={activation} of a {list(a.shape)} and b {list(b.shape)}: expected an even number "
-            "of columns of b, a gate and an up for each of the result"
+            "of columns of b, a gate and an up for each column of the result"
         )
         raise ValueError(text)
-
-
-def check_no_gradient(given: Operands, what: str) -> None:
-    """Refuse operands that need a gradient.
-
-    Raises:
-        RuntimeError: One does.
-    """
-    if torch.is_grad_enabled() and any(each.requires_grad for each in given.tensors):
-        text = f"{what} has no gradient, and an operand here needs one: detach it, or torch.no_grad()"
-        raise RuntimeError(text)
-
-
-def folded(given: Operands, out: Tensor | None) -> tuple[Operands, Tensor | None]:
-    """Return the same as one product where B is one matrix, so that batch axes are rows; without a copy.
-
-    Args:
-        given: The operands.
-        out: Where the result goes, or None.
-    """
-    if not given.batch or given.b.ndim > 2 or given.scale_a is not None:
-        return given, out
-    rows = given.batch_size * given.M
-    try:
-        a, c, at, place = (
-            each.view(rows, each.shape[-1]) if each is not None else None
-            for each in (given.a, given.c, given.at, out)
-        )
-    except RuntimeError:  # no single stride leads from row to row
-        return given, out
-    return replace(given, a=a, c=c, at=at, batch=()), place
-
-
-def check_out(given: Operands, out: Tensor) -> None:
-    """Say whether a result can go to a place.
-
-    Raises:
-        ValueError: Its shape, format or device is another, or several of its elements share a place.
-        RuntimeError: Something needs a gradient, which cannot go through it.
-    """
-    if out.shape != given.size or out.dtype != given.out_dtype or out.device != given.a.device:
-        text = (
-            f"out is {out.dtype} {list(out.shape)} on {out.device}: "
-            f"expected {given.out_dtype} {list(given.size)} on {given.a.device}"
-        )
-        raise ValueError(text)
-    reached = 0  # by the axes of smaller strides
-    for step, length in sorted(zip(out.stride(), out.shape, strict=True)) if out.numel() else ():
-        if length == 1:
-            continue
-        if step > reached:
-            reached += step * (length - 1)
-            continue
-        text = f"out has strides {out.stride()}: expected a place of its own for each element"
-        raise ValueError(text)
-    if torch.is_grad_enabled() and out.requires_grad:
-        text = "gemm(out=...) has no gradient, and out needs one: no out, or torch.no_grad()"
-        raise RuntimeError(text)
-    check_no_gradient(given, "gemm(out=...)")
-
-
-def in_place(c: Tensor, out: Tensor) -> bool:
-    """Say whether both are the same elements in the same places."""
-    if c is out:
-        return True
-    same = (c.dtype, c.shape, c.stride()) == (out.dtype, out.shape, out.stride())
-    return same and not is_fake(out) and c.data_ptr() == out.data_ptr()
-
-
-def overlaps(given: Operands, out: Tensor) -> bool:
-    """Say whether a result may lie where an operand is still read; C in its very place does no harm."""
-    if torch.compiler.is_compiling() or out.is_meta or is_fake(out):
-        return False
-    c = given.c if given.c is not None and not in_place(given.c, out) else None
-    others = (given.a, given.b, c, given.bias, given.scale_a, given.scale_b, given.at)
-    begin, end = _span(out)
-    spans = [_span(each) for each in others if each is not None and each.numel()]
-    return any(first < end and begin < last for first, last in spans)
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses between which all elements lie."""
-    steps = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
 
 
 def _expanded(name: str, tensor: Tensor | None, size: tuple[int, ...]) -> Tensor | None:
     if tensor is None:
         return None
     if not tensor.is_floating_point():
-        text = f"{name} is {tensor.dtype}: expected a floating-point format"
+        text = f"{name} is {tensor.dtype}: expected a floating-point dtype"
         raise TypeError(text)
-    if tensor.shape == size:
-        return tensor
     try:
-        return tensor.expand(size)
+        return tensor if tensor.shape == size else tensor.expand(size)
     except RuntimeError:
         text = f"{name} is {list(tensor.shape)}: expected {list(size)}, or what broadcasts to it"
         raise ValueError(text) from None
 
 
-def _scale(name: str, scale: Tensor | None, length: int) -> Tensor | None:
+def _expanded_scale(name: str, scale: Tensor | None, length: int) -> Tensor | None:
     if scale is None:
         return None
     if scale.dtype != torch.float32 or scale.numel() not in (1, length):
         text = f"{name} is {scale.dtype} {list(scale.shape)}: expected float32, one value or [{length}]"
         raise ValueError(text)
     return scale.reshape(-1).expand(length).contiguous()
+
+
+def check_no_gradient(operands: Operands, what: str) -> None:
+    """Raise a RuntimeError if an operand needs a gradient."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands.tensors):
+        text = f"{what} has no gradient, but an operand requires one: detach it, or use torch.no_grad()"
+        raise RuntimeError(text)
+
+
+def fold_batch(operands: Operands, out: Tensor | None) -> tuple[Operands, Tensor | None]:
+    """Return the same GEMM as one product, [batch * M, K] @ [K, N], if B is one matrix and no copy is needed.
+
+    Args:
+        operands: Of any batch axes.
+        out: Where the result goes, or None.
+    """
+    if not operands.batch or operands.b.ndim > 2 or operands.scale_a is not None:
+        return operands, out
+    rows = math.prod(operands.batch) * operands.M
+    try:
+        a, c, at, out_rows = (
+            tensor.view(rows, tensor.shape[-1]) if tensor is not None else None
+            for tensor in (operands.a, operands.c, operands.at, out)
+        )
+    except RuntimeError:  # no single stride leads from row to row
+        return operands, out
+    return replace(operands, a=a, c=c, at=at, batch=()), out_rows
+
+
+def check_out(operands: Operands, out: Tensor) -> None:
+    """Check that the result can be written to a tensor.
+
+    Raises:
+        ValueError: Its shape, dtype or device differs, or several of its elements share memory.
+        RuntimeError: An operand or `out` needs a gradient, which cannot pass through `out`.
+    """
+    if out.shape != operands.size or out.dtype != operands.out_dtype or out.device != operands.a.device:
+        text = (
+            f"out is {out.dtype} {list(out.shape)} on {out.device}: "
+            f"expected {operands.out_dtype} {list(operands.size)} on {operands.a.device}"
+        )
+        raise ValueError(text)
+    reached = 0  # the last offset that axes of smaller strides reach: the next stride must exceed it
+    for stride, length in sorted(zip(out.stride(), out.shape, strict=True)) if out.numel() else ():
+        if length > 1 and stride <= reached:
+            text = f"out has strides {out.stride()}: expected that no two elements share memory"
+            raise ValueError(text)
+        reached += stride * (length - 1)
+    if torch.is_grad_enabled() and out.requires_grad:
+        text = "gemm(out=...) has no gradient, but out requires one: omit out, or use torch.no_grad()"
+        raise RuntimeError(text)
+    check_no_gradient(operands, "gemm(out=...)")
+
+
+def in_place(c: Tensor, out: Tensor) -> bool:
+    """Return whether both are the same elements of the same memory."""
+    if c is out:
+        return True
+    same = (c.dtype, c.shape, c.stride()) == (out.dtype, out.shape, out.stride())
+    return same and not is_fake(out) and c.data_ptr() == out.data_ptr()
+
+
+def overlaps_operand(operands: Operands, out: Tensor) -> bool:
+    """Return whether writing `out` may overwrite an operand that is still read; C in place is fine."""
+    if torch.compiler.is_compiling() or out.is_meta or is_fake(out):
+        return False
+    c = None if operands.c is None or in_place(operands.c, out) else operands.c
+    read = (operands.a, operands.b, c, operands.bias, operands.scale_a, operands.scale_b, operands.at)
+    begin, end = _addresses(out)
+    spans = [_addresses(tensor) for tensor in read if tensor is not None and tensor.numel()]
+    return any(first < end and begin < last for first, last in spans)
+
+
+def _addresses(tensor: Tensor) -> tuple[int, int]:
+    """Return the first address of a tensor's elements, and the one after the last."""
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -1,9 +1,14 @@
-"""The GEMM as an operator of torch's: its shape for fake tensors and the compiler, and its gradient."""
+"""Register the GEMM of our kernels as a torch operator: its shape, its FLOPs, and its gradient.
+
+Autograd, torch.compile, checkpointing and fake tensors then see one opaque operation. Where none of them is
+active, a call skips torch's dispatcher, which costs more than the rest of the call, and launches directly
+with the decision that its caller made; through the dispatcher only tensors pass, so that the operator's
+implementation chooses its config from the real tensors that it receives.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,142 +16,91 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
+from lightning_eff.kernels.dispatch import Decision
+from lightning_eff.kernels.launch import launch
 from lightning_eff.kernels.operands import Operands, batch_of
 from lightning_eff.kernels.reference import activation_gradient
 
-NAME = "lightning_eff::gemm"
+OPERATOR_NAME = "lightning_eff::gemm"
 _TENSORS = "Tensor a, Tensor b, Tensor? c, Tensor? bias, Tensor? scale_a, Tensor? scale_b, Tensor? at"
-_REST = "float alpha, float beta, str? activation, ScalarType out_dtype"
+_FACTORS = "float alpha, float beta, str? activation, ScalarType out_dtype"
 _NUM_INPUTS = 7 + 4 + 1
 NOTHING, PRE, LOGSUMEXP = "nothing", "pre", "logsumexp"
-"""What the operator returns beside the result: nothing, what is before the activation, or sums of rows."""
-PLAIN = (Tensor, nn.Parameter)
-"""Types of tensors that have nothing to say about what is done with them."""
-Run = Callable[[Operands, Tensor, Tensor | None, Tensor | None], None]
-"""Computes into memory that is there: operands, result, that before the activation, logsumexp of rows."""
+"""The operator's second result: empty, the input of the activation, or the logsumexp of each row."""
+PLAIN_TENSORS = (Tensor, nn.Parameter)
+"""Tensor types without a `__torch_dispatch__` or `__torch_function__` of their own."""
 
 
-class Operator:
-    """Registers the operator under its name, and calls it with operands; there is one.
+def compute(decision: Decision) -> Tensor:
+    """Compute `activation(alpha * A @ B + beta * C + bias)` by our kernels, into `decision.out` if it is set.
 
-    Args:
-        run: What computes, on tensors that are real.
+    Raises:
+        RuntimeError: In forward-mode differentiation, which the operator does not have.
     """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._functional = torch.library.custom_op(
-            NAME,
-            self._compute,
-            mutates_args=(),
-            schema=f"({_TENSORS}, {_REST}, str returns) -> (Tensor, Tensor)",
-        )
-        self._functional.register_fake(_fake)
-        self._functional.register_autograd(self._backward, setup_context=_save)
-        register_flop_formula(torch.ops.lightning_eff.gemm)(_flop)
-        self._into = torch.library.custom_op(
-            f"{NAME}_into",
-            self._compute_into,
-            mutates_args=("out",),
-            schema=f"(Tensor(a0!) out, {_TENSORS}, {_REST}) -> ()",
-        )
-        register_flop_formula(torch.ops.lightning_eff.gemm_into)(_flop_into)
-
-    def __call__(self, given: Operands, *, out: Tensor | None = None) -> Tensor:
-        """Compute `activation(alpha * A @ B + beta * C + bias)`.
-
-        Raises:
-            RuntimeError: In forward-mode differentiation, which the operator has none of.
-        """
-        if forward_ad._current_level >= 0:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            text = "our kernels have no forward-mode derivative (jvp, jacfwd): backend='torch' has"
-            raise RuntimeError(text)
-        if out is not None:
-            self._write(given, out)
-            return out
-        needs = torch.is_grad_enabled() and any(each.requires_grad for each in given.tensors)
-        return self._call(given, PRE if needs and given.activation is not None else NOTHING)[0]
-
-    def with_pre(self, given: Operands) -> tuple[Tensor, Tensor | None]:
-        """Compute the same, and return what is before the activation, if there is one."""
-        if given.activation is None:
-            return self._call(given, NOTHING)[0], None
-        return self._call(given, PRE)
-
-    def with_logsumexp(self, given: Operands) -> tuple[Tensor, Tensor]:
-        """Compute the same, and return the logsumexp of each row."""
-        return self._call(given, LOGSUMEXP)
-
-    def _call(self, given: Operands, returns: str) -> tuple[Tensor, Tensor]:
-        """Go through torch's dispatcher where somebody looks on; it costs more than the rest of a call."""
-        if not _unseen(given):
-            return self._functional(*_arguments(given), returns)
-        return self._compute_beside(given, returns)
-
-    def _compute(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        return self._compute_beside(_operands(*arguments), arguments[-1])
-
-    def _compute_beside(self, given: Operands, returns: str) -> tuple[Tensor, Tensor]:
-        d, beside = _allocate(given, returns)
-        if returns == LOGSUMEXP and not given.N:
-            beside.fill_(-math.inf)
-        if given.batch_size * given.M * given.N:
-            pre = beside if returns == PRE else None
-            self._run(given, d, pre, beside if returns == LOGSUMEXP else None)
-        return d, beside
-
-    def _write(self, given: Operands, out: Tensor) -> None:
-        if not _unseen(given) or type(out) not in PLAIN:
-            self._into(out, *_arguments(given))
-        elif out.numel():
-            self._run(given, out, None, None)
-            torch.autograd.graph.increment_version(out)
-
-    def _compute_into(self, out: Tensor, *arguments: Any) -> None:
-        if out.numel():
-            self._run(_operands(*arguments), out, None, None)
-
-    def _backward(self, ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-        """Return alpha * G @ B^T, alpha * A^T @ G, beta * G, and G summed over rows."""
-        if grad is None:
-            return (None,) * _NUM_INPUTS
-        if ctx.activation is not None and not ctx.has_pre:
-            text = (
-                f"{NAME}(returns='nothing') keeps nothing to differentiate {ctx.activation} by: returns='pre'"
-            )
-            raise RuntimeError(text)
-        if ctx.scaled:
-            text = "gemm with scales has no gradient: a float8 layer computes its own from what it has scaled"
-            raise RuntimeError(text)
-        a, b, pre = ctx.saved_tensors
-        if ctx.activation not in (None, "relu") and torch.is_grad_enabled():
-            text = (
-                f"our kernels have no second derivative through activation={ctx.activation!r}: "
-                "apply it apart, or use backend='torch'"
-            )
-            raise RuntimeError(text)
-        if ctx.activation is not None:
-            grad = activation_gradient(grad, pre, ctx.activation)
-        factor = grad.to(a.dtype)
-        needs_a, needs_b, needs_c, needs_bias = ctx.needs_input_grad[:4]
-        return (
-            self._product(factor, b.mT, ctx.alpha, a) if needs_a else None,
-            self._product(a.mT, factor, ctx.alpha, b) if needs_b else None,
-            (grad * ctx.beta).sum_to_size(ctx.c[1]).to(ctx.c[0]) if needs_c else None,
-            grad.sum_to_size(ctx.bias[1]).to(ctx.bias[0]) if needs_bias else None,
-            *(None,) * (_NUM_INPUTS - 4),
-        )
-
-    def _product(self, a: Tensor, b: Tensor, alpha: float, like: Tensor) -> Tensor:
-        nothing = dict.fromkeys(("c", "bias", "scale_a", "scale_b"))
-        given = Operands(a=a, b=b, alpha=alpha, out_dtype=like.dtype, batch=batch_of(a, b), **nothing)
-        return self(given).sum_to_size(like.shape)
+    operands, out = decision.operands, decision.out
+    if forward_ad._current_level >= 0:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        text = "our kernels have no forward-mode derivative (jvp, jacfwd): use backend='torch'"
+        raise RuntimeError(text)
+    if out is None:
+        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands.tensors)
+        return compute_with(decision, PRE if needs_grad and operands.activation is not None else NOTHING)[0]
+    if not can_bypass_dispatcher(operands) or type(out) not in PLAIN_TENSORS:
+        _operator_into(out, *_arguments(operands))
+    elif out.numel():
+        launch(operands, decision.config(out), out)
+        torch.autograd.graph.increment_version(out)
+    return out
 
 
-def _arguments(given: Operands) -> tuple[Any, ...]:
-    """Return operands as the operator takes them; `_operands` is the way back."""
-    tensors = (given.a, given.b, given.c, given.bias, given.scale_a, given.scale_b, given.at)
-    return (*tensors, given.alpha, given.beta, given.activation, given.out_dtype)
+def compute_with(decision: Decision, returns: str) -> tuple[Tensor, Tensor]:
+    """Compute the same into a new tensor, and return a second result: NOTHING, PRE or LOGSUMEXP."""
+    if can_bypass_dispatcher(decision.operands):
+        return _allocate_and_launch(decision, returns)
+    return _operator(*_arguments(decision.operands), returns)
+
+
+def can_bypass_dispatcher(operands: Operands) -> bool:
+    """Return whether no autograd, mode, transform, tracing or tensor subclass needs the operator."""
+    tensors = operands.tensors
+    if any(type(t) not in PLAIN_TENSORS or t.is_meta for t in tensors) or torch.compiler.is_compiling():
+        return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    modes = torch._C._len_torch_dispatch_stack()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    return not modes and not in_transform()
+
+
+def in_transform() -> bool:
+    """Return whether a transform of torch.func is active: grad, vmap, jvp."""
+    return torch._C._functorch.maybe_current_level() is not None  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+
+
+def _allocate_and_launch(decision: Decision, returns: str) -> tuple[Tensor, Tensor]:
+    operands = decision.operands
+    d, second = _allocate(operands, returns)
+    if returns == LOGSUMEXP and not operands.N:
+        second.fill_(-math.inf)
+    if math.prod(operands.batch) * operands.M * operands.N:
+        pre, logsumexp = second if returns == PRE else None, second if returns == LOGSUMEXP else None
+        launch(operands, decision.config(d, pre), d, pre=pre, logsumexp=logsumexp)
+    return d, second
+
+
+def _allocate(operands: Operands, returns: str) -> tuple[Tensor, Tensor]:
+    """Return memory for D and for the second result."""
+    device, dtype, rows = operands.a.device, operands.out_dtype, (*operands.batch, operands.M)
+    d = torch.empty(operands.size, dtype=dtype, device=device)
+    if returns == PRE:
+        return d, torch.empty((*rows, operands.N), dtype=dtype, device=device)
+    size = rows if returns == LOGSUMEXP else (0,)
+    return d, torch.empty(size, dtype=torch.float32, device=device)
+
+
+def _arguments(operands: Operands) -> tuple[Any, ...]:
+    """Return operands as the operator takes them; `_operands` is the inverse."""
+    tensors = (operands.a, operands.b, operands.c, operands.bias, operands.scale_a, operands.scale_b)
+    factors = (operands.alpha, operands.beta, operands.activation, operands.out_dtype)
+    return (*tensors, operands.at, *factors)
 
 
 def _operands(*arguments: Any) -> Operands:
@@ -157,48 +111,90 @@ def _operands(*arguments: Any) -> Operands:
     )  # fmt: skip
 
 
-def _unseen(given: Operands) -> bool:
-    """Say whether nobody has to see the operator: no gradient, mode, transform, tracing or other tensors."""
-    tensors = given.tensors
-    if any(type(each) not in PLAIN or each.is_meta for each in tensors) or torch.compiler.is_compiling():
-        return False
-    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        return False
-    modes = torch._C._len_torch_dispatch_stack()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    return not modes and not in_transform()
+def _implementation(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _allocate_and_launch(Decision(_operands(*arguments)), arguments[-1])
 
 
-def in_transform() -> bool:
-    """Say whether a transform of torch.func is at work: grad, vmap, jvp."""
-    return torch._C._functorch.maybe_current_level() is not None  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
-
-
-def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return _allocate(_operands(*arguments), arguments[-1])
-
-
-def _allocate(given: Operands, returns: str) -> tuple[Tensor, Tensor]:
-    """Return memory for the result and for what is returned beside it, which is empty if that is nothing."""
-    if returns == PRE:
-        return given.empty(), given.empty(given.N)
-    sums = (*given.batch, given.M) if returns == LOGSUMEXP else (0,)
-    return given.empty(), torch.empty(sums, dtype=torch.float32, device=given.a.device)
+def _implementation_into(out: Tensor, *arguments: Any) -> None:
+    if out.numel():
+        operands = _operands(*arguments)
+        launch(operands, Decision(operands, out).config(out), out)
 
 
 def _flop(a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """Return the operations of a product from the shapes of its operands, for torch's counter."""
+    """Return 2 * batch * M * K * N from the shapes of A and B, for torch's FlopCounterMode."""
     batch = torch.broadcast_shapes(a[:-2], b[:-2])
     return 2 * math.prod(batch) * a[-2] * a[-1] * b[-1]
 
 
-def _flop_into(_: Any, *shapes: Any, **__: Any) -> int:
-    return _flop(*shapes)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     a, b, c, bias, scale_a, scale_b, _, ctx.alpha, ctx.beta, ctx.activation, _, _ = inputs
     ctx.save_for_backward(a, b, output[1])
     ctx.has_pre = inputs[-1] == PRE
-    ctx.scaled = scale_a is not None or scale_b is not None
-    ctx.c, ctx.bias = (None if each is None else (each.dtype, each.shape) for each in (c, bias))
+    ctx.is_scaled = scale_a is not None or scale_b is not None
+    ctx.c, ctx.bias = (None if t is None else (t.dtype, t.shape) for t in (c, bias))
     ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    """Return the gradients of A, B, C and the bias from that of D.
+
+    G = grad * activation'(pre) [*batch, M, N].
+    """
+    if grad is None:
+        return (None,) * _NUM_INPUTS
+    _check_differentiable(ctx)
+    a, b, pre = ctx.saved_tensors
+    if ctx.activation is not None:
+        grad = activation_gradient(grad, pre, ctx.activation)
+    factor = grad.to(a.dtype)
+    needs_a, needs_b, needs_c, needs_bias = ctx.needs_input_grad[:4]
+    return (
+        # Gradient of A: dA [*batch, M, K] = alpha * G [*batch, M, N] @ B^T [*batch, N, K]
+        _product(factor, b.mT, ctx.alpha, a) if needs_a else None,
+        # Gradient of B: dB [*batch, K, N] = alpha * A^T [*batch, K, M] @ G [*batch, M, N]
+        _product(a.mT, factor, ctx.alpha, b) if needs_b else None,
+        # Gradients of C, beta * G, and of the bias [N], G summed over rows; both over broadcast axes too
+        (grad * ctx.beta).sum_to_size(ctx.c[1]).to(ctx.c[0]) if needs_c else None,
+        grad.sum_to_size(ctx.bias[1]).to(ctx.bias[0]) if needs_bias else None,
+        *(None,) * (_NUM_INPUTS - 4),
+    )
+
+
+def _check_differentiable(ctx: Any) -> None:
+    text = ""
+    if ctx.activation is not None and not ctx.has_pre:
+        text = f"{OPERATOR_NAME} saved no input of {ctx.activation}: call it with returns='pre'"
+    elif ctx.is_scaled:
+        text = "gemm with scales has no gradient: a float8 layer computes its own from what it has scaled"
+    elif ctx.activation not in (None, "relu") and torch.is_grad_enabled():
+        text = (
+            f"our kernels have no second derivative through activation={ctx.activation!r}: "
+            "apply the activation separately, or use backend='torch'"
+        )
+    if text:
+        raise RuntimeError(text)
+
+
+def _product(a: Tensor, b: Tensor, alpha: float, like: Tensor) -> Tensor:
+    """Return alpha * a @ b by our kernels, as in the forward pass, summed to the shape of `like`."""
+    operands = Operands(a=a, b=b, alpha=alpha, out_dtype=like.dtype, batch=batch_of(a, b))
+    return compute(Decision(operands)).sum_to_size(like.shape)
+
+
+_operator = torch.library.custom_op(
+    OPERATOR_NAME,
+    _implementation,
+    mutates_args=(),
+    schema=f"({_TENSORS}, {_FACTORS}, str returns) -> (Tensor, Tensor)",
+)
+_operator.register_fake(lambda *arguments: _allocate(_operands(*arguments), arguments[-1]))
+_operator.register_autograd(_backward, setup_context=_setup_context)
+_operator_into = torch.library.custom_op(
+    f"{OPERATOR_NAME}_into",
+    _implementation_into,
+    mutates_args=("out",),
+    schema=f"(Tensor(a0!) out, {_TENSORS}, {_FACTORS}) -> ()",
+)
+register_flop_formula(torch.ops.lightning_eff.gemm)(_flop)
+register_flop_formula(torch.ops.lightning_eff.gemm_into)(lambda _, *shapes, **__: _flop(*shapes))

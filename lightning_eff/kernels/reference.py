@@ -1,4 +1,4 @@
-"""The meaning of each kernel in plain PyTorch, computed in float64: what they are tested against."""
+"""Compute what the kernels compute in plain PyTorch and float64, as the reference for their tests."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": _gelu_tanh,
     "swiglu": _swiglu,
 }
-"""Activations by the names that kernels know. The exact GELU is not among them: erf spills registers."""
+"""Activations that the kernels compute. Not the exact GELU: erf spills registers."""
 GATED = ("swiglu",)
-"""Those that make one column of two neighbours, a gate and what it lets through."""
+"""Activations that compute one column from two neighbours, gate and up."""
 
 
 def gemm(
@@ -46,8 +46,8 @@ def gemm(
 
     With `gradient_at` the result is `(...) * activation'(gradient_at)` instead.
 
-    As in BLAS, `a` and `b` are not read where `alpha` is 0, and `c` is not where `beta` is 0: what is not a
-    number in them then does not reach the result.
+    As in BLAS, `a` and `b` are not read where `alpha` is 0, and `c` is not where `beta` is 0: NaN in them
+    does not reach the result then.
 
     Example:
         >>> gemm(torch.ones(2, 3), torch.ones(3, 2), alpha=2.0, bias=torch.tensor([0.0, 1.0]))
@@ -72,23 +72,24 @@ def gemm(
 
 
 def activation_gradient(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
-    """Return the gradient before an activation.
+    """Return `grad * activation'(pre)`.
 
     Args:
-        grad: The gradient behind it.
-        pre: What it was applied to.
+        grad: The gradient of the activation's result.
+        pre: The activation's input; for `swiglu` it has twice the columns of `grad`, as the result has.
         activation: One of `ACTIVATIONS`.
     """
     if activation == "relu":
         return torch.where(pre <= 0, 0.0, grad)
     if activation == "silu":
-        share = torch.sigmoid(pre)
-        return grad * (share * (1.0 + pre * (1.0 - share)))
+        sigmoid = torch.sigmoid(pre)
+        return grad * (sigmoid * (1.0 + pre * (1.0 - sigmoid)))
     if activation == "swiglu":
         gate, up = pre[..., 0::2], pre[..., 1::2]
-        share = torch.sigmoid(gate)
-        parts = (grad * up * (share * (1.0 + gate * (1.0 - share))), grad * gate * share)
-        return torch.stack(parts, dim=-1).flatten(-2)
+        sigmoid = torch.sigmoid(gate)
+        pairs = (grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), grad * gate * sigmoid)
+        return torch.stack(pairs, dim=-1).flatten(-2)
+    # x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3): (1 + tanh u) / 2 + x (1 - tanh^2 u) u' / 2
     inner = 0.7978845608028654 * pre * (1.0 + 0.044715 * pre * pre)
     tanh = torch.tanh(inner)
     slope = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * pre * pre)

@@ -223,4 +223,4 @@ def rounding(multiple_of: int | str, device: torch.device, dtype: torch.dtype) -
         >>> [rounding(each, torch.device("cpu"), torch.bfloat16) for each in (6, "auto")]
         [6, 1]
     """
-    return multiple_of if isinstance(multiple_of, int) else tiles.multiple(dtype, devices.of(device))
+    return multiple_of if isinstance(multiple_of, int) else tiles.size_multiple(dtype, devices.of(device))

@@ -18,8 +18,8 @@ from lightning_eff.core.dtypes import matmul_dtype, layer_matmul_dtype
 from lightning_eff.core.text import text_table
 from lightning_eff.kernels import devices, dispatch
 from lightning_eff.kernels.devices import Device
-from lightning_eff.kernels.table import Shape
-from lightning_eff.kernels.tiles import Explanation, explain
+from lightning_eff.kernels.tile_configs import Shape
+from lightning_eff.kernels.tiles import Explanation, explain_tiles
 
 ASSUMED_ROWS = 8192
 """M where nobody knows it: two sequences of 4096 tokens, say."""
@@ -182,14 +182,14 @@ def _row(
         N=shape.N,
         K=shape.K,
         dtype=str(shape.dtype).removeprefix("torch."),
-        computed_by=dispatch.words(shape, where.here, backend),
+        computed_by=dispatch.describe_backend(shape, where.here, backend),
         tiles=_tiles(shape, where.place),
     )
 
 
 def _tiles(shape: Shape, place: Device) -> list[str]:
     try:
-        found = explain(shape.M, shape.N, shape.K, shape.dtype, place)
+        found = explain_tiles(shape.M, shape.N, shape.K, shape.dtype, place)
     except ValueError:
         return ["none of ours multiplies this format"]
     return list(_lost(found)) if place.capability else list(found.sentences())[1:]
@@ -199,9 +199,9 @@ def _lost(found: Explanation) -> Iterator[str]:
     """Yield what an explanation says of losses, shorter."""
     cost, shape = found.cost, found.cost.shape
     fits = "" if shape.M in found.fitting_m else f" (M={_either(found.fitting_m)} would fit)"
-    yield f"{cost.waves:.2f} waves, {cost.idle_share:.0%} idle{fits}"
-    if cost.beyond_share >= 0.0005:
-        yield f"{cost.beyond_share:.1%} beyond the edge"
+    yield f"{cost.waves:.2f} waves, {cost.wave_quantization:.0%} idle{fits}"
+    if cost.tile_quantization >= 0.0005:
+        yield f"{cost.tile_quantization:.1%} beyond the edge"
     for letter, value, better in (("N", shape.N, found.aligned_n), ("K", shape.K, found.aligned_k)):
         if value not in better:
             yield f"no TMA, pad {letter} to {_either(better)}"

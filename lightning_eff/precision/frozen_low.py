@@ -16,7 +16,7 @@ Costs: the error that the report names, 9 % of a weight's norm in nf4, 11 in fp4
     computes the weights anew. A 16-bit embedding gives a residual stream of 16 bits: name it in `skip` if
     that is too few.
 Conflicts: nothing frozen, or nothing trained, is refused. Strategies that shard weights; float64; biases of
-    quantized layers in training (`bias` of LoRA's). `callbacks/triton_linear` leaves quantized layers alone.
+    quantized layers in training (`bias` of LoRA's). `callbacks/triton_gemm` leaves quantized layers alone.
 Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314; https://huggingface.co/docs/bitsandbytes
 """
 
@@ -132,9 +132,9 @@ class FrozenLow(Mixed):
             remedies=("remove it",),
         )
         left = Rule(
-            name="callbacks/triton_linear",
+            name="callbacks/triton_gemm",
             reason="quantized layers compute their own products, so it swaps what is left",
-            remedies=("~callbacks.triton_linear",),
+            remedies=("~callbacks.triton_gemm",),
             verdict=Verdict.WARNED,
         )
         if self.weights in CAST:

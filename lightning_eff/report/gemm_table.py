@@ -1,4 +1,4 @@
-"""What `lightning-eff bench` has measured, in words, in tables and as JSON; it adds no number of its own."""
+"""Show what `lightning-eff bench` has measured, as tables and as JSON; no number is added here."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 import torch
 
 from lightning_eff.core.text import text_table
-from lightning_eff.kernels.bench.comparison import DISPATCH, LIBRARY, Comparison, Result
-from lightning_eff.kernels.bench.rows import Compiled
+from lightning_eff.kernels.bench.assembly import CompiledConfig
+from lightning_eff.kernels.bench.comparison import DISPATCH, LIBRARY, CandidateResult, CaseComparison
+from lightning_eff.kernels.bench.gemm_cases import LAYOUTS, default_cases
 from lightning_eff.kernels.bench.timing import Timing, geometric_mean
-from lightning_eff.kernels.shapes import LAYOUTS, default_cases
 
 NO_GPU = (
-    "No GPU here: nothing below says how fast the kernels are. What was timed is torch's library on this "
-    "processor,\nwith and without our call in front of it; the kernels were compiled at most."
+    "No GPU here: this says nothing about the speed of the kernels. Timed: torch's library on this CPU,\n"
+    "with and without our call around it. The kernels were compiled at most."
 )
-TWO_WAYS = (
-    "Times are of a CUDA graph over rotating buffers; a ratio is the library's time over ours, the smaller "
-    "one of\nthat and of single calls behind a flushed cache."
+TWO_METHODS = (
+    "Times are of a CUDA graph over rotating buffers; a ratio is the library's time over ours, the smaller\n"
+    "one of that and of single calls after a flushed cache."
 )
 MS, US = 1e3, 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What was aimed at, beside what was measured.
+    """A goal, and what was measured.
 
     Args:
         what: Its name.
         value: What was measured; None where a candidate was incorrect.
-        must: What it has to be.
-        ambitious: What it should be.
+        must: What it has to reach; None for no such bound.
+        ambitious: What it should reach.
         smaller_is_better: A time, not a ratio.
     """
 
@@ -46,14 +46,12 @@ class Target:
     @property
     def verdict(self) -> str:
         """`ambitious`, `met` or `NOT MET`."""
-        if self.ambitious is not None and self._reaches(self.ambitious):
-            return "ambitious"
-        return "met" if self.must is not None and self._reaches(self.must) else "NOT MET"
-
-    def _reaches(self, bound: float) -> bool:
-        if self.value is None:
-            return False
-        return self.value <= bound if self.smaller_is_better else self.value >= bound
+        for verdict, bound in (("ambitious", self.ambitious), ("met", self.must)):
+            if self.value is not None and bound is not None:
+                is_reached = self.value <= bound if self.smaller_is_better else self.value >= bound
+                if is_reached:
+                    return verdict
+        return "NOT MET"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,169 +60,164 @@ class GemmReport:
 
     Args:
         comparisons: By case.
-        host: The host's time for one call, by who is called.
-        compiled: What the compiler says of rows, where there is no GPU.
-        not_compiled: Why it says nothing.
+        host: The host's time per call, by function.
+        compiled: The configs' machine code, where no GPU is present.
+        not_compiled: Why `compiled` is empty.
         environment: Versions, device, clocks.
-        on_gpu: It was measured on one.
+        on_gpu: It was measured on a GPU.
     """
 
-    comparisons: Sequence[Comparison]
+    comparisons: Sequence[CaseComparison]
     host: Mapping[str, Timing]
-    compiled: Sequence[Compiled]
+    compiled: Sequence[CompiledConfig]
     not_compiled: str
     environment: Mapping[str, Any]
     on_gpu: bool
 
     @property
-    def incorrect(self) -> list[tuple[Comparison, Result]]:
+    def incorrect(self) -> list[tuple[CaseComparison, CandidateResult]]:
         """Candidates that computed something else."""
-        return [(each, result) for each in self.comparisons for result in each.incorrect]
+        return [(comparison, result) for comparison in self.comparisons for result in comparison.incorrect]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain types, raw numbers in seconds."""
         return {
-            "rows": [each.as_dict() for each in self.comparisons],
-            "means": [mean for layout in (*LAYOUTS, None) if (mean := self.mean(layout))],
-            "host": {name: asdict(each) for name, each in self.host.items()},
-            "targets": [asdict(each) | {"verdict": each.verdict} for each in self.targets()],
-            "compiled": [each.as_dict() for each in self.compiled],
+            "rows": [comparison.as_dict() for comparison in self.comparisons],
+            "means": self._means(),
+            "host": {name: asdict(timing) for name, timing in self.host.items()},
+            "targets": [asdict(target) | {"verdict": target.verdict} for target in self.targets()],
+            "compiled": [compiled.as_dict() for compiled in self.compiled],
             "not_compiled": self.not_compiled,
             "measured_on_gpu": self.on_gpu,
             "environment": dict(self.environment),
         }
 
-    def text(self) -> str:
-        """Return all tables."""
-        return "\n\n".join(self._parts()) + "\n"
-
     def mean(self, layout: str | None) -> dict[str, Any] | None:
-        """Return geometric means of the ratios of a layout, of all with None; the cube does not count.
+        """Return geometric means of the ratios of a layout, or of all with None; the cube does not count.
 
-        A case whose candidate was not timed is left out; `cases` says how many there are.
+        A case whose candidate was not timed is left out; `cases` is the number of all.
         """
-        cases = [each for each in self.comparisons if each.case.kind == "plain" and not each.case.is_cube]
-        cases = [each for each in cases if layout in (None, each.case.layout)]
-        rows = [ratio for each in cases if (ratio := each.ratio(each.best_row)) is not None]
-        calls = [ratio for each in cases if (ratio := each.ratio(each.named(DISPATCH))) is not None]
+        plain = [c for c in self.comparisons if c.case.kind == "plain" and not c.case.is_cube]
+        plain = [c for c in plain if layout in (None, c.case.layout)]
+        configs = [ratio for c in plain if (ratio := c.ratio(c.best_config)) is not None]
+        calls = [ratio for c in plain if (ratio := c.ratio(c.named(DISPATCH))) is not None]
         means = {
-            "best_row": geometric_mean(rows) if rows else None,
+            "best_row": geometric_mean(configs) if configs else None,
             "gemm": geometric_mean(calls) if calls else None,
         }
-        return {"layout": layout or "all", "cases": len(cases), **means} if rows or calls else None
+        return {"layout": layout or "all", "cases": len(plain), **means} if configs or calls else None
+
+    def _means(self) -> list[dict[str, Any]]:
+        return [mean for layout in (*LAYOUTS, None) if (mean := self.mean(layout))]
 
     def targets(self) -> list[Target]:
-        """Return those targets whose whole measurement was made: on a GPU, in bfloat16, the default list."""
+        """Return the targets that were fully measured: on a GPU, in bfloat16, with the default list."""
         if not self.on_gpu:
             return []
         return [*self._cube_targets(), *self._mean_targets(), *self._host_targets()]
 
     def _cube_targets(self) -> Iterator[Target]:
-        for each in self.comparisons:
-            case, best = each.case, each.best_row
+        for comparison in self.comparisons:
+            case, best = comparison.case, comparison.best_config
             if case.is_cube and (case.layout, case.dtype, case.kind) == ("nt", torch.bfloat16, "plain"):
+                ratio = comparison.ratio(best)
                 speed = case.flop / best.timings["graph"].median_s / 1e12 if best else None
-                yield Target(what=f"best row, {case}", value=each.ratio(best), must=0.93, ambitious=0.98)
+                yield Target(what=f"best config, {case}", value=ratio, must=0.93, ambitious=0.98)
                 yield Target(what="  its TFLOP/s", value=speed, must=None, ambitious=770.0)
 
     def _mean_targets(self) -> Iterator[Target]:
-        asked = {case for case in default_cases(torch.bfloat16) if case.kind == "plain" and not case.is_cube}
-        listed = [each for each in self.comparisons if each.case in asked]
-        if {each.case for each in listed} != asked:
+        listed = {c for c in default_cases(torch.bfloat16) if c.kind == "plain" and not c.is_cube}
+        measured = [comparison for comparison in self.comparisons if comparison.case in listed]
+        if {comparison.case for comparison in measured} != listed:
             return
-        rows = [each.ratio(each.best_row) for each in listed]
-        calls = [each.ratio(each.named(DISPATCH)) for each in listed]
-        yield Target(what="best rows, geometric mean", value=_mean(rows), must=0.90, ambitious=0.96)
+        configs = [comparison.ratio(comparison.best_config) for comparison in measured]
+        calls = [comparison.ratio(comparison.named(DISPATCH)) for comparison in measured]
+        yield Target(what="best configs, geometric mean", value=_mean(configs), must=0.90, ambitious=0.96)
         yield Target(what="gemm, geometric mean", value=_mean(calls), must=None, ambitious=1.00)
         worst = None if None in calls else min(call for call in calls if call is not None)
         yield Target(what="gemm, worst case", value=worst, must=0.99, ambitious=None)
 
     def _host_targets(self) -> Iterator[Target]:
-        for name, each in self.host.items():
+        for name, timing in self.host.items():
             if name.startswith(DISPATCH):
-                us = each.median_s * US
-                yield Target(
-                    what=f"{name}, host us", value=us, must=30.0, ambitious=12.0, smaller_is_better=True
-                )
+                what, us = f"{name}, host us", timing.median_s * US
+                yield Target(what=what, value=us, must=30.0, ambitious=12.0, smaller_is_better=True)
 
-    def _parts(self) -> Iterator[str]:
-        yield TWO_WAYS if self.on_gpu else NO_GPU
+    def text(self) -> str:
+        """Return all tables."""
+        return "\n\n".join(self._sections()) + "\n"
+
+    def _sections(self) -> Iterator[str]:
+        yield TWO_METHODS if self.on_gpu else NO_GPU
         yield "\n".join(f" {key}: {value}" for key, value in self.environment.items())
-        yield _case_table(self.comparisons, on_gpu=self.on_gpu)
-        means = [mean for layout in (*LAYOUTS, None) if (mean := self.mean(layout))]
+        header = ["M x N x K", "layout", "kind", "dtype", "library ms"]
+        header += ["TFLOP/s", "best config", "ms", "ratio"] if self.on_gpu else []
+        header += ["gemm ms", "ratio", "computed by", "correct"]
+        yield text_table(header, [list(_case_cells(c, on_gpu=self.on_gpu)) for c in self.comparisons])
+        means = [
+            [mean["layout"], str(mean["cases"]), _number(mean["best_row"]), _number(mean["gemm"])]
+            for mean in self._means()
+        ]
         if means:
-            rows = [
-                [each["layout"], str(each["cases"]), _number(each["best_row"]), _number(each["gemm"])]
-                for each in means
-            ]
-            header = ["geometric mean of ratios", "cases", "best row", "gemm"]
-            yield text_table(header, rows)
-        times = ", ".join(f"{name} {_spread(each, US, 1)} us" for name, each in self.host.items())
-        yield f" host time a call: {times}"
+            yield text_table(["geometric mean of ratios", "cases", "best config", "gemm"], means)
+        times = ", ".join(f"{name} {_range(timing, US, 1)} us" for name, timing in self.host.items())
+        yield f" host time per call: {times}"
         targets = [
-            [each.what, _number(each.value), _number(each.must), _number(each.ambitious), each.verdict]
-            for each in self.targets()
+            [t.what, _number(t.value), _number(t.must), _number(t.ambitious), t.verdict]
+            for t in self.targets()
         ]
         if targets:
             yield text_table(["target", "measured", "must", "ambitious", ""], targets)
         if not self.on_gpu:
-            yield self._compiled_table()
+            yield self._compiled_section()
         for comparison, result in self.incorrect:
-            yield _complaint(comparison, result)
+            case = comparison.case
+            why = result.refusal or f"its error is {result.error:.3g} times what is allowed"
+            yield f" INCORRECT, not timed: {result.name} for {case} {case.layout} {case.kind}: {why}"
 
-    def _compiled_table(self) -> str:
+    def _compiled_section(self) -> str:
         if self.not_compiled:
-            return f" rows for sm_90: nothing is known of them. {self.not_compiled}"
-        header = ["row for sm_90", "registers", "stack", "shared", "tensor core", "TMA", "spills", "fits"]
-        return text_table(header, [_compiled_row(each) for each in self.compiled])
+            return f" configs for sm_90: not compiled. {self.not_compiled}"
+        header = ["config for sm_90", "registers", "stack", "shared", "tensor core", "TMA", "spills", "fits"]
+        return text_table(header, [_compiled_cells(compiled) for compiled in self.compiled])
 
 
-def _case_table(comparisons: Sequence[Comparison], *, on_gpu: bool) -> str:
-    header = ["M x N x K", "layout", "kind", "dtype", "library ms"]
-    header += ["TFLOP/s", "best row", "ms", "ratio"] if on_gpu else []
-    header += ["gemm ms", "ratio", "computed by", "correct"]
-    return text_table(header, [list(_case_row(each, on_gpu=on_gpu)) for each in comparisons])
-
-
-def _case_row(each: Comparison, *, on_gpu: bool) -> Iterator[str]:
-    way = "graph" if on_gpu else "clock"
-    case, library, call, best = each.case, each.named(LIBRARY), each.named(DISPATCH), each.best_row
+def _case_cells(comparison: CaseComparison, *, on_gpu: bool) -> Iterator[str]:
+    method = "graph" if on_gpu else "clock"
+    case, best = comparison.case, comparison.best_config
+    library, call = comparison.named(LIBRARY), comparison.named(DISPATCH)
     yield from (str(case), case.layout, case.kind, str(case.dtype).removeprefix("torch."))
-    yield _time(library, way)
+    yield _time(library, method)
     if on_gpu:
-        timed = library.timings.get(way)
-        yield _number(case.flop / timed.median_s / 1e12 if timed else None, 0)
-        yield from (best.name, _time(best, way)) if best else ("-", "-")
-        yield _number(each.ratio(best))
-    yield _time(call, way)
-    yield _number(each.ratio(call))
-    yield each.chosen
-    yield "INCORRECT" if each.incorrect else "yes"
+        timing = library.timings.get(method)
+        yield _number(case.flop / timing.median_s / 1e12 if timing else None, 0)
+        yield from (best.name, _time(best, method)) if best else ("-", "-")
+        yield _number(comparison.ratio(best))
+    yield _time(call, method)
+    yield _number(comparison.ratio(call))
+    yield comparison.chosen
+    yield "INCORRECT" if comparison.incorrect else "yes"
 
 
-def _compiled_row(each: Compiled) -> list[str]:
-    code = each.assembly
+def _compiled_cells(compiled: CompiledConfig) -> list[str]:
+    code = compiled.assembly
     if code is None:
-        return [each.row, *("-",) * 6, f"no: {each.refusal}"]
+        return [compiled.row, *("-",) * 6, f"no: {compiled.refusal}"]
     counts = code.instructions
     tma = counts["tma_loads"] + counts["tma_stores"] + counts["tma_adds"]
     numbers = (code.registers, code.stack_bytes, code.shared_bytes, counts["tensor_core"], tma)
-    return [each.row, *map(str, numbers), str(counts["local_memory"]), "yes" if each.fits else "no"]
+    cells = [*map(str, numbers), str(counts["local_memory"])]
+    return [compiled.row, *cells, "yes" if compiled.fits else "no"]
 
 
-def _complaint(comparison: Comparison, result: Result) -> str:
-    case = comparison.case
-    why = result.refusal or f"its error is {result.error:.3g} times what is allowed"
-    return f" INCORRECT, not timed: {result.name} for {case} {case.layout} {case.kind}: {why}"
+def _time(result: CandidateResult, method: str) -> str:
+    timing = result.timings.get(method)
+    return _range(timing, MS, 3) if timing else "INCORRECT"
 
 
-def _time(result: Result, way: str) -> str:
-    timed = result.timings.get(way)
-    return _spread(timed, MS, 3) if timed else "INCORRECT"
-
-
-def _spread(timed: Timing, unit: float, digits: int) -> str:
-    median, low, high = (f"{each * unit:.{digits}f}" for each in (timed.median_s, timed.low_s, timed.high_s))
+def _range(timing: Timing, unit: float, digits: int) -> str:
+    times = (timing.median_s, timing.low_s, timing.high_s)
+    median, low, high = (f"{seconds * unit:.{digits}f}" for seconds in times)
     return f"{median} ({low}..{high})"
 
 
@@ -233,5 +226,6 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 def _mean(ratios: Sequence[float | None]) -> float | None:
-    known = [ratio for ratio in ratios if ratio is not None]
-    return geometric_mean(known) if known and len(known) == len(ratios) else None
+    """Return the geometric mean; None unless every ratio was measured."""
+    measured = [ratio for ratio in ratios if ratio is not None]
+    return geometric_mean(measured) if measured and len(measured) == len(ratios) else None

@@ -1,4 +1,4 @@
-"""Tiles in words, without measuring: of layers in use, and of the sizes that a micro-batch may have."""
+"""Explain tiles without measuring: of layers of known models, and of the sizes of a micro-batch."""
 
 from __future__ import annotations
 
@@ -9,30 +9,37 @@ import torch
 
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.text import text_table
-from lightning_eff.kernels import devices, shapes
+from lightning_eff.kernels import devices
+from lightning_eff.kernels.bench import gemm_cases
 from lightning_eff.kernels.devices import Device
-from lightning_eff.kernels.table import Shape
-from lightning_eff.kernels.tiles import WELL_FILLED, Explanation, explain, multiple, ranked
+from lightning_eff.kernels.tile_configs import Shape
+from lightning_eff.kernels.tiles import (
+    MIN_WAVE_EFFICIENCY,
+    Explanation,
+    explain_tiles,
+    rank_configs,
+    size_multiple,
+)
 
-FORMATS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32)
-LAYERS = tuple((shapes.TOKENS[-1], *weight) for weight in shapes.WEIGHTS)
-"""M, N and K of linear layers in use."""
+EXPLAINED_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32)
+KNOWN_LAYERS = tuple((gemm_cases.TOKENS[-1], *weight) for weight in gemm_cases.WEIGHTS)
+"""M, N and K of linear layers of published models."""
 STEP_TOKENS = 128
-MOST_TOKENS = 16384
+MAX_TOKENS = 16384
 
 
-def known(asked: str, name: str) -> str:
-    """Return the name of a device as it is, if there is one of that name.
+def known_device(key: str, name: str) -> str:
+    """Return the name of a device if it is known.
 
     Args:
-        asked: What stands ahead of the name on a command line, `device=` say.
-        name: What was given.
+        key: What precedes the name on the command line, for example `device=`.
+        name: The name.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: An unknown name.
 
     Example:
-        >>> known("device=", "h20")
+        >>> known_device("device=", "h20")
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: device='h20': expected one of h100, h200, a100, ...
           try: device=h200
@@ -40,51 +47,53 @@ def known(asked: str, name: str) -> str:
     names = (*devices.DEVICES, "cpu")
     if name not in names:
         close = difflib.get_close_matches(name.lower(), names, n=1) or ["h200"]
-        key = asked.rstrip("= ")
-        raise ConfigError(key, name, allowed=f"one of {', '.join(names)}", remedies=[f"{asked}{close[0]}"])
+        allowed, remedies = f"one of {', '.join(names)}", [f"{key}{close[0]}"]
+        raise ConfigError(key.rstrip("= "), name, allowed=allowed, remedies=remedies)
     return name
 
 
-def of_layers(
-    device: str, sizes: Sequence[tuple[int, int, int]] = LAYERS, dtype: torch.dtype = torch.bfloat16
+def explain_layers(
+    device: str, sizes: Sequence[tuple[int, int, int]] = KNOWN_LAYERS, dtype: torch.dtype = torch.bfloat16
 ) -> list[Explanation]:
     """Explain the forward passes of layers.
 
     Args:
-        device: A name that is known.
-        sizes: M, N and K of each.
+        device: A known name.
+        sizes: M, N and K of each layer.
         dtype: Of the operands.
     """
-    return [explain(*each, dtype, device) for each in sizes]
+    return [explain_tiles(*size, dtype, device) for size in sizes]
 
 
-def of_micro_batches(device: str) -> str:
-    """Say which sizes of a micro-batch suit a device: multiples by format, and tokens that fill it.
+def explain_micro_batches(device: str) -> str:
+    """Return which micro-batch sizes suit a device: multiples by dtype, and tokens that fill it.
 
     Args:
-        device: A name that is known.
+        device: A known name.
     """
-    place = devices.named(device)
-    formats = [dtype for dtype in FORMATS if dtype.itemsize > 1 or place.has_float8]
-    likes = ", ".join(f"{multiple(dtype, place)} in {str(dtype).removeprefix('torch.')}" for dtype in formats)
-    lines = [f"multiples that {place.name} likes (multiple_of=auto): {likes}"]
-    if not place.capability:
+    info = devices.named(device)
+    dtypes = [dtype for dtype in EXPLAINED_DTYPES if dtype.itemsize > 1 or info.has_float8]
+    multiples = [f"{size_multiple(dtype, info)} in {str(dtype).removeprefix('torch.')}" for dtype in dtypes]
+    lines = [f"multiples for {info.name} (multiple_of=auto): {', '.join(multiples)}"]
+    if not info.capability:
         return "\n".join([*lines, "no waves to fill: torch's library blocks a product for the caches"])
     lines.append(
-        f"tokens, in steps of {STEP_TOKENS} to {MOST_TOKENS}, that leave at most {1.0 - WELL_FILLED:.0%} of "
-        f"the time of {place.num_sms} SMs idle in a layer's forward pass (bfloat16):"
+        f"tokens, in steps of {STEP_TOKENS} to {MAX_TOKENS}, that leave at most "
+        f"{1.0 - MIN_WAVE_EFFICIENCY:.0%} of the time of {info.num_sms} SMs idle in a layer's forward pass "
+        "(bfloat16):"
     )
-    table = [[f"{n} x {k}", *_filling(n, k, place)] for n, k in shapes.WEIGHTS]
+    table = [[f"{n} x {k}", *_filling_tokens(n, k, info)] for n, k in gemm_cases.WEIGHTS]
     return "\n".join([*lines, text_table(["N x K", "from", "worst above"], table)])
 
 
-def _filling(n: int, k: int, place: Device) -> list[str]:
-    """Return the fewest tokens that fill a device, and those above them that waste most of it."""
-    sizes = range(STEP_TOKENS, MOST_TOKENS + 1, STEP_TOKENS)
-    best = {tokens: ranked(Shape.packed(tokens, n, k, torch.bfloat16), place)[0] for tokens in sizes}
-    filled = {m: cost for m, cost in best.items() if cost.waves >= 1.0 and cost.tile.split_k == 1}
-    first = next((m for m, cost in filled.items() if cost.idle_share <= 1.0 - WELL_FILLED), None)
+def _filling_tokens(n: int, k: int, device: Device) -> list[str]:
+    """Return the fewest tokens that fill a device, and the larger number that wastes most of it."""
+    sizes = range(STEP_TOKENS, MAX_TOKENS + 1, STEP_TOKENS)
+    best = {tokens: rank_configs(Shape.packed(tokens, n, k, torch.bfloat16), device)[0] for tokens in sizes}
+    full = {m: cost for m, cost in best.items() if cost.waves >= 1.0 and cost.config.split_k == 1}
+    max_idle = 1.0 - MIN_WAVE_EFFICIENCY
+    first = next((m for m, cost in full.items() if cost.wave_quantization <= max_idle), None)
     if first is None:
-        return [f"above {MOST_TOKENS}", ""]
-    worst = max((tokens for tokens in sizes if tokens >= first), key=lambda each: best[each].idle_share)
-    return [str(first), f"{worst}, {best[worst].idle_share:.0%} idle"]
+        return [f"above {MAX_TOKENS}", ""]
+    worst = max((m for m in sizes if m >= first), key=lambda m: best[m].wave_quantization)
+    return [str(first), f"{worst}, {best[worst].wave_quantization:.0%} idle"]

@@ -41,7 +41,7 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.torch_compile import TorchCompile
-from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.core.optimization.first_gradients import GradientError
@@ -535,7 +535,7 @@ def test_callbacks_that_cannot_meet_adapters_are_refused(other: pl.Callback) -> 
 
 @pytest.mark.parametrize(("method", "r"), [("lora", 4), ("vera", 8)])
 def test_tile_comes_after_adapters_and_compile_last(method: str, r: int) -> None:
-    tiled = TritonLinear(min_features=8)
+    tiled = TritonGemm(min_features=8)
     compiled = TorchCompile(backend="aot_eager")
     technique = PeftAdapter(method=method, options={"r": r})
     model, plain = Deep(dropout=0.0), Deep(dropout=0.0)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from lightning_eff.commands import bench
-from lightning_eff.kernels import dispatch, shapes
-from lightning_eff.kernels.bench import candidates, rows
-from lightning_eff.kernels.bench.comparison import Comparison, Result
+from lightning_eff.kernels import dispatch
+from lightning_eff.kernels.bench import assembly, candidates, gemm_cases
+from lightning_eff.kernels.bench.comparison import CandidateResult, CaseComparison
+from lightning_eff.kernels.bench.gemm_cases import Case
 from lightning_eff.kernels.bench.timing import Timing
-from lightning_eff.kernels.shapes import Case
 from lightning_eff.report.gemm_table import GemmReport
 from tests.support.command_line import Command
 
@@ -27,18 +27,18 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def only_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One small case, and no row that must be compiled."""
-    monkeypatch.setattr(shapes, "QUICK", (shapes.Layer(8, 8, 8),))
-    monkeypatch.setattr(rows, "not_compiled", lambda: "not in this test")
+    """One small case, and no config that must be compiled."""
+    monkeypatch.setattr(gemm_cases, "QUICK", (gemm_cases.Layer(8, 8, 8),))
+    monkeypatch.setattr(assembly, "why_not_compiled", lambda: "not in this test")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
 def test_without_a_gpu_it_says_so_and_claims_no_speed(command: Command) -> None:
     code, out, err = command("bench", "--quick")
     assert code == 0
-    assert out.startswith("No GPU here: nothing below says how fast the kernels are.")
+    assert out.startswith("No GPU here: this says nothing about the speed of the kernels.")
     assert "TFLOP/s" not in out
-    assert "best row, " not in out
+    assert "best config, " not in out
     assert out.count("\n tma 128x256, ") == bench.QUICK_TILES
     assert "1/8 96x256x128 nt plain" in err
 
@@ -81,14 +81,14 @@ def test_shapes_of_ones_own_become_three_gemms_and_files(command: Command, tmp_p
 def test_what_was_measured_before_a_crash_is_kept(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare = candidates.compare
+    compare = candidates.compare_case
 
     def crash(case: Case, *rest: Any) -> Any:
         if case.layout == "tn":
             raise RuntimeError("the card fell off the bus")
         return compare(case, *rest)
 
-    monkeypatch.setattr(candidates, "compare", crash)
+    monkeypatch.setattr(candidates, "compare_case", crash)
     code, _, _ = command("bench", "--shapes", "2,3,4", "--quick", "--out", str(tmp_path))
     layouts = [json.loads(line)["layout"] for line in (tmp_path / "gemm.jsonl").read_text().splitlines()]
     assert (code, layouts) == (1, ["nt", "nn"])
@@ -110,7 +110,7 @@ def test_what_was_measured_before_a_crash_is_kept(
 def test_what_cannot_be_is_refused_before_anything_is_measured(
     command: Command, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, says: str
 ) -> None:
-    monkeypatch.setattr(candidates, "compare", None)
+    monkeypatch.setattr(candidates, "compare_case", None)
     found, out, err = command("bench", *words)
     assert (found, out) == (code, "")
     assert says in err
@@ -141,29 +141,31 @@ def test_a_wrong_product_is_reported_not_timed_and_an_exit_code(
 
 
 @pytest.mark.usefixtures("only_one")
-def test_without_triton_it_says_what_is_missing(command: Command) -> None:
+def test_without_triton_the_report_names_what_is_missing(command: Command) -> None:
     out = command("bench", "--quick")[1]
-    assert "rows for sm_90: nothing is known of them. not in this test" in out
+    assert "configs for sm_90: not compiled. not in this test" in out
 
 
-def on_gpu(rows_ratio: float, gemm_ratio: float, wrong: int = 0) -> GemmReport:
-    """A report as from a GPU, made up: a library that takes a second, a row and `gemm` with these ratios."""
+def on_gpu(config_ratio: float, gemm_ratio: float, wrong: int = 0) -> GemmReport:
+    """A made-up report of a GPU: the library takes a second, a config and `gemm` have these ratios."""
 
     def timings(value: float) -> dict[str, Timing]:
         return dict.fromkeys(("flushed", "graph"), Timing(median_s=value, low_s=value, high_s=value))
 
-    def compared(number: int, case: Case) -> Comparison:
-        ratios = {"library": 1.0, "gemm": gemm_ratio, "a row": rows_ratio}
+    def compared(number: int, case: Case) -> CaseComparison:
+        ratios = {"library": 1.0, "gemm": gemm_ratio, "a config": config_ratio}
         results = [
-            Result(name=name, error=0.5, timings=timings(1.0 / ratio)) for name, ratio in ratios.items()
+            CandidateResult(name=name, error=0.5, timings=timings(1.0 / ratio))
+            for name, ratio in ratios.items()
         ]
         if number < wrong:
             results[1:] = [
-                Result(name=name, error=float("inf"), refusal="no room") for name in ("gemm", "a row")
+                CandidateResult(name=name, error=float("inf"), refusal="no room")
+                for name in ("gemm", "a config")
             ]
-        return Comparison(case=case, results=tuple(results), bucket="b", chosen="torch")
+        return CaseComparison(case=case, results=tuple(results), bucket="b", chosen="torch")
 
-    cases = shapes.default_cases(torch.bfloat16)
+    cases = gemm_cases.default_cases(torch.bfloat16)
     return GemmReport(
         comparisons=[compared(number, case) for number, case in enumerate(cases)],
         host={name: timings(20e-6)["graph"] for name in ("torch.mm", "gemm")},
@@ -177,9 +179,9 @@ def on_gpu(rows_ratio: float, gemm_ratio: float, wrong: int = 0) -> GemmReport:
 def test_targets_are_met_by_both_numbers_and_not_by_what_is_incorrect() -> None:
     report = on_gpu(0.95, 1.0)
     assert {each.what: each.verdict for each in report.targets()} == {
-        "best row, 8192x8192x8192": "met",
+        "best config, 8192x8192x8192": "met",
         "  its TFLOP/s": "NOT MET",
-        "best rows, geometric mean": "met",
+        "best configs, geometric mean": "met",
         "gemm, geometric mean": "ambitious",
         "gemm, worst case": "met",
         "gemm, host us": "met",
@@ -189,8 +191,8 @@ def test_targets_are_met_by_both_numbers_and_not_by_what_is_incorrect() -> None:
     }  # fmt: skip
     broken = on_gpu(2.0, 2.0, wrong=1)
     verdicts = {each.what: each.verdict for each in broken.targets()}
-    assert verdicts["best rows, geometric mean"] == verdicts["gemm, worst case"] == "NOT MET"
-    assert "INCORRECT, not timed: a row for 2048x12288x4096 nt plain: no room" in broken.text()
+    assert verdicts["best configs, geometric mean"] == verdicts["gemm, worst case"] == "NOT MET"
+    assert "INCORRECT, not timed: a config for 2048x12288x4096 nt plain: no room" in broken.text()
     assert json.loads(json.dumps(broken.as_dict()))["rows"][0]["candidates"][1]["error"] is None
 
 
@@ -205,19 +207,19 @@ def test_tuning_is_kept_for_dispatch(
 ) -> None:
     monkeypatch.setenv("LIGHTNING_EFF_CACHE", str(tmp_path))
     monkeypatch.setattr(dispatch, "identity", lambda device: "some-gpu")
-    monkeypatch.setattr(bench, "_device", lambda asked: torch.device("cpu"))
-    monkeypatch.setattr(bench, "_measure", lambda asked, device: on_gpu(0.9, 1.0))
+    monkeypatch.setattr(bench, "_device", lambda options: torch.device("cpu"))
+    monkeypatch.setattr(bench, "_measure", lambda options, device: on_gpu(0.9, 1.0))
     code, out, err = command("bench", "--tune")
     assert code == 0
     assert "made up" in out
-    assert "1 choices are in " in err
+    assert "saved 1 choice in " in err
     assert dispatch.choices.__wrapped__("some-gpu") == {"b": "torch"}
 
 
 def test_explain_measures_nothing_and_says_what_is_lost(command: Command) -> None:
     code, out, err = command("bench", "--explain", "h200", "--shapes", "4352,4096,4096;8192,50257,4096")
     assert code == 0, err
-    assert "4.12 waves of 132 SMs, 18% idle: M=4224 or 5120 fit" in out
+    assert "4.12 waves of 132 SMs, wave quantization 18%: M=4224 or 5120 fit" in out
     assert "pad N to 50264 or 50304" in out
     code, out, _ = command("bench", "--explain", "cpu", "--json")
     assert code == 0

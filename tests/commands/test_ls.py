@@ -53,12 +53,12 @@ def test_a_recipe_shows_its_bill_of_materials(command: Command) -> None:
 
 
 def test_tiles_are_explained_below_the_card(command: Command) -> None:
-    card = command("ls", "triton_linear")[1]
-    assert "\ntiles: lightning-eff ls callbacks/triton_linear --explain h200\n" in card
-    code, out, err = command("ls", "triton_linear", "--explain", "h200")
+    card = command("ls", "triton_gemm")[1]
+    assert "\ntiles: lightning-eff ls callbacks/triton_gemm --explain h200\n" in card
+    code, out, err = command("ls", "triton_gemm", "--explain", "h200")
     assert code == 0, err
     assert out.startswith(card)
-    assert "\n64 x 16 tiles make 7.76 waves of 132 SMs, 3% idle\n" in out
+    assert "\n64 x 16 tiles make 7.76 waves of 132 SMs, wave quantization 3%\n" in out
     assert out.removeprefix(card).strip() == command("bench", "--explain", "h200")[1].strip()
     out = command("ls", "callbacks/micro_batch", "--explain", "h200")[1]
     assert "8 in bfloat16, 8 in float16, 16 in float8_e4m3fn, 4 in float32" in out
@@ -73,12 +73,12 @@ def test_tiles_are_explained_below_the_card(command: Command) -> None:
     [
         (
             ["empty_cache", "--explain", "h200"],
-            "callbacks/micro_batch, callbacks/triton_linear",
+            "callbacks/micro_batch, callbacks/triton_gemm",
         ),
-        (["--explain", "h200"], "callbacks/micro_batch, callbacks/triton_linear"),
-        (["lm", "--explain", "h200"], "callbacks/micro_batch, callbacks/triton_linear"),
-        (["triton_linear", "--explain", "h20"], "--explain='h20': expected one of h100, h200"),
-        (["triton_linear", "--explain"], "argument --explain: expected one argument"),
+        (["--explain", "h200"], "callbacks/micro_batch, callbacks/triton_gemm"),
+        (["lm", "--explain", "h200"], "callbacks/micro_batch, callbacks/triton_gemm"),
+        (["triton_gemm", "--explain", "h20"], "--explain='h20': expected one of h100, h200"),
+        (["triton_gemm", "--explain"], "argument --explain: expected one argument"),
         (["a", "b"], "unknown argument 'b'"),
     ],
 )

@@ -66,7 +66,7 @@ REFUSED = {
         "callbacks=[gradient_checkpointing,torch_compile]",
         "callbacks.torch_compile.mode=reduce-overhead",
     ],
-    "kernels in what is compiled": ["callbacks=[triton_linear,torch_compile]"],
+    "kernels in what is compiled": ["callbacks=[triton_gemm,torch_compile]"],
     "a size that is compiled anew": ["callbacks=[micro_batch,torch_compile]"],
     "sizes that differ between ranks": ["callbacks=[micro_batch]", "strategy=fsdp2"],
     "one device to divide among": ["strategy=fsdp2"],
@@ -77,7 +77,7 @@ REFUSED = {
         "precision=frozen_int8",
         "strategy=fsdp2",
     ],
-    "kernels for weights in few bits": ["callbacks=[peft_adapter,triton_linear]", "precision=frozen_int8"],
+    "kernels for weights in few bits": ["callbacks=[peft_adapter,triton_gemm]", "precision=frozen_int8"],
 }
 """Overrides of `baseline` that meet a rule."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.kernels.table import TILES
+from lightning_eff.kernels.tile_configs import CONFIGS
 from tests.support.processes import in_interpreter
 
 PARTS = ("swiglu", "silu", "relu", "gelu_tanh", "gradient", "sums", "saves")
@@ -36,7 +36,7 @@ def test_a_thousand_cases_are_within_t4(results: dict[str, Any]) -> None:
 
 def test_all_rows_formats_and_kinds_were_among_them(results: dict[str, Any]) -> None:
     for name in [
-        *map(str, TILES),
+        *map(str, CONFIGS),
         "gemm",
         "integers",
         "special",

@@ -319,9 +319,9 @@ assert torch.equal(compiled(a, b), step(a, b))
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.kernels.linear import TritonLinear
 calls = []
-import lightning_eff.kernels.matmul as matmul
-real = matmul.launch
-matmul.launch = lambda *args, **keywords: calls.append(1) or real(*args, **keywords)
+import lightning_eff.kernels.operator as operator
+real = operator.launch
+operator.launch = lambda *args, **keywords: calls.append(1) or real(*args, **keywords)
 block = torch.nn.Sequential(TritonLinear(6, 6, backend="triton"), torch.nn.Tanh())
 model = torch.nn.Sequential(block)
 recompute(model, policy="selective", blocks=["0"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_eff.callbacks.triton_linear import swap, unswap
+from lightning_eff.callbacks.triton_gemm import swap, unswap
 from lightning_eff.kernels import reference
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.matmul import gemm, gemm_logsumexp
@@ -186,7 +186,7 @@ def test_autocast_is_that_of_torch() -> None:
     [
         ({"b": random(9, 2)}, ValueError, r"gemm of a \[3, 4\] and b \[9, 2\]"),
         ({"b": random(9, 2), "alpha": 0.0}, ValueError, "gemm of a"),
-        ({"b": random(4, 2, dtype=torch.float32)}, TypeError, "expected one format"),
+        ({"b": random(4, 2, dtype=torch.float32)}, TypeError, "expected one dtype"),
         ({"a": torch.ones(3, 4, dtype=torch.int64)}, TypeError, "expected float64, float32"),
         ({"b": random(4, 2).to("meta")}, ValueError, "a is on cpu and b on meta"),
         ({"c": random(7, 2), "beta": 1.0}, ValueError, r"c is \[7, 2\]: expected \[3, 2\]"),
@@ -196,8 +196,8 @@ def test_autocast_is_that_of_torch() -> None:
         ({"out_dtype": torch.int32}, TypeError, "out_dtype=torch.int32: expected float64, float32"),
         ({"scale_a": random(3)}, ValueError, r"scale_a is torch.float64 \[3\]: expected float32"),
         ({"out": random(2, 3)}, ValueError, r"out is torch.float64 \[2, 3\]"),
-        ({"out": random(1, 2).expand(3, 2)}, ValueError, "a place of its own for each element"),
-        ({"out": random(6).as_strided((3, 2), (1, 1))}, ValueError, "a place of its own for each element"),
+        ({"out": random(1, 2).expand(3, 2)}, ValueError, "no two elements share memory"),
+        ({"out": random(6).as_strided((3, 2), (1, 1))}, ValueError, "no two elements share memory"),
         ({"alpha": 2j}, TypeError, "complex"),
         ({"a": random(3, 4).requires_grad_(), "out": random(3, 2)}, RuntimeError, "has no gradient"),
         (

@@ -12,31 +12,32 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-KERNELS = ROOT / "lightning_eff" / "kernels"
-MATMUL, EPILOGUE, LAUNCH, OPERANDS = "matmul.py", "epilogue.py", "launch.py", "operands.py"
+FOLDER = ROOT / "lightning_eff" / "kernels"
+MATMUL, OPERANDS, LAUNCH = "matmul.py", "operands.py", "launch.py"
+KERNELS, EPILOGUE = "gemm_kernels.py", "epilogue.py"
 
-# name: (file, what stands there, what is put there)
+# name: (file, its text, the faulty text)
 FAULTS = {
-    "K mask off by one": (MATMUL, "BLOCK_K) < K\n", "BLOCK_K) < K - 1\n"),
-    "K mask one too far": (MATMUL, "BLOCK_K) < K\n", "BLOCK_K) < K + 1\n"),
+    "K mask off by one": (KERNELS, "BLOCK_K) < K\n", "BLOCK_K) < K - 1\n"),
+    "K mask one too far": (KERNELS, "BLOCK_K) < K\n", "BLOCK_K) < K + 1\n"),
     "the last step of K left out": (
-        MATMUL,
+        KERNELS,
         "range(first, last, BLOCK_K):\n        inside",
         "range(first, last - 1, BLOCK_K):\n        inside",
     ),
     "the last step of TMA's K left out": (
-        MATMUL,
+        KERNELS,
         "range(first, last, BLOCK_K):\n            a_block",
         "range(first, last - 1, BLOCK_K):\n            a_block",
     ),
     "an accumulator of float16": (
-        MATMUL,
+        KERNELS,
         "acc = tl.dot(a, b, acc, input_precision=PRECISION)",
         "acc = tl.dot(a, b, acc, input_precision=PRECISION).to(tl.float16).to(tl.float32)",
     ),
-    "bfloat16 is not cast up in the interpreter": (MATMUL, "INTERPRETED and a.dtype == tl.bfloat16", "False"),
+    "bfloat16 is not cast in the interpreter": (KERNELS, "INTERPRETED and a.dtype == tl.bfloat16", "False"),
     "stride order of A": (
-        MATMUL,
+        KERNELS,
         "m[:, None] * stride_am + k[None, :].to(tl.int64) * stride_ak",
         "m[:, None] * stride_ak + k[None, :].to(tl.int64) * stride_am",
     ),
@@ -52,22 +53,22 @@ FAULTS = {
         "acc += 2 * tl.load(bias + n, mask=n < N, other=0.0)",
     ),
     "the same bias for all": (EPILOGUE, "tl.load(bias + n,", "tl.load(bias + n * 0,"),
-    "a row beyond the edge is written": (
+    "a row beyond the edge is stored": (
         EPILOGUE,
         "x.to(d.dtype.element_ty), mask=(m < M)",
         "x.to(d.dtype.element_ty), mask=(m <= M)",
     ),
     "a scale of B twice": (EPILOGUE, "acc *= tl.load(scale_b", "acc *= 2.0 * tl.load(scale_b"),
-    "the halves of a tile mixed up": (MATMUL, "* SUBTILES + i\n", "* SUBTILES + SUBTILES - 1 - i\n"),
-    "a transposed B from the place of A": (MATMUL, "load([first_n, start]).T", "load([first_m, start]).T"),
+    "the halves of a tile mixed up": (KERNELS, "* SUBTILES + i\n", "* SUBTILES + SUBTILES - 1 - i\n"),
+    "a transposed B at the rows of A": (KERNELS, "load([first_n, start]).T", "load([first_m, start]).T"),
     "tiles are counted down the wrong axis": (
-        MATMUL,
+        KERNELS,
         "return first + tile % band % rows, tile % band // rows",
         "return first + tile % band // rows, tile % band % rows",
     ),
-    "what is beyond the edge of a batch": (MATMUL, "z * stride_bz", "z * stride_az"),
-    "the sum is not kept where rows add": (
-        MATMUL,
+    "what is beyond the edge of a batch": (KERNELS, "z * stride_bz", "z * stride_az"),
+    "the sum is not kept where a config adds": (
+        KERNELS,
         "d_tiles.load([row_d, column_d]) + x",
         "x",
     ),
@@ -81,21 +82,21 @@ FAULTS = {
     ),
     "the gradient of SiLU without its second term": (
         EPILOGUE,
-        "grad *= share * (1.0 + at * (1.0 - share))",
-        "grad *= share",
+        "grad *= sigmoid * (1.0 + at * (1.0 - sigmoid))",
+        "grad *= sigmoid",
     ),
     "sums of rows reach beyond the edge": (EPILOGUE, "x.shape[1]) < width)", "x.shape[1]) <= width)"),
     "sums of rows without their shift": (EPILOGUE, "return shift + 0.69", "return 0.69"),
-    "a part of K left out": (MATMUL, "for _ in range(SPLIT_K):", "for _ in range(SPLIT_K - 1):"),
-    "parts of K overlap": (
-        MATMUL,
-        "tl.minimum(part * depth + depth, K)",
-        "tl.minimum(part * depth + depth + BLOCK_K, K)",
+    "a split of K left out": (KERNELS, "for _ in range(SPLIT_K):", "for _ in range(SPLIT_K - 1):"),
+    "splits of K overlap": (
+        KERNELS,
+        "tl.minimum(split * depth + depth, K)",
+        "tl.minimum(split * depth + depth + BLOCK_K, K)",
     ),
-    "parts of K in too few rows": (
+    "splits of K in too few rows": (
         LAUNCH,
-        "rows = -(-given.M // tile.block_m) * tile.block_m",
-        "rows = given.M",
+        "rows = -(-operands.M // config.block_m) * config.block_m",
+        "rows = operands.M",
     ),
     "beta = 0 reads C": (MATMUL, "c if beta else None,", "c,"),
     "alpha = 0 reads A": (OPERANDS, "    if not alpha:", "    if alpha is None:"),
@@ -103,9 +104,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_has_its_place(name: str) -> None:
+def test_the_text_of_a_fault_occurs_once(name: str) -> None:
     file, there, _ = FAULTS[name]
-    assert (KERNELS / file).read_text().count(there) == 1
+    assert (FOLDER / file).read_text().count(there) == 1
 
 
 @pytest.mark.slow

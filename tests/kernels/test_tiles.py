@@ -1,4 +1,4 @@
-"""The choice of a tile and its words, against arithmetic that is done by hand."""
+"""The cost model and its explanations, against arithmetic done by hand."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import DEVICES
-from lightning_eff.kernels.table import TILES, Shape, Tile
-from lightning_eff.kernels.tiles import Cost, explain, fitting, multiple, ranked
+from lightning_eff.kernels.tile_configs import CONFIGS, Shape, TileConfig
+from lightning_eff.kernels.tiles import Cost, explain_tiles, fitting_configs, rank_configs, size_multiple
 
 H200 = DEVICES["h200"]
-LARGE = Tile("tma", 128, 256, 128, 8, 3)
+LARGE = TileConfig("tma", 128, 256, 128, 8, 3)
 
 
 def cost(**sizes: int) -> Cost:
-    return Cost(shape=Shape(**sizes), tile=LARGE, device=H200)
+    return Cost(shape=Shape(**sizes), config=LARGE, device=H200)
 
 
 def test_waves_and_edges_are_counted() -> None:
@@ -26,14 +26,14 @@ def test_waves_and_edges_are_counted() -> None:
     full = cost(M=4352, N=4096, K=4096)
     assert (full.grid, full.num_tiles) == ((34, 16), 544)
     assert full.waves == pytest.approx(4.1212, abs=1e-4)
-    assert full.idle_share == pytest.approx(1 - 544 / 660)
-    assert full.beyond_share == 0.0
+    assert full.wave_quantization == pytest.approx(1 - 544 / 660)
+    assert full.tile_quantization == 0.0
     # 129 x 257 takes 2 x 2 tiles of 128 x 256: 33,153 of 131,072 elements are wanted.
-    assert cost(M=129, N=257, K=64).beyond_share == pytest.approx(1 - 33153 / 131072)
+    assert cost(M=129, N=257, K=64).tile_quantization == pytest.approx(1 - 33153 / 131072)
 
 
-def test_an_exact_number_of_waves_leaves_nobody_idle() -> None:
-    assert cost(M=128 * 33, N=256 * 16, K=512).idle_share == 0.0
+def test_an_exact_number_of_waves_leaves_no_sm_idle() -> None:
+    assert cost(M=128 * 33, N=256 * 16, K=512).wave_quantization == 0.0
 
 
 def test_traffic_is_that_of_operands_and_result() -> None:
@@ -41,8 +41,8 @@ def test_traffic_is_that_of_operands_and_result() -> None:
     small = cost(M=1024, N=1024, K=512)
     assert small.memory_bytes == 2 * (1024 * 512 * 2) + 1024 * 1024 * 2
     assert small.l2_bytes == 8 * 4 * (128 + 256) * 512 * 2
-    # With C the result's place is read as well.
-    read = Cost(shape=Shape(M=1024, N=1024, K=512, reads_c=True), tile=LARGE, device=H200)
+    # With C, as many elements as the result has are read too.
+    read = Cost(shape=Shape(M=1024, N=1024, K=512, reads_c=True), config=LARGE, device=H200)
     assert read.memory_bytes - small.memory_bytes == 1024 * 1024 * 2
 
 
@@ -51,13 +51,13 @@ def test_time_is_that_of_the_slowest_part() -> None:
     a_tile = 2 * 128 * 256 * 8192 / (989e12 * LARGE.efficiency / 132)
     assert large.bound == "computing"
     assert large.seconds == pytest.approx(16 * a_tile + 5e-6), "2048 tiles are 15.5 waves, so 16"
-    assert 0.0 < large.peak_share < LARGE.efficiency
+    assert 0.0 < large.peak_fraction < LARGE.efficiency
     assert cost(M=128, N=131072, K=64).bound == "memory"
 
 
 def test_shared_memory_decides_what_fits() -> None:
     def names(shape: Shape) -> list[str]:
-        return [str(tile) for tile in fitting(shape, H200)]
+        return [str(tile) for tile in fitting_configs(shape, H200)]
 
     plain = names(Shape(M=4096, N=4096, K=4096))
     assert "tma 128x256, 3 stages, 8 warps" in plain
@@ -78,104 +78,106 @@ def test_shared_memory_decides_what_fits() -> None:
     ],
 )
 def test_what_tma_or_tensor_cores_cannot_do_is_left_to_pointers(shape: Shape) -> None:
-    assert {tile.kernel for tile in fitting(shape, H200)} == {"pointers"}
+    assert {tile.kernel for tile in fitting_configs(shape, H200)} == {"pointers"}
 
 
 def test_older_gpus_have_pointers_only() -> None:
     shape = Shape(M=4096, N=4096, K=4096)
-    assert {tile.kernel for tile in fitting(shape, DEVICES["a100"])} == {"pointers"}
-    assert ranked(shape, DEVICES["a100"])
+    assert {tile.kernel for tile in fitting_configs(shape, DEVICES["a100"])} == {"pointers"}
+    assert rank_configs(shape, DEVICES["a100"])
 
 
 def test_few_tiles_get_smaller_ones() -> None:
-    assert ranked(Shape(M=8192, N=8192, K=8192), H200)[0].tile.block_n == 256
-    few = ranked(Shape(M=128, N=512, K=4096), H200)[0]
+    assert rank_configs(Shape(M=8192, N=8192, K=8192), H200)[0].config.block_n == 256
+    few = rank_configs(Shape(M=128, N=512, K=4096), H200)[0]
     assert few.num_tiles > cost(M=128, N=512, K=4096).num_tiles
 
 
 def test_k_is_split_where_tiles_are_few() -> None:
     """512 x 512 x 65536: 16 tiles for 132 SMs; in four parts 64, each of 256 steps of 64 columns."""
     shape = Shape(M=512, N=512, K=65536)
-    cost = ranked(shape, H200)[0]
-    assert (cost.tile.split_k, cost.grid, cost.num_tiles, cost.depth) == (4, (4, 4), 64, 256 * 64)
+    cost = rank_configs(shape, H200)[0]
+    assert (cost.config.split_k, cost.grid, cost.num_tiles, cost.depth) == (4, (4, 4), 64, 256 * 64)
     parts_bytes = 2 * 4 * 4 * 512 * 512
     assert cost.memory_bytes == 2 * 512 * 65536 * 2 + 512 * 512 * 2 + parts_bytes
     for large in (Shape(M=8192, N=8192, K=8192), Shape(M=4096, N=4096, K=4096), Shape(M=2048, N=4096, K=256)):
-        assert ranked(large, H200)[0].tile.split_k == 1
+        assert rank_configs(large, H200)[0].config.split_k == 1
 
 
-def test_registers_decide_which_rows_multiply_float8_or_take_gradients_of_swiglu() -> None:
+def test_registers_decide_which_configs_multiply_float8_or_take_gradients_of_swiglu() -> None:
     """128 x 256 with 8 warps: 128 sums a thread, and as many again where those of float8 are kept apart."""
     low = Shape(M=8192, N=8192, K=8192, dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16)
-    assert {tile.block_n for tile in fitting(low, H200) if tile.kernel == "tma"} == {128}
-    gated = Shape(M=8192, N=8192, K=8192, columns_share=2.0, reads_at=True)
-    rows = [tile for tile in fitting(gated, H200) if tile.kernel == "tma" and tile.split_k == 1]
-    assert rows
-    assert all(tile.block_m * tile.block_n // (32 * tile.num_warps * tile.subtiles) <= 32 for tile in rows)
+    assert {tile.block_n for tile in fitting_configs(low, H200) if tile.kernel == "tma"} == {128}
+    gated = Shape(M=8192, N=8192, K=8192, columns_ratio=2.0, reads_at=True)
+    configs = [tile for tile in fitting_configs(gated, H200) if tile.kernel == "tma" and tile.split_k == 1]
+    assert configs
+    assert all(tile.block_m * tile.block_n // (32 * tile.num_warps * tile.subtiles) <= 32 for tile in configs)
 
 
 def test_what_is_read_beside_the_operands_takes_room_in_its_own_format() -> None:
     """Found by a reader: 245,784 bytes of 232,448, for a float32 C beside a bfloat16 result."""
     plain = Shape(M=4096, N=4096, K=8192)
-    row = next(tile for tile in TILES if str(tile) == "tma 128x256, 3 stages, 8 warps, subtiles")
-    assert row in set(fitting(plain, H200))
+    config = next(tile for tile in CONFIGS if str(tile) == "tma 128x256, 3 stages, 8 warps, subtiles")
+    assert config in set(fitting_configs(plain, H200))
     half = 128 * 128
-    assert row.shared_bytes(plain) == 3 * (128 + 256) * 128 + half * 2
-    assert row.shared_bytes(replace(plain, reads_c=True)) == 3 * (128 + 256) * 128 + half * (2 + 2)
+    assert config.shared_bytes(plain) == 3 * (128 + 256) * 128 + half * 2
+    assert config.shared_bytes(replace(plain, reads_c=True)) == 3 * (128 + 256) * 128 + half * (2 + 2)
     wide = replace(plain, reads_c=True, read_itemsize=4)
-    assert row.shared_bytes(wide) == 3 * (128 + 256) * 128 + half * (2 + 4)
-    assert row not in set(fitting(wide, H200))
+    assert config.shared_bytes(wide) == 3 * (128 + 256) * 128 + half * (2 + 4)
+    assert config not in set(fitting_configs(wide, H200))
     weight = Shape(M=4096, N=4096, K=8192, out_dtype=torch.float32, reads_c=True, adds=True, read_itemsize=4)
     assert all(
-        tile.adds or tile.kernel == "pointers" for tile in fitting(weight, H200) if tile.block_n == 256
+        tile.adds or tile.kernel == "pointers"
+        for tile in fitting_configs(weight, H200)
+        if tile.block_n == 256
     )
 
 
 def test_the_explanation_of_the_design_comes_out() -> None:
-    text = str(explain(4352, 4096, 4096))
-    assert "34 x 16 tiles make 4.12 waves of 132 SMs, 18% idle: M=4224 or 5120 fit" in text
-    vocabulary = explain(8192, 50257, 4096)
+    text = str(explain_tiles(4352, 4096, 4096))
+    assert "34 x 16 tiles make 4.12 waves of 132 SMs, wave quantization 18%: M=4224 or 5120 fit" in text
+    vocabulary = explain_tiles(8192, 50257, 4096)
     assert "a row of N=50257 is 100514 bytes, no multiple of 16: no TMA; pad N to 50264 or 50304" in str(
         vocabulary
     )
-    assert vocabulary.cost.beyond_share < 0.01
-    assert str(explain(4224, 4096, 4096)).count("fit") == 0, "it fits as it is"
+    assert vocabulary.cost.tile_quantization < 0.01
+    assert str(explain_tiles(4224, 4096, 4096)).count("fit") == 0, "it fits as it is"
 
 
 @pytest.mark.parametrize("name", [*DEVICES, "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_every_device_explains_every_format(name: str, dtype: torch.dtype) -> None:
     if dtype.itemsize == 1 and not devices.named(name).has_float8:
-        with pytest.raises(ValueError, match="A100, which multiplies no float8"):
-            explain(4096, 4096, 4096, dtype, name)
+        with pytest.raises(ValueError, match="A100 does not multiply float8"):
+            explain_tiles(4096, 4096, 4096, dtype, name)
         return
     for size in (1, 17, 4096):
-        found = explain(size, size, size, dtype, name)
-        assert 0.0 < found.cost.peak_share <= 1.0
+        found = explain_tiles(size, size, size, dtype, name)
+        assert 0.0 < found.cost.peak_fraction <= 1.0
         assert math.isfinite(found.cost.seconds)
         assert devices.named(name).name in str(found)
 
 
-def test_wrong_sizes_and_devices_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"explain\(M=0, N=1, K=1\): expected whole numbers of at least 1"):
-        explain(0, 1, 1)
+def test_wrong_sizes_and_devices_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"\(M=0, N=1, K=1\): expected whole numbers of at least 1"):
+        explain_tiles(0, 1, 1)
     with pytest.raises(ValueError, match="device=h300: expected one of h100, h200"):
-        explain(1, 1, 1, device="h300")
+        explain_tiles(1, 1, 1, device="h300")
 
 
-def test_rows_are_distinct() -> None:
-    assert len(set(TILES)) == len(TILES)
+def test_configs_are_distinct() -> None:
+    assert len(set(CONFIGS)) == len(CONFIGS)
 
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_tensor_cores_like_whole_16_bytes(name: str) -> None:
     """16 bytes are 8 elements of 2 bytes, 4 of 4, 16 of 1."""
     likes = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 4, torch.float8_e4m3fn: 16}
-    assert {dtype: multiple(dtype, name) for dtype in likes} == likes
-    assert {multiple(dtype, "cpu") for dtype in likes} == {1}
+    assert {dtype: size_multiple(dtype, name) for dtype in likes} == likes
+    assert {size_multiple(dtype, "cpu") for dtype in likes} == {1}
 
 
 def test_a_gpu_without_tensor_cores_likes_any_number() -> None:
     pascal = replace(H200, capability=61)
-    assert multiple(torch.float16, pascal) == 1
-    assert multiple(torch.float16, replace(pascal, capability=70)) == 8
+    assert size_multiple(torch.float16, pascal) == 1
+    assert size_multiple(torch.float16, replace(pascal, capability=70)) == 8

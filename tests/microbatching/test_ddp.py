@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
-from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.microbatching.fabric import ExactGradient
 from tests.support.faults import Fault, Noisy, Shrinks, everything, noisy
@@ -216,7 +216,7 @@ def refused() -> str:
 
 def main(folder: str) -> None:
     results: dict[str, Any] = {"exact": [exact(*case) for case in EXACT]}
-    swapped = [TritonLinear(min_features=1), TritonLinear(min_features=1)]
+    swapped = [TritonGemm(min_features=1), TritonGemm(min_features=1)]
     results["swapped"] = [exact(*case, layer) for case, layer in zip(EXACT[2:], swapped, strict=True)]
     results["added"] = [layer.outcome().numbers["added_in_place"] for layer in swapped]
     results["adapted"] = adapted(2)

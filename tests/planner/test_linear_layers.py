@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.devices import DEVICES
-from lightning_eff.kernels.table import TILES, Shape
+from lightning_eff.kernels.tile_configs import CONFIGS, Shape
 from lightning_eff.planner.linear_layers import LinearLayers, TakesLayers, Tokens, Where, look
 
 GPU = torch.device("cuda", 0)
@@ -25,9 +25,9 @@ def model() -> nn.Module:
 
 
 def looked(tokens: int | None, where: Where = H200, backend: str = "auto") -> LinearLayers:
-    technique = TritonLinear(backend=backend)
+    technique = TritonGemm(backend=backend)
     assert isinstance(technique, TakesLayers)
-    return look(technique, "callbacks/triton_linear", model(), where, Tokens(tokens, "as a test says"))
+    return look(technique, "callbacks/triton_gemm", model(), where, Tokens(tokens, "as a test says"))
 
 
 def test_layers_of_a_shape_are_one_row_with_what_is_lost() -> None:
@@ -38,7 +38,7 @@ def test_layers_of_a_shape_are_one_row_with_what_is_lost() -> None:
     assert (second.num_layers, second.example, second.N, second.dtype) == (1, "1", 50257, "bfloat16")
     assert second.tiles[-1] == "no TMA, pad N to 50264 or 50304"
     text = str(looked(4352))
-    assert "linear layers of callbacks/triton_linear on H200, forward; as a test says\n" in text
+    assert "linear layers of callbacks/triton_gemm on H200, forward; as a test says\n" in text
     assert " 2       0            4352 x 4096 x 4096 bfloat16 " in text
 
 
@@ -58,8 +58,8 @@ def test_an_unknown_number_of_rows_is_not_made_up() -> None:
 
 
 def test_a_model_without_such_layers_is_told() -> None:
-    found = look(TritonLinear(), "callbacks/triton_linear", nn.ReLU(), H200, Tokens(8, ""))
-    assert str(found) == "callbacks/triton_linear takes no linear layer of this model"
+    found = look(TritonGemm(), "callbacks/triton_gemm", nn.ReLU(), H200, Tokens(8, ""))
+    assert str(found) == "callbacks/triton_gemm takes no linear layer of this model"
 
 
 def test_a_format_that_no_kernel_knows_is_told() -> None:
@@ -111,11 +111,13 @@ def test_who_computes_is_asked_of_the_gpu_at_hand_alone(
     monkeypatch.setenv("LIGHTNING_EFF_CACHE", str(tmp_path))
     monkeypatch.setattr(dispatch, "identity", lambda device: "some-gpu")
     dispatch.choices.cache_clear()
-    dispatch.remember("some-gpu", {dispatch.bucket(Shape(M=4096, N=4096, K=4096)): str(TILES[1])})
+    dispatch.save_choices("some-gpu", {dispatch.bucket(Shape(M=4096, N=4096, K=4096)): str(CONFIGS[1])})
     here = Where(place=DEVICES["h200"], here=GPU, computed=torch.bfloat16)
-    assert looked(4096, here).rows[0].computed_by == f"{TILES[1]}: measured to be faster than torch's library"
+    assert (
+        looked(4096, here).rows[0].computed_by == f"{CONFIGS[1]}: measured to be faster than torch's library"
+    )
     assert "nothing was measured" in looked(4096, here).rows[1].computed_by
-    assert looked(4096, here, "triton").rows[0].computed_by == "our kernels: asked for"
-    assert looked(4096, here, "torch").rows[0].computed_by == "torch's library: asked for"
+    assert looked(4096, here, "triton").rows[0].computed_by == "our kernels: as requested"
+    assert looked(4096, here, "torch").rows[0].computed_by == "torch's library: as requested"
     assert "unless bench --tune" in looked(4096).rows[0].computed_by
     dispatch.choices.cache_clear()

@@ -28,7 +28,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.torch_compile import TorchCompile
-from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core import model_surgery, rules
 from lightning_eff.core.errors import ConfigError, ConflictError, EnvironmentLacksError
 from lightning_eff.core.model_surgery import Stage
@@ -509,7 +509,7 @@ TECHNIQUES: dict[str, Callable[[], list[Any]]] = {
     "offloaded": lambda: [GradientCheckpointing(policy="offload")],
     "accumulated": lambda: [GradientAccumulation(global_batch_size=4)],
     "cut": lambda: [MicroBatch(micro_batch_size=4)],
-    "swapped": lambda: [TritonLinear(min_features=1)],
+    "swapped": lambda: [TritonGemm(min_features=1)],
 }
 
 

@@ -18,7 +18,7 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
-from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core import model_surgery
 from lightning_eff.precision.mixed import Mixed
 from tests.support.language import Speaker, texts, windows
@@ -125,7 +125,7 @@ def ours(case: Case, strategy: Any) -> dict[str, Tensor]:
     callbacks: list[Any] = [GradientAccumulation(global_batch_size=case.window * 2 * BATCH)]
     callbacks += [adapter(), Draws()] if case.lora else []
     callbacks += [GradientCheckpointing(blocks="Layer")] if case.recomputed else []
-    callbacks += [TritonLinear(min_features=1)] if case.tiled else []
+    callbacks += [TritonGemm(min_features=1)] if case.tiled else []
     callbacks += [MicroBatch(micro_batch_size=case.size)] if case.size else []
     plugins = [Mixed(precision=case.precision)] if case.precision == "bf16-mixed" else []
     trainer = make_trainer(

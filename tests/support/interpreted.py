@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_eff.kernels import operands, reference
-from lightning_eff.kernels.matmul import gemm, launch
-from lightning_eff.kernels.table import TILES, Tile
+from lightning_eff.kernels import reference
+from lightning_eff.kernels.launch import launch
+from lightning_eff.kernels.matmul import gemm
+from lightning_eff.kernels.operands import check_operands
+from lightning_eff.kernels.tile_configs import CONFIGS, TileConfig
 
 U32 = 2.0**-23
 SIZES = [1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 33, 47, 64, 65, 97, 127, 128, 130]
@@ -46,7 +48,7 @@ class Case:
         if low:  # which knows no infinity
             self.kind = self.kind.replace("special", "integers")
         self.out_dtype = self.draw.choice([torch.bfloat16 if low else self.dtype, torch.float32])
-        self.tile: Tile | None = self.draw.choice([None, *TILES])
+        self.tile: TileConfig | None = self.draw.choice([None, *CONFIGS])
         uses_tma = self.tile is not None and self.tile.kernel == "tma"
         small = self.tile is None or self.tile.block_m < 64
         sizes = [0, *SIZES] if self.tile is None else SIZES
@@ -141,10 +143,10 @@ class Case:
             gemm(a, b, c, **factors, **extra, activation=self.activation, out_dtype=self.out_dtype, out=out,
                  gradient_at=at, backend="triton")  # fmt: skip
         else:
-            given = operands.check(
+            operands = check_operands(
                 a, b, c, **factors, **extra, out_dtype=self.out_dtype, activation=self.activation, at=at
             )
-            launch(given, self.tile, out, pre=pre, logsumexp=sums)
+            launch(operands, self.tile, out, pre=pre, logsumexp=sums)
         x = reference.gemm(a, b, c_read, **factors, **extra)
         ways = {"activation": self.activation, "gradient_at": at}
         expected = reference.gemm(a, b, c_read, **factors, **extra, **ways)

@@ -1,10 +1,9 @@
-"""What the compiler makes of a row of the table, for a GPU that need not be there.
+"""Compile the configs for a GPU that need not be present, and inspect their machine code.
 
-Triton's wheel brings the assembler and the disassembler, so registers, stack, shared memory and instructions
-of the real machine code are known on any Linux machine within seconds. What to look for: spilled registers
-(local loads and stores), a stack, shared memory beyond what a block may have, and whether tensor cores, TMA
-and warp specialization are really used. What the code does is for the interpreter to say, how fast it is for
-a GPU.
+Triton's wheel contains the assembler and the disassembler, so registers, stack, shared memory and
+instructions of the real machine code are known on any Linux machine within seconds. Check for spilled
+registers (local loads and stores), a stack, more shared memory than a block may have, and that tensor cores,
+TMA and warp specialization are used. Correctness is tested in the interpreter; speed needs the GPU.
 """
 
 # pyright: basic
@@ -13,18 +12,20 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_eff.kernels import matmul
-from lightning_eff.kernels.language import triton
+from lightning_eff.kernels.devices import DEVICES
+from lightning_eff.kernels.gemm_kernels import gemm_pointers, gemm_tma, reduce_split_k
+from lightning_eff.kernels.language import INTERPRETED, triton
 from lightning_eff.kernels.launch import GROUP_M, SUM_M, SUM_N
-from lightning_eff.kernels.table import Tile
+from lightning_eff.kernels.tile_configs import TileConfig
 
-_NAMES = {
+_TRITON_DTYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -44,7 +45,7 @@ _INSTRUCTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What a kernel is compiled for, beside its row.
+    """What a kernel is compiled for, besides its config.
 
     Args:
         dtype: Of A and B.
@@ -52,9 +53,9 @@ class Variant:
         layout: `nt`, `nn` or `tn`: whether A and B are transposed, as in a linear layer's forward pass, the
             gradient of its input and that of its weight.
         epilogue: Any of `bias`, `c`, `scales`, `at`, `pre`, `logsumexp`.
-        activation: Its name.
+        activation: Its name, or None.
         tf32: Multiply float32 as TF32.
-        read_dtype: Of C and of what an activation was applied to; None for that of D.
+        read_dtype: Of C and of the input of an activation; None for that of D.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -68,13 +69,13 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """Machine code in numbers.
+    """Properties of machine code.
 
     Args:
-        registers: A thread's.
-        stack_bytes: Of a thread; 0 where nothing is spilled.
-        shared_bytes: Of a block.
-        instructions: How many of a kind, by names as `tensor_core`, `tma_loads`, `local_memory`.
+        registers: Per thread.
+        stack_bytes: Per thread; 0 where nothing is spilled.
+        shared_bytes: Per block.
+        instructions: Counts by kind: `tensor_core`, `tma_loads`, `local_memory`, ...
     """
 
     registers: int
@@ -83,18 +84,18 @@ class Assembly:
     instructions: dict[str, int]
 
 
-def assemble(tile: Tile, variant: Variant, capability: int = 90, *, sums: bool = False) -> Assembly:
-    """Compile a row and look at its machine code.
+def assemble(config: TileConfig, variant: Variant, capability: int = 90, *, sums: bool = False) -> Assembly:
+    """Compile a config and read its machine code.
 
     Args:
-        tile: The row.
-        variant: Formats, layout and epilogue.
+        config: To compile.
+        variant: Dtypes, layout and epilogue.
         capability: Compute capability times ten: 90 for Hopper, 80 for Ampere.
-        sums: The kernel that sums the parts of a row that splits K, in place of that which computes them.
+        sums: Compile `reduce_split_k` of a config that splits K, instead of the kernel that multiplies.
 
     Raises:
         ImportError: Triton is not installed.
-        RuntimeError: The compiler refuses it.
+        RuntimeError: The compiler rejects it.
     """
     if triton is None:
         text = "assembly needs Triton, which is not installed: pip install triton"
@@ -102,62 +103,63 @@ def assemble(tile: Tile, variant: Variant, capability: int = 90, *, sums: bool =
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = matmul.gemm_tma if tile.kernel == "tma" else matmul.gemm_pointers
-    constants = _constants(tile, variant)
+    kernel = gemm_tma if config.kernel == "tma" else gemm_pointers
+    constants = _constants(config, variant)
     if sums:
-        kernel, own = matmul.sum_parts, {"BLOCK_M": SUM_M, "BLOCK_N": SUM_N, "stride_dn": 1}
+        kernel, own = reduce_split_k, {"BLOCK_M": SUM_M, "BLOCK_N": SUM_N, "stride_dn": 1}
         constants = {name: value for name, value in (constants | own).items() if name in kernel.arg_names}
     types = {name: _type(name, variant) for name in kernel.arg_names if name not in constants}
     divisible = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
         if name in types
         and (types[name].startswith("*") or name.startswith("stride") or name in ("M", "N", "K", "N_D"))
     }
     source = ASTSource(
         kernel,
         {name: types.get(name, "constexpr") for name in kernel.arg_names},
-        {(place,): constants[name] for place, name in enumerate(kernel.arg_names) if name in constants},
+        {(index,): constants[name] for index, name in enumerate(kernel.arg_names) if name in constants},
         divisible,
     )
-    options = {} if sums else {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    options = {} if sums else {"num_warps": config.num_warps, "num_stages": config.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return _read(compiled.asm["cubin"], int(compiled.metadata.shared))
 
 
-def _constants(tile: Tile, variant: Variant) -> dict[str, Any]:
+def _constants(config: TileConfig, variant: Variant) -> dict[str, Any]:
     """Return what a launch would compile in: sizes, the epilogue, absent tensors, strides of 1."""
-    tensors = {"scales": ("scale_a", "scale_b")}
-    tensors |= {name: (name,) for name in ("bias", "c", "at", "pre", "logsumexp")}
-    absent = [name for part, names in tensors.items() if part not in variant.epilogue for name in names]
-    by_rows = variant.layout[0] == "n", variant.layout[1] == "n"
+    names = {"scales": ("scale_a", "scale_b")}
+    names |= {name: (name,) for name in ("bias", "c", "at", "pre", "logsumexp")}
+    absent = [name for key, tensors in names.items() if key not in variant.epilogue for name in tensors]
+    a_by_rows, b_by_rows = variant.layout[0] == "n", variant.layout[1] == "n"
     constants: dict[str, Any] = dict.fromkeys(absent) | {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k(variant.dtype.itemsize),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k(variant.dtype.itemsize),
         "GROUP_M": GROUP_M,
-        "SPLIT_K": tile.split_k,
+        "SPLIT_K": config.split_k,
         "ACTIVATION": variant.activation,
         "PRECISION": "tf32" if variant.tf32 else "ieee",
         "INTERPRETED": False,
         "stride_cn": 1,
         "stride_xn": 1,
     }
-    if tile.kernel == "tma":
-        layout = {"A_BY_ROWS": by_rows[0], "B_BY_ROWS": by_rows[1], "NUM_SMS": 132}
-        return constants | layout | tile.constants
-    near = {"stride_ak" if by_rows[0] else "stride_am": 1, "stride_bn" if by_rows[1] else "stride_bk": 1}
-    return constants | near | {"stride_dn": 1}
+    if config.kernel == "tma":
+        layout = {"A_BY_ROWS": a_by_rows, "B_BY_ROWS": b_by_rows, "NUM_SMS": 132}
+        return constants | layout | config.constants
+    contiguous = {"stride_ak" if a_by_rows else "stride_am": 1, "stride_bn" if b_by_rows else "stride_bk": 1}
+    return constants | contiguous | {"stride_dn": 1}
 
 
 def _type(name: str, variant: Variant) -> str:
+    """Return Triton's type of an argument that is no constant."""
     if name in ("a", "b"):
-        return f"*{_NAMES[variant.dtype]}"
+        return f"*{_TRITON_DTYPES[variant.dtype]}"
     if name in ("c", "at") and variant.read_dtype is not None:
-        return f"*{_NAMES[variant.read_dtype]}"
+        return f"*{_TRITON_DTYPES[variant.read_dtype]}"
     if name in ("c", "bias", "at", "pre", "d"):
-        return f"*{_NAMES[variant.out_dtype]}"
-    if name.startswith("scale") or name in ("logsumexp", "parts"):
+        return f"*{_TRITON_DTYPES[variant.out_dtype]}"
+    if name.startswith("scale") or name in ("logsumexp", "partials"):
         return "*fp32"
     return "fp32" if name in ("alpha", "beta") else "i64" if name.endswith("z") else "i32"
 
@@ -173,7 +175,7 @@ def _read(cubin: bytes, shared_bytes: int) -> Assembly:
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
-        text = f"the disassembler says nothing of registers: {usage[:200]!r}"
+        text = f"cuobjdump -res-usage printed no registers: {usage[:200]!r}"
         raise RuntimeError(text)
     return Assembly(
         registers=int(found[1]),
@@ -181,3 +183,69 @@ def _read(cubin: bytes, shared_bytes: int) -> Assembly:
         shared_bytes=shared_bytes,
         instructions={name: len(re.findall(pattern, code)) for name, pattern in _INSTRUCTIONS.items()},
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledConfig:
+    """A config compiled for sm_90.
+
+    Args:
+        row: The config's name; the key of the JSON report.
+        assembly: Its machine code; None where the compiler rejects it.
+        refusal: The compiler's message.
+    """
+
+    row: str
+    assembly: Assembly | None
+    refusal: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is spilled, and an H200 has the shared memory."""
+        code = self.assembly
+        if code is None:
+            return False
+        spills = code.stack_bytes + code.instructions["local_memory"]
+        return not spills and code.shared_bytes <= DEVICES["h200"].shared_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain types."""
+        return asdict(self) | {"fits": self.fits}
+
+
+def compile_configs(configs: Iterable[TileConfig], dtype: torch.dtype) -> list[CompiledConfig]:
+    """Compile configs for sm_90 as a linear layer launches them: forward, or adding its weight's gradient."""
+    compiled: list[CompiledConfig] = []
+    for config in configs:
+        variant = Variant(dtype=dtype, out_dtype=dtype)
+        if config.adds:
+            variant = Variant(dtype=dtype, out_dtype=torch.float32, layout="tn")
+        try:
+            compiled.append(CompiledConfig(row=str(config), assembly=assemble(config, variant)))
+        except compiler_errors() as error:
+            compiled.append(CompiledConfig(row=str(config), assembly=None, refusal=first_line(error)))
+    return compiled
+
+
+def why_not_compiled() -> str:
+    """Return why kernels cannot be compiled in this process; empty where they can."""
+    if triton is None:
+        return "Triton is not installed: pip install triton"
+    if INTERPRETED:
+        return "TRITON_INTERPRET is set, and the interpreter compiles nothing: unset it"
+    return ""
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """Return what Triton raises where a kernel cannot be compiled, or exceeds a device's resources."""
+    if triton is None:
+        return ()
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return (CompilationError, OutOfResources, PTXASError)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error, or its class."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -1,32 +1,32 @@
-"""Our GEMM beside torch's library: who takes part, who is right, and how long each takes.
+"""Measure our GEMM against torch's library: the candidates, whether each is correct, and how long each takes.
 
-Two things of ours are measured apart. The rows of the table are launched directly: what the kernels can do.
-`gemm` is called as a user calls it: what dispatch.py makes of that. On the CPU there is only the second, and
-it must cost what the library costs.
+Configs are launched directly: what the kernels can do. `gemm` is called as a user calls it: what dispatch.py
+makes of them. On the CPU only `gemm` is measured, and it must cost what the library costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_eff.kernels import devices, dispatch, tiles
-from lightning_eff.kernels.bench import rows, timing
-from lightning_eff.kernels.bench.comparison import DISPATCH, LIBRARY, Comparison, Result
-from lightning_eff.kernels.bench.timing import Call, Problem, Timing
-from lightning_eff.kernels.matmul import gemm, launch
-from lightning_eff.kernels.shapes import Case
-from lightning_eff.kernels.table import Tile
+from lightning_eff.kernels.bench import assembly, timing
+from lightning_eff.kernels.bench.comparison import DISPATCH, LIBRARY, CandidateResult, CaseComparison
+from lightning_eff.kernels.bench.gemm_cases import Case
+from lightning_eff.kernels.bench.timing import Problem, TimedCall, Timing
+from lightning_eff.kernels.launch import launch
+from lightning_eff.kernels.matmul import gemm
+from lightning_eff.kernels.tile_configs import TileConfig
 
-TOP_ROWS = 3
-"""Rows that are measured unless all are, those first that the cost model expects to be fastest."""
+TOP_CONFIGS = 3
+"""Configs that are measured unless all are: those that the cost model ranks first."""
 HOST_SIZE = 64
 HOST_CALLS = 500
-"""So few that a GPU's queue, about a thousand launches, never makes the host wait."""
+"""Few enough that a GPU's queue, about a thousand launches, never blocks the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class Effort:
 
     Args:
         rounds: Turns of each candidate.
-        round_s: Seconds of one turn.
-        every_row: All rows that fit, not only the most promising.
+        round_s: Seconds per turn.
+        every_row: Measure all configs that fit, not only the best-ranked.
     """
 
     rounds: int = 5
@@ -49,9 +49,9 @@ class Candidate:
     """One way to compute a case.
 
     Args:
-        name: That of the row, `library` or `gemm`.
+        name: A config's, `library` or `gemm`.
         run: Computes, and returns the result.
-        by_library: torch's library computes, and rounds as torch lets it.
+        by_library: torch's library computes, and rounds as torch allows it.
     """
 
     name: str
@@ -59,52 +59,48 @@ class Candidate:
     by_library: bool
 
 
-def compare(case: Case, device: torch.device, effort: Effort) -> Comparison:
+def compare_case(case: Case, device: torch.device, effort: Effort) -> CaseComparison:
     """Check every candidate of a case, then time those that are correct."""
     problem = timing.problem(case, device)
-    shape = problem.given.shape(adds=case.kind == "adds")
-    chosen = dispatch.measured(shape, device) if device.type == "cuda" else None
+    shape = problem.operands.shape(adds=case.kind == "adds")
+    chosen = dispatch.measured_config(shape, device)
     runs = candidates(problem, every_row=effort.every_row)
-    checked = [check(each, problem) for each in runs]
+    checked = [check_candidate(run, problem) for run in runs]
     correct = [run for run, result in zip(runs, checked, strict=True) if result.is_correct]
     timings = _timings(correct, problem, effort)
-    return Comparison(
+    results = tuple(replace(result, timings=timings.get(result.name, {})) for result in checked)
+    return CaseComparison(
         case=case,
-        results=tuple(
-            Result(name=each.name, error=each.error, timings=timings.get(each.name, {}), refusal=each.refusal)
-            for each in checked
-        ),
+        results=results,
         bucket=dispatch.bucket(shape),
         chosen=str(chosen) if chosen is not None else dispatch.LIBRARY,
     )
 
 
 def candidates(problem: Problem, *, every_row: bool) -> list[Candidate]:
-    """Return who takes part: the library, `gemm`, and on a GPU rows of the table."""
+    """Return torch's library, `gemm`, and on a GPU configs."""
     device = problem.d.device
     backend = "auto" if device.type == "cuda" else "torch"
-    case = problem.case
-    adds = case.kind == "adds"
-    shape = problem.given.shape(adds=adds)
-    chosen = dispatch.uses_triton(problem.given, backend, interpreted=False, adds=adds)
+    decision = dispatch.decide(problem.operands, backend, out=problem.d)
     runs = [
         Candidate(name=LIBRARY, run=_by_library, by_library=True),
-        Candidate(name=DISPATCH, run=lambda each: _by_gemm(each, backend), by_library=not chosen),
+        Candidate(name=DISPATCH, run=lambda problem: _by_gemm(problem, backend), by_library=decision is None),
     ]
-    if device.type != "cuda" or rows.not_compiled():
+    if device.type != "cuda" or assembly.why_not_compiled():
         return runs
-    ranked = [cost.tile for cost in tiles.ranked(shape, devices.of(device))]
-    return runs + [row_candidate(tile) for tile in (ranked if every_row else ranked[:TOP_ROWS])]
+    shape = problem.operands.shape(adds=problem.case.kind == "adds")
+    ranked = [cost.config for cost in tiles.rank_configs(shape, devices.of(device))]
+    return runs + [config_candidate(config) for config in (ranked if every_row else ranked[:TOP_CONFIGS])]
 
 
-def row_candidate(tile: Tile) -> Candidate:
-    """Return a row of the table as a candidate."""
+def config_candidate(config: TileConfig) -> Candidate:
+    """Return a config as a candidate."""
 
     def run(problem: Problem) -> Tensor:
-        launch(problem.given, tile, problem.d)
+        launch(problem.operands, config, problem.d)
         return problem.d
 
-    return Candidate(name=str(tile), run=run, by_library=False)
+    return Candidate(name=str(config), run=run, by_library=False)
 
 
 def _by_gemm(problem: Problem, backend: str) -> Tensor:
@@ -123,7 +119,7 @@ def _by_gemm(problem: Problem, backend: str) -> Tensor:
 
 
 def _by_library(problem: Problem) -> Tensor:
-    """Compute as one writes it with torch's own functions, in the fewest calls."""
+    """Compute with torch's own functions, in the fewest calls."""
     a, b, d = problem.a, problem.b, problem.d
     if problem.bias is not None:
         return F.gelu(torch.addmm(problem.bias, a, b), approximate="tanh")
@@ -134,48 +130,47 @@ def _by_library(problem: Problem) -> Tensor:
     return torch.addmm(d, a, b, out_dtype=d.dtype, out=d)  # on CUDA only
 
 
-def check(candidate: Candidate, problem: Problem) -> Result:
-    """Run a candidate into a result that is poisoned, and compare it with float64."""
+def check_candidate(candidate: Candidate, problem: Problem) -> CandidateResult:
+    """Run a candidate into a result filled with NaN, and compare it with float64."""
     problem.poison()
     try:
         result = candidate.run(problem)
-    except rows.refusals() as refused:
-        return Result(name=candidate.name, error=float("inf"), refusal=rows.first_line(refused))
+    except assembly.compiler_errors() as error:
+        refusal = assembly.first_line(error)
+        return CandidateResult(name=candidate.name, error=float("inf"), refusal=refusal)
     error = timing.error(problem, result, rounds_between=candidate.by_library)
-    return Result(name=candidate.name, error=error)
+    return CandidateResult(name=candidate.name, error=error)
 
 
 def _timings(runs: Sequence[Candidate], problem: Problem, effort: Effort) -> dict[str, dict[str, Timing]]:
     """Return timings by candidate and method; the candidates take turns."""
-    device, found = problem.d.device, dict[str, dict[str, Timing]]()
+    device = problem.d.device
+
+    def call(run: Candidate, own: Problem = problem) -> TimedCall:
+        return lambda: run.run(own)
+
     if device.type == "cuda":
-        l2_bytes = devices.of(device).l2_bytes
-        others = [problem.copy() for _ in range(timing.num_copies(problem.num_bytes, l2_bytes) - 1)]
+        num_problems = timing.num_copies(problem.num_bytes, devices.of(device).l2_bytes)
+        problems = [problem, *(problem.copy() for _ in range(num_problems - 1))]
         flush = torch.empty(timing.FLUSH_BYTES, dtype=torch.int8, device=device)
         methods = {
-            "flushed": {run.name: timing.flushed(_call(run, problem), effort.round_s) for run in runs},
-            "graph": {
-                run.name: timing.captured([_call(run, each) for each in (problem, *others)], flush)
-                for run in runs
-            },
+            "flushed": {run.name: timing.flushed(call(run), effort.round_s) for run in runs},
+            "graph": {run.name: timing.captured([call(run, own) for own in problems], flush) for run in runs},
         }
     else:
-        methods = {"clock": {run.name: timing.by_clock(_call(run, problem), effort.round_s) for run in runs}}
+        methods = {"clock": {run.name: timing.by_clock(call(run), effort.round_s) for run in runs}}
+    timings: dict[str, dict[str, Timing]] = {}
     for method, measures in methods.items():
-        for name, each in timing.interleaved(measures, effort.rounds).items():
-            found.setdefault(name, {})[method] = each
-    return found
-
-
-def _call(run: Candidate, problem: Problem) -> Call:
-    return lambda: run.run(problem)
+        for name, timed in timing.interleaved(measures, effort.rounds).items():
+            timings.setdefault(name, {})[method] = timed
+    return timings
 
 
 def host_times(device: torch.device, effort: Effort) -> dict[str, Timing]:
-    """Return the host's time for one call, by who is called; the product itself is tiny."""
+    """Return the host's time per call of torch.mm and of `gemm`; the product itself is tiny."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a = torch.randn(HOST_SIZE, HOST_SIZE, device=device).to(dtype)
-    calls: dict[str, Call] = {"torch.mm": lambda: torch.mm(a, a), DISPATCH: lambda: gemm(a, a)}
+    calls: dict[str, TimedCall] = {"torch.mm": lambda: torch.mm(a, a), DISPATCH: lambda: gemm(a, a)}
     finish = None
     if device.type == "cuda":
         finish = torch.cuda.synchronize

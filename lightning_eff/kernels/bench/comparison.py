@@ -1,29 +1,28 @@
-"""What came of a comparison of our GEMM with torch's library, and whom dispatch is to choose by it."""
+"""Hold the results of a comparison of our GEMM with torch's library, and choose what dispatch is to use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_eff.kernels import dispatch
-from lightning_eff.kernels.bench import timing
-from lightning_eff.kernels.bench.timing import Timing
-from lightning_eff.kernels.shapes import Case
+from lightning_eff.kernels.bench.gemm_cases import Case
+from lightning_eff.kernels.bench.timing import Timing, geometric_mean
 
 LIBRARY, DISPATCH = "library", "gemm"
-"""Names of candidates that are no row of the table."""
+"""Names of candidates that are no config of ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """What came of a candidate.
+class CandidateResult:
+    """The result of one candidate.
 
     Args:
-        name: Its name.
-        error: Largest error over what is allowed; infinite where a number is missing, or nothing ran.
+        name: The candidate's.
+        error: Largest error over what is allowed; infinite for NaN, or where it could not run.
         timings: By method, `clock` on the CPU, `flushed` and `graph` on a GPU; empty unless it is correct.
-        refusal: Why it could not run, in the compiler's words.
+        refusal: Why it could not run: the compiler's message.
     """
 
     name: str
@@ -33,95 +32,93 @@ class Result:
 
     @property
     def is_correct(self) -> bool:
-        """Whether each element is as near to the true value as T4 asks."""
+        """Whether each element is within the bound of `timing.error`."""
         return self.error <= 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain types; JSON knows no infinity."""
+        """Return plain types; JSON has no infinity."""
         error = self.error if self.error < float("inf") else None
         return asdict(self) | {"error": error, "correct": self.is_correct}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class CaseComparison:
     """All candidates of a case.
 
     Args:
         case: What was computed.
-        results: The library's, that of `gemm`, and those of rows.
+        results: Of torch's library, of `gemm`, and of configs.
         bucket: Name under which dispatch keeps a choice for this case.
-        chosen: Who computes it when `gemm` is called: a row, or `torch`.
+        chosen: Who computes it when `gemm` is called: a config, or `torch`.
     """
 
     case: Case
-    results: tuple[Result, ...]
+    results: tuple[CandidateResult, ...]
     bucket: str
     chosen: str
 
-    def named(self, name: str) -> Result:
+    def named(self, name: str) -> CandidateResult:
         """Return the result of a candidate."""
-        return next(each for each in self.results if each.name == name)
+        return next(result for result in self.results if result.name == name)
 
     @property
-    def best_row(self) -> Result | None:
-        """The correct row with the largest ratio; None where no row was measured."""
-        rows = [each for each in self.results if each.name not in (LIBRARY, DISPATCH) and each.timings]
-        return max(rows, key=lambda row: self.ratio(row) or 0.0, default=None)
+    def best_config(self) -> CandidateResult | None:
+        """The correct config with the largest ratio; None where no config was measured."""
+        timed = [
+            result for result in self.results if result.name not in (LIBRARY, DISPATCH) and result.timings
+        ]
+        return max(timed, key=lambda result: self.ratio(result) or 0.0, default=None)
 
     @property
-    def incorrect(self) -> list[Result]:
-        """Those that computed something else, or nothing."""
-        return [each for each in self.results if not each.is_correct]
+    def incorrect(self) -> list[CandidateResult]:
+        """Candidates that computed something else, or nothing."""
+        return [result for result in self.results if not result.is_correct]
 
-    def ratio(self, result: Result | None) -> float | None:
-        """Return the library's time over that of a candidate; the smaller one of two ways of timing.
+    def ratio(self, result: CandidateResult | None) -> float | None:
+        """Return the library's time over a candidate's: the smaller one of the two methods.
 
-        None where one of them was not timed.
+        None where either was not timed.
         """
         if result is None:
             return None
         base = self.named(LIBRARY).timings
-        ratios = [base[way].median_s / each.median_s for way, each in result.timings.items() if way in base]
+        ratios = [base[m].median_s / timing.median_s for m, timing in result.timings.items() if m in base]
         return min(ratios, default=None)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain types."""
         case = asdict(self.case) | {"dtype": str(self.case.dtype).removeprefix("torch.")}
-        return case | {
-            "chosen": self.chosen,
-            "candidates": [
-                each.as_dict() | {"ratio": None if each.name == LIBRARY else self.ratio(each)}
-                for each in self.results
-            ],
-        }
+        candidates = [
+            result.as_dict() | {"ratio": None if result.name == LIBRARY else self.ratio(result)}
+            for result in self.results
+        ]
+        return case | {"chosen": self.chosen, "candidates": candidates}
 
 
-def fastest(comparisons: Iterable[Comparison]) -> dict[str, str]:
-    """Return what dispatch is to choose, by bucket.
+def fastest_by_bucket(comparisons: Iterable[CaseComparison]) -> dict[str, str]:
+    """Return what dispatch is to choose: a config or `torch`, by bucket.
 
-    Several cases may share a bucket, layouts in particular, and dispatch cannot tell them apart: a row is
-    chosen only where it is correct and no slower than the library in each of them, and of those the one that
-    gains most.
+    Dispatch cannot distinguish the cases of a bucket: a config is chosen only where it is correct and no
+    slower than the library in each of them; of those the one with the largest mean ratio.
     """
-    buckets: dict[str, list[Comparison]] = {}
-    for each in comparisons:
-        buckets.setdefault(each.bucket, []).append(each)
-    return {bucket: _fastest(members) for bucket, members in buckets.items()}
+    buckets: dict[str, list[CaseComparison]] = {}
+    for comparison in comparisons:
+        buckets.setdefault(comparison.bucket, []).append(comparison)
+    fastest: dict[str, str] = {}
+    for bucket, members in buckets.items():
+        names = [result.name for result in members[0].results if result.name not in (LIBRARY, DISPATCH)]
+        gains = {name: gain for name in names if (gain := _gain(name, members)) is not None}
+        fastest[bucket] = max(gains, key=lambda name: gains[name]) if gains else dispatch.LIBRARY
+    return fastest
 
 
-def _fastest(members: Sequence[Comparison]) -> str:
-    names = [each.name for each in members[0].results if each.name not in (LIBRARY, DISPATCH)]
-    gains = {name: gain for name in names if (gain := _gain(name, members)) is not None}
-    return max(gains, key=lambda name: gains[name]) if gains else dispatch.LIBRARY
-
-
-def _gain(name: str, members: Sequence[Comparison]) -> float | None:
-    """Return the mean ratio of a row; None where it does not keep up with the library everywhere."""
+def _gain(name: str, members: Iterable[CaseComparison]) -> float | None:
+    """Return the mean ratio of a config; None where it is slower than the library in any case."""
     ratios: list[float] = []
     for member in members:
-        result = next((each for each in member.results if each.name == name), None)
+        result = next((result for result in member.results if result.name == name), None)
         ratio = member.ratio(result)
         if ratio is None or ratio < 1.0:
             return None
         ratios.append(ratio)
-    return timing.geometric_mean(ratios)
+    return geometric_mean(ratios)

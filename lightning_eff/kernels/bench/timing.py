@@ -1,13 +1,13 @@
-"""How a GEMM is measured: data, correctness first, then time.
+"""Measure a GEMM: data, correctness first, then time.
 
-Fair means: normal data, because zeros draw less power and run faster; buffers that the cache does not hold;
-all variants in turn, A B A B, because clocks drift; the median of the rounds with its spread. A GPU is timed
-in two ways, and a claim must hold in both: single calls behind a flushed cache, and a CUDA graph of many
-calls over rotating buffers, which has no host in it.
+Fair: normal data, because zeros draw less power and run faster; buffers that the cache does not hold; all
+candidates in turn, A B A B, because clocks drift; the median of the rounds with its range. A GPU is timed in
+two ways, and a claim must hold in both: single calls after a flushed cache, and a CUDA graph of many calls
+over rotating buffers, which includes no host time.
 
-Correct means T4, element by element against float64: `|D - ref| <= (K + 2) u (|A| @ |B| + |C|) + eps |ref|`,
-u = 2^-23. It allows any order of a float32 sum, and no lost term of it; eps is a rounding to the result's
-format.
+Correct: each element is within a bound of float64, `|D - ref| <= (K + 2) u (|A| @ |B| + |C|) + eps |ref|`,
+u = 2^-23. It allows any order of a float32 sum, and no lost term of it; eps is one rounding to the result's
+dtype.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lightning_eff.kernels import operands, reference
-from lightning_eff.kernels.operands import Operands
-from lightning_eff.kernels.shapes import Case
+from lightning_eff.kernels import reference
+from lightning_eff.kernels.bench.gemm_cases import Case
+from lightning_eff.kernels.operands import Operands, check_operands
 
 U32 = 2.0**-23
 MAX_ROWS = 256
-"""Rows that are compared: float64 is slow, and a fault in a tile shows in each of its rows."""
+"""Rows that are compared: float64 is slow, and a fault in a tile affects each of its rows."""
 ACTIVATION_SLOPE = 1.2
-"""By how much an activation may enlarge an error, at most."""
+"""The largest slope of an activation, by which it enlarges an error."""
 MIN_CALLS, MAX_CALLS = 20, 4096
 """Calls of one CUDA graph."""
 FLUSH_BYTES = 2**28
-Call = Callable[[], object]
+TimedCall = Callable[[], object]
 Measure = Callable[[], float]
-"""Returns the seconds of one call, from one round."""
+"""Returns the seconds per call of one round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds of a call.
+    """Seconds per call.
 
     Args:
         median_s: Of the rounds.
@@ -56,7 +56,7 @@ class Timing:
 
     @classmethod
     def of(cls, rounds_s: Sequence[float]) -> Timing:
-        """Sum up rounds.
+        """Return median and range of rounds.
 
         Example:
             >>> Timing.of([3.0, 1.0, 2.0])
@@ -74,8 +74,8 @@ class Problem:
         a: `[M, K]`.
         b: `[K, N]`.
         bias: `[N]` where the case has one.
-        start: What the product is added to, `[M, N]`; it is kept, and `d` begins as a copy.
-        d: Where the result goes.
+        start: C, to which the product is added, `[M, N]`; it is kept, and `d` begins as a copy of it.
+        d: Receives the result.
     """
 
     case: Case
@@ -86,9 +86,9 @@ class Problem:
     d: Tensor
 
     @cached_property
-    def given(self) -> Operands:
-        """The operands as kernels are launched with them."""
-        return operands.check(
+    def operands(self) -> Operands:
+        """The operands that kernels are launched with."""
+        return check_operands(
             self.a,
             self.b,
             self.d if self.start is not None else None,
@@ -101,10 +101,10 @@ class Problem:
     @property
     def num_bytes(self) -> int:
         """Bytes that one call touches, each counted once."""
-        return sum(each.numel() * each.element_size() for each in (self.a, self.b, self.d))
+        return sum(t.numel() * t.element_size() for t in (self.a, self.b, self.d))
 
     def poison(self) -> None:
-        """Fill the result with NaN, or with what is added to."""
+        """Fill the result with NaN, or with C where the product is added to it."""
         self.d.fill_(math.nan) if self.start is None else self.d.copy_(self.start)
 
     def copy(self) -> Problem:
@@ -133,7 +133,7 @@ def problem(case: Case, device: torch.device, *, seed: int = 0) -> Problem:
 
 
 def sampled_rows(num_rows: int, at_most: int = MAX_ROWS, *, seed: int = 0) -> Tensor:
-    """Return a random row of each of as many strips, the first and the last row among them, in order.
+    """Return the index of one random row per strip of rows, with the first and the last row, in order.
 
     Example:
         >>> sampled_rows(3).tolist(), len(sampled_rows(8192))
@@ -141,33 +141,33 @@ def sampled_rows(num_rows: int, at_most: int = MAX_ROWS, *, seed: int = 0) -> Te
     """
     count = min(num_rows, at_most)
     edges = torch.arange(count + 1) * num_rows // count
-    shares = torch.rand(count, generator=torch.Generator().manual_seed(seed))
-    rows = edges[:-1] + (shares * edges.diff()).long()
+    offsets = torch.rand(count, generator=torch.Generator().manual_seed(seed))
+    rows = edges[:-1] + (offsets * edges.diff()).long()
     rows[0], rows[-1] = 0, num_rows - 1
     return rows
 
 
-def error(given: Problem, result: Tensor, *, rounds_between: bool = False) -> float:
-    """Return the largest error over what is allowed; infinite where something is not a number.
+def error(problem: Problem, result: Tensor, *, rounds_between: bool = False) -> float:
+    """Return the largest error over what is allowed; infinite where the result is not finite.
 
     Args:
-        given: What was computed; its `start` is what the product was added to.
-        result: What came of it, `[M, N]`.
-        rounds_between: The sum may be rounded once more to the result's format, as torch allows its library
-            where that adds parts of a sum, and as it does before an activation.
+        problem: What was computed.
+        result: The result, `[M, N]`.
+        rounds_between: The sum may be rounded once more to the result's dtype, as torch allows its library in
+            split-K reductions, and as it does before an activation.
     """
-    case = given.case
+    case = problem.case
     if not bool(result.isfinite().all()):
         return math.inf
     rows = sampled_rows(case.M).to(result.device)
-    a, start = given.a[rows], None if given.start is None else given.start[rows]
-    expected = reference.gemm(a, given.b, start, beta=1.0, bias=given.bias, activation=case.activation)
-    terms = [each.abs() if each is not None else None for each in (start, given.bias)]
-    size = reference.gemm(a.abs(), given.b.abs(), terms[0], beta=1.0, bias=terms[1])
+    a, start = problem.a[rows], None if problem.start is None else problem.start[rows]
+    expected = reference.gemm(a, problem.b, start, beta=1.0, bias=problem.bias, activation=case.activation)
+    terms = [t.abs() if t is not None else None for t in (start, problem.bias)]
+    size = reference.gemm(a.abs(), problem.b.abs(), terms[0], beta=1.0, bias=terms[1])
     eps = torch.finfo(case.out_dtype).eps
     slope = ACTIVATION_SLOPE if case.activation else 1.0
     allowed = slope * (case.K + 2) * U32 * size + eps * expected.abs()
-    allowed += torch.finfo(case.out_dtype).smallest_normal * eps  # the step between the smallest numbers
+    allowed += torch.finfo(case.out_dtype).smallest_normal * eps  # the spacing of subnormal numbers
     if case.activation:  # its own exponential and division
         allowed += 4 * U32 * expected.abs()
     if rounds_between:
@@ -176,22 +176,24 @@ def error(given: Problem, result: Tensor, *, rounds_between: bool = False) -> fl
 
 
 def interleaved(measures: Mapping[str, Measure], rounds: int) -> dict[str, Timing]:
-    """Measure all in turn, as many times as there are rounds."""
+    """Measure all in turn, once per round."""
     seconds: dict[str, list[float]] = {name: [] for name in measures}
     for _ in range(rounds):
         for name, measure in measures.items():
             seconds[name].append(measure())
-    return {name: Timing.of(each) for name, each in seconds.items()}
+    return {name: Timing.of(times) for name, times in seconds.items()}
 
 
-def by_clock(call: Call, round_s: float, *, max_calls: int = 1000, finish: Call | None = None) -> Measure:
+def by_clock(
+    call: TimedCall, round_s: float, *, max_calls: int = 1000, finish: TimedCall | None = None
+) -> Measure:
     """Time a loop of calls on the host.
 
     Args:
-        call: What is timed; it is called twice beforehand.
+        call: To time; it is called twice beforehand.
         round_s: Seconds that a round should take.
-        max_calls: In a round, at most.
-        finish: Is called behind each round, and not timed.
+        max_calls: Per round.
+        finish: Called after each round, and not timed.
     """
 
     def measure(num_calls: int) -> float:
@@ -208,8 +210,8 @@ def by_clock(call: Call, round_s: float, *, max_calls: int = 1000, finish: Call 
     return lambda: measure(num_calls)
 
 
-def flushed(call: Call, round_s: float) -> Measure:
-    """Time single calls on a GPU, each behind a flushed cache; a round is their median."""
+def flushed(call: TimedCall, round_s: float) -> Measure:
+    """Time single calls on a GPU, each after a flushed cache; a round is their median."""
     from triton.testing import do_bench
 
     rep_ms = max(1, round(round_s * 1e3))
@@ -217,7 +219,7 @@ def flushed(call: Call, round_s: float) -> Measure:
 
 
 def num_copies(problem_bytes: int, l2_bytes: int) -> int:
-    """Return how many problems are more than four times a cache.
+    """Return how many copies of a problem exceed four times a cache.
 
     Example:
         >>> num_copies(400 * 2**20, 50 * 2**20), num_copies(2**20, 50 * 2**20)
@@ -226,18 +228,18 @@ def num_copies(problem_bytes: int, l2_bytes: int) -> int:
     return min(MAX_CALLS, 1 + 4 * l2_bytes // max(1, problem_bytes))
 
 
-def captured(calls: Sequence[Call], flush: Tensor) -> Measure:
-    """Time a CUDA graph of at least twenty calls, which go over the given ones in turn.
+def captured(calls: Sequence[TimedCall], flush: Tensor) -> Measure:
+    """Time a CUDA graph of at least twenty calls, which cycles through `calls`.
 
     Args:
         calls: The same computation, each in buffers of its own.
-        flush: Memory that is written before each round: it empties the cache, and while that takes, the host
-            launches the graph, so that no launch is timed.
+        flush: Memory that is written before each round: this empties the cache, and the host launches the
+            graph meanwhile, so that no launch is timed.
     """
     num_calls = max(MIN_CALLS, len(calls))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what is compiled or allocated once must be there before the capture
+    with torch.cuda.stream(side):  # compile and allocate before the capture
         calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -259,10 +261,10 @@ def captured(calls: Sequence[Call], flush: Tensor) -> Measure:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Return the mean of ratios.
+    """Return the geometric mean of ratios.
 
     Raises:
-        ValueError: There are none, or one is not above 0.
+        ValueError: No values, or one that is not above 0.
 
     Example:
         >>> round(geometric_mean([0.5, 2.0]), 12)

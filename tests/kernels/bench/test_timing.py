@@ -12,13 +12,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from lightning_eff.kernels import shapes
-from lightning_eff.kernels.bench import timing
-from lightning_eff.kernels.bench.candidates import Candidate, check, row_candidate
-from lightning_eff.kernels.bench.comparison import Comparison, Result, fastest
+from lightning_eff.kernels.bench import gemm_cases, timing
+from lightning_eff.kernels.bench.candidates import Candidate, check_candidate, config_candidate
+from lightning_eff.kernels.bench.comparison import CandidateResult, CaseComparison, fastest_by_bucket
+from lightning_eff.kernels.bench.gemm_cases import Case
 from lightning_eff.kernels.bench.timing import Timing
-from lightning_eff.kernels.shapes import Case
-from lightning_eff.kernels.table import TILES
+from lightning_eff.kernels.tile_configs import CONFIGS
 
 CPU = torch.device("cpu")
 FORMATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -91,18 +90,18 @@ def test_a_candidate_that_writes_nothing_is_incorrect() -> None:
     problem = timing.problem(Case(M=4, N=4, K=4, dtype=torch.float32), CPU)
     torch.mm(problem.a, problem.b, out=problem.d)
     idle = Candidate(name="idle", run=lambda each: each.d, by_library=False)
-    assert not check(idle, problem).is_correct
+    assert not check_candidate(idle, problem).is_correct
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-def test_a_row_that_a_device_has_no_room_for_is_incorrect_and_says_why() -> None:
+def test_a_config_that_exceeds_a_device_is_incorrect_and_has_a_reason() -> None:
     from triton.runtime.errors import OutOfResources
 
     def run(_: Any) -> torch.Tensor:
         raise OutOfResources(262160, 232448, "shared memory")
 
     problem = timing.problem(Case(M=4, N=4, K=4, dtype=torch.float32), CPU)
-    result = check(Candidate(name="large", run=run, by_library=False), problem)
+    result = check_candidate(Candidate(name="large", run=run, by_library=False), problem)
     assert result.error == float("inf")
     assert "Required: 262160" in result.refusal
 
@@ -180,23 +179,23 @@ def test_a_mean_of_nothing_or_of_a_zero_is_refused() -> None:
 
 
 def test_the_list_is_thirty_layers_in_three_layouts_and_the_cube() -> None:
-    cases = shapes.default_cases(torch.bfloat16)
+    cases = gemm_cases.default_cases(torch.bfloat16)
     plain = [case for case in cases if case.kind == "plain" and not case.is_cube]
     assert len(plain) == len(set(plain)) == 90
     assert {(str(case), case.layout) for case in cases if case.is_cube} == {
-        ("8192x8192x8192", layout) for layout in shapes.LAYOUTS
+        ("8192x8192x8192", layout) for layout in gemm_cases.LAYOUTS
     }
     assert {case.kind for case in cases} == {"plain", "adds", "fused"}
 
 
-def comparison(ratios: dict[str, float], bucket: str = "some", kind: Any = "plain") -> Comparison:
+def comparison(ratios: dict[str, float], bucket: str = "some", kind: Any = "plain") -> CaseComparison:
     """A comparison in which the library takes a second; a candidate with a ratio of 0 is incorrect."""
     results = [
-        Result(name=name, error=0.5 if ratio else 9.0, timings=seconds(1.0 / ratio) if ratio else {})
+        CandidateResult(name=name, error=0.5 if ratio else 9.0, timings=seconds(1.0 / ratio) if ratio else {})
         for name, ratio in {"library": 1.0, **ratios}.items()
     ]
     case = Case(M=1, N=1, K=1, kind=kind)
-    return Comparison(case=case, results=tuple(results), bucket=bucket, chosen="torch")
+    return CaseComparison(case=case, results=tuple(results), bucket=bucket, chosen="torch")
 
 
 def seconds(value: float) -> dict[str, Timing]:
@@ -205,40 +204,40 @@ def seconds(value: float) -> dict[str, Timing]:
 
 
 def test_a_ratio_is_the_smaller_of_two_ways() -> None:
-    both = Result(name="x", error=0.0, timings=seconds(0.5) | {"graph": seconds(0.8)["graph"]})
+    both = CandidateResult(name="x", error=0.0, timings=seconds(0.5) | {"graph": seconds(0.8)["graph"]})
     assert comparison({"gemm": 1.0}).ratio(both) == 1.25
 
 
-def test_a_row_is_chosen_only_where_it_keeps_up_everywhere() -> None:
-    first, second, third = (str(tile) for tile in TILES[:3])
-    found = fastest([
+def test_a_config_is_chosen_only_where_it_keeps_up_everywhere() -> None:
+    first, second, third = (str(tile) for tile in CONFIGS[:3])
+    found = fastest_by_bucket([
         comparison({"gemm": 9.0, first: 1.5, second: 1.1, third: 3.0}),
         comparison({"gemm": 9.0, first: 0.9, second: 1.1, third: 0.0}),
         comparison({first: 0.9}, "slow"),
         comparison({first: 5.0}, "slow-fused", "fused"),
-        comparison({}, "no rows"),
+        comparison({}, "no configs"),
     ])  # fmt: skip
-    assert found == {"some": second, "slow": "torch", "slow-fused": first, "no rows": "torch"}
+    assert found == {"some": second, "slow": "torch", "slow-fused": first, "no configs": "torch"}
 
 
 INTERPRETED = """
 import torch
 from lightning_eff.kernels.bench import timing
-from lightning_eff.kernels.bench.candidates import check, row_candidate
-from lightning_eff.kernels.shapes import LAYOUTS, Case
-from lightning_eff.kernels.table import TILES
+from lightning_eff.kernels.bench.candidates import check_candidate, config_candidate
+from lightning_eff.kernels.bench.gemm_cases import LAYOUTS, Case
+from lightning_eff.kernels.tile_configs import CONFIGS
 
-for tile in (TILES[1], TILES[8], TILES[10]):
+for tile in (CONFIGS[1], CONFIGS[8], CONFIGS[10]):
     for kind in ("adds",) if tile.adds else ("plain", "adds", "fused"):
         for layout in LAYOUTS:
             case = Case(M=72, N=136, K=40, layout=layout, kind=kind)
-            result = check(row_candidate(tile), timing.problem(case, torch.device("cpu")))
+            result = check_candidate(config_candidate(tile), timing.problem(case, torch.device("cpu")))
             assert result.is_correct, (case, result)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-def test_rows_are_launched_as_each_kind_and_layout_asks() -> None:
+def test_configs_are_launched_for_each_kind_and_layout() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
@@ -246,5 +245,5 @@ def test_rows_are_launched_as_each_kind_and_layout_asks() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_a_row_has_its_own_name() -> None:
-    assert [row_candidate(tile).name for tile in TILES] == [str(tile) for tile in TILES]
+def test_a_candidate_has_the_name_of_its_config() -> None:
+    assert [config_candidate(tile).name for tile in CONFIGS] == [str(tile) for tile in CONFIGS]

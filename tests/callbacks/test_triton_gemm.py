@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
-from lightning_eff.callbacks.triton_linear import TritonLinear, swap, unswap
+from lightning_eff.callbacks.triton_gemm import TritonGemm, swap, unswap
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.kernels import dispatch, linear
 from tests.support.language import Speaker, assert_t1, speaker, texts
@@ -76,7 +76,7 @@ def test_a_step_of_several_passes_is_what_it_is_without(others: Any, added: int,
     """T1 in float64; a gradient that was added twice or lost would be off by a half."""
     plain, ours = speaker(weighted), speaker(weighted)
     fit(plain, others())
-    technique = TritonLinear(min_features=1)
+    technique = TritonGemm(min_features=1)
     fit(ours, [technique, *others()])
     assert_t1(ours, plain, None)
     outcome = technique.outcome()
@@ -87,7 +87,7 @@ def test_a_step_of_several_passes_is_what_it_is_without(others: Any, added: int,
 
 
 def test_accumulation_can_be_left_out() -> None:
-    technique = TritonLinear(min_features=1, accumulate=False)
+    technique = TritonGemm(min_features=1, accumulate=False)
     ours, plain = speaker(True), speaker(True)
     fit(ours, [technique, GradientAccumulation(global_batch_size=8)], num_steps=5)
     fit(plain, [GradientAccumulation(global_batch_size=8)], num_steps=5)
@@ -98,7 +98,7 @@ def test_accumulation_can_be_left_out() -> None:
 
 
 def test_the_report_says_who_computes() -> None:
-    technique = TritonLinear(min_features=3)
+    technique = TritonGemm(min_features=3)
     trainer = make_trainer(callbacks=[technique], max_steps=2)
     trainer.fit(Net(), make_loader())
     outcome = technique.outcome()
@@ -116,24 +116,26 @@ def test_who_computes_is_asked_for_the_format_of_the_run(
     monkeypatch: pytest.MonkeyPatch, precision: Any
 ) -> None:
     """Weights are float32 in both; autocast multiplies in bfloat16, and that is what was measured."""
-    technique = TritonLinear(min_features=3, backend="torch")
+    technique = TritonGemm(min_features=3, backend="torch")
     trainer = make_trainer(callbacks=[technique], max_steps=2, precision=precision)
     trainer.fit(Net(), make_loader())
-    monkeypatch.setattr(dispatch, "words", lambda shape, device, backend: f"{shape.dtype} {device} {backend}")
+    monkeypatch.setattr(
+        dispatch, "describe_backend", lambda shape, device, backend: f"{shape.dtype} {device} {backend}"
+    )
     dtype = {"bf16-mixed": "torch.bfloat16", "32-true": "torch.float32"}[precision]
     assert set(technique.outcome().numbers["layers"].values()) == {f"{dtype} cpu torch"}
 
 
-def test_no_layer_is_told() -> None:
-    with pytest.warns(NoEffectWarning, match="found no linear layer of at least 128 features"):
-        make_trainer(callbacks=[TritonLinear()], max_steps=1).fit(Net(), make_loader())
+def test_no_layer_is_reported() -> None:
+    with pytest.warns(NoEffectWarning, match="no linear layer has 128 or more input and output features"):
+        make_trainer(callbacks=[TritonGemm()], max_steps=1).fit(Net(), make_loader())
 
 
 def test_a_checkpoint_goes_on_without_it(tmp_path: Any) -> None:
     torch.manual_seed(0)
     model = Net(dropout=0.0)
     twin = copy.deepcopy(model)
-    trainer = make_trainer(callbacks=[TritonLinear(min_features=1)], max_epochs=1)
+    trainer = make_trainer(callbacks=[TritonGemm(min_features=1)], max_epochs=1)
     trainer.fit(model, make_loader())
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     make_trainer(max_epochs=2).fit(model, make_loader(), ckpt_path=tmp_path / "a.ckpt")
@@ -150,13 +152,13 @@ def test_an_exception_takes_it_back() -> None:
 
     model = Stops()
     with pytest.raises(ValueError, match="stop"):
-        make_trainer(callbacks=[TritonLinear(min_features=1)], max_steps=1).fit(model, make_loader())
+        make_trainer(callbacks=[TritonGemm(min_features=1)], max_steps=1).fit(model, make_loader())
     assert type(model.first) is nn.Linear
 
 
 def test_a_backend_that_cannot_run_stops_the_run() -> None:
-    with pytest.raises(ConflictError, match="the kernels run on CUDA GPUs, and backend=triton asks for them"):
-        make_trainer(callbacks=[TritonLinear(min_features=1, backend="triton")], max_steps=1).fit(
+    with pytest.raises(ConflictError, match="backend=triton requires a CUDA GPU"):
+        make_trainer(callbacks=[TritonGemm(min_features=1, backend="triton")], max_steps=1).fit(
             Net(), make_loader()
         )
 
@@ -164,4 +166,4 @@ def test_a_backend_that_cannot_run_stops_the_run() -> None:
 @pytest.mark.parametrize("wrong", [{"min_features": 0}, {"backend": "cublas"}, {"blocks": ["Nothing"]}])
 def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        make_trainer(callbacks=[TritonLinear(**wrong)], max_steps=1).fit(Net(), make_loader())
+        make_trainer(callbacks=[TritonGemm(**wrong)], max_steps=1).fit(Net(), make_loader())

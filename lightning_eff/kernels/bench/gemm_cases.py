@@ -1,6 +1,6 @@
-"""The GEMMs that `lightning-eff bench` measures: linear layers of language models in use, as data.
+"""The GEMMs that `lightning-eff bench` measures: linear layers of published language models, as data.
 
-A linear layer with weight W [N, K] computes three GEMMs for T tokens in a training step, and their M, N and K
+A linear layer with weight W [N, K] computes three GEMMs for T tokens in a training step. Their M, N and K
 are the same three numbers in another order:
 
     forward            Y [T, N] = X [T, K] @ W [N, K].T     nt
@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+Kind = Literal["plain", "adds", "fused"]
 LAYOUTS = ("nt", "nn", "tn")
 CUBE = 8192
 WEIGHTS: tuple[tuple[int, int], ...] = (
@@ -30,7 +31,7 @@ WEIGHTS: tuple[tuple[int, int], ...] = (
     (8192, 28672),  # Llama 3 70B: MLP down
     (3072, 768),  # GPT-2: MLP up
 )
-"""N and K of weights; from the configurations that the models were published with."""
+"""N and K of weights, from the models' published configurations."""
 TOKENS = (2048, 4096, 8192)
 
 
@@ -41,11 +42,11 @@ class Case:
     Args:
         M: Rows of the result.
         N: Its columns.
-        K: What is summed over.
-        layout: `nt`, `nn` or `tn`: whether A and B lie transposed in memory.
+        K: Length of the sums.
+        layout: `nt`, `nn` or `tn`: whether A and B are stored transposed.
         dtype: Of A and B.
         kind: `plain`; `adds` for a product that is added in place to float32, as a weight's gradient is;
-            `fused` for a bias and an activation behind the product.
+            `fused` for a bias and an activation.
     """
 
     M: int
@@ -53,49 +54,47 @@ class Case:
     K: int
     layout: str = "nt"
     dtype: torch.dtype = torch.bfloat16
-    kind: Literal["plain", "adds", "fused"] = "plain"
+    kind: Kind = "plain"
 
     def __str__(self) -> str:
         return f"{self.M}x{self.N}x{self.K}"
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Format of the result."""
+        """Dtype of the result."""
         return torch.float32 if self.kind == "adds" else self.dtype
 
     @property
     def activation(self) -> str | None:
-        """What is applied to the result."""
+        """Activation of the result."""
         return "gelu_tanh" if self.kind == "fused" else None
 
     @property
     def flop(self) -> int:
-        """Operations of the product, a multiplication and an addition apart."""
+        """Operations of the product; a multiplication and an addition count as two."""
         return 2 * self.M * self.N * self.K
 
     @property
     def is_cube(self) -> bool:
-        """Whether it is the square one that everybody quotes, and no layer of the list."""
+        """Whether it is the square GEMM that is usually quoted, which is no layer of the list."""
         return self.M == self.N == self.K == CUBE
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer at work.
+    """A linear layer and its input.
 
     Args:
         tokens: Rows of its input.
-        outputs: Features of its output, N of the weight.
-        inputs: Features of its input, K of the weight.
+        outputs: Output features, N of the weight.
+        inputs: Input features, K of the weight.
     """
 
     tokens: int
     outputs: int
     inputs: int
 
-    def case(
-        self, layout: str, dtype: torch.dtype, kind: Literal["plain", "adds", "fused"] = "plain"
-    ) -> Case:
+    def case(self, layout: str, dtype: torch.dtype, kind: Kind = "plain") -> Case:
         """Return its GEMM of a layout.
 
         Example:
@@ -113,20 +112,14 @@ class Layer:
 
 LANGUAGE_MODELS = tuple(Layer(tokens, *weight) for weight in WEIGHTS for tokens in TOKENS)
 MORE = tuple(Layer(tokens, *weight) for weight in ((4096, 4096), (28672, 4096)) for tokens in (2048, 8192))
-"""Layers whose added and fused GEMMs are measured too."""
+"""Layers whose `adds` and `fused` GEMMs are measured too."""
 ON_CPU = (Layer(256, 768, 768), Layer(256, 3072, 768), Layer(256, 768, 3072))
-"""GPT-2's layers, small enough for a processor."""
+"""GPT-2's layers, small enough for a CPU."""
 QUICK = (Layer(96, 256, 128), Layer(128, 128, 384))
 
 
 def cases(layers: Sequence[Layer], more: Sequence[Layer], dtype: torch.dtype) -> list[Case]:
-    """Return the three GEMMs of each layer, then the added and the fused ones of some.
-
-    Args:
-        layers: Those with their three GEMMs.
-        more: Those whose weight's gradient is added in place, and whose forward pass is fused.
-        dtype: Of the operands.
-    """
+    """Return the three plain GEMMs of `layers`, then the `adds` and `fused` ones of `more`."""
     return [
         *(layer.case(layout, dtype) for layer in layers for layout in LAYOUTS),
         *(layer.case("tn", dtype, "adds") for layer in more),
@@ -135,5 +128,5 @@ def cases(layers: Sequence[Layer], more: Sequence[Layer], dtype: torch.dtype) ->
 
 
 def default_cases(dtype: torch.dtype) -> list[Case]:
-    """Return what a GPU is measured with: thirty layers, the cube, added and fused ones."""
+    """Return the cases for a GPU: thirty layers, the cube, and `adds` and `fused` GEMMs of four layers."""
     return cases((*LANGUAGE_MODELS, Layer(CUBE, CUBE, CUBE)), MORE, dtype)

@@ -1,0 +1,236 @@
+"""Compute linear layers by our tiled GEMM, and add weight gradients in place while a step is accumulated.
+
+Every `nn.Linear` that is large enough gets another class: parameters, names and checkpoints stay the same. On
+a CUDA GPU, each GEMM is then computed by the config of our kernels that was measured to be faster than
+torch's library (`lightning-eff bench --tune`), and by the library where none was. Where GradientAccumulation
+or MicroBatch runs several backward passes per step, the GEMM adds the gradient of a weight to `weight.grad`
+directly, and no second gradient of its size is allocated.
+
+Costs: nothing where torch's library computes; some microseconds of Python per layer where our kernels do.
+Conflicts: `callbacks/torch_compile`: the compiler computes the layers of compiled blocks. Subclasses of
+    `nn.Linear` are left as they are. Second derivatives (a gradient penalty) raise an error.
+Source: learned from Megatron-LM's fused weight gradients; kernels/matmul.py
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_eff.core import model_surgery
+from lightning_eff.core.dtypes import dtype_of, product_dtype
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.managed import Managed
+from lightning_eff.core.model_surgery import Blocks, Stage
+from lightning_eff.core.shards import shape_of
+from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict
+from lightning_eff.kernels import dispatch
+from lightning_eff.kernels.language import INTERPRETED
+from lightning_eff.kernels.linear import Accumulation, TritonLinear
+from lightning_eff.kernels.tile_configs import Shape
+from lightning_eff.microbatching import lightning_loop
+from lightning_eff.microbatching.fitting import is_count
+from lightning_eff.report import tile_explanation
+
+
+def swap(
+    model: nn.Module,
+    *,
+    min_features: int = 128,
+    blocks: Blocks = None,
+    backend: str = "auto",
+    accumulation: Accumulation | None = None,
+) -> dict[str, TritonLinear]:
+    """Convert linear layers of a model to `kernels.linear.TritonLinear`; for Fabric, or a loop of your own.
+
+    Args:
+        model: Any module; layers that are converted already stay as they are.
+        min_features: Layers with fewer input or output features stay `nn.Linear`.
+        blocks: Blocks of the model whose layers are converted; None for all.
+        backend: As in `kernels.matmul.gemm`.
+        accumulation: Allows weight gradients to be added in place while it is open.
+
+    Returns:
+        The converted layers by name; `unswap` undoes it.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10))
+        >>> list(swap(model))
+        ['0']
+    """
+    selected = {"": model} if blocks is None else model_surgery.select(model, blocks)
+    swapped: dict[str, TritonLinear] = {}
+    for prefix, block in selected.items():
+        for name, module in block.named_modules(prefix=prefix):
+            if type(module) is nn.Linear and min(module.in_features, module.out_features) >= min_features:
+                module.__class__ = TritonLinear
+                layer: TritonLinear = module  # pyright: ignore[reportAssignmentType]
+                layer.backend, layer.accumulation = backend, accumulation
+                swapped[name] = layer
+    return swapped
+
+
+def unswap(layer: TritonLinear) -> None:
+    """Convert a layer back to `nn.Linear`; a second call does nothing."""
+    for name in ("backend", "accumulation"):
+        layer.__dict__.pop(name, None)
+    if type(layer) is TritonLinear:  # a class derived from it since stays: torch's parametrizations make one
+        layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def explain(device: str) -> str:
+    """Explain which tiles the layers of known models get on a device, and what is lost there."""
+    return "\n\n".join(map(str, tile_explanation.explain_layers(device)))
+
+
+class TritonGemm(Managed):
+    """Convert linear layers to `kernels.linear.TritonLinear` while a model is trained.
+
+    Args:
+        min_features: Layers with fewer input or output features stay as they are.
+        blocks: Class names or patterns of module names (`blocks.*.mlp`), classes, or a predicate: the blocks
+            whose layers are converted; None for all.
+        accumulate: Add weight gradients in place where a step has several backward passes.
+        backend: `auto`, `torch` or `triton`.
+
+    Raises:
+        ConfigError: A value is outside its range, or `blocks` matches nothing.
+        ConflictError: `triton` without a GPU.
+
+    Warns:
+        NoEffectWarning: No layer was converted.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[TritonGemm(min_features=64)], logger=False, accelerator="cpu")
+        >>> TritonGemm(backend="cublas")
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: backend='cublas': expected one of auto, torch, triton...
+    """
+
+    def __init__(
+        self,
+        *,
+        min_features: int = 128,
+        blocks: Blocks = None,
+        accumulate: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        if not is_count(min_features):
+            raise ConfigError(key="min_features", value=min_features, allowed="a whole number of at least 1")
+        if backend not in dispatch.BACKENDS:
+            raise ConfigError(key="backend", value=backend, allowed=f"one of {', '.join(dispatch.BACKENDS)}")
+        self.min_features = min_features
+        self.blocks = blocks
+        self.accumulate = accumulate
+        self.backend = backend
+        self._accumulation = Accumulation()
+        self._swapped: dict[str, TritonLinear] = {}
+        self._rows: dict[str, int] = {}  # rows of each layer's first input, by name
+        self._device = torch.device("cpu")
+        self._dtype = torch.float32
+
+    def facts(self) -> Facts:
+        """State that the compiler computes compiled layers, and that the kernels need a GPU."""
+        compiled = Rule(
+            name="callbacks/torch_compile",
+            reason="the compiler computes the layers of what it compiles",
+            remedies=("~callbacks.triton_gemm", "~callbacks.torch_compile"),
+            verdict=Verdict.WARNED,
+        )
+        no_gpu = Rule(
+            name="run/cpu",
+            reason="backend=triton requires a CUDA GPU",
+            remedies=("callbacks.triton_gemm.backend=auto",),
+        )
+        needs_gpu = self.backend == "triton" and not INTERPRETED
+        return Facts(provides=(TRANSFORM,), excludes=(compiled, no_gpu) if needs_gpu else (compiled,))
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self._swapped, self._rows, self._accumulation.num_added = {}, {}, 0
+            model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
+            self.cleanup.callback(self._restore, pl_module)
+
+    def layers_of(self, model: nn.Module) -> dict[str, TritonLinear]:
+        """Convert the layers of a model that the options select, and return them by name."""
+        return swap(
+            model,
+            min_features=self.min_features,
+            blocks=self.blocks,
+            backend=self.backend,
+            accumulation=self._accumulation if self.accumulate else None,
+        )
+
+    def _apply(self, model: nn.Module) -> int:
+        new = self.layers_of(model)
+        self._swapped |= new
+        if not self._swapped:
+            text = (
+                f"TritonGemm had no effect: no linear layer has {self.min_features} or more input and output "
+                f"features; lower min_features={self.min_features}"
+            )
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
+        return len(new)
+
+    def _restore(self, module: pl.LightningModule) -> None:
+        model_surgery.restore(module)
+        for layer in self._swapped.values():
+            unswap(layer)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Record the rows of each layer's input for the report, and add weight gradients in place."""
+        self._device = trainer.strategy.root_device
+        self._dtype = dtype_of(str(trainer.precision_plugin.precision), self._device.type)
+        for name, layer in self._swapped.items():
+            self._record_rows(name, layer)
+        step = trainer.fit_loop.epoch_loop.automatic_optimization
+        if self.accumulate and isinstance(step, lightning_loop.ExactStep):
+            step.around_backward = lambda: self._adding(trainer)
+
+    def _record_rows(self, name: str, layer: nn.Module) -> None:
+        def record(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._rows[name] = inputs[0].numel() // max(inputs[0].shape[-1], 1)
+            handle.remove()
+
+        handle = layer.register_forward_pre_hook(record)
+
+    def _adding(self, trainer: pl.Trainer) -> AbstractContextManager[None]:
+        """Allow gradients to be added in one backward pass.
+
+        Not in the pass in which DDP's hooks reduce them, nor under a strategy that shards or scales them.
+        """
+        model = trainer.strategy.model
+        if isinstance(model, DistributedDataParallel):
+            may_add = not model.require_backward_grad_sync
+        else:
+            may_add = trainer.world_size == 1
+        may_add = may_add and not isinstance(trainer.strategy, lightning_loop.ScalesGradients)
+        return self._accumulation.open() if may_add else nullcontext()
+
+    def outcome(self) -> Outcome:
+        """Report how many layers were converted, who computes them, and how many gradients were added."""
+        backends: dict[str, str] = {}
+        for name, rows in self._rows.items():
+            weight = self._swapped[name].weight
+            n, k = shape_of(weight)
+            shape = Shape.packed(max(rows, 1), n, k, product_dtype(weight.dtype, self._dtype))
+            backends[name] = dispatch.describe_backend(shape, self._device, self.backend)
+        counts = {backend: list(backends.values()).count(backend) for backend in backends.values()}
+        added = self._accumulation.num_added
+        did = f"{len(self._swapped)} linear layer{'s' * (len(self._swapped) != 1)} swapped"
+        did += (
+            f": {'; '.join(f'{count} by {backend}' for backend, count in counts.items())}" if counts else ""
+        )
+        did += f"; {added} weight gradient{'s' * (added != 1)} added in place" if self.accumulate else ""
+        ours = self.backend == "triton" or any(not backend.startswith("torch's") for backend in counts)
+        numbers = {"layers": backends, "added_in_place": added}
+        return Outcome(did=did, effective=bool(self._rows) and bool(ours or added), numbers=numbers)

@@ -1,0 +1,187 @@
+"""The configs that the kernels can be launched with, and the properties of a GEMM that decide which fit.
+
+The tests compile every config for sm_90, those with pointers for sm_80 too: no register is spilled, no stack
+is used, and `shared_bytes` is what the compiler reports.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+TMA_BYTES = 16
+"""Alignment of the start of a row that the tensor memory accelerator requires."""
+FLOAT8_VALUES = 64
+"""Accumulators per thread where float8 is summed in a second set of registers; twice as many spill."""
+DOUBLED_VALUES = 32
+"""Accumulators per thread that leave registers to read twice as much: SwiGLU's gradient, or float32."""
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """One way to run the kernels.
+
+    Args:
+        kernel: `gemm_tma` or `gemm_pointers`.
+        block_m: Rows of a tile of D.
+        block_n: Its columns.
+        block_k_bytes: Depth of a step through K, in bytes of a row.
+        num_warps: Warps that share a tile.
+        num_stages: Steps whose loads are in flight at once.
+        subtiles: Number of tiles that a finished tile is stored as, so that it needs less shared memory.
+        specialize: Separate warps load the tiles (warp specialization).
+        adds: The finished tile is added to what is in memory, and C is never read.
+        split_k: Number of ranges of K that are computed separately, and summed by `reduce_split_k`.
+        efficiency: Fraction of the peak that the inner loop reaches on a full device.
+    """
+
+    kernel: Literal["tma", "pointers"]
+    block_m: int
+    block_n: int
+    block_k_bytes: int
+    num_warps: int
+    num_stages: int
+    subtiles: int = 1
+    specialize: bool = False
+    adds: bool = False
+    split_k: int = 1
+    efficiency: float = 0.5
+
+    def __str__(self) -> str:
+        # The key of a config in the files that `bench --tune` writes: a change invalidates them.
+        text = (
+            f"{self.kernel} {self.block_m}x{self.block_n}, {self.num_stages} stages, {self.num_warps} warps"
+        )
+        marks = {"subtiles": self.subtiles > 1, "specialized": self.specialize, "adding": self.adds}
+        marks[f"K in {self.split_k} parts"] = self.split_k > 1
+        return ", ".join([text, *(mark for mark, holds in marks.items() if holds)])
+
+    @property
+    def constants(self) -> dict[str, bool | int]:
+        """Constants of `gemm_tma` alone; its two loops are flattened unless warps specialize."""
+        return {
+            "SUBTILES": self.subtiles,
+            "ADDS": self.adds,
+            "FLATTEN": not self.specialize,
+            "SPECIALIZE": self.specialize,
+        }
+
+    def block_k(self, itemsize: int) -> int:
+        """Return the depth of a step in elements."""
+        return self.block_k_bytes // itemsize
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Return the most shared memory that `gemm_tma` uses.
+
+        (num_stages * (block_m + block_n) * block_k) of operands, and a finished tile [block_m, block_n /
+        subtiles] for each tensor that is stored or read in the epilogue.
+        """
+        if self.split_k > 1:  # the epilogue is computed by reduce_split_k
+            shape = Shape(M=shape.M, N=shape.N, K=shape.K, dtype=shape.dtype, out_dtype=torch.float32)
+        written = shape.columns_ratio + (shape.saves_pre and shape.columns_ratio < 1)
+        read = (shape.reads_c and not self.adds) + shape.reads_at * shape.columns_ratio
+        read_itemsize = max(shape.read_itemsize, shape.out_itemsize)
+        finished = self.block_m * self.block_n // self.subtiles
+        operands = self.num_stages * (self.block_m + self.block_n) * self.block_k_bytes
+        return operands + int(finished * (written * shape.out_itemsize + read * read_itemsize))
+
+    def can_finish(self, shape: Shape) -> bool:
+        """Return whether the epilogue compiles without spilling registers."""
+        if self.specialize and shape.columns_ratio != 1.0:  # Triton 3.6 cannot split a tile there
+            return False
+        values = self.block_m * self.block_n // (32 * self.num_warps)  # accumulators per thread
+        if shape.dtype.itemsize == 1 and values > FLOAT8_VALUES:
+            return False
+        wide = shape.columns_ratio > 1 or max(shape.read_itemsize, shape.out_itemsize) > 2
+        doubled = shape.reads_at and wide and self.split_k == 1
+        return not doubled or values // self.subtiles <= DOUBLED_VALUES
+
+
+CONFIGS: tuple[TileConfig, ...] = (
+    TileConfig("tma", 128, 256, 128, 8, 3, efficiency=0.80),
+    TileConfig("tma", 128, 256, 128, 8, 4, subtiles=2, efficiency=0.80),
+    TileConfig("tma", 128, 256, 128, 8, 3, subtiles=2, efficiency=0.78),
+    TileConfig("tma", 128, 256, 128, 4, 3, specialize=True, efficiency=0.76),
+    TileConfig("tma", 128, 128, 128, 8, 4, efficiency=0.70),
+    TileConfig("tma", 128, 128, 128, 8, 3, subtiles=2, efficiency=0.68),
+    TileConfig("tma", 64, 128, 128, 4, 4, efficiency=0.55),
+    TileConfig("tma", 128, 128, 128, 8, 4, split_k=4, efficiency=0.70),
+    TileConfig("tma", 128, 256, 128, 8, 2, adds=True, efficiency=0.74),
+    TileConfig("tma", 128, 128, 128, 8, 3, adds=True, efficiency=0.68),
+    TileConfig("pointers", 128, 128, 64, 8, 3, efficiency=0.55),
+    TileConfig("pointers", 64, 64, 64, 4, 3, efficiency=0.40),
+    TileConfig("pointers", 32, 32, 64, 4, 3, efficiency=0.20),
+    TileConfig("pointers", 16, 64, 64, 4, 3, efficiency=0.15),
+    TileConfig("pointers", 64, 64, 64, 4, 3, split_k=4, efficiency=0.40),
+    TileConfig("pointers", 16, 64, 64, 4, 3, split_k=8, efficiency=0.15),
+)
+"""Everything that may be launched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The properties of a GEMM that the choice of a config depends on.
+
+    Args:
+        M: Rows of A and of D: tokens, in a linear layer's forward pass.
+        N: Columns of B and of the product.
+        K: Columns of A and rows of B.
+        dtype: Of A and B.
+        out_dtype: Of the result; None for `dtype`.
+        batch: Independent products.
+        aligned: Every row that TMA copies begins at a multiple of 16 bytes.
+        reads_c: C is read.
+        adds: The result may be added to what is in memory.
+        layout: `nn`, `nt`, `tn` or `tt`: whether A and B are stored by rows, or transposed.
+        fused: The epilogue has what torch computes in a pass of its own: scales, an activation.
+        columns_ratio: Columns of the result per column of the product: 1/2 for SwiGLU, 2 for its gradient.
+        saves_pre: The input of the activation is stored too.
+        reads_at: The input of an activation is read, to compute its gradient.
+        read_itemsize: Bytes per element of C and of that input; 0 for those of the result.
+        tf32: float32 is multiplied as TF32.
+    """
+
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype | None = None
+    batch: int = 1
+    aligned: bool = True
+    reads_c: bool = False
+    adds: bool = False
+    layout: str = "nt"
+    fused: bool = False
+    columns_ratio: float = 1.0
+    saves_pre: bool = False
+    reads_at: bool = False
+    read_itemsize: int = 0
+    tf32: bool = False
+
+    @classmethod
+    def packed(cls, M: int, N: int, K: int, dtype: torch.dtype) -> Shape:
+        """Return the shape of contiguous operands, as a linear layer's are.
+
+        Example:
+            >>> [Shape.packed(8, 16, K, torch.bfloat16).aligned for K in (24, 20)]
+            [True, False]
+        """
+        aligned = not (N * dtype.itemsize % TMA_BYTES or K * dtype.itemsize % TMA_BYTES)
+        return cls(M=M, N=N, K=K, dtype=dtype, aligned=aligned)
+
+    @property
+    def has_tensor_cores(self) -> bool:
+        """Whether tensor cores multiply this dtype: not float32, except as TF32."""
+        return self.dtype != torch.float32 or self.tf32
+
+    @property
+    def flop(self) -> int:
+        """Operations; a multiplication and an addition count as two."""
+        return 2 * self.batch * self.M * self.N * self.K
+
+    @property
+    def out_itemsize(self) -> int:
+        """Bytes per element of the result."""
+        return (self.out_dtype or self.dtype).itemsize
