@@ -133,11 +133,11 @@ class Fingerprint:
         self, module: nn.Module, base: Mapping[str, Any], layouts: Mapping[str, str]
     ) -> tuple[str, dict[str, str]]:
         """Return the SHA-256 of all tensors, and by plain name each one's layout and start of its digest."""
-        owners: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
         names = [name for name, value in sorted(base.items()) if isinstance(value, Tensor)]
 
         def digest(name: str) -> str:
-            return self._digest(name, base[name], owners.get(name, base[name]), layouts[name])
+            return self._digest(name, base[name], parameters.get(name, base[name]), layouts[name])
 
         if any(is_part(value) for value in base.values()):
             # Gathering a sharded tensor is a collective of all ranks: one after the other, in one order.
@@ -149,19 +149,19 @@ class Fingerprint:
         tensors = {plain_name(n): f"{layouts[n]} {digests[n][:NUM_DIGEST_CHARACTERS]}" for n in names}
         return hashlib.sha256("".join(lines).encode()).hexdigest(), tensors
 
-    def _digest(self, name: str, value: Tensor, owner: Tensor, layout: str) -> str:
+    def _digest(self, name: str, value: Tensor, parameter: Tensor, layout: str) -> str:
         """Return a tensor's SHA-256 in the dtype of its layout, from the cache if it did not change.
 
-        `owner` is the parameter, of which `value` may be a detached view that is new in each call.
+        `parameter` is the parameter, of which `value` may be a detached view that is new in each call.
         """
         dtype = FLOAT_DTYPES.get(layout.partition("[")[0], value.dtype)
-        version = owner._version  # noqa: SLF001 - torch 2.13's count of changes in place
+        version = parameter._version  # noqa: SLF001 - torch 2.13's count of changes in place
         cached = self._digests_by_name.get(name)
-        if cached is not None and cached[0] is owner and cached[1:3] == (version, dtype):
+        if cached is not None and cached[0] is parameter and cached[1:3] == (version, dtype):
             return cached[3]
         digest, full = hashlib.sha256(), together(value).detach()
         _update(digest, full.to(dtype) if full.dtype != dtype else full)
-        self._digests_by_name[name] = (owner, version, dtype, digest.hexdigest())
+        self._digests_by_name[name] = (parameter, version, dtype, digest.hexdigest())
         self.num_hashed += 1
         return digest.hexdigest()
 

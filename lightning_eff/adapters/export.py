@@ -31,10 +31,11 @@ from lightning_eff.adapters.inject import (
     hidden_attributes,
     huggingface_models,
     ignore_peft_warnings,
+    replace_modules,
     wrapped_layers,
 )
 from lightning_eff.adapters.methods import name_of_method, upstream_message
-from lightning_eff.adapters.module_tree import plain_name, replace_modules, tied_parameters, untie
+from lightning_eff.adapters.module_tree import plain_name, tied_parameters, untie
 from lightning_eff.adapters.quantized import is_quantized
 from lightning_eff.adapters.targets import exact_targets
 from lightning_eff.core.errors import ConfigError

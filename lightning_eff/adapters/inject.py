@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ from lightning_eff.adapters.methods import (
     option_at_fault,
     upstream_message,
 )
-from lightning_eff.adapters.module_tree import outermost, replace_modules
+from lightning_eff.adapters.module_tree import outermost
 from lightning_eff.adapters.quantized import bitsandbytes_flag, is_quantized
 from lightning_eff.adapters.targets import resolve_targets
 from lightning_eff.core.errors import ConfigError
@@ -256,6 +256,14 @@ def _replace_all_names(model: nn.Module) -> None:
         if isinstance(module, nn.TransformerEncoderLayer) and adapted_layers(module):
             # torch 2.13's fused inference path reads the base weights and calls no layer; 0 switches it off.
             module.activation_relu_or_gelu = 0
+
+
+def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
+    """Replace modules under all names that a model has for them, except inside of PEFT's wrappers."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.__dict__["_modules"].items()):  # named_children skips second names
+            if child in new and not isinstance(parent, WRAPPERS):
+                setattr(parent, name, new[child])
 
 
 def _wrap_for_prompts(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module]:

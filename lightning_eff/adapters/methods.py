@@ -247,9 +247,9 @@ def method_rules(method: str) -> tuple[Rule, ...]:
     )
     reason = "the strategy writes checkpoints itself, and they include the frozen base"
     names = [rule.name for rule in SHARDING if rule.name.startswith("lightning/")]  # ours omit it
-    whole = [Rule(name=name, reason=reason, verdict=Verdict.WARNED) for name in names]
+    full_checkpoints = [Rule(name=name, reason=reason, verdict=Verdict.WARNED) for name in names]
     if method != "adalora":
-        return (finetuning, *whole)
+        return (finetuning, *full_checkpoints)
     lora = "callbacks.peft_adapter.method=lora"
     reasons = {
         "run/scaler": ("ranks are allocated by gradients, which a scaler multiplies", "precision=auto"),
@@ -259,4 +259,4 @@ def method_rules(method: str) -> tuple[Rule, ...]:
         "run/manual_optimization": ("ranks are allocated per optimizer step, which the module does", lora),
     }
     own = [Rule(name=name, reason=why, remedies=(remedy,)) for name, (why, remedy) in reasons.items()]
-    return (finetuning, *whole, *own)
+    return (finetuning, *full_checkpoints, *own)

@@ -7,7 +7,7 @@ of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -74,15 +74,6 @@ def plain_name(name: str) -> str:
         ('blocks.0.linear.weight', 'head')
     """
     return f"{name}.".replace(".base_layer.", ".").replace(".original_module.", ".").removesuffix(".")
-
-
-def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace modules under all names that a model has for them, except inside one another."""
-    skipped = {*new, *new.values()}
-    for parent in list(model.modules()):
-        for name, child in list(parent.__dict__["_modules"].items()):  # named_children skips second names
-            if child in new and parent not in skipped:
-                setattr(parent, name, new[child])
 
 
 def tied_parameters(model: nn.Module, part: nn.Module) -> dict[str, str]:

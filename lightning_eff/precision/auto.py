@@ -1,4 +1,4 @@
-"""Number formats: the dtype of the weights, and that of matrix products.
+"""Choose number formats: the dtype of the weights, and that of matrix products.
 
 `bf16-mixed` and `16-mixed` keep float32 weights and cast inside matrix products (autocast), `bf16-true`
 keeps everything in bfloat16, `32-true` casts nothing. `auto` chooses `bf16-mixed` where the device computes
