@@ -133,11 +133,12 @@ class Fingerprint:
         self, module: nn.Module, base: Mapping[str, Any], layouts: Mapping[str, str]
     ) -> tuple[str, dict[str, str]]:
         """Return the SHA-256 of all tensors, and by plain name each one's layout and start of its digest."""
-        parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        parameters = dict(module.named_parameters(remove_duplicate=False))
         names = [name for name, value in sorted(base.items()) if isinstance(value, Tensor)]
 
         def digest(name: str) -> str:
-            return self._digest(name, base[name], parameters.get(name, base[name]), layouts[name])
+            parameter = parameters[name] if name in parameters else base[name]
+            return self._digest(name, base[name], parameter, layouts[name])
 
         if any(is_part(value) for value in base.values()):
             # Gathering a sharded tensor is a collective of all ranks: one after the other, in one order.

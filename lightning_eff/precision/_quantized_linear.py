@@ -41,7 +41,7 @@ class Linear4bit(modules.Linear4bit):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        state = self.weight.quant_state
+        state: Any = self.weight.quant_state
         is_on_cpu = state is not None and self.weight.device.type == "cpu"
         if not is_on_cpu or state.shape[-1] % state.blocksize == 0:
             return super().forward(x)
@@ -133,7 +133,9 @@ def quantize(
     blocksize: int = 64,
     double_quant: bool = True,
 ) -> float:
-    """Quantize a linear layer in place: the module stays the same object, its class and weight change.
+    """Quantize a linear layer in place; return the error `||W_quantized - W|| / ||W||`.
+
+    The module stays the same object: its class and weight change.
 
     Args:
         layer: Of exactly that class; its weight has its final values, on its device.
@@ -141,9 +143,6 @@ def quantize(
         compute_dtype: Of matrix products; the bias is kept in it.
         blocksize: Weights per scale, with 4 bits.
         double_quant: Quantize the scales to 8 bits, with 4 bits.
-
-    Returns:
-        The error `||W_quantized - W|| / ||W||`.
 
     Example:
         >>> layer = nn.Linear(64, 64)
@@ -171,9 +170,9 @@ def quantize(
         _change_class(layer, Linear8bit(1, 1, has_fp16_weights=False, device="meta"))
         own.compute_dtype = compute_dtype
         own.weight = bnb.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=scale)
-    if layer.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
-        layer.bias.data = layer.bias.data.to(compute_dtype)
-        layer.bias.requires_grad = False
+    if own.bias is not None:
+        own.bias.data = own.bias.data.to(compute_dtype)
+        own.bias.requires_grad = False
     lost = (dequantize(own.weight) - before.float()).norm()
     return float(lost / before.float().norm().clamp(min=torch.finfo(torch.float32).tiny))
 
