@@ -42,8 +42,8 @@ class Linear4bit(modules.Linear4bit):
     @override
     def forward(self, x: Tensor) -> Tensor:
         state: Any = self.weight.quant_state
-        is_on_cpu = state is not None and self.weight.device.type == "cpu"
-        if not is_on_cpu or state.shape[-1] % state.blocksize == 0:
+        ends_with_rows = state is None or state.shape[-1] % state.blocksize == 0
+        if ends_with_rows or self.weight.device.type != "cpu":
             return super().forward(x)
         operand = x.to(self.compute_dtype or x.dtype)
         weight = dequantize(self.weight).to(operand.dtype)  # out_features x in_features
