@@ -1,1 +1,1 @@
-"""Adapters and the few bits that their base may be kept in: methods, where they go, what is saved of them."""
+"""Adapters and quantized base layers: PEFT's methods, where they go, and what a checkpoint keeps of them."""

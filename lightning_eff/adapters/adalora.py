@@ -1,9 +1,9 @@
-"""AdaLoRA's part of a step: ranks are moved to where they matter, and the factors are kept orthogonal.
+"""AdaLoRA's part of a training step: move ranks to the layers that matter, and keep factors orthogonal.
 
-PEFT leaves both to the user's loop: its wrapper adds the penalty where a forward pass returns a loss, and
-`update_and_allocate` is to be called in every step. Here the penalty's gradient is added once a step, when
-the loss's is complete, and ranks are allotted when the optimizer has stepped and the gradients are still
-there. Both count optimizer steps, whatever a step's batch was cut into.
+PEFT leaves both to the user's loop: its wrapper adds the penalty to a loss that the forward pass returns, and
+`update_and_allocate` is to be called in each step. Here the penalty's gradient is added once per optimizer
+step, when the loss's is complete, and ranks are allocated after the step, while gradients still exist. Both
+count optimizer steps, however many micro-batches a step has.
 """
 
 from __future__ import annotations
@@ -18,72 +18,75 @@ from torch import Tensor, nn
 
 
 class RankSchedule:
-    """Allots ranks in a model that has AdaLoRA's layers.
+    """Allocate ranks in a model with AdaLoRA layers.
 
     Args:
-        model: With its adapters in place.
-        config: The one that they were made with; its `rank_pattern` is kept up to date.
+        model: With its adapters.
+        config: What they were made with; its `rank_pattern` is kept up to date.
         adapter: The adapters' name.
     """
 
     def __init__(self, model: nn.Module, config: AdaLoraConfig, adapter: str) -> None:
+        # PEFT 0.21's update_and_allocate reads model, peft_config, trainable_adapter_name and rankallocator.
         self.model = model
         self.config = config
-        self.peft_config = {adapter: config}  # this and the next two are what PEFT's function reads
+        self.peft_config = {adapter: config}
         self.trainable_adapter_name = adapter
         self.rankallocator = RankAllocator(model, config, adapter)
 
-    def allot(self, step: int) -> None:
-        """Do what belongs to an optimizer step that was just made.
+    def allocate(self, step: int) -> None:
+        """Update importance scores and ranks after an optimizer step.
 
         Args:
             step: Its index, from 0.
         """
-        ours: Any = self
-        AdaLoraModel.update_and_allocate(ours, step)
+        duck: Any = self
+        AdaLoraModel.update_and_allocate(duck, step)
 
     def ranks(self) -> list[int]:
-        """Return how many of each layer's directions are in use."""
-        values = [p for name, p in self.model.named_parameters() if ".lora_E." in name]
+        """Return how many singular values of each layer are in use."""
         pattern = self.config.rank_pattern or {}
-        return [sum(mask) for mask in pattern.values()] if pattern else [p.shape[0] for p in values]
+        singular_values = [p for name, p in self.model.named_parameters() if ".lora_E." in name]
+        return [sum(mask) for mask in pattern.values()] if pattern else [len(p) for p in singular_values]
 
     def add_penalty(self) -> None:
-        """Add the gradient of the penalty on factors that are not orthogonal."""
+        """Add the gradient of the orthogonality penalty to the factors' gradients.
+
+        The penalty is `orth_reg_weight` times the mean over all factors of `||A A^T - I||_F` (A is rank x
+        in_features) and `||B^T B - I||_F` (B is out_features x rank).
+        """
         weight = self.config.orth_reg_weight
         if not weight:
             return
-        named = dict(self.model.named_parameters())
-        rows = [p for name, p in named.items() if ".lora_A." in name]
-        columns = [p for name, p in named.items() if ".lora_B." in name]
-        factors = rows + columns
+        parameters = dict(self.model.named_parameters())
+        a_factors = [p for name, p in parameters.items() if ".lora_A." in name]
+        b_factors = [p for name, p in parameters.items() if ".lora_B." in name]
+        factors = a_factors + b_factors
         with torch.enable_grad():
-            distances = [*(_distance(p) for p in rows), *(_distance(p.T) for p in columns)]
-            total = torch.stack(distances).sum()
+            grams = [*(a @ a.T for a in a_factors), *(b.T @ b for b in b_factors)]  # each rank x rank
+            eyes = [torch.eye(len(gram), dtype=gram.dtype, device=gram.device) for gram in grams]
+            total = torch.stack([(gram - eye).norm() for gram, eye in zip(grams, eyes, strict=True)]).sum()
             gradients = torch.autograd.grad(weight * total / len(factors), factors)
         for factor, gradient in zip(factors, gradients, strict=True):
             factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run that goes on needs: running averages of importance, and the ranks."""
-        allocator = self.rankallocator
+        """Return what a resumed run needs: running averages of importance, and the ranks."""
         return {
-            "importance": dict(allocator.exp_avg_ipt),
-            "uncertainty": dict(allocator.exp_avg_unc),
+            "importance": dict(self.rankallocator.exp_avg_ipt),
+            "uncertainty": dict(self.rankallocator.exp_avg_unc),
             "rank_pattern": self.config.rank_pattern,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; the parameters are where they will be trained."""
+        """Restore `state_dict`; call it when the parameters are on the device that they are trained on."""
         allocator: Any = self.rankallocator
-        places = {name: parameter.device for name, parameter in self.model.named_parameters()}
-        averages: list[Mapping[str, Tensor]] = [state["importance"], state["uncertainty"]]
-        moved = [{n: t.to(places[n], copy=True) for n, t in each.items()} for each in averages]
-        allocator.exp_avg_ipt, allocator.exp_avg_unc = moved
-        allocator.ipt = dict(moved[0])  # its keys say what has begun; values are made anew in every step
+        devices = {name: parameter.device for name, parameter in self.model.named_parameters()}
+
+        def moved(averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: tensor.to(devices[name], copy=True) for name, tensor in averages.items()}
+
+        allocator.exp_avg_ipt, allocator.exp_avg_unc = moved(state["importance"]), moved(state["uncertainty"])
+        # PEFT tests only the keys of `ipt` for which layers have begun; each step computes new values.
+        allocator.ipt = dict(allocator.exp_avg_ipt)
         self.config.rank_pattern = state["rank_pattern"]
-
-
-def _distance(rows: Tensor) -> Tensor:
-    """Return how far rows are from being orthogonal, and of length 1."""
-    return (rows @ rows.T - torch.eye(len(rows), dtype=rows.dtype, device=rows.device)).norm()

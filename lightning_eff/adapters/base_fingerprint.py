@@ -1,15 +1,14 @@
-"""The fingerprint of what is frozen: by it an adapter knows the base that it was trained on.
+"""Fingerprint of a frozen base: it ties an adapter to the base that it was trained on.
 
-An adapter is a difference, and on another base it is noise that nothing else would notice: names and shapes
-are the same for every model of an architecture. The fingerprint is a SHA-256 over name, number format, shape
-and SHA-256 of each frozen tensor, in the order of the names, the same on every device. Beside it stand the
-first characters of each tensor's own, so that a refusal can name the tensors that are other ones.
+An adapter is a difference, and noise on another base; no key or shape shows that, since they are the same for
+all models of an architecture. The fingerprint is a SHA-256 over name, dtype, shape and SHA-256 of each frozen
+tensor in the order of the names, so it is the same on each device. The first characters of the tensors' own
+digests are kept with it, so that an error can name the tensors that differ.
 
-Hashing reads every frozen byte once, in up to eight threads, the largest tensors by way of host memory, and
-is not repeated until PyTorch counts a change of a tensor. Changes by way of `.data` are not counted. A tensor
-in another number format is compared in the one that was recorded: a run may convert the model after its
-checkpoint was restored. Buffers are not part of it: those that have a place in a checkpoint are saved with
-the adapter, for training may change them.
+Hashing reads all frozen bytes once, in up to eight threads, through host memory, and again only when PyTorch
+counts a change of a tensor in place. Changes through `.data` are not counted. A tensor of another dtype is
+compared in the recorded one: a `-true` precision converts the model after its checkpoint is restored. Buffers
+are not part of the fingerprint: training may change them, and persistent ones are saved with the adapter.
 """
 
 from __future__ import annotations
@@ -22,211 +21,194 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_eff.adapters import inject as adapters
-from lightning_eff.adapters import quantized
+from lightning_eff.adapters.inject import wrapped_layers
+from lightning_eff.adapters.module_tree import plain_name
+from lightning_eff.adapters.quantized import quantized_prefixes
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.shards import is_sharded, full_shape, full_tensor
+from lightning_eff.core.shards import is_part, shape_of, together
 
 NUM_THREADS = 8
-NUM_SHOWN_CHARACTERS = 16
-"""Of a tensor's SHA-256: 64 bits, to tell which tensors differ once it is known that some do."""
-NUM_NAMED = 3
+NUM_DIGEST_CHARACTERS = 16
+"""Characters of a tensor's SHA-256 that are kept: 64 bits suffice to find the tensors that differ."""
+MAX_NAMES = 3
+FLOAT_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 
 
-def split(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a module's state as what is frozen, and what is trained or may change.
+def split_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a module's state into the frozen base, and the rest: what is trained or may change.
 
-    Frozen are parameters without a gradient, and all that a quantized layer keeps. Buffers that
-    have a place in a checkpoint are not, for running statistics change whatever is frozen; nor is what an
-    adapter does not train of its own, which may have been drawn.
+    The base is parameters without a gradient, and all state of quantized layers. Persistent buffers belong to
+    the rest, since running statistics change in frozen modules too; so do an adapter's own frozen tensors,
+    which may be random.
 
     Example:
         >>> layer = nn.BatchNorm1d(2).requires_grad_(False)
-        >>> [list(part) for part in split(layer)]
+        >>> [list(state) for state in split_state(layer)]
         [['weight', 'bias'], ['running_mean', 'running_var', 'num_batches_tracked']]
     """
-    around = adapters.wrapped(module)
-    frozen = {
-        name
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if not parameter.requires_grad and not _of_adapter(name, around)
-    }
-    layers = of_quantized(module)
+    wrappers = [f"{name}." for name in wrapped_layers(module)]
+
+    def is_adapters(name: str) -> bool:
+        # a name outside of all wrappers counts as the base's
+        inner = next((name.removeprefix(w) for w in wrappers if name.startswith(w)), "base_layer")
+        return not {"base_layer", "original_module"} & {*inner.split(".")}
+
+    parameters = module.named_parameters(remove_duplicate=False)
+    frozen = {name for name, p in parameters if not p.requires_grad and not is_adapters(name)}
+    quantized = quantized_prefixes(module)
     base: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        inside = name in frozen or name.startswith(layers)
-        kept = value if is_sharded(value) or not isinstance(value, Tensor) else value.detach()
-        (base if inside else rest)[name] = kept
+        is_plain = isinstance(value, Tensor) and not is_part(value)
+        state = base if name in frozen or name.startswith(quantized) else rest
+        state[name] = value.detach() if is_plain else value
     return base, rest
 
 
-def of_quantized(module: nn.Module) -> tuple[str, ...]:
-    """Return what the names of tensors begin with that quantized layers keep."""
-    return tuple(f"{name}." for name, layer in module.named_modules() if quantized.is_quantized(layer))
-
-
-def _of_adapter(name: str, around: Iterable[str]) -> bool:
-    """Say whether a tensor is an adapter's own, and not of the layer that it is around."""
-    rest = next((name.removeprefix(f"{layer}.") for layer in around if name.startswith(f"{layer}.")), None)
-    return rest is not None and not {"base_layer", "original_module"} & {*rest.split(".")}
-
-
-def plain_name(name: str) -> str:
-    """Return the name that a tensor has without adapters around its layer.
+def format_names(names: Iterable[str]) -> str:
+    """Return the first names and the number of the rest; names from a file are shortened and escaped.
 
     Example:
-        >>> plain_name("blocks.0.linear.base_layer.weight")
-        'blocks.0.linear.weight'
+        >>> format_names(["a", "b", "c", "d"]), format_names(["a"])
+        ("'a', 'b', 'c' and 1 more", "'a'")
     """
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+    known = list(names)
+    shown = ", ".join(f"{name[:120]!a}" for name in known[:MAX_NAMES])
+    return f"{shown} and {len(known) - MAX_NAMES} more" if len(known) > MAX_NAMES else shown or "none"
 
 
 class Fingerprint:
-    """Takes the fingerprint of a module's frozen tensors, and remembers those that did not change since.
+    """Fingerprint a module's frozen tensors, with a cache of digests by tensor and version.
 
     Args:
-        exact: Without, what quantized layers keep may differ in value, as long as all else that is frozen is
-            the same: another device rounds otherwise as it quantizes.
+        exact: False lets values of quantized layers differ, as long as all other frozen tensors are the same:
+            another device rounds differently when it quantizes.
     """
 
     def __init__(self, *, exact: bool = True) -> None:
         self.exact = exact
         self.others: list[str] = []
-        """Tensors that differed and were let pass."""
-        self._known: dict[str, tuple[Tensor, int, torch.dtype, str]] = {}
+        """Names of tensors that differed and were accepted."""
         self.num_hashed = 0
         """Tensors that were read so far."""
+        self._digests_by_name: dict[str, tuple[Tensor, int, torch.dtype, str]] = {}
 
     def record(self, module: nn.Module) -> dict[str, Any]:
-        """Return the fingerprint in plain types, as it is kept in a checkpoint."""
-        base, _ = split(module)
-        digests = self._digests(module, base, {})
-        return {
-            "sha256": _sum(base, digests),
-            "tensors": {
-                plain_name(name): f"{_format(base[name])} {digest[:NUM_SHOWN_CHARACTERS]}"
-                for name, digest in digests.items()
-            },
-        }
+        """Return the fingerprint in plain types, as a checkpoint keeps it."""
+        base, _ = split_state(module)
+        layouts = {name: _layout(value) for name, value in base.items()}
+        total, tensors = self._hash(module, base, layouts)
+        return {"sha256": total, "tensors": tensors}
 
     def check(self, module: nn.Module, record: Any) -> None:
-        """Hold a module's frozen tensors against a fingerprint.
+        """Compare a module's frozen tensors with a fingerprint; the module is not changed.
 
         Args:
-            module: Its base is read; nothing is changed.
+            module: Has the base.
             record: From a checkpoint, so it may be anything.
 
         Raises:
-            CheckpointError: The base is another one; the first tensors that differ are named.
+            CheckpointError: It is another base; the first tensors that differ are named.
         """
-        tensors: dict[str, str] = _tensors_of(record)
-        base, _ = split(module)
-        formats = {name: tensors.get(plain_name(name), "").partition(" ")[0] for name in base}
-        digests = self._digests(module, base, formats)
-        ours = {
-            plain_name(name): f"{_format(base[name], formats[name])} {digest[:NUM_SHOWN_CHARACTERS]}"
-            for name, digest in digests.items()
-        }
-        if _sum(base, digests, formats) == record["sha256"]:
+        expected = _recorded_tensors(record)
+        base, _ = split_state(module)
+        recorded = {name: expected.get(plain_name(name), "") for name in base}
+        layouts = {name: _layout(value, recorded[name]) for name, value in base.items()}
+        total, tensors = self._hash(module, base, layouts)
+        if total == record["sha256"]:
             return
-        others = sorted(name for name in {*ours, *tensors} if ours.get(name) != tensors.get(name))
-        if not self.exact and _rounded(others, module, ours, tensors):
+        names = {*tensors, *expected}
+        others = sorted(name for name in names if tensors.get(name) != expected.get(name))
+        if not self.exact and _differ_by_rounding(others, module, tensors, expected):
             self.others = others
             return
-        count = len({*ours, *tensors})
         text = (
-            f"it holds an adapter for another base: {named(others)} of {count} frozen tensors differ "
-            f"(its fingerprint is {str(record['sha256'])[:12]!a})\n"
+            f"it holds an adapter for another base: {format_names(others)} of {len(names)} frozen tensors "
+            f"differ (fingerprint {str(record['sha256'])[:12]!a})\n"
             "  try: callbacks.peft_adapter.base_checkpoint=PATH of its base, or its model.name and seed"
         )
         raise CheckpointError(text)
 
-    def _digests(
-        self, module: nn.Module, base: Mapping[str, Any], formats: Mapping[str, str]
-    ) -> dict[str, str]:
-        own = dict(module.named_parameters(remove_duplicate=False))
+    def _hash(
+        self, module: nn.Module, base: Mapping[str, Any], layouts: Mapping[str, str]
+    ) -> tuple[str, dict[str, str]]:
+        """Return the SHA-256 of all tensors, and by plain name each one's layout and start of its digest."""
+        parameters = dict(module.named_parameters(remove_duplicate=False))
         names = [name for name, value in sorted(base.items()) if isinstance(value, Tensor)]
-        if any(is_sharded(value) for value in base.values()):  # then all ranks hash, one tensor after the other
-            return {name: self._digest(name, base[name], own, formats.get(name, "")) for name in names}
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            values = pool.map(lambda name: self._digest(name, base[name], own, formats.get(name, "")), names)
-            return dict(zip(names, values, strict=True))
 
-    def _digest(self, name: str, value: Tensor, own: Mapping[str, Tensor], wanted: str) -> str:
-        """Return a tensor's SHA-256, in the number format that is wanted if that is one of PyTorch's."""
-        parameter, dtype = own.get(name, value), _as_dtype(wanted, value)
-        version = parameter._version  # noqa: SLF001 - PyTorch's count of changes in place
-        before = self._known.get(name)
-        if before is not None and before[0] is parameter and before[1:3] == (version, dtype):
-            return before[3]
-        digest, value = hashlib.sha256(), full_tensor(value)
-        _feed(digest, value.detach().to(dtype) if value.dtype != dtype else value.detach())
-        self._known[name] = (parameter, version, dtype, digest.hexdigest())
+        def digest(name: str) -> str:
+            parameter = parameters[name] if name in parameters else base[name]
+            return self._digest(name, base[name], parameter, layouts[name])
+
+        if any(is_part(value) for value in base.values()):
+            # Gathering a sharded tensor is a collective of all ranks: one after the other, in one order.
+            digests = {name: digest(name) for name in names}
+        else:
+            with ThreadPoolExecutor(NUM_THREADS) as pool:
+                digests = dict(zip(names, pool.map(digest, names), strict=True))
+        lines = sorted(f"{plain_name(name)} {layouts[name]} {digests[name]}\n" for name in names)
+        tensors = {plain_name(n): f"{layouts[n]} {digests[n][:NUM_DIGEST_CHARACTERS]}" for n in names}
+        return hashlib.sha256("".join(lines).encode()).hexdigest(), tensors
+
+    def _digest(self, name: str, value: Tensor, parameter: Tensor, layout: str) -> str:
+        """Return a tensor's SHA-256 in the dtype of its layout, from the cache if it did not change.
+
+        `parameter` is the parameter, of which `value` may be a detached view that is new in each call.
+        """
+        dtype = FLOAT_DTYPES.get(layout.partition("[")[0], value.dtype)
+        version = parameter._version  # noqa: SLF001 - torch 2.13's count of changes in place
+        cached = self._digests_by_name.get(name)
+        if cached is not None and cached[0] is parameter and cached[1:3] == (version, dtype):
+            return cached[3]
+        digest, full = hashlib.sha256(), together(value).detach()
+        _update(digest, full.to(dtype) if full.dtype != dtype else full)
+        self._digests_by_name[name] = (parameter, version, dtype, digest.hexdigest())
         self.num_hashed += 1
         return digest.hexdigest()
 
 
-def _rounded(
-    others: list[str], module: nn.Module, ours: Mapping[str, str], theirs: Mapping[str, str]
+def _differ_by_rounding(
+    others: list[str], module: nn.Module, tensors: Mapping[str, str], expected: Mapping[str, str]
 ) -> bool:
-    """Say whether two bases differ in values of quantized layers alone, and have other frozen tensors too."""
-    low = tuple(plain_name(name) for name in of_quantized(module))
-    form = {name: (ours.get(name, "").split(" ")[0], theirs.get(name, "").split(" ")[0]) for name in others}
-    alike = all(name.startswith(low) and here == there for name, (here, there) in form.items())
-    return bool(others) and alike and any(not name.startswith(low) for name in ours)
+    """Return whether only values in quantized layers differ, of a base that has other frozen tensors too."""
+    quantized = tuple(f"{plain_name(prefix[:-1])}." for prefix in quantized_prefixes(module))
+    is_layout_equal = all(
+        tensors.get(name, "").partition(" ")[0] == expected.get(name, "").partition(" ")[0] for name in others
+    )
+    is_quantized = all(name.startswith(quantized) for name in others)
+    has_proof = any(not name.startswith(quantized) for name in tensors)
+    return bool(others) and is_quantized and is_layout_equal and has_proof
 
 
-def named(names: Iterable[str]) -> str:
-    """Return the first few names and how many there are, also of names that come from a file.
-
-    Example:
-        >>> named(["a", "b", "c", "d"]), named(["a"])
-        ("'a', 'b', 'c' and 1 more", "'a'")
-    """
-    given = list(names)
-    shown = ", ".join(f"{name[:120]!a}" for name in given[:NUM_NAMED])
-    return f"{shown} and {len(given) - NUM_NAMED} more" if len(given) > NUM_NAMED else shown or "none"
-
-
-def _tensors_of(record: Any) -> dict[str, str]:
-    given: dict[Any, Any] = record if isinstance(record, dict) else {}
-    tensors: Any = given.get("tensors")
-    plain = isinstance(tensors, dict) and all(isinstance(x, str) for pair in tensors.items() for x in pair)
-    if not plain or not isinstance(given.get("sha256"), str):
+def _recorded_tensors(record: Any) -> dict[str, str]:
+    tensors: Any = record.get("tensors") if isinstance(record, dict) else None
+    is_plain = isinstance(tensors, dict) and all(
+        isinstance(text, str) for pair in tensors.items() for text in pair
+    )
+    if not is_plain or not isinstance(record.get("sha256"), str):
         text = "it holds an adapter without the fingerprint of its base"
         raise CheckpointError(text)
     return tensors
 
 
-def _as_dtype(word: str, value: Tensor) -> torch.dtype:
-    """Return the floating-point format that a record names, for a tensor that has another one."""
-    known = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-    dtype = (known | {"float64": torch.float64}).get(word.partition("[")[0], value.dtype)
-    return dtype if value.is_floating_point() and value.dtype.itemsize > 1 else value.dtype
+def _layout(value: Any, recorded: str = "") -> str:
+    """Return `dtype[shape]` of a tensor, in the recorded dtype if both are floating-point.
+
+    Formats of 8 bits and fewer are never converted. Empty for state that is no tensor.
+    """
+    if not isinstance(value, Tensor):
+        return ""
+    is_float = value.is_floating_point() and value.dtype.itemsize > 1
+    dtype = FLOAT_DTYPES.get(recorded.partition("[")[0], value.dtype) if is_float else value.dtype
+    return f"{str(dtype).removeprefix('torch.')}[{','.join(str(n) for n in shape_of(value))}]"
 
 
-def _format(value: Tensor, wanted: str = "") -> str:
-    dtype = str(_as_dtype(wanted, value)).removeprefix("torch.")
-    return f"{dtype}[{','.join(str(n) for n in full_shape(value))}]"
-
-
-def _sum(
-    base: Mapping[str, Any], digests: Mapping[str, str], formats: Mapping[str, str] | None = None
-) -> str:
-    lines = (
-        f"{plain_name(name)} {_format(base[name], (formats or {}).get(name, ''))} {digest}\n"
-        for name, digest in digests.items()
-    )
-    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
-
-
-def _feed(digest: Any, value: Tensor) -> None:
-    """Hash a tensor's values, in the order of its indices; of a tensor made of others, theirs."""
+def _update(digest: Any, value: Tensor) -> None:
+    """Hash a tensor's values in the order of its indices; of a wrapper subclass, its inner tensors."""
     flatten: Any = getattr(value, "__tensor_flatten__", None)
     if flatten is not None:
-        for part in flatten()[0]:
-            _feed(digest, getattr(value, part))
+        for name in flatten()[0]:
+            _update(digest, getattr(value, name))
         return
     flat = value.cpu().contiguous().reshape(-1)
     digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")

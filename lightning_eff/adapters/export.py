@@ -1,9 +1,9 @@
-"""A model's adapters in PEFT's own format, or merged into its weights: files that need nothing of ours.
+"""Write a model's adapters in PEFT's own format, or merged into its weights, for use without lightning_eff.
 
-PEFT writes its own format itself. Our adapters are around layers of any module; here they are taken off, PEFT
-puts its own around the same layers of the same base, gets the values and saves them. Names are relative to
-the Hugging Face model where the module has one and nothing beside it, so that `PeftModel.from_pretrained`
-takes that model, and to the module else.
+PEFT writes its format itself. Our adapters are around layers of any module; here they are removed, PEFT puts
+its own around the same layers of the same base, gets the values and saves them. Names are relative to the
+Hugging Face model if the module has one and no other state, so that `PeftModel.from_pretrained` accepts that
+model; else they are relative to the module.
 """
 
 from __future__ import annotations
@@ -23,11 +23,21 @@ from safetensors.torch import save_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_eff.adapters import inject as adapters
-from lightning_eff.adapters import quantized, tied
-from lightning_eff.adapters.base_fingerprint import plain_name, split
-from lightning_eff.adapters.methods import exactly
-from lightning_eff.adapters.options import sentence
+from lightning_eff.adapters.base_fingerprint import split_state
+from lightning_eff.adapters.inject import (
+    ADAPTER_NAME,
+    adapted_layers,
+    adapter_config,
+    hidden_attributes,
+    huggingface_models,
+    ignore_peft_warnings,
+    replace_modules,
+    wrapped_layers,
+)
+from lightning_eff.adapters.methods import name_of_method, upstream_message
+from lightning_eff.adapters.module_tree import plain_name, tied_parameters, untie
+from lightning_eff.adapters.quantized import is_quantized
+from lightning_eff.adapters.targets import exact_targets
 from lightning_eff.core.errors import ConfigError
 
 TOKENIZER_FILES = (
@@ -36,78 +46,131 @@ TOKENIZER_FILES = (
 )
 
 
-def part_of(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return the Hugging Face model that a module is made of, and its name with a dot; else itself."""
-    found = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
-    outermost = [n for n in found if not any(not o or n.startswith(f"{o}.") for o in found if o != n)]
-    if len(outermost) != 1 or not outermost[0]:
-        return "", model
-    prefix = f"{outermost[0]}."
-    alone = all(key.startswith(prefix) for key in model.state_dict())
-    return (prefix, found[outermost[0]]) if alone else ("", model)
-
-
 def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Write a model's adapters as PEFT does; they are PEFT's own afterwards.
+    """Write a model's adapters as PEFT does; the model has PEFT's own adapters afterwards.
 
     Args:
         model: With adapters.
         folder: Gets `adapter_config.json` and `adapter_model.safetensors`.
 
     Raises:
-        ConfigError: Tokens are trained of an embedding that shares its weight.
+        ConfigError: Trained tokens belong to an embedding with a tied weight.
     """
-    wrapped = next((part for part in model.modules() if isinstance(part, PeftModel)), None)
-    if wrapped is None:
-        _refuse_tied_tokens(model)
-        wrapped = _as_pefts(model)
-    with adapters.without_noise():
-        wrapped.save_pretrained(str(folder))
+    peft_model = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
+    if peft_model is None:
+        _reject_tied_tokens(model)
+        peft_model = _with_peft_adapters(model)
+    with ignore_peft_warnings():
+        peft_model.save_pretrained(str(folder))
 
 
-def _refuse_tied_tokens(model: nn.Module) -> None:
-    """Refuse trained tokens of an embedding that is the head too: PEFT would change them in both."""
-    for name, layer in adapters.wrapped(model).items():
-        of_tokens = any(isinstance(part, TrainableTokensLayer) for part in layer.modules())
-        if of_tokens and tied.shared(model, layer):
-            plain = name.removeprefix(part_of(model)[0])
-            allowed = f"a model merged: {plain} shares its weight, and PEFT trains tokens of both or none"
+def merge_adapters(model: nn.Module) -> list[str]:
+    """Merge adapters into their layers, which become the model's own again.
+
+    An adapted layer with a tied weight gets a weight of its own.
+
+    Returns:
+        The names of weights that were one before, and are several now.
+
+    Raises:
+        ConfigError: The method cannot be merged, or the base is quantized.
+    """
+    method = name_of_method(adapter_config(model))
+    if any(is_quantized(module) for module in model.modules()):
+        allowed = "a base that is not quantized: its few bits would round the adapter away"
+        remedies = [
+            "without --merge, then merge with PEFT into the original base:",
+            "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), DIR).merge_and_unload()",
+        ]
+        raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=remedies)
+    if any(isinstance(module, PeftModel) for module in model.modules()):
+        allowed = f"adapters of layers: {method} adds virtual tokens, which belong to no weight"
+        raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=["without --merge"])
+    before = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    try:
+        _remove_adapters(model, merge=True)
+    except (NotImplementedError, AttributeError, TypeError, ValueError) as error:
+        allowed = f"a method that PEFT can merge; {upstream_message(error)}"
+        raise ConfigError(
+            key="--merge", value=method, allowed=allowed, remedies=["without --merge"]
+        ) from error
+    tied: dict[int, list[str]] = {}
+    after = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in before.items():
+        if name in after:
+            tied.setdefault(id(parameter), []).append(name)
+    return [n for names in tied.values() for n in names if len({id(after[m]) for m in names}) > 1]
+
+
+def save_full_model(model: nn.Module, folder: Path) -> None:
+    """Write a model without adapters: a folder that transformers loads if it is made of one of its models.
+
+    Args:
+        model: Tied weights are written once; a config that ties weights that differ is changed.
+        folder: Gets `model.safetensors`, and for a Hugging Face model its config and tokenizer.
+    """
+    _, part = _exported_part(model)
+    if not isinstance(part, PreTrainedModel):
+        save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        return
+    _untie_config(part)
+    part.save_pretrained(str(folder))
+    for name in TOKENIZER_FILES:
+        source = _local_file(str(part.name_or_path or ""), name)
+        if source is not None and not (folder / name).exists():
+            shutil.copyfile(source, folder / name)
+
+
+def _exported_part(model: nn.Module) -> tuple[str, nn.Module]:
+    """Return the Hugging Face model that holds all of a module's state, with its prefix; else the module."""
+    found = huggingface_models(model)
+    name = next(iter(found), "")
+    has_all = name and len(found) == 1 and all(key.startswith(f"{name}.") for key in model.state_dict())
+    return (f"{name}.", found[name]) if has_all else ("", model)
+
+
+def _reject_tied_tokens(model: nn.Module) -> None:
+    """Reject trained tokens of an embedding that is tied to the head: PEFT would change them in both."""
+    for name, layer in wrapped_layers(model).items():
+        has_tokens = any(isinstance(module, TrainableTokensLayer) for module in layer.modules())
+        if has_tokens and tied_parameters(model, layer):
+            plain = name.removeprefix(_exported_part(model)[0])
+            allowed = f"true here: {plain} has a tied weight, and PEFT trains tokens in both layers or none"
             raise ConfigError(key="--merge", value=False, allowed=allowed, remedies=["--merge"])
 
 
-def _as_pefts(model: nn.Module) -> PeftModel:
-    config = adapters.config_of(model)
+def _with_peft_adapters(model: nn.Module) -> PeftModel:
+    """Replace a model's adapters by PEFT's own with the same values."""
+    config = adapter_config(model)
     if config is None:
         text = "a model without adapters"
         raise TypeError(text)
-    prefix, part = part_of(model)
-    _, rest = split(model)
-    layers = [name.removeprefix(prefix) for name in adapters.of(model)]
-    config = _relative(config, prefix)
-    _take_off(model, merge=False)
+    prefix, part = _exported_part(model)
+    _, rest = split_state(model)
+    layers = [name.removeprefix(prefix) for name in adapted_layers(model)]
+    config: Any = _relative_config(config, prefix)
+    _remove_adapters(model, merge=False)
     if isinstance(getattr(config, "target_modules", None), str):
-        config.target_modules = exactly(layers, part)  # pyright: ignore[reportAttributeAccessIssue]
-    begins = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if _draws(f.name)}
-    for name in begins:
-        setattr(config, name, True)  # the values come from ours; some ways to begin change the base
-    with adapters.as_any_module(part), adapters.without_noise():
-        made: Any = get_peft_model(part, config, adapter_name=adapters.ADAPTER)
+        config.target_modules = exact_targets(layers, part)
+    # Some initializations change the base, and the values come from ours: any plain one will do.
+    names = {field.name for field in dataclasses.fields(config)} & {"init_lora_weights", "init_weights"}
+    initial = {name: getattr(config, name) for name in names}
+    for name in initial:
+        setattr(config, name, True)
+    with hidden_attributes(part), ignore_peft_warnings():
+        peft_model: Any = get_peft_model(part, config, adapter_name=ADAPTER_NAME)
     values = {f"base_model.model.{name.removeprefix(prefix)}": value for name, value in rest.items()}
-    unexpected = made.load_state_dict(values, strict=False).unexpected_keys
+    unexpected = peft_model.load_state_dict(values, strict=False).unexpected_keys
     if unexpected:
         text = f"PEFT puts adapters around other layers than ours: it has no {unexpected[0]}"
         raise RuntimeError(text)
-    for name, value in begins.items():
-        setattr(made.peft_config[adapters.ADAPTER], name, value)
-    return made
+    for name, value in initial.items():
+        setattr(peft_model.peft_config[ADAPTER_NAME], name, value)
+    return peft_model
 
 
-def _draws(field: str) -> bool:
-    return field in ("init_lora_weights", "init_weights")
-
-
-def _relative(config: PeftConfig, prefix: str) -> PeftConfig:
-    """Return a config that means the same layers, seen from inside a part."""
+def _relative_config(config: PeftConfig, prefix: str) -> PeftConfig:
+    """Return a config with the same layers, named from inside the part with this prefix."""
     config = dataclasses.replace(config)
     fields: Any = config
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
@@ -117,108 +180,51 @@ def _relative(config: PeftConfig, prefix: str) -> PeftConfig:
     for key in ("rank_pattern", "alpha_pattern"):
         pattern = getattr(fields, key, None)
         if isinstance(pattern, Mapping):
-            whole = {str(name).removeprefix(prefix): value for name, value in pattern.items()}
-            setattr(fields, key, None if config.peft_type == "ADALORA" else whole)  # unused ranks are zero
+            relative = {str(name).removeprefix(prefix): value for name, value in pattern.items()}
+            # AdaLoRA's unused ranks are zeros in tensors of full rank, which its pattern would cut off
+            setattr(fields, key, None if config.peft_type == "ADALORA" else relative)
     return config
 
 
 @torch.no_grad()
-def _take_off(model: nn.Module, *, merge: bool) -> None:
-    """Put a model's own layers back in place of adapted ones, merged with their adapters or as they were."""
-    if merge:
-        for layer in adapters.wrapped(model).values():
-            tied.untie(model, layer)
-    new = {layer: _own_layer(layer, merge=merge) for layer in adapters.wrapped(model).values()}
-    for parent in list(model.modules()):
-        for name, child in list(parent.__dict__["_modules"].items()):  # with the second names
-            if child in new and parent not in new:
-                setattr(parent, name, new[child])
+def _remove_adapters(model: nn.Module, *, merge: bool) -> None:
+    """Put a model's own layers back in place of adapted ones, merged with their adapters or unchanged."""
+    wrappers: list[Any] = list(wrapped_layers(model).values())
+    new: dict[nn.Module, nn.Module] = {}
+    for layer in wrappers if merge else ():
+        untie(model, layer)
+    for layer in wrappers:
+        if isinstance(layer, ModulesToSaveWrapper):
+            new[layer] = layer.modules_to_save[ADAPTER_NAME] if merge else layer.original_module
+        elif hasattr(layer, "unload_and_optionally_merge_module"):
+            new[layer] = layer.unload_and_optionally_merge_module(
+                merge=merge, safe_merge=True, adapter_names=None
+            )
+        else:
+            if merge:
+                layer.merge(safe_merge=True)
+            new[layer] = layer.get_base_layer()
+    replace_modules(model, new)
     model.__dict__.pop("peft_config", None)
 
 
-def _own_layer(layer: Any, *, merge: bool) -> nn.Module:
-    if isinstance(layer, ModulesToSaveWrapper):
-        whole: Any = layer
-        return whole.modules_to_save[adapters.ADAPTER] if merge else whole.original_module
-    if hasattr(layer, "unload_and_optionally_merge_module"):
-        return layer.unload_and_optionally_merge_module(merge=merge, safe_merge=True, adapter_names=None)
-    if merge:
-        layer.merge(safe_merge=True)
-    return layer.get_base_layer()
-
-
-def merge(model: nn.Module) -> list[str]:
-    """Merge adapters into the layers that they are around, which are the model's own again.
-
-    An adapted layer that shares its weight with another one gets a weight of its own.
-
-    Returns:
-        The names of weights that were one before, and are several now.
-
-    Raises:
-        ConfigError: The method cannot be merged, or the base is quantized.
-    """
-    config = adapters.config_of(model)
-    method = str(getattr(getattr(config, "peft_type", ""), "value", "")).lower()
-    if any(quantized.is_quantized(part) for part in model.modules()):
-        allowed = "an adapter of a base in full precision: in few bits its own digits would be lost"
-        remedies = [
-            "without --merge, and then PEFT on the base as it was before:",
-            "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), DIR).merge_and_unload()",
-        ]
-        raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=remedies)
-    if any(isinstance(part, PeftModel) for part in model.modules()):
-        allowed = f"an adapter that is in layers: {method} adds tokens, which no weight can stand for"
-        raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=["without --merge"])
-    before = {plain_name(name): value for name, value in tied.names_of(model).items()}
-    try:
-        _take_off(model, merge=True)
-    except (NotImplementedError, AttributeError, TypeError, ValueError) as error:
-        allowed = f"a method that PEFT can merge; {sentence(error)}"
-        remedies = ["without --merge"]
-        raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=remedies) from error
-    return tied.no_longer(before, tied.names_of(model))
-
-
-def save_whole(model: nn.Module, folder: Path) -> None:
-    """Write a model without adapters: a Hugging Face folder where it is made of one, else one file.
-
-    Args:
-        model: Weights that are one are written once; its configuration is changed where it says otherwise.
-        folder: Gets `model.safetensors`, and for a Hugging Face model its configuration and tokenizer.
-    """
-    _, part = part_of(model)
-    if not isinstance(part, PreTrainedModel):
-        save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
-        return
-    _say_untied(part)
-    part.save_pretrained(str(folder))
-    for name in TOKENIZER_FILES:
-        source = _beside(str(part.name_or_path or ""), name)
-        if source is not None and not (folder / name).exists():
-            shutil.copyfile(source, folder / name)
-
-
-def _say_untied(part: PreTrainedModel) -> None:
-    """Have a model's configuration say so if weights are several that it says are one.
-
-    There is one word for all that a model ties, so the others become several too.
-    """
+def _untie_config(part: PreTrainedModel) -> None:
+    """Change a config that ties weights, if some of them differ; its other tied weights become copies."""
     own: Any = part
     pairs = own.get_expanded_tied_weights_keys(all_submodels=True)
-    if all(part.get_parameter(one) is part.get_parameter(other) for one, other in pairs.items()):
+    if all(part.get_parameter(target) is part.get_parameter(source) for target, source in pairs.items()):
         return
-    for name in pairs:
-        tied.untie(part, part.get_submodule(name.rpartition(".")[0]))
-    for each in [each for each in part.modules() if isinstance(each, PreTrainedModel)]:
-        inner: Any = each
-        for config in (inner.config, inner.config.get_text_config()):
+    for name in pairs:  # transformers 5.23 has one flag for all tied weights
+        untie(part, part.get_submodule(name.rpartition(".")[0]))
+    models: list[Any] = [module for module in part.modules() if isinstance(module, PreTrainedModel)]
+    for model in models:
+        for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
-        inner.all_tied_weights_keys = {}
+        model.all_tied_weights_keys = {}
 
 
-def _beside(name_or_path: str, file: str) -> Path | None:
-    """Return a file of a model's folder, or of the hub's cache on this machine; nothing is fetched."""
+def _local_file(name_or_path: str, file: str) -> Path | None:
+    """Return a file of a model's folder, or of the local Hugging Face cache; it downloads nothing."""
     if not name_or_path:
         return None
     path = Path(name_or_path).expanduser()

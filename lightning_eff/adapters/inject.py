@@ -1,12 +1,12 @@
-"""PEFT's adapters in any model: a method by name with its own options, put in place around layers.
+"""Put PEFT's adapters around layers of any model, in place.
 
-A layer that gets an adapter becomes the `base_layer` of one of PEFT's; all other names stay. The model itself
-is not wrapped, so a LightningModule remains the user's class. What PEFT leaves to its own wrapper is done
-here: targets that match nothing are refused one by one, a layer that a model holds under two names is
-replaced under both, PyTorch's fused encoder layer, which would go around adapters in evaluation, is switched
-off where there are some, and adapters of a model on the meta device get their initial values all the same.
+A layer that gets an adapter becomes the `base_layer` of a PEFT layer; all other names stay. The model itself
+is not wrapped, so a LightningModule keeps its class. What PEFT does in its wrapper, or not at all, is done
+here: a layer that a model has under two names is replaced under both, the fused path of PyTorch's encoder
+layer, which bypasses adapters in evaluation, is switched off, and adapters of a model on the meta device keep
+their initial values.
 
-Why not `get_peft_model`: it renames every key of the model, and its model is no LightningModule.
+Why not `get_peft_model`: it renames each key of the model, and the PeftModel is no LightningModule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,130 +29,99 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from lightning_eff.adapters.methods import QUANTIZED, resolve
-from lightning_eff.adapters.options import OWN, blamed, sentence
-from lightning_eff.adapters.quantized import is_quantized, mark_of
+from lightning_eff.adapters.methods import (
+    FOR_QUANTIZED,
+    RESERVED,
+    method_error,
+    name_of_method,
+    option_at_fault,
+    upstream_message,
+)
+from lightning_eff.adapters.module_tree import outermost
+from lightning_eff.adapters.quantized import bitsandbytes_flag, is_quantized
+from lightning_eff.adapters.targets import resolve_targets
 from lightning_eff.core.errors import ConfigError
 
-ADAPTER = "default"
+ADAPTER_NAME = "default"
 """PEFT's own name for the first adapter of a model."""
+WRAPPERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 
 
-def of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the parts of a model that are adapters or have some, outermost, by name."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(not other or name.startswith(f"{other}.") for other in found)
-        if not inside and _has_adapters(module):
-            found[name] = module
-    return found
+def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost adapted layers, or the PeftModel around a part, by name."""
+    return outermost(model, lambda _, module: isinstance(module, (BaseTunerLayer, PeftModel)))
 
 
-def wrapped(model: nn.Module) -> dict[str, nn.Module]:
-    """Return what adapters were put around, and modules that are trained themselves, outermost, by name."""
-    found: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{other}.") for other in found)
-        kinds: tuple[type, ...] = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-        if not inside and isinstance(module, kinds):
-            found[name] = module
-    return found
+def wrapped_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost adapted layers and `modules_to_save`, by name."""
+    return outermost(model, lambda _, module: isinstance(module, WRAPPERS))
 
 
-def _has_adapters(module: nn.Module) -> bool:
-    return isinstance(module, (BaseTunerLayer, PeftModel))
+def huggingface_models(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost Hugging Face models in a module, by name."""
+    return outermost(model, lambda _, module: isinstance(module, PreTrainedModel))
 
 
-def config_of(model: nn.Module) -> PeftConfig | None:
-    """Return the config that a model's adapters were made with; None without any."""
-    there = getattr(model, "peft_config", None)
-    wrapped = next((m for m in model.modules() if isinstance(m, PeftModel)), None)
-    known = there if isinstance(there, dict) else wrapped.peft_config if wrapped is not None else {}
-    present = known.get(ADAPTER)
-    return present if isinstance(present, PeftConfig) else None
+def adapter_config(model: nn.Module) -> PeftConfig | None:
+    """Return the config that a model's adapters were made with; None without adapters."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict):
+        wrapper = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
+        configs = wrapper.peft_config if wrapper is not None else {}
+    config = configs.get(ADAPTER_NAME)
+    return config if isinstance(config, PeftConfig) else None
 
 
-def inject(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, nn.Module]:
-    """Put adapters into a model, in place, and freeze all else.
+def inject_adapters(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, nn.Module]:
+    """Put adapters into a model, in place, and freeze all other parameters.
 
     Args:
         model: Any module; one that has these adapters already is left as it is.
-        config: From `configure`; a copy of it stays with the model, as `peft_config`.
+        config: From `make_config`; a copy of it stays with the model, as `peft_config`.
         upcast: Keep adapters of half-precision layers in float32.
 
     Returns:
-        The new layers by name; empty where there was nothing to do.
+        The new layers by name; empty if the model had its adapters.
 
     Raises:
-        ConfigError: No layer is meant, or one that the method cannot adapt, or the model has other adapters.
+        ConfigError: No layer is targeted, or the method cannot adapt one, or the model has other adapters.
     """
-    if of(model):
-        _refuse_others(model, config)
+    if adapted_layers(model):
+        _reject_other_adapters(model, config)
         return {}
     config = dataclasses.replace(config)
     if isinstance(config, PromptLearningConfig):
-        return _prompt(model, config)
-    if config.peft_type is None:
-        text = "a config without a method"
-        raise TypeError(text)
-    tuner = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(config.peft_type)]
-    meant = resolve(model, config, tuner)
-    _refuse_codes(meant, config)
-    with without_noise(), as_any_module(model), _marked(model), _stand_ins(meant.values()) as absent:
+        return _wrap_for_prompts(model, config)
+    tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(config.peft_type)]
+    targets = resolve_targets(model, config, tuner_class)
+    _reject_quantized(targets, config)
+    with (
+        ignore_peft_warnings(),
+        hidden_attributes(model),
+        _bitsandbytes_flags(model),
+        _materialized(targets.values()) as is_meta,
+    ):
         try:
-            made = tuner(model, config, adapter_name=ADAPTER)
+            tuner = tuner_class(model, config, adapter_name=ADAPTER_NAME)
         except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
-            raise blamed(error, config) from error
-    _refuse_state_outside(made, config)
-    adapted = of(model)
-    _freeze_divisors(model, config)
-    _replace_everywhere(model)
+            raise option_at_fault(error, config) from error
+    _reject_tensors_outside(tuner, config)
+    layers = adapted_layers(model)
+    if config.peft_type == PeftType.ADALORA:
+        # PEFT 0.21 gives the rank that AdaLoRA divides by a gradient if the layer is in float64.
+        for rank in (p for name, p in model.named_parameters() if ".ranknum." in name):
+            rank.requires_grad = False
+    _replace_all_names(model)
     if upcast:
-        cast_adapter_dtype(model, ADAPTER)
-    if absent:
-        _keep_initial_values(adapted, config)
-    return adapted
-
-
-def _freeze_divisors(model: nn.Module, config: PeftConfig) -> None:
-    """Have AdaLoRA divide by the rank; PEFT 0.21 trains it where a layer is in float64, say."""
-    for name, parameter in model.named_parameters():
-        if config.peft_type == PeftType.ADALORA and ".ranknum." in name:
-            parameter.requires_grad = False
-
-
-def _refuse_others(model: nn.Module, config: PeftConfig) -> None:
-    """Refuse to put other adapters into a model than those that it has."""
-    present = config_of(model)
-    skipped = {*OWN, "total_step", "rank_pattern", "feedforward_modules", "task_type", "peft_version"}
-    if present is not None and present.peft_type == config.peft_type:
-        ours, theirs = config.to_dict(), present.to_dict()
-        other = [key for key in ours if key not in skipped and ours[key] != theirs.get(key)]
-        if not other:
-            return
-        raise ConfigError(
-            key=f"options.{other[0]}",
-            value=ours[other[0]],
-            allowed=f"{theirs.get(other[0])!r}, with which the model is adapted already",
-        )
-    has = getattr(present, "peft_type", None)
-    has = getattr(has, "value", "made by something else").lower()
-    value = getattr(config.peft_type, "value", "").lower()
-    raise ConfigError(key="method", value=value, allowed=f"a model without adapters; it has some, {has}")
-
-
-def _refuse_codes(meant: dict[str, nn.Module], config: PeftConfig) -> None:
-    """Refuse a method that computes with weights as they lie there, which are codes in a quantized layer."""
-    method = getattr(config.peft_type, "value", "").lower()
-    low = [name for name, layer in meant.items() if is_quantized(layer)]
-    if low and method not in QUANTIZED:
-        allowed = f"a method for quantized layers, such as {low[0]}: {', '.join(QUANTIZED)}"
-        raise ConfigError(key="method", value=method, allowed=allowed, remedies=["precision=frozen_bf16"])
+        cast_adapter_dtype(model, ADAPTER_NAME)
+    if is_meta:
+        _keep_initial_values(layers, config)
+    return layers
 
 
 @contextmanager
-def without_noise() -> Generator[None]:
-    """Leave out what PEFT 0.21 says about what it sets right itself, or does to transformers 5.23."""
+def ignore_peft_warnings() -> Generator[None]:
+    """Ignore warnings about options that PEFT 0.21 corrects itself, and its calls of transformers 5.23."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -160,139 +129,162 @@ def without_noise() -> Generator[None]:
 
 
 @contextmanager
-def as_any_module(model: nn.Module) -> Generator[None]:
-    """Hide attributes that PEFT reads as those of a Hugging Face model: its config, and Lightning's mesh."""
-    own = {} if isinstance(model, PreTrainedModel) else model.__dict__
-    hidden = {name: own.pop(name) for name in ("config", "_device_mesh") if name in own}
+def hidden_attributes(model: nn.Module) -> Generator[None]:
+    """Hide attributes that PEFT reads as a Hugging Face model's: `config`, and Lightning's device mesh."""
+    attributes = {} if isinstance(model, PreTrainedModel) else model.__dict__
+    hidden = {name: attributes.pop(name) for name in ("config", "_device_mesh") if name in attributes}
     try:
         yield
     finally:
-        own.update(hidden)
+        attributes.update(hidden)
+
+
+def _reject_other_adapters(model: nn.Module, config: PeftConfig) -> None:
+    """Reject a config that differs from that of the model's adapters."""
+    present = adapter_config(model)
+    if present is None or present.peft_type != config.peft_type:
+        method = name_of_method(present) or "of an unknown method"
+        allowed = f"a model without adapters; this one has some, {method}"
+        raise method_error(config, allowed)
+    # resolved per model, set by the run, or without effect on the layers
+    ignored = {*RESERVED, "total_step", "rank_pattern", "feedforward_modules", "task_type", "peft_version"}
+    wanted, existing = config.to_dict(), present.to_dict()
+    for key in wanted:
+        if key not in ignored and wanted[key] != existing.get(key):
+            allowed = f"{existing.get(key)!r}, as in the adapters that the model has"
+            raise ConfigError(key=f"options.{key}", value=wanted[key], allowed=allowed)
+
+
+def _reject_quantized(targets: dict[str, nn.Module], config: PeftConfig) -> None:
+    """Reject a method that reads the raw weight, if a target is quantized: it would read codes as values."""
+    quantized = next((name for name, layer in targets.items() if is_quantized(layer)), None)
+    if quantized is not None and name_of_method(config) not in FOR_QUANTIZED:
+        allowed = f"a method for quantized layers such as {quantized}: {', '.join(FOR_QUANTIZED)}"
+        raise method_error(config, allowed, "precision=frozen_bf16")
+
+
+def _reject_tensors_outside(tuner: nn.Module, config: PeftConfig) -> None:
+    """Reject a method with tensors outside the model, which no optimizer and no checkpoint would include."""
+    for name, _ in (*tuner.named_parameters(), *tuner.named_buffers()):
+        if not name.startswith("model."):
+            allowed = f"a method whose tensors are all in layers; this one keeps {name} outside the model"
+            raise method_error(config, allowed)
 
 
 @contextmanager
-def _marked(model: nn.Module) -> Generator[None]:
-    """Say of a model with quantized layers what PEFT asks it, to give them adapters of their own kind."""
-    marks = {mark for layer in model.modules() if (mark := mark_of(layer)) is not None}
-    new = [mark for mark in marks if not hasattr(model, mark)]
-    for mark in new:
-        setattr(model, mark, True)
+def _bitsandbytes_flags(model: nn.Module) -> Generator[None]:
+    """Set the flags by which PEFT chooses its layers for quantized ones, as transformers sets them."""
+    flags = {flag for layer in model.modules() if (flag := bitsandbytes_flag(layer)) is not None}
+    new = [flag for flag in flags if not hasattr(model, flag)]
+    for flag in new:
+        setattr(model, flag, True)
     try:
         yield
     finally:
-        for mark in new:
-            delattr(model, mark)
+        for flag in new:
+            delattr(model, flag)
 
 
 @contextmanager
-def _stand_ins(layers: Iterable[nn.Module]) -> Generator[bool]:
-    """Let layers on the meta device look real, by one number each, so that their adapters become so.
+def _materialized(layers: Iterable[nn.Module]) -> Generator[bool]:
+    """Replace parameters on the meta device by expanded NaN scalars, so that their adapters are real.
 
-    The number is none: an adapter that is computed from weights shows it, and cannot be made before them.
+    PEFT creates an adapter on its layer's device. An adapter that is computed from the weight gets NaN, by
+    which `_keep_initial_values` finds it. Yields whether a parameter was on the meta device.
     """
     held = [
-        (part, name, parameter)
+        (module, name, parameter)
         for layer in layers
-        for part in layer.modules()
-        for name, parameter in part.named_parameters(recurse=False)
+        for module in layer.modules()
+        for name, parameter in module.named_parameters(recurse=False)
         if parameter.is_meta
     ]
-    for part, name, meta in held:
-        number = torch.full((), math.nan, dtype=meta.dtype, device="cpu")
-        setattr(part, name, nn.Parameter(number.expand(meta.shape), requires_grad=False))
+    for module, name, meta in held:
+        scalar = torch.full((), math.nan, dtype=meta.dtype, device="cpu")
+        setattr(module, name, nn.Parameter(scalar.expand(meta.shape), requires_grad=False))
     try:
         with torch.device("cpu") if held else torch.device(torch.get_default_device()):
             yield bool(held)
     finally:
-        for part, name, meta in held:
-            meta.requires_grad = getattr(part, name).requires_grad
-            setattr(part, name, meta)
+        for module, name, meta in held:
+            meta.requires_grad = getattr(module, name).requires_grad
+            setattr(module, name, meta)
 
 
-def _keep_initial_values(adapted: dict[str, nn.Module], config: PeftConfig) -> None:
-    """Have adapters come back to these values when the model is materialized, and not to random ones.
+def _keep_initial_values(layers: dict[str, nn.Module], config: PeftConfig) -> None:
+    """Have adapters reset to the values that they have now when the model is materialized.
 
-    `to_empty` and then `reset_parameters` of each module is how strategies do it; PEFT has no such method of
-    its own in a layer, and `nn.Linear`'s would fill the half of LoRA that must begin as zero.
+    Strategies materialize by `to_empty`, then `reset_parameters` of each module. PEFT's layers have no such
+    method, and that of the `nn.Linear` in `lora_B`, which must begin as zero, draws random values.
     """
-    for name, layer in adapted.items():
-        for path, part in layer.named_modules(prefix=name):
-            own = {
-                key: tensor.detach().clone()
-                for key, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-                if not tensor.is_meta
-            }
-            if any(bool(tensor.isnan().any()) for tensor in own.values() if tensor.is_floating_point()):
-                value = getattr(config.peft_type, "value", "").lower()
-                allowed = f"a method that needs no weights to begin with: those of {path} are not there yet"
-                raise ConfigError(key="method", value=value, allowed=allowed)
-            if own:
-                reset: Any = functools.partial(_reset, part, own)
-                part.reset_parameters = reset
+    for name, layer in layers.items():
+        for path, module in layer.named_modules(prefix=name):
+            values = {k: t.detach().clone() for k, t in _own_tensors(module).items() if not t.is_meta}
+            if any(bool(t.isnan().any()) for t in values.values() if t.is_floating_point()):
+                allowed = f"a method whose initial values need no weights: {path} is on the meta device"
+                raise method_error(config, allowed)
+            if values:
+                # a partial and no closure: a deep copy of the model copies its module too
+                reset: Any = functools.partial(_reset, module, values)
+                module.reset_parameters = reset
 
 
 @torch.no_grad()
-def _reset(part: nn.Module, values: dict[str, Tensor]) -> None:
-    tensors = dict([*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)])
+def _reset(module: nn.Module, values: dict[str, Tensor]) -> None:
+    tensors = _own_tensors(module)
     for key, value in values.items():
-        _copy(tensors[key], value)
-    part.__dict__.pop("reset_parameters", None)
+        tensor, full = tensors[key], value
+        if isinstance(tensor, DTensor):  # a collective of all ranks of the mesh
+            full = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
+        tensor.copy_(full)
+    module.__dict__.pop("reset_parameters", None)
 
 
-def _copy(tensor: Tensor, value: Tensor) -> None:
-    if isinstance(tensor, DTensor):
-        value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
-    tensor.copy_(value)
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
 
 
-def _refuse_state_outside(tuner: nn.Module, config: PeftConfig) -> None:
-    """Refuse a method that keeps tensors beside the model, which no optimizer and no checkpoint finds."""
-    tensors = [*tuner.named_parameters(), *tuner.named_buffers()]
-    outside = [name for name, _ in tensors if not name.startswith("model.")]
-    if outside:
-        value = getattr(config.peft_type, "value", "").lower()
-        allowed = f"a method that is in the layers alone: this one keeps {outside[0]} beside the model"
-        raise ConfigError(key="method", value=value, allowed=allowed)
+def _replace_all_names(model: nn.Module) -> None:
+    """Put an adapted layer under all names that the model has for it, and in the path of evaluation too."""
+    new: dict[nn.Module, nn.Module] = {}
+    for layer in wrapped_layers(model).values():
+        inner = getattr(layer, "base_layer", getattr(layer, "original_module", None))
+        if isinstance(inner, nn.Module):
+            new[inner] = layer
+    replace_modules(model, new)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and adapted_layers(module):
+            # torch 2.13's fused inference path reads the base weights and calls no layer; 0 switches it off.
+            module.activation_relu_or_gelu = 0
 
 
-def _replace_everywhere(model: nn.Module) -> None:
-    """Let a layer that a model has under two names have its adapter under both, and in every mode."""
-    around = wrapped(model).values()
-    insides = [
-        (layer, getattr(layer, "base_layer", getattr(layer, "original_module", None))) for layer in around
-    ]
-    new = {id(inside): layer for layer, inside in insides if isinstance(inside, nn.Module)}
+def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
+    """Replace modules under all names that a model has for them, except inside of PEFT's wrappers."""
     for parent in list(model.modules()):
-        if isinstance(parent, nn.TransformerEncoderLayer) and of(parent):
-            # PyTorch's fused inference path reads the base layers' weights and calls no layer.
-            parent.activation_relu_or_gelu = 0
-        if isinstance(parent, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            continue
-        for name, child in list(parent.__dict__["_modules"].items()):  # with the second names
-            if id(child) in new:
-                setattr(parent, name, new[id(child)])
+        for name, child in list(parent.__dict__["_modules"].items()):  # named_children skips second names
+            if child in new and not isinstance(parent, WRAPPERS):
+                setattr(parent, name, new[child])
 
 
-def _prompt(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module]:
-    """Wrap the one Hugging Face model in a module, which is how PEFT puts tokens in front of its inputs."""
-    found = [name for name, part in model.named_modules() if isinstance(part, PreTrainedModel)]
-    outermost = [n for n in found if not any(not o or n.startswith(f"{o}.") for o in found if o != n)]
-    method = getattr(config.peft_type, "value", "").lower()
-    if len(outermost) != 1 or not outermost[0]:
-        allowed = "a method for any layers, lora say: this one needs exactly one Hugging Face model as a part"
-        raise ConfigError(key="method", value=method, allowed=f"{allowed}, and found {len(outermost)}")
+def _wrap_for_prompts(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module]:
+    """Wrap the one Hugging Face model in a module in a PeftModel, which prepends virtual tokens."""
+    found = list(huggingface_models(model))
+    if len(found) != 1 or not found[0]:
+        allowed = "a method for any layers, for example lora; this one needs exactly one Hugging Face model"
+        allowed += f" as a part, and found {len(found)}"
+        raise method_error(config, allowed)
     if config.task_type is None:
-        allowed = "a task, CAUSAL_LM say: PEFT forms the inputs by it"
+        allowed = "a task, for example CAUSAL_LM: PEFT forms the inputs by it"
         remedy = "callbacks.peft_adapter.options={task_type: CAUSAL_LM, num_virtual_tokens: 8}"
         raise ConfigError(key="options.task_type", value=None, allowed=allowed, remedies=[remedy])
-    for parameter in model.parameters():
-        parameter.requires_grad = False
-    part: Any = model.get_submodule(outermost[0])
+    model.requires_grad_(requires_grad=False)
+    part: Any = model.get_submodule(found[0])
     try:
-        with without_noise():
-            wrapped = get_peft_model(part, config, adapter_name=ADAPTER)
+        with ignore_peft_warnings():
+            wrapped = get_peft_model(part, config, adapter_name=ADAPTER_NAME)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ConfigError(key="method", value=method, allowed=sentence(error)) from error
-    parent, _, name = outermost[0].rpartition(".")
+        allowed = f"a method that fits the model; {upstream_message(error)}"
+        raise method_error(config, allowed) from error
+    parent, _, name = found[0].rpartition(".")
     setattr(model.get_submodule(parent), name, wrapped)
-    return {outermost[0]: wrapped}
+    return {found[0]: wrapped}

@@ -1,149 +1,149 @@
-"""PEFT's methods by name: their options, and the layers that they are for.
+"""PEFT's methods: their names, their options, and what they cannot be combined with.
 
-Everything that a person writes down is checked here: the method, each option's name and type, each name of a
-layer. PEFT itself passes over a name of a layer that matches nothing as long as another one does.
+Method and options are checked as soon as they are set, before a model exists: the method's name, each
+option's name and type, and values that PEFT's config classes reject.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import typing
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from beartype.door import is_bearable
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from peft.tuners.tuners_utils import BaseTuner, check_target_module_exists
-from peft.utils.constants import (
-    SEQ_CLS_HEAD_NAMES,
-    TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING,
-    TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
-)
-from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.parameter import UninitializedParameter
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from lightning_eff.adapters import tied
-from lightning_eff.adapters.options import check_options, sentence, words
-from lightning_eff.core.errors import ConfigError, suggest_name
-from lightning_eff.kernels.linear import TritonLinear
+from lightning_eff.core.errors import ConfigError, nearest
+from lightning_eff.core.technique import SHARDING, Rule, Verdict
 
 ALL_LINEAR = "all-linear"
 Targets = str | Sequence[str] | None
 
 PROMPTS = ("p_tuning", "prefix_tuning", "prompt_tuning")
-"""Methods that add tokens in front of a Hugging Face model's, which PEFT does in a wrapper around it."""
-OTHER_LOOPS = (
+"""Methods that prepend virtual tokens to a Hugging Face model's inputs, in PEFT's wrapper around it."""
+NEEDS_OWN_LOOP = (
     *("adaption_prompt", "cartridge", "cpt", "multitask_prompt_tuning", "poly", "shadow", "xlora"),
     *("frod", "unilora"),
 )
-"""Methods that need more than layers in place: arguments of every call, a model around, tensors beside it."""
-BUILDS = ("boft",)
-"""Methods whose layers compile an extension when they are made."""
-BY_NAME = ("ln_tuning", "trainable_tokens")
+"""Methods that need more than layers: arguments in each call, a wrapped model, or tensors outside layers."""
+COMPILES_EXTENSION = ("boft",)
+"""Methods whose layers compile a CUDA extension when they are created."""
+NOT_LINEAR = ("ln_tuning", "trainable_tokens")
 """Methods for other layers than linear ones."""
-QUANTIZED = (
+FOR_QUANTIZED = (
     *("adalora", "beft", "fourierft", "gralora", "hira", "ia3", "lily", "lora", "oft", "pvera", "randlora"),
     *("road", "vera"),
 )
-"""Methods that leave the base layer's weight to its layer, or know how to read one of a few bits."""
-IDENTITY: dict[str, dict[str, Any]] = {"fourierft": {"init_weights": True}}
-"""Options without which a method would not begin at the model as it is, unless they are given."""
-TASK_HEADS = {
-    "SEQ_CLS": ("classifier", "score"),
-    "TOKEN_CLS": ("classifier", "score"),
-    "QUESTION_ANS": ("qa_outputs",),
-}
-"""Ends of the names of modules that PEFT trains whole for a task: its model around a model says so."""
-FLAGS = {"dora": "use_dora", "rslora": "use_rslora", "qalora": "use_qalora"}
-"""Names of variants that are options of LoRA's."""
+"""Methods that leave the base weight to its layer, or dequantize it; others would read codes as values."""
+IDENTITY_OPTIONS: dict[str, dict[str, Any]] = {"fourierft": {"init_weights": True}}
+"""Defaults that differ from PEFT's, so that the first step starts from the unchanged model."""
+LORA_VARIANTS = {"dora": "use_dora", "rslora": "use_rslora", "qalora": "use_qalora"}
+"""Options of LoRA that papers name as methods."""
+SCALES = ("lora_alpha", "alpha")
+"""Options that multiply an adapter's output."""
+OTHER_NAMES = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+"""Other libraries' names of PEFT's options."""
+ARGUMENTS = {"target_modules", "modules_to_save"}
+"""Config fields that are parameters of `PeftAdapter`."""
+RESERVED = ARGUMENTS | {"peft_type", "inference_mode", "base_model_name_or_path"}
+"""Config fields that are not options: the arguments, and what PEFT sets itself."""
+MAX_FIELDS_SHOWN = 16
 
 
-def methods() -> list[str]:
-    """Return PEFT's names of the methods that can be used.
+def method_names() -> list[str]:
+    """Return the supported methods, by PEFT's names.
 
     Example:
-        >>> {"lora", "ia3", "vera", "oft", "loha", "lokr", "prefix_tuning"} <= set(methods())
+        >>> {"lora", "ia3", "vera", "oft", "loha", "lokr", "prefix_tuning"} <= set(method_names())
         True
     """
     known = {kind.value.lower() for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
-    return sorted(known - {*OTHER_LOOPS, *BUILDS})
+    return sorted(known - {*NEEDS_OWN_LOOP, *COMPILES_EXTENSION})
+
+
+def name_of_method(config: PeftConfig | None) -> str:
+    """Return the name of a config's method, in lower case; empty without one."""
+    return str(getattr(getattr(config, "peft_type", None), "value", "")).lower()
+
+
+def method_error(config: PeftConfig, allowed: str, *remedies: str) -> ConfigError:
+    """Return the error of a method that cannot be used with a model."""
+    return ConfigError(key="method", value=name_of_method(config), allowed=allowed, remedies=remedies)
 
 
 def config_class(method: str) -> type[PeftConfig]:
     """Return the class of a method's config.
 
     Raises:
-        ConfigError: There is no such method here.
+        ConfigError: PEFT has no such method, or it is not supported here.
     """
-    if method in methods():
-        return {kind.value.lower(): made for kind, made in PEFT_TYPE_TO_CONFIG_MAPPING.items()}[method]
-    if method in OTHER_LOOPS:
-        allowed = "a method that is in the layers alone; PEFT has this one for a loop of its own"
-        raise ConfigError(key="method", value=method, allowed=allowed)
-    if method in BUILDS:
+    if method in method_names():
+        return {kind.value.lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}[method]
+    remedies: list[str] = []
+    if method in NEEDS_OWN_LOOP:
+        allowed = "a method that only changes layers; this one needs PEFT's own wrapper or training loop"
+    elif method in COMPILES_EXTENSION:
         allowed = (
-            "a method that compiles nothing: PEFT builds a CUDA extension for it, in a cache outside the run"
+            "a method without compiled code: PEFT builds a CUDA extension for it, outside the run folder"
         )
-        raise ConfigError(
-            key="method", value=method, allowed=allowed, remedies=["callbacks.peft_adapter.method=oft"]
-        )
-    flag = FLAGS.get(method, "")
-    remedies = (
-        [f"callbacks.peft_adapter.method=lora callbacks.peft_adapter.options={{{flag}: true}}"]
-        if flag
-        else []
-    )
-    hint = f"{method} is an option of lora" if flag else suggest_name(method, methods())
-    allowed = f"one of PEFT's methods; {hint}"
+        remedies = ["callbacks.peft_adapter.method=oft"]
+    elif method in LORA_VARIANTS:
+        allowed = f"one of PEFT's methods; {method} is an option of lora"
+        option = f"callbacks.peft_adapter.options={{{LORA_VARIANTS[method]}: true}}"
+        remedies = [f"callbacks.peft_adapter.method=lora {option}"]
+    else:
+        allowed = f"one of PEFT's methods; {nearest(method, method_names())}"
     raise ConfigError(key="method", value=method, allowed=allowed, remedies=remedies)
 
 
-def configure(
+def make_config(
     method: str, options: Mapping[str, Any], targets: Targets, modules_to_save: Sequence[str] | None
 ) -> PeftConfig:
     """Make a method's config.
 
     Args:
         method: PEFT's name of it, in lower case.
-        options: Fields of the method's config, by their own names.
-        targets: Names of layers or the ends of names, a regular expression for whole names, `all-linear`, or
-            None for what PEFT chooses for an architecture of Hugging Face's.
-        modules_to_save: Names, or ends of them, of modules that are trained themselves.
+        options: Fields of the method's config, by PEFT's names.
+        targets: Names of layers or the ends of names, a regular expression for full names, `all-linear`, or
+            None for PEFT's choice for a Hugging Face architecture.
+        modules_to_save: Names, or ends of names, of modules that are trained in full.
 
     Raises:
-        ConfigError: There is no such method, or it has no such option or value.
+        ConfigError: PEFT has no such method, or the method has no such option or value.
 
     Example:
-        >>> configure("lora", {"r": 4}, "all-linear", None).r
+        >>> make_config("lora", {"r": 4}, "all-linear", None).r
         4
-        >>> configure("lora", {"lora_alfa": 4}, "all-linear", None)
+        >>> make_config("lora", {"lora_alfa": 4}, "all-linear", None)
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: options.lora_alfa=4: expected a field of LoraConfig; ...
     """
     kind = config_class(method)
     fields = check_options(kind, options)
-    own: dict[str, Any] = {"modules_to_save": as_list(modules_to_save)} if modules_to_save else {}
-    if method in PROMPTS and targets not in (None, ALL_LINEAR):
-        allowed = f"null: {method} trains tokens, which are in no layer"
-        raise ConfigError(key="target_modules", value=targets, allowed=allowed)
+    arguments: dict[str, Any] = {"modules_to_save": as_list(modules_to_save)} if modules_to_save else {}
     if method not in PROMPTS:
-        own["target_modules"] = targets if targets is None or isinstance(targets, str) else list(targets)
+        is_one = targets is None or isinstance(targets, str)
+        arguments["target_modules"] = targets if is_one else list(targets or ())
+    elif targets not in (None, ALL_LINEAR):
+        allowed = f"null: {method} trains virtual tokens, which belong to no layer"
+        raise ConfigError(key="target_modules", value=targets, allowed=allowed)
     if method == "ia3" and targets is not None and "feedforward_modules" not in options:
-        own["feedforward_modules"] = []  # PEFT knows them for architectures of Hugging Face's alone
-    for key, value in own.items():
+        arguments["feedforward_modules"] = []  # PEFT has defaults for Hugging Face architectures only
+    for key, value in arguments.items():
         if key not in fields:
             raise ConfigError(key=key, value=value, allowed=f"null: {kind.__name__} has no such field")
     try:
-        return kind(**own, **IDENTITY.get(method, {}) | dict(options))
+        return kind(**arguments, **IDENTITY_OPTIONS.get(method, {}) | dict(options))
     except (ValueError, TypeError) as error:
-        raise ConfigError(key="options", value=dict(options), allowed=sentence(error)) from error
+        allowed = f"options that PEFT accepts; {upstream_message(error)}"
+        raise ConfigError(key="options", value=dict(options), allowed=allowed) from error
 
 
 def as_list(names: str | Sequence[str] | None) -> list[str]:
-    """Return names as a list: a single one is no sequence of letters.
+    """Return names as a list; a string is one name.
 
     Example:
         >>> as_list("head"), as_list(["head", "norm"]), as_list(None)
@@ -152,216 +152,111 @@ def as_list(names: str | Sequence[str] | None) -> list[str]:
     return [names] if isinstance(names, str) else list(names or ())
 
 
-def resolve(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> dict[str, nn.Module]:
-    """Write down in `config` which layers are meant, and return them by name.
+def check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> set[str]:
+    """Check that a method has these options, and that their values have the right types.
 
     Args:
-        model: Whose layers they are.
-        config: From `configure`.
-        tuner: PEFT's class behind the method, which knows what it adapts in which architecture.
+        kind: The class of the method's config.
+        options: Its fields; a value that is no mapping is rejected.
+
+    Returns:
+        The names of all fields.
 
     Raises:
-        ConfigError: A name matches nothing, or PEFT has no choice of its own for the model.
+        ConfigError: An option is wrong.
     """
-    fields: Any = config
-    named = {name: module for name, module in model.named_modules() if name}
-    _check_names("modules_to_save", getattr(config, "modules_to_save", None), named)
-    _add_heads(model, config)
-    if fields.target_modules is None and not getattr(config, "target_parameters", None):
-        of_ia3 = TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING  # kept elsewhere for this one alone
-        fields.target_modules = _chosen_by_peft(model, getattr(tuner, "target_module_mapping", of_ia3))
-        if getattr(config, "feedforward_modules", ()) is None:
-            chosen = TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING
-            fields.feedforward_modules = _chosen_by_peft(model, chosen)
-    if fields.target_modules == ALL_LINEAR:
-        fields.target_modules = _all_linear(model, config)
-    _check_names("target_modules", fields.target_modules, named)
-    _check_names("options.exclude_modules", getattr(config, "exclude_modules", None), named)
-    _refuse_tied(model, config, named)
-    found = {name: part for name, part in named.items() if check_target_module_exists(config, name)}
-    _check_numbers(config, found, named)
-    if not found and not getattr(config, "target_parameters", None):
-        allowed = "layers that are neither excluded nor trained themselves"
-        raise ConfigError(key="target_modules", value=words(config), allowed=allowed)
-    _check_linear(found)
-    _check_built(found)
-    return found
+    if not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        allowed = f"fields of {kind.__name__} by name"
+        remedies = ["callbacks.peft_adapter.options={r: 8}"]
+        raise ConfigError(key="options", value=options, allowed=allowed, remedies=remedies)
+    fields = {field.name for field in dataclasses.fields(kind) if field.init}
+    hints = typing.get_type_hints(kind)
+    for key, value in options.items():
+        if key in RESERVED or key not in fields:
+            allowed = _allowed_name(kind, key, fields - RESERVED)
+        else:
+            allowed = _allowed_value(key, value, hints[key])
+        if allowed:
+            raise ConfigError(key=f"options.{key}", value=value, allowed=allowed)
+    return fields
 
 
-def task_heads(model: nn.Module, task_type: str | None) -> list[str]:
-    """Return the names of the modules that are trained whole for a task, outermost.
+def _allowed_name(kind: type[PeftConfig], key: str, fields: set[str]) -> str:
+    if key in ARGUMENTS:
+        return f"no such option: pass {key} to PeftAdapter itself, not inside options"
+    if key in RESERVED:
+        return f"no such option: PEFT sets {key} itself"
+    hint = nearest(key, fields)
+    if OTHER_NAMES.get(key) in fields:
+        hint = f"did you mean {OTHER_NAMES[key]!r}?"
+    elif not hint.startswith("did you mean"):  # the method's own fields first, in PEFT's order
+        own = [name for name in vars(kind)["__annotations__"] if name in fields]
+        hint = f"it has: {', '.join(own[:MAX_FIELDS_SHOWN])}, ..."
+    return f"a field of {kind.__name__}; {hint}"
 
-    A metric that is called `score` has no parameters, and is none.
+
+def _allowed_value(key: str, value: Any, hint: Any) -> str:
+    """Return what an option accepts if the value is wrong, else an empty string."""
+    is_flag = isinstance(value, bool) and hint in (int, float)  # bool is a subclass of int
+    is_whole_float = isinstance(value, int) and is_bearable(float(value), hint)  # 8 for 8.0
+    if is_flag or not (is_bearable(value, hint) or is_whole_float):
+        return (hint.__name__ if isinstance(hint, type) else str(hint)).replace("typing.", "")
+    if key in SCALES and value == 0:
+        return "a number other than 0: it multiplies the adapter's output"
+    return ""
+
+
+def upstream_message(error: Exception) -> str:
+    """Return PEFT's message in one line, for the end of ours."""
+    return f"PEFT rejects it: {' '.join(str(error).split())}"
+
+
+def option_at_fault(error: Exception, config: PeftConfig) -> ConfigError:
+    """Return PEFT's rejection of a config as an error of the option that it names, else of the targets."""
+    text = str(error).lower()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in RESERVED or value == field.default or value is None:
+            continue
+        names = {field.name, field.name.rpartition("_")[2]}  # lora_dropout: PEFT's message has `dropout`
+        is_named = any(re.search(rf"\b{re.escape(name)}\b", text) for name in names)
+        if is_named or (isinstance(error, ZeroDivisionError) and value == 0):
+            allowed = f"a value that PEFT accepts; {upstream_message(error)}"
+            return ConfigError(key=f"options.{field.name}", value=value, allowed=allowed)
+    allowed = f"layers that PEFT can adapt; {upstream_message(error)}"
+    return ConfigError(key="target_modules", value=shown_targets(config), allowed=allowed)
+
+
+def shown_targets(config: PeftConfig) -> Any:
+    """Return a config's target modules for a message, in order."""
+    targets = getattr(config, "target_modules", None)
+    return sorted(targets) if isinstance(targets, (set, list)) else targets
+
+
+def method_rules(method: str) -> tuple[Rule, ...]:
+    """Return what a method cannot be combined with, or only with a warning.
 
     Example:
-        >>> task_heads(nn.ModuleDict({"body": nn.Linear(1, 1), "classifier": nn.Linear(1, 1)}), "SEQ_CLS")
-        ['classifier']
+        >>> [rule.name for rule in method_rules("adalora")][-1]
+        'run/manual_optimization'
     """
-    found: list[str] = []
-    for name, part in model.named_modules():
-        inside = any(name.startswith(f"{other}.") for other in found)
-        named = name.endswith(TASK_HEADS.get(task_type or "", ()))
-        if named and not inside and any(True for _ in part.parameters()):
-            found.append(name)
-    return found
-
-
-def _add_heads(model: nn.Module, config: PeftConfig) -> None:
-    """Have the head of the config's task trained, as PEFT's own model around a model has it.
-
-    Raises:
-        ConfigError: There is none of a known name, and no other module is to be trained whole.
-    """
-    fields: Any = config
-    if config.task_type not in TASK_HEADS or not hasattr(config, "modules_to_save"):
-        return
-    saved = list(fields.modules_to_save or ())
-    new = [
-        name
-        for name in task_heads(model, config.task_type)
-        if not any(f".{word}." in f".{name}." for word in saved)
-    ]
-    if not saved and not new:
-        task = str(getattr(config.task_type, "value", config.task_type))
-        names = " or ".join(TASK_HEADS[task])
-        allowed = f"a model with a head called {names}, which PEFT trains for this task; name any other one"
-        remedies = ["callbacks.peft_adapter.modules_to_save=[NAME_OF_THE_HEAD]"]
-        raise ConfigError(key="options.task_type", value=task, allowed=allowed, remedies=remedies)
-    fields.modules_to_save = [*saved, *new]
-
-
-def _check_built(found: Mapping[str, nn.Module]) -> None:
-    """Refuse layers that learn their size from the first batch: an adapter of size 0 would fail there."""
-    for name, part in found.items():
-        if any(isinstance(parameter, UninitializedParameter) for parameter in part.parameters()):
-            allowed = f"layers that have their size: {name} is lazy; let a batch through in configure_model"
-            raise ConfigError(key="target_modules", value=name, allowed=allowed)
-
-
-def _refuse_tied(model: nn.Module, config: PeftConfig, named: Mapping[str, nn.Module]) -> None:
-    """Refuse to train a copy of a module that shares a weight: the other would stay as it is, silently."""
-    if getattr(config, "ensure_weight_tying", False) and isinstance(model, PreTrainedModel):
-        return  # PEFT ties the copies itself
-    words = getattr(config, "modules_to_save", None) or ()
-    for name, part in named.items():
-        key, other = next(iter(tied.shared(model, part).items()), ("", ""))
-        if other and any(f".{name}".endswith(f".{word}") for word in words):
-            allowed = f"modules with weights of their own: {name}.{key} is {other} too, and a copy is trained"
-            remedies = [f"{name} in target_modules: its adapter leaves the shared weight as it is"]
-            remedies += ["model.tie_word_embeddings=false, or two weights in a model of your own"]
-            raise ConfigError(key="modules_to_save", value=name, allowed=allowed, remedies=remedies)
-
-
-def _check_numbers(config: PeftConfig, found: Iterable[str], named: Iterable[str]) -> None:
-    """Refuse numbers of layers that PEFT does not find: it passes over them."""
-    fields: Any = config
-    given = getattr(config, "layers_to_transform", None)
-    if given is None:
-        return
-    wanted = {given} if isinstance(given, int) else set(given)
-    if wanted <= _numbers(found):
-        return
-    anywhere = dataclasses.replace(fields, layers_to_transform=None, layers_pattern=None)
-    meant = [name for name in named if check_target_module_exists(anywhere, name)]
-    known = [
-        number
-        for number in sorted(_numbers(meant))
-        for one in [dataclasses.replace(fields, layers_to_transform=[number])]
-        if any(check_target_module_exists(one, name) for name in meant)
-    ]
-    allowed = f"numbers of the layers that are meant, as PEFT reads model.layers.0.q_proj; it reads {known}"
-    raise ConfigError(key="options.layers_to_transform", value=given, allowed=allowed)
-
-
-def _numbers(names: Iterable[str]) -> set[int]:
-    return {int(part) for name in names for part in name.split(".") if part.isdigit()}
-
-
-def _check_linear(found: Mapping[str, nn.Module]) -> None:
-    """Refuse layers of ours that are no linear maps: an adapter is added behind what is inside them."""
-    for name, part in found.items():
-        if isinstance(part, TritonLinear) and part.activation is not None:
-            allowed = f"linear maps: {name} has {part.activation} inside; options.exclude_modules=[{name}]"
-            raise ConfigError(key="target_modules", value=name, allowed=allowed)
-
-
-def _check_names(key: str, names: Any, named: Mapping[str, nn.Module]) -> None:
-    """Refuse every name that matches no module: PEFT minds only if none of them does."""
-    if isinstance(names, str):
-        try:
-            matches = any(re.fullmatch(names, name) for name in named)
-        except re.error as error:
-            raise ConfigError(key=key, value=names, allowed=f"a regular expression ({error})") from error
-        near = suggest_name(names, [*named, ALL_LINEAR])
-        if not matches:
-            allowed = f"a regular expression that fits the whole name of a module; {near}"
-            raise ConfigError(key=key, value=names, allowed=allowed)
-        return
-    for word in names or ():
-        if not any(name == word or name.endswith(f".{word}") for name in named):
-            ends = {name.rpartition(".")[2] for name in named}
-            known = named if "." in word else {end for end in ends if not end.isdigit()} or named
-            allowed = f"a module's name, or the end of it; {suggest_name(word, known)}"
-            raise ConfigError(key=key, value=word, allowed=allowed)
-
-
-def _chosen_by_peft(model: nn.Module, by_architecture: Mapping[str, Any]) -> Any:
-    """Return what PEFT adapts in the architectures of Hugging Face's that a model has in it."""
-    types = {str(part.config.model_type) for part in model.modules() if isinstance(part, PreTrainedModel)}
-    chosen = [by_architecture[kind] for kind in sorted(types) if kind in by_architecture]
-    if not chosen:
-        has = f"it has no choice for {', '.join(sorted(types))}" if types else "this model is none"
-        allowed = f"names: null is PEFT's choice for a known Hugging Face model, and {has}"
-        remedy = "callbacks.peft_adapter.target_modules=all-linear"
-        raise ConfigError(key="target_modules", value=None, allowed=allowed, remedies=[remedy])
-    if len(chosen) == 1 and isinstance(chosen[0], str):
-        return chosen[0]
-    lists = [[each] if isinstance(each, str) else each for each in chosen]
-    return {name for names in lists for name in names}
-
-
-def exactly(names: Collection[str], model: nn.Module) -> str | set[str]:
-    """Return targets that mean these layers alone: PEFT takes a name for the end of others too.
-
-    Example:
-        >>> stem = nn.ModuleDict({"proj": nn.Conv1d(1, 1, 1)})
-        >>> model = nn.ModuleDict({"proj": nn.Linear(1, 1), "stem": stem})
-        >>> exactly(["proj"], model), exactly(["stem.proj"], model)
-        ('(?:proj)', {'stem.proj'})
-    """
-    others = [name for name, _ in model.named_modules() if name not in names]
-    if any(other.endswith(f".{name}") for other in others for name in names):
-        return f"(?:{'|'.join(map(re.escape, sorted(names)))})"
-    return set(names)
-
-
-def _all_linear(model: nn.Module, config: PeftConfig) -> str | set[str]:
-    """Return every linear layer, but for the heads of Hugging Face models and those that are never called."""
-    method = getattr(config.peft_type, "value", "").lower()
-    if method in BY_NAME:
-        allowed = f"names of layers: {method} is not for linear ones"
-        raise ConfigError(key="target_modules", value=ALL_LINEAR, allowed=allowed)
-    left_out = {head for part in model.modules() for head in _heads(part, config)}
-    names = {
-        name
-        for name, part in model.named_modules()
-        if isinstance(part, (nn.Linear, Conv1D))
-        and not isinstance(part, NonDynamicallyQuantizableLinear)  # of nn.MultiheadAttention, which reads it
-        and part not in left_out
+    finetuning = Rule(
+        name="lightning/BaseFinetuning",
+        reason="it unfreezes layers that the adapters keep frozen",
+        remedies=("remove it",),
+    )
+    reason = "the strategy writes checkpoints itself, and they include the frozen base"
+    names = [rule.name for rule in SHARDING if rule.name.startswith("lightning/")]  # ours omit it
+    full_checkpoints = [Rule(name=name, reason=reason, verdict=Verdict.WARNED) for name in names]
+    if method != "adalora":
+        return (finetuning, *full_checkpoints)
+    lora = "callbacks.peft_adapter.method=lora"
+    reasons = {
+        "run/scaler": ("ranks are allocated by gradients, which a scaler multiplies", "precision=auto"),
+        "optimizer/in_backward": ("ranks are allocated by gradients, which it frees", "optimizer=adamw"),
+        "strategy/deepspeed_zero": ("ranks are allocated by gradients, which it stores elsewhere", lora),
+        "strategy/fsdp2": ("ranks are allocated by full tensors, which it shards", lora),
+        "run/manual_optimization": ("ranks are allocated per optimizer step, which the module does", lora),
     }
-    if not names - {""}:
-        allowed = f"names: {type(model).__name__} has no linear layer"
-        raise ConfigError(key="target_modules", value=ALL_LINEAR, allowed=allowed)
-    return exactly(names - {""}, model)
-
-
-def _heads(part: nn.Module, config: PeftConfig) -> list[nn.Module]:
-    """Return the output layer of a Hugging Face model, by PEFT's own rule."""
-    if not isinstance(part, PreTrainedModel):
-        return []
-    output = part.get_output_embeddings()
-    if output is not None:
-        return [output]
-    named = [getattr(part, name, None) for name in SEQ_CLS_HEAD_NAMES]
-    heads = [head for head in named if isinstance(head, nn.Module)][:1]
-    return heads if config.task_type == "SEQ_CLS" else []
+    own = [Rule(name=name, reason=why, remedies=(remedy,)) for name, (why, remedy) in reasons.items()]
+    return (finetuning, *full_checkpoints, *own)

@@ -1,6 +1,7 @@
-"""Which layers keep their weight in a few bits, whoever quantized them; knows bitsandbytes by name alone.
+"""Layers with a quantized weight, whichever library quantized them, and the bytes that they take.
 
-Nothing here imports bitsandbytes, which is optional: a model that has such layers has imported it.
+Nothing here imports bitsandbytes, which is optional: a model with such layers has imported it. A layer is
+recognized by its class's name and package.
 """
 
 from __future__ import annotations
@@ -11,63 +12,62 @@ from typing import Any
 
 from torch import Tensor, nn
 
-LAYERS = {"Linear4bit": "is_loaded_in_4bit", "Linear8bitLt": "is_loaded_in_8bit"}
-"""Layers of bitsandbytes, and what a Hugging Face model that has some says of itself."""
+BITSANDBYTES_FLAGS = {"Linear4bit": "is_loaded_in_4bit", "Linear8bitLt": "is_loaded_in_8bit"}
+"""Layer classes of bitsandbytes, and the attribute that transformers sets on a model with such layers."""
 
 
-def mark_of(layer: nn.Module) -> str | None:
-    """Return the name of the mark that PEFT looks for on a model with such a layer, if it is quantized.
+def bitsandbytes_flag(layer: nn.Module) -> str | None:
+    """Return the attribute that PEFT looks for on a model with such a layer; None for other layers.
 
     Example:
-        >>> mark_of(nn.Linear(2, 2)) is None
+        >>> bitsandbytes_flag(nn.Linear(2, 2)) is None
         True
     """
     for base in type(layer).__mro__:
-        if base.__module__.partition(".")[0] == "bitsandbytes" and base.__name__ in LAYERS:
-            return LAYERS[base.__name__]
+        if base.__module__.partition(".")[0] == "bitsandbytes" and base.__name__ in BITSANDBYTES_FLAGS:
+            return BITSANDBYTES_FLAGS[base.__name__]
     return None
 
 
 def is_quantized(layer: nn.Module) -> bool:
-    """Say whether a layer is one of bitsandbytes, or derived from one."""
-    return mark_of(layer) is not None
+    """Return whether a layer is one of bitsandbytes, or derived from one."""
+    return bitsandbytes_flag(layer) is not None
 
 
-def blocks_cross_rows(weight: Tensor) -> bool:
-    """Say whether a weight of 4 bits is on the CPU, with rows that are no whole number of blocks."""
-    state: Any = getattr(weight, "quant_state", None)
-    return state is not None and weight.device.type == "cpu" and bool(state.shape[-1] % state.blocksize)
+def quantized_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Return the prefix, with a dot, of each quantized layer's keys in the model's state dict."""
+    return tuple(f"{name}." for name, layer in model.named_modules() if is_quantized(layer))
 
 
-def numel(parameter: Tensor) -> int:
-    """Return how many weights a parameter stands for: two of 4 bits share a byte.
+def num_weights(parameter: Tensor) -> int:
+    """Return how many weights a parameter holds: with 4 bits, a byte holds two.
 
     Example:
-        >>> numel(nn.Linear(3, 4).weight)
+        >>> num_weights(nn.Linear(3, 4).weight)
         12
     """
     state: Any = getattr(parameter, "quant_state", None)
     return math.prod(state.shape) if state is not None else parameter.numel()
 
 
-def statistics(parameter: Tensor) -> list[Tensor]:
-    """Return the tensors that turn a quantized parameter into numbers again; none for any other."""
+def quantization_tensors(parameter: Tensor) -> list[Tensor]:
+    """Return the scales and code tables that dequantize a parameter; none where it is not quantized."""
     state: Any = getattr(parameter, "quant_state", None)
     scale: Any = getattr(parameter, "SCB", None)
-    found = [scale] if scale is not None else []
+    tensors = [scale] if scale is not None else []
     if state is not None:
-        found += [state.absmax, state.code]
-        found += [state.state2.absmax, state.state2.code, state.offset] if state.nested else []
-    return found
+        tensors += [state.absmax, state.code]
+        tensors += [state.state2.absmax, state.state2.code, state.offset] if state.nested else []
+    return tensors
 
 
-def num_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return what parameters take, with their statistics; what several share counts once.
+def storage_bytes(parameters: Iterable[Tensor]) -> int:
+    """Return the bytes of parameters and their scales; memory that several of them share counts once.
 
     Example:
         >>> layer = nn.Linear(3, 4)
-        >>> num_bytes([layer.weight, layer.weight, layer.bias])
+        >>> storage_bytes([layer.weight, layer.weight, layer.bias])
         64
     """
-    tensors = [each for parameter in parameters for each in (parameter, *statistics(parameter))]
+    tensors = [t for parameter in parameters for t in (parameter, *quantization_tensors(parameter))]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

@@ -1,1 +1,1 @@
-"""Techniques that go into `Trainer(plugins=[...])`, one a run: number formats."""
+"""Techniques for `Trainer(plugins=[...])`, at most one in a run: number formats."""

@@ -18,10 +18,10 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightning_eff.adapters import adapter_checkpoint as adapter_state
 from lightning_eff.adapters import base_fingerprint
-from lightning_eff.adapters import state as adapter_state
+from lightning_eff.adapters.adapter_checkpoint import CHECKPOINT_KEY
 from lightning_eff.adapters.base_fingerprint import Fingerprint
-from lightning_eff.adapters.state import KEY
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.checkpoint import stored_weights
 from lightning_eff.checkpoint_io.durable import Durable
@@ -113,7 +113,7 @@ def test_a_checkpoint_holds_what_is_trained_or_changes_and_no_more(saved: Path, 
     fit(make(), tmp_path, save_base=True)
     whole = read(tmp_path / "end.ckpt")
     assert set(whole["state_dict"]) == set(model.state_dict())
-    assert whole[KEY]["base"] is None
+    assert whole[CHECKPOINT_KEY]["base"] is None
     head = make()
     fit(head, tmp_path / "head", modules_to_save=["second"], target_modules=["first"])
     keys = set(read(tmp_path / "head" / "end.ckpt")["state_dict"])
@@ -180,7 +180,7 @@ def test_weights_alone_and_saves_after_the_end_are_small_too(tmp_path: Path) -> 
     alone, full = (read(tmp_path / f"{name}.ckpt") for name in ("weights", "end"))
     assert "optimizer_states" not in alone
     assert_same(alone["state_dict"], full["state_dict"])
-    assert alone[KEY] == full[KEY]
+    assert alone[CHECKPOINT_KEY] == full[CHECKPOINT_KEY]
     fresh = make()
     make_trainer(callbacks=[PeftAdapter(**LORA)]).validate(
         fresh, make_loader(), ckpt_path=tmp_path / "weights.ckpt", verbose=False
@@ -232,17 +232,20 @@ def cut(c: dict[str, Any]) -> None:
 
 
 DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (renamed, r"missing: 'first.lora_A.default.weight', .* and 2 more; not of this model: 'first.lora_X"),
+    (renamed, r"missing: 'first.lora_A.default.weight', .* and 2 more; unexpected: 'first.lora_X"),
     (emptied, "it holds empty tensors: 'first.lora_A.default.weight'"),
     (without, "missing: 'first.lora_A.default.weight'$"),
     (cut, r"of another shape: 'second.lora_B.default.weight \(3, 2\) for \(3, 4\)'"),
     (lambda c: c["state_dict"].clear(), "missing: 'first.lora_A.default.weight'"),
     (lambda c: c.update(state_dict=3), "it holds no weights of a module"),
-    (lambda c: c["state_dict"].update({"\x1b[2J": torch.ones(1)}), r"not of this model: '\\x1b\[2J'"),
-    (lambda c: c[KEY].update(base={"sha256": 1, "tensors": {}}), "without the fingerprint of its base"),
-    (lambda c: c[KEY].update(base=3), "without the fingerprint of its base"),
-    (lambda c: c[KEY]["base"].update(sha256="0" * 64), "an adapter for another base"),
-    (lambda c: c.pop(KEY), "missing: 'first.base_layer.weight'"),
+    (lambda c: c["state_dict"].update({"\x1b[2J": torch.ones(1)}), r"unexpected: '\\x1b\[2J'"),
+    (
+        lambda c: c[CHECKPOINT_KEY].update(base={"sha256": 1, "tensors": {}}),
+        "without the fingerprint of its base",
+    ),
+    (lambda c: c[CHECKPOINT_KEY].update(base=3), "without the fingerprint of its base"),
+    (lambda c: c[CHECKPOINT_KEY]["base"].update(sha256="0" * 64), "an adapter for another base"),
+    (lambda c: c.pop(CHECKPOINT_KEY), "missing: 'first.base_layer.weight'"),
 ]
 
 
@@ -284,21 +287,23 @@ def test_another_base_is_refused_and_its_tensors_are_named(saved: Path) -> None:
         one.blocks[1].linear.weight[3, 3] += 1e-6
     refused(one, saved, "for another base: 'blocks.1.linear.weight' of 18 frozen tensors differ")
     with pytest.raises(CheckpointError, match=r"and 15 more of 18 frozen tensors differ"):
-        Fingerprint().check(make(), read(saved)[KEY]["base"])  # it has no adapters, and nothing frozen
+        Fingerprint().check(
+            make(), read(saved)[CHECKPOINT_KEY]["base"]
+        )  # it has no adapters, and nothing frozen
 
 
 OTHERS: list[tuple[dict[str, Any], str]] = [
     (
         {"options": {"r": 2}},
-        r"options.r '4', and here it is '2'\n  try: .PeftAdapter\(options=\{'r': 4\}\)",
+        r"options.r '4', and this run has '2'\n  try: .PeftAdapter\(options=\{'r': 4\}\)",
     ),
-    ({"options": {"r": 4, "lora_alpha": 99}}, "options.lora_alpha '8', and here it is '99'"),
-    ({"options": {"r": 4, "use_rslora": True}}, "options.use_rslora 'False', and here it is 'True'"),
+    ({"options": {"r": 4, "lora_alpha": 99}}, "options.lora_alpha '8', and this run has '99'"),
+    ({"options": {"r": 4, "use_rslora": True}}, "options.use_rslora 'False', and this run has 'True'"),
     (
         {"method": "ia3", "options": None},
-        r"method 'LORA', and here it is 'IA3'\n  try: .PeftAdapter\(method=.lora.\)",
+        r"method 'LORA', and this run has 'IA3'\n  try: .PeftAdapter\(method=.lora.\)",
     ),
-    ({"target_modules": ["first"]}, "not of this model: 'second.lora_A.default.weight', .* and 5 more"),
+    ({"target_modules": ["first"]}, "unexpected: 'second.lora_A.default.weight', .* and 5 more"),
     ({"modules_to_save": ["second"]}, "missing: 'second.modules_to_save.default.weight'"),
 ]
 
@@ -319,10 +324,10 @@ def test_other_tokens_are_refused() -> None:
 
     model = embedding([1, 2])
     checkpoint = {"state_dict": model.state_dict()}
-    adapter_state.strip(model, checkpoint, Fingerprint())
-    adapter_state.load(embedding([1, 2]), checkpoint)
-    with pytest.raises(CheckpointError, match=r"options.token_indices .*1, 2.*here it is .*3, 4"):
-        adapter_state.load(embedding([3, 4]), checkpoint)
+    adapter_state.strip_base(model, checkpoint, Fingerprint())
+    adapter_state.load_adapter(embedding([1, 2]), checkpoint)
+    with pytest.raises(CheckpointError, match=r"options.token_indices .*1, 2.*this run has .*3, 4"):
+        adapter_state.load_adapter(embedding([3, 4]), checkpoint)
 
 
 def test_another_dropout_is_not_refused(saved: Path) -> None:
@@ -364,7 +369,7 @@ def test_whole_checkpoints_load_too_and_what_is_missing_is_told(tmp_path: Path) 
     other = make(seed=5)
     fit(other, tmp_path / "next", steps=5, resume=tmp_path / "end.ckpt")
     assert torch.equal(other.first.base_layer.weight, first.first.base_layer.weight)
-    assert read(tmp_path / "next" / "end.ckpt")[KEY]["base"] is not None
+    assert read(tmp_path / "next" / "end.ckpt")[CHECKPOINT_KEY]["base"] is not None
     fit(make(), steps=6, resume=tmp_path / "next" / "end.ckpt")
     refused(make(), edited(tmp_path / "end.ckpt", tmp_path / "cut.ckpt", without), "missing: 'first.lora_A")
 
@@ -404,10 +409,10 @@ def test_two_values_for_one_tensor_are_refused() -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model["head"].weight = model["embedding"].weight
     before = model["head"].weight.clone()
-    with pytest.raises(CheckpointError, match="several values of what is one weight"):
-        adapter_state.load_weights(model, state)
+    with pytest.raises(CheckpointError, match="different values for one tied weight"):
+        adapter_state.load_base_weights(model, state)
     assert torch.equal(model["head"].weight, before)
-    assert adapter_state.load_weights(model, dict.fromkeys(state, before + 1)) == 2
+    assert adapter_state.load_base_weights(model, dict.fromkeys(state, before + 1)) == 2
 
 
 def test_a_base_that_does_not_fit_is_refused_before_anything_is_assigned(saved: Path, tmp_path: Path) -> None:
@@ -421,7 +426,7 @@ def test_a_base_that_does_not_fit_is_refused_before_anything_is_assigned(saved: 
         tmp_path / "cut.ckpt": "cut off",
         tmp_path / "no.safetensors": "header",
         tmp_path / "absent.ckpt": "there is no such file",
-        saved: "not of this model: 'first.lora_A.default.weight'",
+        saved: "unexpected: 'first.lora_A.default.weight'",
     }
     for path, text in wrong.items():
         model = make()
@@ -439,15 +444,15 @@ def test_an_empty_or_merged_adapter_is_not_saved() -> None:
     parts = [layer for layer in model.modules() if hasattr(layer, "merge")]
     parts[0].merge()
     with pytest.raises(CheckpointError, match=r"merged into the base \('first'\)"):
-        adapter_state.strip(model, checkpoint, Fingerprint())
+        adapter_state.strip_base(model, checkpoint, Fingerprint())
     parts[0].unmerge()
     model.first.lora_A.default.weight.data = torch.empty(0)
     checkpoint = {"state_dict": model.state_dict()}
-    with pytest.raises(CheckpointError, match=r"is empty, .*first.lora_A.default.weight"):
-        adapter_state.strip(model, checkpoint, Fingerprint())
+    with pytest.raises(CheckpointError, match=r"are empty or .*first.lora_A.default.weight"):
+        adapter_state.strip_base(model, checkpoint, Fingerprint())
     with pytest.raises(CheckpointError, match="empty"):
-        adapter_state.strip(Normed().requires_grad_(False), checkpoint, Fingerprint())
-    assert KEY not in checkpoint
+        adapter_state.strip_base(Normed().requires_grad_(False), checkpoint, Fingerprint())
+    assert CHECKPOINT_KEY not in checkpoint
 
 
 def test_the_base_is_read_once_a_run_and_again_only_where_it_changed() -> None:
@@ -541,9 +546,9 @@ def test_under_fabric_the_same_functions(tmp_path: Path) -> None:
     with torch.no_grad():
         first.first.lora_B.default.weight += 1
     checkpoint: dict[str, Any] = {"state_dict": first.state_dict()}
-    adapter_state.strip(first, checkpoint, Fingerprint())
+    adapter_state.strip_base(first, checkpoint, Fingerprint())
     fabric.save(tmp_path / "a.ckpt", checkpoint)
-    adapter_state.load(second, fabric.load(tmp_path / "a.ckpt"))
+    adapter_state.load_adapter(second, fabric.load(tmp_path / "a.ckpt"))
     assert_same(second.state_dict(), first.state_dict())
     with pytest.raises(RuntimeError, match="Missing key"):
         second.load_state_dict(checkpoint["state_dict"])
@@ -556,4 +561,4 @@ def test_the_report_says_how_often_it_saved(tmp_path: Path) -> None:
 
 
 def test_names_from_a_file_are_shown_short_and_harmless() -> None:
-    assert base_fingerprint.named(["\x1b]0;x\x07", "a" * 500]) == rf"'\x1b]0;x\x07', '{'a' * 120}'"
+    assert base_fingerprint.format_names(["\x1b]0;x\x07", "a" * 500]) == rf"'\x1b]0;x\x07', '{'a' * 120}'"

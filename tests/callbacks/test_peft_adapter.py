@@ -34,14 +34,14 @@ from transformers import (
 )
 
 from lightning_eff.adapters import inject as adapters
-from lightning_eff.adapters.methods import BUILDS, OTHER_LOOPS, methods
+from lightning_eff.adapters.methods import COMPILES_EXTENSION, NEEDS_OWN_LOOP, method_names
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.torch_compile import TorchCompile
-from lightning_eff.callbacks.triton_gemm import TritonGemm
+from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.core.optimization.first_gradients import GradientError
@@ -255,17 +255,20 @@ def test_two_models_in_a_module_are_adapted_and_all_else_is_frozen() -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"method": "lorra"}, r"method='lorra': .* did you mean 'lora'"),
     ({"method": "dora"}, r"try: PeftAdapter\(method=\"lora\", options=\{'use_dora': True\}"),
-    ({"method": "xlora"}, "for a loop of its own"),
+    ({"method": "xlora"}, "needs PEFT's own wrapper or training loop"),
     ({"options": {"lora_alfa": 3}}, r"options.lora_alfa=3: .* did you mean 'lora_alpha'"),
     ({"options": {"r": "eight"}}, r"options.r='eight': expected int"),
     ({"options": {"r": True}}, r"options.r=True: expected int"),
-    ({"options": {"target_modules": ["a"]}}, "is a parameter beside them"),
-    ({"method": "oft", "options": {"oft_block_size": 4, "r": 3}}, "asks for"),
+    ({"options": {"target_modules": ["a"]}}, "pass target_modules to PeftAdapter itself, not inside options"),
+    (
+        {"method": "oft", "options": {"oft_block_size": 4, "r": 3}},
+        "options that PEFT accepts; PEFT rejects it: ",
+    ),
     ({"method": "adalora", "options": {"init_r": 4, "target_r": 4}}, "options.init_r=4: expected more than"),
-    ({"method": "prompt_tuning", "target_modules": ["head"]}, "tokens, which are in no layer"),
+    ({"method": "prompt_tuning", "target_modules": ["head"]}, "virtual tokens, which belong to no layer"),
     ({"options": {"rank": 4}}, r"options.rank=4: .* did you mean 'r'"),
-    ({"options": {"zzz": 4}}, r"there are: r, .*lora_alpha, lora_dropout"),
-    ({"options": {"lora_alpha": 0}}, r"options.lora_alpha=0: expected another number than 0"),
+    ({"options": {"zzz": 4}}, r"it has: r, .*lora_alpha, lora_dropout"),
+    ({"options": {"lora_alpha": 0}}, r"options.lora_alpha=0: expected a number other than 0"),
     (
         {"options": "r=8"},
         r"options='r=8': expected fields of LoraConfig by name\n  try: PeftAdapter\(options=",
@@ -285,23 +288,26 @@ def test_wrong_settings_are_refused_before_there_is_a_model(wrong: dict[str, Any
 
 UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": ["first", "secnd"]}, r"target_modules='secnd': .* did you mean 'second'"),
-    ({"target_modules": "blocks.9.*"}, "a regular expression that fits the whole name"),
+    ({"target_modules": "blocks.9.*"}, "a regular expression that matches the full name"),
     ({"target_modules": "("}, r"a regular expression \("),
-    ({"target_modules": None}, "PEFT's choice for a known Hugging Face model, and this model is none"),
+    ({"target_modules": None}, "PEFT's default for a known Hugging Face model, and this is not one"),
     ({"target_modules": ["dropout"]}, "is not supported"),
-    ({"options": {"r": 0}}, r"peft_adapter.options.r=0: expected what ValueError asks for"),
+    (
+        {"options": {"r": 0}},
+        r"peft_adapter.options.r=0: .* PEFT rejects it: .*positive",
+    ),
     ({"options": {"lora_dropout": 2}}, r"peft_adapter.options.lora_dropout=2: expected .* between 0 and 1"),
     ({"method": "vera", "options": {"r": 0}}, "peft_adapter.options.r=0: "),
     (
         {"target_modules": ["first"], "options": {"layers_to_transform": [0]}},
-        r"m=\[0\]: .* it reads \[\]",
+        r"m=\[0\]: .* PEFT finds \[\]",
     ),
     ({"target_modules": "all_linear"}, "did you mean 'all-linear'"),
     ({"unused": ["xx*"]}, "peft_adapter.unused='xx.*': expected a pattern of names"),
     ({"modules_to_save": ["hed"]}, "modules_to_save='hed'"),
     ({"options": {"exclude_modules": ["hed"]}}, r"peft_adapter\.options\.exclude_modules=.hed."),
-    ({"target_modules": ["first"], "modules_to_save": ["first"]}, "neither excluded nor trained themselves"),
-    ({"method": "ln_tuning"}, "names of layers: ln_tuning is not for linear ones"),
+    ({"target_modules": ["first"], "modules_to_save": ["first"]}, "neither excluded nor in modules_to_save"),
+    ({"method": "ln_tuning"}, "names of layers: ln_tuning is not for linear layers"),
     ({"method": "prompt_tuning"}, "exactly one Hugging Face model as a part, and found 0"),
 ]
 
@@ -318,7 +324,9 @@ def test_what_a_model_does_not_have_is_refused_by_name(wrong: dict[str, Any], te
 def test_a_copy_of_a_tied_module_is_refused() -> None:
     """PEFT would train the copy and leave the embedding, which was the same weight, as it is."""
     tied = GPT(vocab_size=11, context_length=8, d_model=16, num_layers=1, num_heads=2)
-    text = r"modules_to_save='head': .* head.weight is embedding.weight too.*\n  try: head in target_modules"
+    text = (
+        r"modules_to_save='head': .* head.weight is tied to embedding.weight.*\n  try: head in target_modules"
+    )
     with pytest.raises(ConfigError, match=text):
         adapt(tied, target_modules=["qkv"], modules_to_save=["head"])
     apart = GPT(vocab_size=11, context_length=8, d_model=16, num_layers=1, num_heads=2,
@@ -328,8 +336,8 @@ def test_a_copy_of_a_tied_module_is_refused() -> None:
 
 def test_every_method_of_pefts_is_either_taken_or_refused() -> None:
     known = {kind.value.lower() for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING}
-    assert {*methods(), *OTHER_LOOPS, *BUILDS} == known
-    assert {method for method, _ in METHODS.values()} <= set(methods())
+    assert {*method_names(), *NEEDS_OWN_LOOP, *COMPILES_EXTENSION} == known
+    assert {method for method, _ in METHODS.values()} <= set(method_names())
 
 
 def test_a_parameter_without_a_gradient_stops_the_run() -> None:
@@ -365,8 +373,11 @@ def test_a_second_fit_goes_on_with_the_adapters_and_others_are_refused() -> None
     assert model.losses[:5] == whole.losses
     assert len(model.losses) == 15
     for other, text in (
-        (PeftAdapter(options={"r": 2}), "options.r=2: expected 8, with which the model is adapted already"),
-        (PeftAdapter(method="ia3"), "method='ia3': expected a model without adapters; it has some, lora"),
+        (PeftAdapter(options={"r": 2}), "options.r=2: expected 8, as in the adapters that the model has"),
+        (
+            PeftAdapter(method="ia3"),
+            "method='ia3': expected a model without adapters; .* has some, lora",
+        ),
     ):
         with pytest.raises(ConfigError, match=text):
             make_trainer(callbacks=[other], max_steps=1).fit(model, make_loader())
@@ -515,12 +526,12 @@ def test_adalora_needs_an_end_gradients_and_no_scaler() -> None:
 
     with pytest.raises(ConfigError, match=r"options.total_step=None: .* this run has no end"):
         fit(max_steps=-1)
-    scaled = rules.check_rules([PeftAdapter(method="adalora")], {"run/scaler": "a gradient scaler"})
-    assert "a scaler multiplies them" in str(scaled[0])
+    scaled = rules.check([PeftAdapter(method="adalora")], {"run/scaler": "a gradient scaler"})
+    assert "which a scaler multiplies" in str(scaled[0])
     for strategy in (FSDP2(), DeepSpeedZero()):
-        (divided,) = rules.check_rules([PeftAdapter(method="adalora"), strategy], {})
+        (divided,) = rules.check([PeftAdapter(method="adalora"), strategy], {})
         assert divided.rule.remedies == ("callbacks.peft_adapter.method=lora",)
-        assert rules.check_rules([PeftAdapter(), strategy], {}) == []
+        assert rules.check([PeftAdapter(), strategy], {}) == []
     with pytest.raises(ConflictError, match="which it frees"):
         fit(InBackward)
 
@@ -535,7 +546,7 @@ def test_callbacks_that_cannot_meet_adapters_are_refused(other: pl.Callback) -> 
 
 @pytest.mark.parametrize(("method", "r"), [("lora", 4), ("vera", 8)])
 def test_tile_comes_after_adapters_and_compile_last(method: str, r: int) -> None:
-    tiled = TritonGemm(min_features=8)
+    tiled = TritonLinear(min_features=8)
     compiled = TorchCompile(backend="aot_eager")
     technique = PeftAdapter(method=method, options={"r": r})
     model, plain = Deep(dropout=0.0), Deep(dropout=0.0)
@@ -592,7 +603,7 @@ def test_a_model_on_the_meta_device_gets_its_adapters_initial_values(method: str
     assert "reset_parameters" not in vars(model.first)
     with torch.device("meta"):
         early = Deep()
-    with pytest.raises(ConfigError, match="needs no weights to begin with"):
+    with pytest.raises(ConfigError, match="whose initial values need no weights"):
         adapt(early, options={"use_dora": True})
 
 
@@ -637,7 +648,7 @@ def gpt2() -> Any:
 def test_a_hugging_face_model_as_a_part(make: Any, num_all: int, by_architecture: int, method: str) -> None:
     everything, choice = Causal(make), Causal(make)
     assert len(adapt(everything, method=method)) == num_all, "all but the head"
-    assert not any("lm_head" in name for name in adapters.of(everything))
+    assert not any("lm_head" in name for name in adapters.adapted_layers(everything))
     technique = PeftAdapter(method=method, target_modules=None)
     make_trainer(callbacks=[technique], max_steps=3).fit(choice, make_loader())
     found = technique.outcome().numbers["layers"]
@@ -649,7 +660,7 @@ def test_a_hugging_face_model_as_a_part(make: Any, num_all: int, by_architecture
 def test_numbers_of_layers_are_those_that_there_are() -> None:
     found = adapt(Causal(), target_modules=["q_proj"], options={"layers_to_transform": [1]})
     assert list(found) == ["net.model.layers.1.self_attn.q_proj"]
-    with pytest.raises(ConfigError, match=r"layers_to_transform=\[0, 9\]: .* it reads \[0, 1\]"):
+    with pytest.raises(ConfigError, match=r"layers_to_transform=\[0, 9\]: .* PEFT finds \[0, 1\]"):
         adapt(Causal(), target_modules=["q_proj"], options={"layers_to_transform": [0, 9]})
 
 
@@ -692,7 +703,7 @@ def test_the_report_counts_layers_and_parameters() -> None:
     model = Net()
     make_trainer(callbacks=[technique], max_steps=1).fit(model, make_loader())
     total = sum(p.numel() for p in model.parameters())
-    assert technique.outcome().did == f"lora in 1 layers; 48 of {total} parameters trained (17.45%, 192 B)"
+    assert technique.outcome().did == f"lora in 1 layer; 48 of {total} parameters trained (17.45%, 192 B)"
     assert technique.outcome().numbers["layers"] == ["first"]
 
 
@@ -710,7 +721,7 @@ def test_decay_and_momentum_are_for_what_is_trained_alone() -> None:
 
 
 def test_a_lazy_layer_is_refused_and_not_given_an_adapter_of_size_zero() -> None:
-    with pytest.raises(ConfigError, match="layers that have their size: 0 is lazy"):
+    with pytest.raises(ConfigError, match="layers with a known size: 0 is lazy"):
         adapt(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
 
 
@@ -747,7 +758,7 @@ def trained_names(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize("named", list(HEADS))
 def test_a_task_trains_the_head_that_plain_peft_trains(named: str) -> None:
     task, make, targets = HEADS[named]
-    with adapters.without_noise():
+    with adapters.ignore_peft_warnings():
         theirs = peft.get_peft_model(make(), peft.LoraConfig(r=2, target_modules=targets, task_type=task))
     ours = make()
     adapt(ours, target_modules=targets, options={"r": 2, "task_type": task})
@@ -793,7 +804,7 @@ def test_the_head_of_a_task_is_known_before_adapters_are_in_and_is_in_the_checkp
 
     technique = PeftAdapter(target_modules=["first"], options={"r": 2, "task_type": "SEQ_CLS"})
     model = Classifier()
-    assert technique.trainable_modules(model, ["first", "second", "classifier"]) == {"classifier"}
+    assert technique.keeps_trainable(model, ["first", "second", "classifier"]) == {"classifier"}
     before = model.classifier.weight.detach().clone()
     trainer = make_trainer(callbacks=[technique], max_steps=2)
     trainer.fit(model, make_loader())

@@ -1,10 +1,11 @@
-"""Mixed: the format that was asked for is the one that runs, casts are kept once, fused clips."""
+"""AutoPrecision: the requested format is the one that runs, casts are cached once, fused AdamW clips."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor, nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.core import checkpoint_stamp
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning, SlowPathWarning
-from lightning_eff.precision import mixed
-from lightning_eff.precision.mixed import Mixed, step_context
+from lightning_eff.precision import auto
+from lightning_eff.precision.auto import AutoPrecision, step_context
 from tests.support.models import Net, make_loader, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning")
@@ -42,13 +44,16 @@ class Spy(Net):
 def test_computes_and_keeps_what_the_name_says(
     precision: str, computed: torch.dtype, kept: torch.dtype
 ) -> None:
-    model, plugin = Spy(), Mixed(precision=precision)
+    model, plugin = Spy(), AutoPrecision(precision=precision)
     make_trainer(plugins=[plugin], max_steps=1).fit(model, make_loader())
     assert model.seen[:2] == (computed, kept)
     assert model.seen[3] == kept
     numbers = plugin.outcome().numbers
     expected = {} if precision == "32-true" else {"first": "Linear", "second": "Linear"}
     assert {k: v for k, v in numbers["layers"].items() if v == "Linear"} == expected
+    name = "float32" if precision == "32-true" else precision
+    assert plugin.outcome().did.startswith(f"{name} on cpu (as requested)")
+    assert plugin.outcome().effective
     assert numbers["parameter_bytes"] == sum(p.numel() for p in model.parameters()) * kept.itemsize
 
 
@@ -59,7 +64,7 @@ def test_auto_takes_bf16_where_it_is_native(
     capabilities: dict[str, bool], chosen: str, net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    plugin = Mixed()
+    plugin = AutoPrecision()
     make_trainer(plugins=[plugin], max_steps=1).fit(net(), make_loader())
     assert plugin.precision == chosen
     assert plugin.outcome().did.startswith(f"{chosen} on cpu: this CPU ")
@@ -109,14 +114,14 @@ def test_a_forward_without_gradient_does_not_cut_the_kept_casts_off() -> None:
 
 def test_evaluation_keeps_no_casts(net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    original = mixed.step_context
+    original = auto.step_context
 
     def spy(precision: str, device: str, *, keep_casts: bool = True) -> Any:
         asked.append(keep_casts)
         return original(precision, device, keep_casts=keep_casts)
 
-    monkeypatch.setattr(mixed, "step_context", spy)
-    trainer = make_trainer(plugins=[Mixed(precision="bf16-mixed")], max_steps=1)
+    monkeypatch.setattr(auto, "step_context", spy)
+    trainer = make_trainer(plugins=[AutoPrecision(precision="bf16-mixed")], max_steps=1)
     trainer.fit(net(), make_loader())
     trainer.validate(net(), make_loader(4), verbose=False)
     assert asked == [True, False]
@@ -124,7 +129,7 @@ def test_evaluation_keeps_no_casts(net: Callable[..., Net], monkeypatch: pytest.
 
 def test_device_is_the_strategys_also_for_an_accelerator_object(net: Callable[..., Net]) -> None:
     """Lightning 2.6.6 autocasts on cuda when the accelerator is an instance of CPUAccelerator."""
-    model, plugin = Spy(), Mixed(precision="bf16-mixed")
+    model, plugin = Spy(), AutoPrecision(precision="bf16-mixed")
     make_trainer(accelerator=CPUAccelerator(), plugins=[plugin], max_steps=1).fit(model, make_loader())
     assert plugin.device == "cpu"
     assert model.seen[0] == torch.bfloat16
@@ -143,7 +148,7 @@ def test_fused_adamw_clips(precision: str, net: Callable[..., Net]) -> None:
 
     choice = OptimizerChoice(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3, fused=True))
     trainer = make_trainer(
-        plugins=[Mixed(precision=precision)], callbacks=[choice], gradient_clip_val=0.01, max_steps=4
+        plugins=[AutoPrecision(precision=precision)], callbacks=[choice], gradient_clip_val=0.01, max_steps=4
     )
     trainer.fit(Watch(), make_loader())
     assert norms == pytest.approx([0.01] * len(norms), rel=1e-3)
@@ -162,7 +167,7 @@ def test_an_overflowing_step_is_skipped_and_the_scale_halved(net: Callable[..., 
                 self.skipped = torch.equal(self.first.weight, self.before)
 
     torch.manual_seed(1)
-    plugin, model = Mixed(precision="16-mixed"), Overflow()
+    plugin, model = AutoPrecision(precision="16-mixed"), Overflow()
     make_trainer(plugins=[plugin], max_steps=3).fit(model, make_loader())
     assert model.skipped
     assert plugin.scaler is not None
@@ -171,13 +176,13 @@ def test_an_overflowing_step_is_skipped_and_the_scale_halved(net: Callable[..., 
 
 
 def test_scaler_is_saved_and_restored(net: Callable[..., Net], tmp_path: Any) -> None:
-    plugin = Mixed(precision="16-mixed")
+    plugin = AutoPrecision(precision="16-mixed")
     trainer = make_trainer(plugins=[plugin], max_steps=20)
     trainer.fit(net(), make_loader())
     assert plugin.scaler is not None
     plugin.scaler.update(128.0)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    again = Mixed(precision="16-mixed")
+    again = AutoPrecision(precision="16-mixed")
     resumed = make_trainer(plugins=[again], max_steps=21)
     resumed.fit(net(), make_loader(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
     assert resumed.global_step == 21
@@ -185,17 +190,37 @@ def test_scaler_is_saved_and_restored(net: Callable[..., Net], tmp_path: Any) ->
     assert again.scaler.get_scale() == 128.0
 
 
+def test_a_checkpoint_that_names_the_plugin_as_it_was_called_before_is_resumed(
+    net: Callable[..., Net], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until 0.1 it was `precision/mixed`."""
+    trainer = make_trainer(plugins=[AutoPrecision(precision="32-true")], max_steps=20)
+    trainer.fit(net(), make_loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    techniques = checkpoint[checkpoint_stamp.KEY]["techniques"]
+    techniques["precision/mixed"] = techniques.pop("precision/auto")
+    torch.save(checkpoint, tmp_path / "b.ckpt")
+    resumed = make_trainer(plugins=[AutoPrecision(precision="32-true")], max_steps=21)
+    with caplog.at_level("INFO"):
+        resumed.fit(net(), make_loader(), ckpt_path=tmp_path / "b.ckpt", weights_only=True)
+    assert resumed.global_step == 21
+    assert "not as saved: without precision/mixed, with precision/auto" in caplog.text
+
+
 def test_lbfgs_with_fp16_is_refused(net: Callable[..., Net]) -> None:
     choice = OptimizerChoice(optimizer=functools.partial(torch.optim.LBFGS, lr=0.1))
     with pytest.raises(ConflictError, match="LBFGS with a gradient scaler"):
-        make_trainer(plugins=[Mixed(precision="16-mixed")], callbacks=[choice]).fit(net(), make_loader())
+        make_trainer(plugins=[AutoPrecision(precision="16-mixed")], callbacks=[choice]).fit(
+            net(), make_loader()
+        )
 
 
 def test_a_modules_own_lbfgs_with_fp16_is_refused_where_it_would_step(net: Callable[..., Net]) -> None:
     model = net()
     model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="another format with LBFGS"):
-        make_trainer(plugins=[Mixed(precision="16-mixed")]).fit(model, make_loader())
+        make_trainer(plugins=[AutoPrecision(precision="16-mixed")]).fit(model, make_loader())
 
 
 def test_a_model_without_a_layer_to_cast_is_said() -> None:
@@ -208,14 +233,16 @@ def test_a_model_without_a_layer_to_cast_is_said() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.unsqueeze(-1).mul(self.scale).sum(1)
 
-    with pytest.warns(NoEffectWarning, match="found no linear, convolution or recurrent layer"):
-        make_trainer(plugins=[Mixed(precision="bf16-mixed")], max_steps=1).fit(Bare(), make_loader())
+    with pytest.warns(NoEffectWarning, match="no effect: no linear, convolution or recurrent layer"):
+        make_trainer(plugins=[AutoPrecision(precision="bf16-mixed")], max_steps=1).fit(Bare(), make_loader())
 
 
 def test_tf32_without_cuda_is_said_and_with_it_set_and_restored(net: Callable[..., Net]) -> None:
-    with pytest.warns(NoEffectWarning, match="tf32=True does nothing on cpu"):
-        make_trainer(plugins=[Mixed(precision="32-true", tf32=True)], max_steps=1).fit(net(), make_loader())
-    plugin = Mixed(precision="32-true", tf32=True)
+    with pytest.warns(NoEffectWarning, match="tf32=True has no effect on cpu"):
+        make_trainer(plugins=[AutoPrecision(precision="32-true", tf32=True)], max_steps=1).fit(
+            net(), make_loader()
+        )
+    plugin = AutoPrecision(precision="32-true", tf32=True)
     before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
     plugin._set_tf32("cuda")
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("high", True)
@@ -231,18 +258,18 @@ def test_an_emulated_format_is_said_with_what_auto_would_take(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", SlowPathWarning)
-        with pytest.raises(SlowPathWarning, match="precision='auto' would take '32-true'"):
-            make_trainer(plugins=[Mixed(precision="bf16-mixed")]).fit(net(), make_loader())
+        with pytest.raises(SlowPathWarning, match="precision='auto' would choose '32-true'"):
+            make_trainer(plugins=[AutoPrecision(precision="bf16-mixed")]).fit(net(), make_loader())
 
 
 def test_a_bare_module_needs_a_device() -> None:
     with pytest.raises(ConfigError, match="a device type"):
-        Mixed(precision="bf16-mixed").convert_module(nn.Linear(2, 2))
-    plugin = Mixed(precision="bf16-mixed", device="cpu")
+        AutoPrecision(precision="bf16-mixed").convert_module(nn.Linear(2, 2))
+    plugin = AutoPrecision(precision="bf16-mixed", device="cpu")
     plugin.convert_module(nn.Linear(2, 2))
     assert plugin.outcome().numbers["layers"] == {"": "Linear"}
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="one of auto, bf16-mixed, 16-mixed, bf16-true, 32-true"):
-        Mixed(precision="fp8")
+        AutoPrecision(precision="fp8")

@@ -1,20 +1,20 @@
-"""Number formats: which dtype the model is kept in, and which one its matrix products are computed in.
+"""Choose number formats: the dtype of the weights, and that of matrix products.
 
 `bf16-mixed` and `16-mixed` keep float32 weights and cast inside matrix products (autocast), `bf16-true`
-keeps everything in bfloat16, `32-true` casts nothing. `auto` takes `bf16-mixed` where the device computes
-bfloat16 natively and `32-true` elsewhere, and says why: PyTorch runs bfloat16 on any CPU, several times
-slower where it is emulated.
+keeps everything in bfloat16, `32-true` casts nothing. `auto` chooses `bf16-mixed` where the device computes
+bfloat16 natively and `32-true` elsewhere, and reports why: PyTorch runs bfloat16 on any CPU, but several
+times slower where it is emulated.
 
-Three things differ from Lightning's own plugin. Autocast keeps each weight's cast copy for the length of a
-training step, so a layer that is used four times is cast and saved once, not four times; in evaluation,
-where nothing is saved, copies are not kept. The device is the strategy's, or the one that is given, and
-never guessed from an accelerator's name. Gradients are unscaled before clipping for every optimizer, so
-`fused` AdamW and clipping work together.
+Three things differ from Lightning's MixedPrecision. Autocast caches each weight's cast copy for one training
+step, so a layer that is used four times is cast and saved once, not four times; evaluation, which saves
+nothing for a backward pass, caches no copies. The device is the strategy's, or the argument, and never
+guessed from an accelerator's name. Gradients are unscaled before clipping for every optimizer, so `fused`
+AdamW and clipping work in one run.
 
 Costs: bf16 has 8 bits of precision, fp16 overflows above 65504 (the loss is scaled, and a step whose
     gradients overflow is skipped). Mixed formats add a copy of each weight during the step: a large model
     with a small batch can need more memory.
-Conflicts: `Trainer(precision=...)` beside this plugin, refused by Lightning. fp16 with LBFGS, refused.
+Conflicts: `Trainer(precision=...)` with this plugin, rejected by Lightning. fp16 with LBFGS, rejected.
 Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740;
     https://docs.pytorch.org/docs/stable/amp.html
 """
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff.core import checkpoint_stamp, rules
-from lightning_eff.core.dtypes import auto_precision, dtype_support
+from lightning_eff.core.dtypes import choose, support
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes, human_count
@@ -52,19 +52,20 @@ CAST_LAYERS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
 """Layers whose matrix products autocast computes in the low format."""
-OF_LIGHTNING = "MixedPrecision"
-"""Under which Lightning's own plugin keeps its scaler's state in a checkpoint."""
+LIGHTNING_KEY = "MixedPrecision"
+"""Where Lightning 2.6's own plugin keeps its scaler's state in a checkpoint."""
+AS_REQUESTED = "as requested"
 
 
 def step_context(
     precision: str, device_type: str, *, keep_casts: bool = True
 ) -> AbstractContextManager[torch.autocast | None]:
-    """Return the context in which one step's forward pass runs; for loops without a Trainer.
+    """Return the context for the forward pass of one step; for loops without a Trainer.
 
     Args:
         precision: One of `COMPUTE_DTYPES`.
         device_type: `cpu`, `cuda`, ...
-        keep_casts: Keep each weight's cast copy until the context ends.
+        keep_casts: Cache each weight's cast copy until the context ends.
 
     Example:
         >>> layer = nn.Linear(4, 4)
@@ -88,31 +89,33 @@ def _default_dtype(dtype: torch.dtype) -> Generator[None]:
         torch.set_default_dtype(before)
 
 
-class Mixed(Precision):
-    """Compute in a low-precision format where that is safe; `Trainer(plugins=[Mixed()])`.
+class AutoPrecision(Precision):
+    """Compute in a low-precision format where it is safe; `Trainer(plugins=[AutoPrecision()])`.
 
     Args:
         precision: `auto`, `bf16-mixed`, `16-mixed`, `bf16-true` or `32-true`.
-        device: Device type for autocast; None takes the strategy's.
-        tf32: Let float32 matrix products and convolutions on CUDA use TF32 (10 bits of precision); None
-            leaves PyTorch's switches as they are. They are restored at the end of the run.
-        keep_casts: Keep a weight's cast copy for the length of a training step.
+        device: Device type for autocast; None for the strategy's.
+        tf32: Compute float32 matrix products and convolutions on CUDA in TF32 (10 bits of precision); None
+            leaves PyTorch's switches unchanged. They are restored at the end of the run.
+        keep_casts: Cache a weight's cast copy for one training step.
 
     Raises:
-        ConfigError: `precision` is none of these, or LBFGS is used with `16-mixed`.
+        ConfigError: `precision` has another value, or LBFGS is used with `16-mixed`.
 
     Warns:
         SlowPathWarning: The device emulates the format.
-        NoEffectWarning: No layer of the model is cast, or TF32 was asked for without CUDA.
+        NoEffectWarning: No layer of the model is cast, or TF32 is requested without CUDA.
 
     Example:
-        >>> trainer = pl.Trainer(plugins=[Mixed(precision="bf16-mixed")], logger=False, accelerator="cpu")
-        >>> Mixed(precision="bf16")
+        >>> trainer = pl.Trainer(
+        ...     plugins=[AutoPrecision(precision="bf16-mixed")], logger=False, accelerator="cpu"
+        ... )
+        >>> AutoPrecision(precision="bf16")
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: precision='bf16': expected one of auto, bf16-mixed, ...
     """
 
-    __repr__ = rules.plugin_repr
+    __repr__ = rules.repr_of_plugin
 
     def __init__(
         self,
@@ -122,40 +125,42 @@ class Mixed(Precision):
         tf32: bool | None = None,
         keep_casts: bool = True,
     ) -> None:
-        allowed = ("auto", *COMPUTE_DTYPES)
-        if precision not in allowed:
-            raise ConfigError(key="precision", value=precision, allowed=f"one of {', '.join(allowed)}")
+        formats = ("auto", *COMPUTE_DTYPES)
+        if precision not in formats:
+            raise ConfigError(key="precision", value=precision, allowed=f"one of {', '.join(formats)}")
         self.precision: Any = precision
         self.device = device
         self.tf32 = tf32
         self.keep_casts = keep_casts
         self.scaler: torch.amp.GradScaler | None = None
-        self._reason = "asked for"
+        self._reason = AS_REQUESTED
         self._cast_layers: dict[str, str] = {}
         self._bytes_before = self._bytes_after = 0
         self._switches: tuple[str, bool] | None = None
 
     def facts(self) -> Facts:
-        """State what the format asked for is on a device that only emulates it."""
+        """Return what follows on a device that only emulates the format."""
         auto = self.precision == "auto"
         dtype = torch.bfloat16 if auto else COMPUTE_DTYPES[self.precision]
-        reason = (
-            "auto stays with 32-true, which is faster there" if auto else f"{self.precision} will be slow"
+        emulated = Rule(
+            name=f"machine/emulated_{str(dtype).removeprefix('torch.')}",
+            reason="auto chooses 32-true, which is faster there"
+            if auto
+            else f"{self.precision} will be slow",
+            remedies=("precision=auto",),
+            verdict=Verdict.ADJUSTED if auto else Verdict.WARNED,
         )
-        verdict = Verdict.ADJUSTED if auto else Verdict.WARNED
-        name = f"machine/emulated_{str(dtype).removeprefix('torch.')}"
-        emulated = Rule(name=name, reason=reason, remedies=("precision=mixed",), verdict=verdict)
         return Facts(excludes=(emulated,))
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Settle format and device, convert the weights in place if the format asks for it, and count."""
+        """Choose format and device, convert the weights in place if the format requires it, and count."""
         trainer: pl.Trainer | None = getattr(module, "_trainer", None)
         if trainer is not None and trainer.ckpt_path is not None:
-            checkpoint_stamp.compare_on_restore(trainer)
+            checkpoint_stamp.watch(trainer)
         device_type = self._settle_device(module)
         if self.precision == "auto":
-            self.precision, self._reason = auto_precision(device_type)
+            self.precision, self._reason = choose(device_type)
         dtype = COMPUTE_DTYPES[self.precision]
         self._warn_if_emulated(device_type, dtype)
         if self.precision == "16-mixed" and self.scaler is None:
@@ -172,28 +177,23 @@ class Mixed(Precision):
     def _settle_device(self, module: nn.Module) -> str:
         if self.device is None:
             if not isinstance(module, pl.LightningModule):
-                raise ConfigError(
-                    key="device", value=None, allowed="a device type, since there is no Trainer to ask"
-                )
+                allowed = "a device type, for example cpu, for a module without a Trainer"
+                raise ConfigError(key="device", value=None, allowed=allowed)
             self.device = module.trainer.strategy.root_device.type
         return self.device
 
     def _warn_if_emulated(self, device_type: str, dtype: torch.dtype) -> None:
-        answer = dtype_support(device_type, dtype)
+        answer = support(device_type, dtype)
         if not answer.native:
-            warnings.warn(
-                f"precision={self.precision!r} will be slow: {answer.why}; precision='auto' would take "
-                f"{auto_precision(device_type)[0]!r}",
-                SlowPathWarning,
-                stacklevel=2,
-            )
+            text = f"precision={self.precision!r} will be slow: {answer.why}; precision='auto' would choose "
+            warnings.warn(f"{text}{choose(device_type)[0]!r}", SlowPathWarning, stacklevel=2)
 
     def _set_tf32(self, device_type: str) -> None:
         if self.tf32 is None or self._switches is not None:
             return
         if device_type != "cuda":
             if self.tf32:
-                text = f"tf32=True does nothing on {device_type}: TF32 is a format of NVIDIA GPUs"
+                text = f"tf32=True has no effect on {device_type}: TF32 is a format of NVIDIA GPUs"
                 warnings.warn(text, NoEffectWarning, stacklevel=2)
             return
         self._switches = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
@@ -201,15 +201,15 @@ class Mixed(Precision):
         torch.backends.cudnn.allow_tf32 = self.tf32
 
     def _count_cast_layers(self, module: nn.Module) -> None:
-        everything = self.precision.endswith("-true")
+        is_true = self.precision.endswith("-true")  # then all layers with parameters are cast
         self._cast_layers = {
             name: type(layer).__name__
             for name, layer in module.named_modules()
             if isinstance(layer, CAST_LAYERS)
-            or (everything and next(layer.parameters(recurse=False), None) is not None)
+            or (is_true and next(layer.parameters(recurse=False), None) is not None)
         }
         if not self._cast_layers:
-            text = f"precision={self.precision!r} found no linear, convolution or recurrent layer"
+            text = f"precision={self.precision!r} has no effect: no linear, convolution or recurrent layer"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
 
     @override
@@ -220,28 +220,22 @@ class Mixed(Precision):
             torch.backends.cudnn.allow_tf32 = self._switches[1]
             self._switches = None
 
-    @contextlib.contextmanager
     @override
-    def train_step_context(self) -> Generator[None]:
-        with step_context(self._settled(), str(self.device), keep_casts=self.keep_casts):
-            yield
-
-    @contextlib.contextmanager
-    @override
-    def forward_context(self) -> Generator[None]:
-        with step_context(self._settled(), str(self.device), keep_casts=False):
-            yield
-
-    def _settled(self) -> str:
-        return "32-true" if self.precision == "auto" else self.precision
+    def train_step_context(self) -> AbstractContextManager[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return step_context(self._chosen(), str(self.device), keep_casts=self.keep_casts)
 
     @override
-    def tensor_init_context(self) -> AbstractContextManager[None]:
-        return self.module_init_context()
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return step_context(self._chosen(), str(self.device), keep_casts=False)
+
+    def _chosen(self) -> str:
+        return "32-true" if self.precision == "auto" else self.precision  # auto: before convert_module
 
     @override
     def module_init_context(self) -> AbstractContextManager[None]:
         return _default_dtype(torch.bfloat16) if self.precision == "bf16-true" else contextlib.nullcontext()
+
+    tensor_init_context = module_init_context
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -254,29 +248,29 @@ class Mixed(Precision):
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.scaler is not None:
-            tensor = self.scaler.scale(tensor)
+            tensor = self.scaler.scale(tensor)  # gradients become scale * d(loss)/d(weight)
         return super().pre_backward(tensor, module)
 
     @override
     def optimizer_step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Step; with a scaler, unscale first, so that hooks and clipping see true gradients."""
+        """Step; with a scaler, unscale first, so that hooks and clipping get the true gradients."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 key="precision",
                 value=self.precision,
-                allowed="another format with LBFGS, which evaluates the loss several times a step",
+                allowed="another format with LBFGS, which evaluates the loss several times per step",
                 remedies=["precision=bf16_mixed", "precision=fp32"],
             )
         result = closure()
-        no_backward = result is None and model.automatic_optimization
-        if not no_backward:
+        is_skipped = result is None and model.automatic_optimization  # training_step returned None
+        if not is_skipped:
             self.scaler.unscale_(optimizer)
-        self._after_closure(model, optimizer)
-        if no_backward:
+        self._after_closure(model, optimizer)  # Lightning 2.6: on_before_optimizer_step, then clipping
+        if is_skipped:
             return result
         step_output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
@@ -288,15 +282,15 @@ class Mixed(Precision):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the scaler's state under the name of Lightning's plugin, so that either may go on from it."""
+        """Move the scaler's state to the key of Lightning's plugin, so that either plugin can resume."""
         state = checkpoint.pop(type(self).__qualname__, None)
         if state is not None:
-            checkpoint[OF_LIGHTNING] = state
-        checkpoint |= checkpoint_stamp.add_plugin_stamp(checkpoint, self)
+            checkpoint[LIGHTNING_KEY] = state
+        checkpoint |= checkpoint_stamp.with_plugin(checkpoint, self)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.load_state_dict(checkpoint.get(OF_LIGHTNING, {}))
+        self.load_state_dict(checkpoint.get(LIGHTNING_KEY, {}))
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -304,16 +298,20 @@ class Mixed(Precision):
             self.scaler.load_state_dict(state_dict)
 
     def outcome(self) -> Outcome:
-        """Say which format was used and why, and which layers it reached."""
+        """Return the format, the reason for it, and the layers that were cast."""
+        is_requested = self._reason == AS_REQUESTED and self.precision != "auto"
+        is_float32 = is_requested and self.precision == "32-true" and not self.tf32
+        device = self.device or "an unknown device"
+        name = "float32" if is_float32 else self.precision
+        did = f"{name} on {device} (as requested)" if is_requested else f"{name} on {device}: {self._reason}"
         kinds = Counter(self._cast_layers.values())
-        did = f"{self.precision} on {self.device or 'a device not yet known'}: {self._reason}"
         if kinds:
             did += "; cast " + ", ".join(f"{human_count(n)} {kind}" for kind, n in kinds.most_common())
         if self._bytes_after != self._bytes_before:
             did += f"; parameters {human_bytes(self._bytes_before)} -> {human_bytes(self._bytes_after)}"
         return Outcome(
             did=did,
-            effective=bool(self._cast_layers) or self._switches is not None,
+            effective=is_float32 or bool(self._cast_layers) or self._switches is not None,
             numbers={
                 "precision": self.precision,
                 "device": self.device,

@@ -1,0 +1,296 @@
+"""What a checkpoint of a model with adapters holds, and what it must hold to be loaded.
+
+It holds what cannot be had elsewhere: trained parameters (adapters, `modules_to_save`, biases) and buffers,
+and in place of the frozen base its fingerprint. The base comes from where the model got it before. Nothing is
+assigned before all of it fits: the method and its config, each key and shape, the base.
+
+A LightningModule with adapters does this in its own checkpoint hooks, so that it holds for weights-only saves
+and for saves after the run too. Why not a callback's hooks: Lightning omits them in weights-only saves, and
+calls them after it has loaded. Why not `strict_loading=False`: it accepts another model's adapter and leaves
+this one's at its initial values. For Fabric, or a loop of your own: `strip_base` and `load_adapter`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from lightning_eff.adapters.base_fingerprint import Fingerprint, format_names, split_state
+from lightning_eff.adapters.inject import adapter_config
+from lightning_eff.adapters.quantized import quantized_prefixes
+from lightning_eff.core.errors import CheckpointError
+from lightning_eff.core.shards import is_part, shape_of
+
+CHECKPOINT_KEY = "peft_adapter"
+"""Where a checkpoint keeps the method's config and the base's fingerprint."""
+FREE_FIELDS = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+    *("exclude_modules", "feedforward_modules", "layers_pattern", "layers_to_transform", "modules_to_save"),
+    *("target_modules", "target_parameters"),  # the keys of the state dict show the layers
+    *("rank_pattern", "total_step", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight"),
+    *("ephemeral_gpu_offload", "lora_dropout", "module_dropout", "rank_dropout", "runtime_config"),
+}
+"""Fields of a method's config that may change when training is resumed; so may those of initial values."""
+NO_ADAPTER = (
+    "it holds no adapter, only the model\n"
+    "  try: base_checkpoint=PATH of PeftAdapter in place of ckpt_path=PATH, to train an adapter on it"
+)
+
+
+def adapter_settings(model: nn.Module) -> dict[str, Any]:
+    """Return the fields of a method's config that decide what its adapters compute, in plain types."""
+    config = adapter_config(model)
+    settings = {
+        key: value
+        for key, value in (config.to_dict() if config is not None else {}).items()
+        if key not in FREE_FIELDS and not key.startswith("init")
+        if isinstance(value, (str, int, float, bool, dict, list))
+    }
+    return json.loads(json.dumps(settings, default=str))  # enums and keys become strings
+
+
+def strip_base(
+    model: nn.Module, checkpoint: dict[str, Any], fingerprint: Fingerprint, *, save_base: bool = False
+) -> None:
+    """Remove the frozen base from a checkpoint, and add its fingerprint.
+
+    Args:
+        model: With adapters.
+        checkpoint: Has the model's state under `state_dict`; changed in place.
+        fingerprint: Caches digests; one for each model.
+        save_base: Leave the base in.
+
+    Raises:
+        CheckpointError: The adapter cannot be saved: its tensors are empty, or merged into the base.
+    """
+    base, rest = split_state(model)
+    trained = _trained(model)
+    state: Mapping[str, Any] = checkpoint["state_dict"]
+    empty = [name for name in trained if name in rest and not state[name].numel()]
+    merged = [n for n, m in model.named_modules() if isinstance(m, BaseTunerLayer) and m.merged]
+    if empty or not trained:
+        text = f"the adapter is not saved: its tensors are empty or on other ranks ({format_names(empty)})"
+        raise CheckpointError(text)
+    if merged:
+        names = format_names(merged)
+        text = f"the adapter is not saved: it is merged into the base ({names})\n  try: unmerge it"
+        raise CheckpointError(text)
+    if not save_base:
+        checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in base}
+    record = None if save_base else fingerprint.record(model)
+    checkpoint[CHECKPOINT_KEY] = {"settings": adapter_settings(model), "base": record}
+
+
+def check_adapter(
+    model: nn.Module, checkpoint: Mapping[str, Any], fingerprint: Fingerprint, *, strict: bool = True
+) -> set[str]:
+    """Compare a checkpoint with a model with adapters; nothing is assigned.
+
+    Args:
+        model: With adapters.
+        checkpoint: Read from a file, so it may be anything.
+        fingerprint: Caches digests; one for each model.
+        strict: False requires only what is trained.
+
+    Returns:
+        The names of the tensors that the checkpoint does not hold: those of the base, or none.
+
+    Raises:
+        CheckpointError: Method, keys, shapes or base do not fit; the first are named.
+    """
+    state = _checked_state(checkpoint)
+    stamp: Any = checkpoint.get(CHECKPOINT_KEY)
+    stamp = stamp if isinstance(stamp, dict) else {}
+    base, rest = split_state(model)
+    trained = _trained(model)
+    _check_settings(adapter_settings(model), stamp.get("settings"))
+    has_base = stamp.get("base") is None
+    # A quantized layer checks in its own `_load_from_state_dict` which formats it can load.
+    unchecked = quantized_prefixes(model) if has_base else ()
+    state_here = base | rest if has_base else rest
+    expected = {name: value for name, value in state_here.items() if not name.startswith(unchecked)}
+    if not trained.keys() & state.keys():
+        if has_base:
+            raise CheckpointError(NO_ADAPTER)
+        _check_tensors(state, {}, missing=[*trained], unexpected=[*state])
+    unexpected = [name for name in state if name not in expected and not name.startswith(unchecked)]
+    _check_tensors(
+        state,
+        expected,
+        missing=[name for name in (expected if strict else trained) if name not in state],
+        unexpected=unexpected if strict or not has_base else [],
+    )
+    if not has_base:
+        fingerprint.check(model, stamp["base"])
+    return set() if has_base else set(base)
+
+
+def load_adapter(
+    model: nn.Module, checkpoint: Mapping[str, Any], fingerprint: Fingerprint | None = None
+) -> None:
+    """Load an adapter, or a full model with adapters, into a model that has its base and new adapters.
+
+    Args:
+        model: With adapters.
+        checkpoint: Read from a file.
+        fingerprint: Caches digests; None for a new one.
+
+    Raises:
+        CheckpointError: It does not fit; nothing was assigned.
+    """
+    absent = check_adapter(model, checkpoint, fingerprint or Fingerprint())
+    handle = model.register_load_state_dict_post_hook(lambda _, keys: _remove(keys.missing_keys, absent))
+    try:
+        model.load_state_dict(checkpoint["state_dict"])
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def load_base_weights(model: nn.Module, state: Mapping[str, Any]) -> int:
+    """Load the weights of a model without adapters, all or none; return the number of tensors.
+
+    Raises:
+        CheckpointError: Keys or shapes do not fit; the first are named.
+    """
+    weights = _checked_state({"state_dict": state})
+    own = model.state_dict(keep_vars=True)
+    loaded = {id(own[name]) for name in weights if name in own}  # a tied weight may be under one of its names
+    _check_tensors(
+        weights,
+        own,
+        missing=[name for name in own if name not in weights and id(own[name]) not in loaded],
+        unexpected=[name for name in weights if name not in own],
+        model="this model",
+    )
+    names_by_tensor: dict[int, list[str]] = {}
+    for name in weights:
+        names_by_tensor.setdefault(id(own[name]), []).append(name)
+    for first, *others in names_by_tensor.values():
+        # load_state_dict would assign one after the other, and the last would stay
+        different = [name for name in others if not torch.equal(weights[name], weights[first])]
+        if different:
+            text = (
+                f"it holds different values for one tied weight: {format_names([first, *different])}\n"
+                "  try: a model that does not tie them: tie_word_embeddings=false"
+            )
+            raise CheckpointError(text)
+    model.load_state_dict(dict(weights), strict=False)
+    return len(weights)
+
+
+def _remove(missing: list[str], absent: Iterable[str]) -> None:
+    missing[:] = [name for name in missing if name not in absent]
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+
+
+def _checked_state(checkpoint: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    state = checkpoint.get("state_dict")
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        text = "it holds no weights of a module"
+        raise CheckpointError(text)
+    empty = [name for name, value in state.items() if not value.numel()]
+    if empty:
+        text = f"it holds empty tensors: {format_names(empty)}"
+        raise CheckpointError(text)
+    return state
+
+
+def _check_settings(wanted: Mapping[str, Any], recorded: Any) -> None:
+    known: Mapping[str, Any] = recorded if isinstance(recorded, Mapping) else {}
+    different = [key for key, value in wanted.items() if key in known and known[key] != value]
+    if not different:
+        return
+    key = "peft_type" if "peft_type" in different else different[0]
+    name = "method" if key == "peft_type" else f"options.{key}"
+    saved, here = (f"{str(settings[key])[:60]!a}" for settings in (known, wanted))
+    remedy = f"callbacks.peft_adapter.{name}={str(known[key])[:60].lower()}"
+    text = f"it holds an adapter with {name} {saved}, and this run has {here}\n  try: {remedy!a}"
+    raise CheckpointError(text)
+
+
+def _check_tensors(
+    state: Mapping[str, Tensor],
+    expected: Mapping[str, Any],
+    *,
+    missing: list[str],
+    unexpected: list[str],
+    model: str = "this model with its adapter",
+) -> None:
+    """Raise an error that names missing and unexpected tensors, and those of another shape."""
+    shapes = [
+        f"{name} {tuple(state[name].shape)} for {tuple(shape_of(value))}"
+        for name, value in expected.items()
+        if name in state and isinstance(value, Tensor) and state[name].shape != shape_of(value)
+    ]
+    lists = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
+    parts = [f"{title}: {format_names(names)}" for title, names in lists.items() if names]
+    if parts:
+        text = f"its tensors differ from those of {model}; {'; '.join(parts)}"
+        raise CheckpointError(text)
+
+
+class AdapterCheckpointHooks:
+    """Extend a LightningModule's checkpoint hooks, from now on, for as long as it has adapters.
+
+    Args:
+        module: With adapters.
+        save_base: Save full checkpoints.
+    """
+
+    def __init__(self, module: pl.LightningModule, *, save_base: bool) -> None:
+        self.module = module
+        self.save_base = save_base
+        self.fingerprint = Fingerprint()
+        self.num_saved = 0
+        self._own_save = module.on_save_checkpoint
+        self._own_load = module.on_load_checkpoint
+        self._absent: set[str] = set()
+        module.on_save_checkpoint = self.on_save_checkpoint
+        module.on_load_checkpoint = self.on_load_checkpoint
+        module.register_load_state_dict_post_hook(self.after_load)
+
+    @classmethod
+    def attach(cls, module: pl.LightningModule, *, save_base: bool) -> AdapterCheckpointHooks:
+        """Return a module's hooks, which are added by the first call."""
+        hooks = getattr(module.__dict__.get("on_save_checkpoint"), "__self__", None)
+        if not isinstance(hooks, AdapterCheckpointHooks):
+            return cls(module, save_base=save_base)
+        hooks.save_base = save_base
+        return hooks
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Call the module's own hook, then remove the base.
+
+        Only rank 0 writes; where parameters are sharded, all ranks join in, since reading the base for its
+        fingerprint gathers them.
+        """
+        self._own_save(checkpoint)
+        if self.module.global_rank == 0 or any(is_part(p) for p in self.module.parameters()):
+            strip_base(self.module, checkpoint, self.fingerprint, save_base=self.save_base)
+            self.num_saved += 1
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Call the module's own hook, then reject what does not fit, before Lightning loads it."""
+        self._own_load(checkpoint)
+        try:
+            strict = self.module.strict_loading
+            self._absent = check_adapter(self.module, checkpoint, self.fingerprint, strict=strict)
+        except CheckpointError as error:
+            path = getattr(self.module.trainer, "ckpt_path", None)
+            text = f"checkpoint {path} is not loaded: {error}"
+            raise CheckpointError(text) from error
+
+    def after_load(self, _: nn.Module, keys: Any) -> None:
+        """Accept that the base is missing in the load that was checked; PyTorch stays strict otherwise."""
+        _remove(keys.missing_keys, self._absent)
+        self._absent = set()

@@ -1,0 +1,224 @@
+"""The layers that get an adapter: resolve a config's targets in a model, and check them.
+
+PEFT ignores a name that matches no layer as long as another one does; here each name must match.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTuner, check_target_module_exists
+from peft.utils.constants import (
+    SEQ_CLS_HEAD_NAMES,
+    TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING,
+    TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
+)
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import UninitializedParameter
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lightning_eff.adapters.methods import ALL_LINEAR, NOT_LINEAR, name_of_method, shown_targets
+from lightning_eff.adapters.module_tree import check_module_names, is_in_module, outermost, tied_parameters
+from lightning_eff.core.errors import ConfigError, nearest
+from lightning_eff.kernels.linear import TritonLinear
+
+TASK_HEADS = {
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
+"""Ends of the names of the modules that PEFT 0.21's model classes train in full for a task."""
+
+
+def resolve_targets(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> dict[str, nn.Module]:
+    """Replace a config's targets by names in a model, and return the layers by name.
+
+    Args:
+        model: Gets the adapters.
+        config: From `make_config`; its targets and heads are changed in place.
+        tuner: PEFT's class of the method, which has default targets by architecture.
+
+    Raises:
+        ConfigError: A name matches nothing, or PEFT has no default for the model.
+    """
+    fields: Any = config
+    modules = {name: module for name, module in model.named_modules() if name}
+    has_target_parameters = bool(getattr(config, "target_parameters", None))
+    _check_names("modules_to_save", getattr(config, "modules_to_save", None), modules)
+    _add_task_heads(model, config)
+    if fields.target_modules is None and not has_target_parameters:
+        # PEFT 0.21 keeps IA3's defaults in constants and not in its tuner class
+        of_ia3 = TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING
+        fields.target_modules = _peft_default(model, getattr(tuner, "target_module_mapping", of_ia3))
+        if getattr(config, "feedforward_modules", ()) is None:
+            defaults = TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING
+            fields.feedforward_modules = _peft_default(model, defaults)
+    if fields.target_modules == ALL_LINEAR:
+        fields.target_modules = _all_linear(model, config)
+    _check_names("target_modules", fields.target_modules, modules)
+    _check_names("options.exclude_modules", getattr(config, "exclude_modules", None), modules)
+    _reject_tied_copies(model, config, modules)
+    layers = {name: module for name, module in modules.items() if check_target_module_exists(config, name)}
+    _check_layer_numbers(config, layers, modules)
+    if not layers and not has_target_parameters:
+        allowed = "layers that are neither excluded nor in modules_to_save"
+        raise ConfigError(key="target_modules", value=shown_targets(config), allowed=allowed)
+    _check_layers(layers)
+    return layers
+
+
+def exact_targets(names: Collection[str], model: nn.Module) -> str | set[str]:
+    """Return targets that match these layers only: PEFT also matches a name with the ends of other names.
+
+    Example:
+        >>> stem = nn.ModuleDict({"proj": nn.Conv1d(1, 1, 1)})
+        >>> model = nn.ModuleDict({"proj": nn.Linear(1, 1), "stem": stem})
+        >>> exact_targets(["proj"], model), exact_targets(["stem.proj"], model)
+        ('(?:proj)', {'stem.proj'})
+    """
+    others = [name for name, _ in model.named_modules() if name not in names]
+    if any(other.endswith(f".{name}") for other in others for name in names):
+        return f"(?:{'|'.join(map(re.escape, sorted(names)))})"
+    return set(names)
+
+
+def task_heads(model: nn.Module, task_type: str | None) -> list[str]:
+    """Return the names of the modules that PEFT trains in full for a task, outermost.
+
+    Modules without parameters, for example a metric called `score`, do not count.
+
+    Example:
+        >>> task_heads(nn.ModuleDict({"body": nn.Linear(1, 1), "classifier": nn.Linear(1, 1)}), "SEQ_CLS")
+        ['classifier']
+    """
+    ends = TASK_HEADS.get(task_type or "", ())
+    return list(
+        outermost(model, lambda name, module: name.endswith(ends) and any(True for _ in module.parameters()))
+    )
+
+
+def _add_task_heads(model: nn.Module, config: PeftConfig) -> None:
+    """Add the heads of the config's task to `modules_to_save`, as PEFT's model class for the task does."""
+    fields: Any = config
+    if config.task_type not in TASK_HEADS or not hasattr(config, "modules_to_save"):
+        return
+    saved = list(fields.modules_to_save or ())
+    new = [name for name in task_heads(model, config.task_type) if not is_in_module(name, saved)]
+    if not saved and not new:
+        task = str(getattr(config.task_type, "value", config.task_type))
+        allowed = f"a model whose head is called {' or '.join(TASK_HEADS[task])}; name any other head"
+        remedies = ["callbacks.peft_adapter.modules_to_save=[NAME_OF_THE_HEAD]"]
+        raise ConfigError(key="options.task_type", value=task, allowed=allowed, remedies=remedies)
+    fields.modules_to_save = [*saved, *new]
+
+
+def _all_linear(model: nn.Module, config: PeftConfig) -> str | set[str]:
+    """Return all linear layers, without heads of Hugging Face models and layers that are never called."""
+    method = name_of_method(config)
+    if method in NOT_LINEAR:
+        allowed = f"names of layers: {method} is not for linear layers"
+        raise ConfigError(key="target_modules", value=ALL_LINEAR, allowed=allowed)
+    heads: set[nn.Module] = set()
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            # PEFT's rule: the output embeddings, else for SEQ_CLS the first module with a head's name
+            candidates = [getattr(part, name, None) for name in SEQ_CLS_HEAD_NAMES]
+            named = [head for head in candidates if isinstance(head, nn.Module)][:1]
+            output = part.get_output_embeddings()
+            heads |= {output} if output is not None else {*named} if config.task_type == "SEQ_CLS" else set()
+    names = {
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, (nn.Linear, Conv1D))
+        # nn.MultiheadAttention reads the weight of its out_proj, a subclass, and never calls the layer
+        and not isinstance(layer, NonDynamicallyQuantizableLinear)
+        and layer not in heads
+    }
+    if not names - {""}:
+        allowed = f"names of layers: {type(model).__name__} has no linear layer"
+        raise ConfigError(key="target_modules", value=ALL_LINEAR, allowed=allowed)
+    return exact_targets(names - {""}, model)
+
+
+def _peft_default(model: nn.Module, by_architecture: Mapping[str, Any]) -> Any:
+    """Return PEFT's default targets for the Hugging Face architectures in a model."""
+    types = {str(part.config.model_type) for part in model.modules() if isinstance(part, PreTrainedModel)}
+    defaults = [by_architecture[kind] for kind in sorted(types) if kind in by_architecture]
+    if not defaults:
+        has = f"it has none for {', '.join(sorted(types))}" if types else "this is not one"
+        allowed = f"names of layers: null is PEFT's default for a known Hugging Face model, and {has}"
+        remedy = "callbacks.peft_adapter.target_modules=all-linear"
+        raise ConfigError(key="target_modules", value=None, allowed=allowed, remedies=[remedy])
+    if len(defaults) == 1 and isinstance(defaults[0], str):
+        return defaults[0]
+    lists = [[default] if isinstance(default, str) else default for default in defaults]
+    return {name for names in lists for name in names}
+
+
+def _check_names(key: str, names: Any, modules: Mapping[str, nn.Module]) -> None:
+    """Check that a regular expression matches a module, or that each of several names does."""
+    if not isinstance(names, str):
+        check_module_names(key, names or (), modules)
+        return
+    try:
+        is_match = any(re.fullmatch(names, name) for name in modules)
+    except re.error as error:
+        raise ConfigError(key=key, value=names, allowed=f"a regular expression ({error})") from error
+    if not is_match:
+        hint = nearest(names, [*modules, ALL_LINEAR])
+        allowed = f"a regular expression that matches the full name of a module; {hint}"
+        raise ConfigError(key=key, value=names, allowed=allowed)
+
+
+def _reject_tied_copies(model: nn.Module, config: PeftConfig, modules: Mapping[str, nn.Module]) -> None:
+    """Reject `modules_to_save` with a tied weight: only the copy would be trained."""
+    if getattr(config, "ensure_weight_tying", False) and isinstance(model, PreTrainedModel):
+        return  # PEFT ties the copies itself
+    saved = getattr(config, "modules_to_save", None) or ()
+    for name, module in modules.items():
+        if not any(f".{name}".endswith(f".{end}") for end in saved):
+            continue
+        for key, tied_to in tied_parameters(model, module).items():
+            allowed = f"untied modules: {name}.{key} is tied to {tied_to}, and only a copy would be trained"
+            remedies = [f"{name} in target_modules: an adapter leaves the tied weight unchanged"]
+            remedies += ["model.tie_word_embeddings=false, or two weights in a model of your own"]
+            raise ConfigError(key="modules_to_save", value=name, allowed=allowed, remedies=remedies)
+
+
+def _check_layer_numbers(config: PeftConfig, layers: Iterable[str], modules: Iterable[str]) -> None:
+    """Reject numbers in `layers_to_transform` that no layer has: PEFT ignores them."""
+    fields: Any = config
+    numbers = getattr(config, "layers_to_transform", None)
+    wanted = {numbers} if isinstance(numbers, int) else set(numbers or ())
+    if wanted <= _numbers_in(layers):
+        return
+    anywhere = dataclasses.replace(fields, layers_to_transform=None, layers_pattern=None)
+    targets = [name for name in modules if check_target_module_exists(anywhere, name)]
+    known: list[int] = []
+    for number in sorted(_numbers_in(targets)):
+        alone = dataclasses.replace(fields, layers_to_transform=[number])
+        known += [number] if any(check_target_module_exists(alone, name) for name in targets) else []
+    allowed = f"numbers of targeted layers, as in model.layers.0.q_proj; PEFT finds {known}"
+    raise ConfigError(key="options.layers_to_transform", value=numbers, allowed=allowed)
+
+
+def _numbers_in(names: Iterable[str]) -> set[int]:
+    return {int(part) for name in names for part in name.split(".") if part.isdigit()}
+
+
+def _check_layers(layers: Mapping[str, nn.Module]) -> None:
+    """Reject layers with an activation inside, and lazy ones, whose adapter would have size 0."""
+    for name, layer in layers.items():
+        if isinstance(layer, TritonLinear) and layer.activation is not None:
+            # PEFT adds the adapter's output to the layer's, which is behind the activation
+            allowed = f"linear maps: {name} has {layer.activation} inside; options.exclude_modules=[{name}]"
+            raise ConfigError(key="target_modules", value=name, allowed=allowed)
+        if any(isinstance(parameter, UninitializedParameter) for parameter in layer.parameters()):
+            allowed = f"layers with a known size: {name} is lazy; run one batch through it in configure_model"
+            raise ConfigError(key="target_modules", value=name, allowed=allowed)

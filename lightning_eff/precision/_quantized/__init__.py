@@ -1,1 +1,0 @@
-"""Parts of `precision/frozen_low`: frozen layers of a few bits."""

@@ -1,0 +1,200 @@
+"""Linear layers of bitsandbytes that last through a run: trained through, evaluated, saved, resumed, moved.
+
+They differ from bitsandbytes 0.50's in four places. A state dict loads into a quantized layer, all of it and
+checked, and a floating-point weight in it is quantized as this layer was; bitsandbytes saves its scales and
+cannot read them back through `load_state_dict`. A forward pass never casts the bias in place. A forward pass
+computes the same in evaluation as in training: bitsandbytes repacks 4-bit weights on CPUs with AVX512-BF16 in
+evaluation, after which no gradient goes through the layer, and 8-bit layers quantize their inputs too. Scales
+follow the weight to its device.
+
+On a CPU, bitsandbytes writes 4-bit weights as one sequence of blocks, but reads them row by row, with a new
+block at the start of each row. Where blocks do not end with the rows it would use other blocks' scales, which
+loses a third of the weight's norm: such layers are read here as they were written.
+
+Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314; 2022, https://arxiv.org/abs/2208.07339
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import bitsandbytes
+import torch
+from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_quant, quantize_4bit
+from bitsandbytes.nn import modules
+from bitsandbytes.utils import unpack_tensor_to_dict
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+FOUR_BITS = ("nf4", "fp4")
+
+bnb: Any = bitsandbytes  # it has no types
+
+
+class Linear4bit(modules.Linear4bit):
+    """A linear layer with a 4-bit weight; `quantize` makes one."""
+
+    weight: Any
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        state: Any = self.weight.quant_state
+        ends_with_rows = state is None or state.shape[-1] % state.blocksize == 0
+        if ends_with_rows or self.weight.device.type != "cpu":
+            return super().forward(x)
+        operand = x.to(self.compute_dtype or x.dtype)
+        weight = dequantize(self.weight).to(operand.dtype)  # out_features x in_features
+        bias = None if self.bias is None else self.bias.to(operand.dtype)  # pyright: ignore[reportUnnecessaryComparison]
+        return functional.linear(operand, weight, bias).to(x.dtype)
+
+    @override
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        key, error_msgs = f"{prefix}weight", args[-1]
+        names = [name for name in state_dict if name.startswith(f"{key}.")]
+        scales = {name.removeprefix(f"{key}."): state_dict.pop(name) for name in names}
+        saved: Tensor | None = state_dict.get(key)
+        own = self.weight
+        if saved is not None and saved.is_floating_point():
+            state_dict[key], own.quant_state = quantize_4bit(
+                saved.to(own.device, own.quant_state.dtype),
+                blocksize=own.blocksize,
+                compress_statistics=own.compress_statistics,
+                quant_type=own.quant_type,
+            )
+            self.quant_state = own.quant_state
+        elif saved is not None:
+            error = self._load_scales(scales)
+            error_msgs += [f"{key} was saved {error}"] if error else []
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _load_scales(self, scales: dict[str, Any]) -> str:
+        """Copy scales from a state dict; return how their format differs from this layer's, or nothing."""
+        state = self.weight.quant_state
+        own = state.as_dict(packed=True)
+        if scales.keys() != own.keys():
+            return f"in another format: {sorted(scales)}, and this layer has {sorted(own)}"
+        packed = next((name for name in own if name.startswith("quant_state.")), "")
+        saved, here = unpack_tensor_to_dict(scales[packed]), unpack_tensor_to_dict(own[packed])
+        tables = [name for name in ("quant_map", "nested_quant_map") if name in own]
+        different = [
+            key for key in here if key not in ("nested_offset", "dtype") and saved.get(key) != here[key]
+        ]
+        different += [key for key in tables if not torch.equal(scales[key].to(own[key].device), own[key])]
+        if different:
+            key = different[0]
+            return f"with another {key}: {saved.get(key)}, and not {here.get(key)}"
+        state.absmax.copy_(scales["absmax"])
+        if state.nested:
+            state.state2.absmax.copy_(scales["nested_absmax"])
+            state.offset.fill_(float(saved["nested_offset"]))
+        return ""
+
+
+class Linear8bit(modules.Linear8bitLt):
+    """A linear layer with an 8-bit weight and one scale per row; `quantize` makes one."""
+
+    weight: Any
+    compute_dtype: torch.dtype
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if weight.SCB.device != weight.device:  # bitsandbytes 0.50 moves the weight alone
+            weight.SCB = weight.SCB.to(weight.device)
+        self.state.CB, self.state.SCB, self.state.is_training = weight.data, weight.SCB, True
+        out: Tensor = bnb.matmul(x.to(self.compute_dtype), weight, bias=self.bias, state=self.state)
+        return out.to(x.dtype)
+
+    @override
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        key, error_msgs = f"{prefix}weight", args[-1]
+        scale: Tensor | None = state_dict.pop(f"{prefix}SCB", None)
+        layout: Tensor | None = state_dict.pop(f"{prefix}weight_format", None)
+        saved: Tensor | None = state_dict.get(key)
+        if saved is not None and saved.is_floating_point():
+            state_dict[key], scale = _quantize_rows(saved.to(self.weight.device))
+        elif saved is not None and (scale is None or (layout is not None and int(layout) != 0)):
+            error_msgs.append(f"{key} was saved in another format than int8 with one scale per row")
+            scale = None
+        if scale is not None:
+            self.weight.SCB.copy_(scale)
+        # bitsandbytes 0.50's own raises an error after a forward pass
+        nn.Linear._load_from_state_dict(self, state_dict, prefix, *args)  # noqa: SLF001
+
+
+def quantize(
+    layer: nn.Linear,
+    quant_type: str,
+    *,
+    compute_dtype: torch.dtype,
+    blocksize: int = 64,
+    double_quant: bool = True,
+) -> float:
+    """Quantize a linear layer in place; return the error `||W_quantized - W|| / ||W||`.
+
+    The module stays the same object: its class and weight change.
+
+    Args:
+        layer: Of exactly that class; its weight has its final values, on its device.
+        quant_type: `nf4`, `fp4` or `int8`.
+        compute_dtype: Of matrix products; the bias is kept in it.
+        blocksize: Weights per scale, with 4 bits.
+        double_quant: Quantize the scales to 8 bits, with 4 bits.
+
+    Example:
+        >>> layer = nn.Linear(64, 64)
+        >>> 0.05 < quantize(layer, "nf4", compute_dtype=torch.float32) < 0.12
+        True
+        >>> layer.weight.shape, layer.weight.dtype
+        (torch.Size([2048, 1]), torch.uint8)
+    """
+    before = layer.weight.detach()
+    own: Any = layer
+    if quant_type in FOUR_BITS:
+        weight = bnb.nn.Params4bit(
+            layer.weight.data,
+            requires_grad=False,
+            blocksize=blocksize,
+            compress_statistics=double_quant,
+            quant_type=quant_type,
+        )
+        _change_class(layer, Linear4bit(1, 1, compute_dtype=compute_dtype, device="meta"))
+        own.weight = weight.to(device=before.device)  # the move to a device quantizes
+        own.quant_state = own.weight.quant_state
+        own.support_avx512bf16_for_cpu = False  # a repacked weight passes no gradient on
+    else:
+        codes, scale = _quantize_rows(layer.weight.data)
+        _change_class(layer, Linear8bit(1, 1, has_fp16_weights=False, device="meta"))
+        own.compute_dtype = compute_dtype
+        own.weight = bnb.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=scale)
+    if own.bias is not None:
+        own.bias.data = own.bias.data.to(compute_dtype)
+        own.bias.requires_grad = False
+    lost = (dequantize(own.weight) - before.float()).norm()
+    return float(lost / before.float().norm().clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def _quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes and the scale of each row, its largest magnitude: `W = codes * scale / 127`."""
+    codes, scale, _ = int8_vectorwise_quant(weight.to(torch.float16))
+    return codes, scale
+
+
+def _change_class(layer: nn.Linear, template: nn.Module) -> None:
+    """Change a layer's class to a template's, and add the attributes that it lacks."""
+    layer.__class__ = type(template)  # pyright: ignore[reportAttributeAccessIssue]
+    for name, value in vars(template).items():
+        vars(layer).setdefault(name, value)
+
+
+def dequantize(weight: Any) -> Tensor:
+    """Return a quantized weight in float32, out_features x in_features."""
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return weight.data.float() * (weight.SCB / 127.0).unsqueeze(1)
+    flat = copy.copy(state)
+    flat.shape = torch.Size([math.prod(state.shape)])  # one row, in which no block crosses a row
+    return dequantize_4bit(weight.data.view(-1, 1), flat).float().view(state.shape)

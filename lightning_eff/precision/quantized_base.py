@@ -1,0 +1,292 @@
+"""Quantize frozen weights, and train the rest in float32: QLoRA, in combination with adapters.
+
+With adapters, most memory is the model that stays frozen. `nf4`, `fp4` and `int8` quantize frozen linear
+layers by bitsandbytes, on the CPU too: with 4 bits there is one scale per block, quantized to 8 bits itself
+(`double_quant`): 4.13 bits per weight. That happens before adapters are added, so the layers that will be
+frozen are determined in advance: with PeftAdapter all but `modules_to_save`, else those that are frozen
+already. The head of a Hugging Face model, tied weights and all other layers are unchanged. `bf16` and `fp16`
+cast frozen matrices, embeddings included, and their layers' biases, after adapters are added and before a
+checkpoint is read; norms are unchanged.
+
+All trained parameters are float32 from then on, also in a model that was loaded in bfloat16. Matrix products
+are computed as under `precision/auto`, in `compute_dtype`. A checkpoint holds the packed weights, and they
+are loaded unchanged.
+
+Costs: the error in the report, 9 % of a weight's norm in nf4, 11 in fp4, 0.5 in int8; each pass dequantizes
+    the weights. A 16-bit embedding makes the residual stream 16-bit: add it to `skip_modules` if that is too
+    few bits.
+Conflicts: a model without frozen, or without trained, weights is rejected. Strategies that shard weights;
+    float64; trained biases of quantized layers (LoRA's `bias`). `callbacks/triton_gemm` does not replace
+    quantized layers.
+Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314; https://huggingface.co/docs/bitsandbytes
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from lightning_eff.adapters.module_tree import plain_name
+from lightning_eff.adapters.quantized import is_quantized, storage_bytes
+from lightning_eff.core import model_surgery, rules
+from lightning_eff.core.dtypes import choose, support
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, SlowPathWarning
+from lightning_eff.core.model_surgery import Stage
+from lightning_eff.core.technique import NEW_PARAMETERS, SHARDING, TRANSFORM, Facts, Outcome, Rule, Verdict
+from lightning_eff.core.text import human_bytes
+from lightning_eff.precision._frozen_parts import linear_layers, matrices, reject_trained
+from lightning_eff.precision.auto import COMPUTE_DTYPES, AutoPrecision
+
+QUANTIZED = ("nf4", "fp4", "int8")
+CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
+"""Lightning's precision for each `compute_dtype`."""
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+MAX_ERROR = 0.5
+"""Fraction of a weight's norm: several times what a format loses of any trained weights."""
+ADAPTERS = ("+callbacks=peft_adapter",)
+
+
+class QuantizedBase(AutoPrecision):
+    """Keep frozen weights in few bits, and trained ones in float32; `Trainer(plugins=[QuantizedBase()])`.
+
+    Args:
+        quant_type: Of frozen weights: `nf4`, `fp4`, `int8`, `bf16` or `fp16`.
+        compute_dtype: Of matrix products: `bf16`, `fp16`, `fp32`, or `auto`: that of 16-bit weights, else
+            bf16 where the device computes it natively.
+        double_quant: Quantize the scales of 4-bit blocks to 8 bits.
+        blocksize: Weights per scale, with 4 bits.
+        skip_modules: Names, or ends of names, of modules that are neither quantized nor cast, with all
+            modules in them.
+        device: Device type for autocast; None for the strategy's.
+
+    Raises:
+        ConfigError: An argument has another value; no weight is frozen, or none is trained; a layer cannot be
+            quantized, or would lose most of its weight.
+        EnvironmentLacksError: bitsandbytes is not installed.
+
+    Warns:
+        SlowPathWarning: The device emulates the dtype of matrix products.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_eff.callbacks.peft_adapter import PeftAdapter
+        >>> trainer = pl.Trainer(
+        ...     plugins=[QuantizedBase()], callbacks=[PeftAdapter()], logger=False, accelerator="cpu"
+        ... )
+        >>> QuantizedBase(quant_type="int4")
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: quant_type='int4': expected one of nf4, fp4, int8, bf16, fp16
+    """
+
+    __repr__ = rules.repr_of_plugin
+    stage = Stage.QUANTIZE
+
+    def __init__(
+        self,
+        *,
+        quant_type: str = "nf4",
+        compute_dtype: str = "auto",
+        double_quant: bool = True,
+        blocksize: int = 64,
+        skip_modules: Sequence[str] | None = None,
+        device: str | None = None,
+    ) -> None:
+        for key, value, known in (
+            ("quant_type", quant_type, (*QUANTIZED, *CAST)),
+            ("compute_dtype", compute_dtype, ("auto", *PRECISIONS)),
+            ("blocksize", blocksize, BLOCK_SIZES),
+        ):
+            if value not in known:
+                raise ConfigError(key=key, value=value, allowed=f"one of {', '.join(map(str, known))}")
+        if quant_type in CAST and compute_dtype not in ("auto", quant_type):
+            allowed = f"{quant_type} or auto: 16-bit weights are not cast for matrix products"
+            raise ConfigError(key="compute_dtype", value=compute_dtype, allowed=allowed)
+        if quant_type in QUANTIZED and find_spec("bitsandbytes") is None:
+            remedy = "pip install 'lightning-eff[qlora]'"
+            text = f"quant_type={quant_type!r} needs the package bitsandbytes\n  try: {remedy}"
+            raise EnvironmentLacksError(text)
+        products = quant_type if quant_type in CAST else compute_dtype
+        super().__init__(precision=PRECISIONS.get(products, "auto"), device=device)
+        self.quant_type = quant_type
+        self.compute_dtype = compute_dtype
+        self.double_quant = double_quant
+        self.blocksize = blocksize
+        self.skip_modules = [skip_modules] if isinstance(skip_modules, str) else skip_modules
+        self._errors: dict[str, float] = {}
+        self._bytes: dict[str, tuple[int, int]] = {}
+        """Bytes before and after, by name of layer or parameter."""
+        self._num_trained = self._trained_bytes = 0
+
+    @override
+    def facts(self) -> Facts:
+        """Return what cannot be combined with quantized weights."""
+        reason = "it shards parameters of one dtype, and quantized ones have scales too"
+        sharded = [replace(rule, reason=reason, remedies=("strategy=ddp",)) for rule in SHARDING]
+        finetuning = Rule(
+            name="lightning/BaseFinetuning",
+            reason="it unfreezes weights that have too few bits to be trained",
+            remedies=("remove it",),
+        )
+        if self.quant_type in CAST:
+            return Facts(provides=(TRANSFORM,), excludes=(*sharded, finetuning))
+        kernels = Rule(
+            name="callbacks/triton_linear",
+            reason="it replaces only the layers that are not quantized",
+            remedies=("~callbacks.triton_linear",),
+            verdict=Verdict.WARNED,
+        )
+        return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=(*sharded, finetuning, kernels))
+
+    def apply(self, model: nn.Module) -> int:
+        """Quantize the linear layers that will be frozen; layers that are quantized are unchanged.
+
+        Args:
+            model: With its weights loaded, before adapters are added; in a loop of your own, frozen already.
+        """
+        self._settle_precision(model)
+        layers = linear_layers(model, self.skip_modules or ())
+        if self.quant_type in CAST:
+            return 0
+        frozen = model_surgery.staying_frozen(model, layers)
+        new = {name: layer for name, layer in layers.items() if name in frozen}
+        present = {name: layer for name, layer in model.named_modules() if is_quantized(layer)}
+        if not new and not present:
+            allowed = "bf16 or fp16, since no linear layer is frozen and quantized weights cannot be trained"
+            raise self._quant_type_error(allowed)
+        if new:
+            self._errors, self._bytes = {}, {}
+        for name, layer in new.items():
+            self._quantize_layer(name, layer)
+        for name, layer in present.items():
+            num_bytes = storage_bytes(layer.parameters(recurse=False))
+            self._bytes.setdefault(plain_name(name), (num_bytes, num_bytes))
+        return len(new)
+
+    def _quantize_layer(self, name: str, layer: nn.Linear) -> None:
+        from lightning_eff.precision._quantized_linear import quantize
+
+        if layer.weight.is_meta or layer.weight.dtype == torch.float64:
+            has = "is on the meta device" if layer.weight.is_meta else "has 64 bits"
+            allowed = f"a model with weights of at most 32 bits in memory: {name} {has}"
+            raise self._quant_type_error(allowed, ())
+        before = storage_bytes(layer.parameters())
+        error = quantize(
+            layer,
+            self.quant_type,
+            compute_dtype=COMPUTE_DTYPES[self.precision],
+            blocksize=self.blocksize,
+            double_quant=self.double_quant,
+        )
+        if not error < MAX_ERROR:  # true for NaN too
+            allowed = f"a format that can hold {name}: {error:.0%} of its norm would be lost"
+            remedies = (f"precision.skip_modules=[{name}]",)
+            raise self._quant_type_error(allowed, remedies)
+        self._errors[name] = error
+        self._bytes[name] = (before, storage_bytes(layer.parameters()))
+
+    def cast_frozen(self, model: nn.Module) -> int:
+        """Cast frozen matrices to 16 bits, if requested, and trained parameters to float32.
+
+        Args:
+            model: With its adapters.
+        """
+        trained = [p for p in model.parameters() if p.requires_grad]
+        trainer: Any = getattr(model, "_trainer", None)
+        if not trained and (trainer is None or trainer.training):
+            allowed = "a model with trained parameters"
+            raise self._quant_type_error(allowed)
+        reject_trained(model)
+        count = sum(_cast(p, torch.float32) for p in trained if p.is_floating_point())
+        self._num_trained, self._trained_bytes = len(trained), storage_bytes(trained)
+        if self.quant_type not in CAST:
+            return count
+        found = dict(matrices(model, self.skip_modules or ()))
+        if not found:
+            allowed = "a model with frozen weights: all of its weights are trained"
+            raise self._quant_type_error(allowed)
+        self._bytes = {name: sizes for name, sizes in self._bytes.items() if name in found}
+        for name, parameter in found.items():
+            before = parameter.nbytes
+            is_changed = _cast(parameter, CAST[self.quant_type])
+            if is_changed or name not in self._bytes:
+                self._bytes[name] = (before, parameter.nbytes)
+            count += is_changed
+        return count
+
+    lower = cast_frozen  # the name in core.model_surgery's protocol until it is CastsFrozen
+
+    def _settle_precision(self, model: nn.Module) -> None:
+        """Choose the dtype of matrix products: that of a model that was loaded in 16 bits."""
+        device_type = self._settle_device(model)
+        loaded = {parameter.dtype for parameter in model.parameters()}
+        for name in (name for name, dtype in CAST.items() if dtype in loaded):
+            if self.precision == "auto":
+                self.precision, self._reason = PRECISIONS[name], "the model was loaded in it"
+            elif self.precision != PRECISIONS[name]:
+                key = "quant_type" if self.quant_type in CAST else "compute_dtype"
+                allowed = f"{name}, in which the model was loaded: its norms reject inputs of another dtype"
+                raise ConfigError(key=f"precision.{key}", value=getattr(self, key), allowed=allowed)
+        if self.precision == "auto":
+            self.precision, self._reason = choose(device_type)
+
+    def _quant_type_error(self, allowed: str, remedies: Sequence[str] = ADAPTERS) -> ConfigError:
+        return ConfigError(
+            key="precision.quant_type", value=self.quant_type, allowed=allowed, remedies=remedies
+        )
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Prepare matrix products; weights are converted before, or 16-bit ones now.
+
+        Raises:
+            ConfigError: No layer was quantized, because no callback of lightning_eff triggered it in time.
+        """
+        if self.quant_type in QUANTIZED and not any(map(is_quantized, module.modules())):
+            allowed = "bf16 or fp16 without adapters: layers are quantized before a checkpoint is read"
+            raise self._quant_type_error(allowed)
+        self.cast_frozen(module)
+        return super().convert_module(module)
+
+    @override
+    def _warn_if_emulated(self, device_type: str, dtype: torch.dtype) -> None:
+        answer = support(device_type, dtype)
+        if not answer.native:
+            text = f"matrix products in {self.precision} will be slow: {answer.why}"
+            warnings.warn(text, SlowPathWarning, stacklevel=2)
+
+    @override
+    def outcome(self) -> Outcome:
+        """Return the number of converted layers, their bytes before and after, and the largest error."""
+        before, after = (sum(sizes[i] for sizes in self._bytes.values()) for i in (0, 1))
+        count = len(self._bytes)
+        kind = "layer" if self.quant_type in QUANTIZED else "parameter"
+        did = f"{self.quant_type} in {count} frozen {kind}{'' if count == 1 else 's'}"
+        did += f", {human_bytes(before)} -> {human_bytes(after)}"
+        worst = max(self._errors, key=lambda name: self._errors[name], default=None)
+        did += f", at most {self._errors[worst]:.2%} lost ({worst})" if worst is not None else ""
+        did += f"; {self._num_trained} parameter{'' if self._num_trained == 1 else 's'} trained in float32"
+        did += f", {human_bytes(self._trained_bytes)}; matrix products in {self.precision}: {self._reason}"
+        numbers = {
+            "precision": self.precision,
+            "layers": {name: size for name, (_, size) in self._bytes.items()},
+            "bytes_before": before,
+            "bytes_after": after,
+            "errors": dict(self._errors),
+        }
+        return Outcome(did=did, effective=bool(self._bytes), numbers=numbers)
+
+
+def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Cast a parameter in place; return whether that changed it."""
+    is_changed = parameter.dtype != dtype
+    if is_changed:
+        parameter.data = parameter.data.to(dtype)
+    return is_changed
