@@ -37,7 +37,7 @@ from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.technique import Technique, asked, name_of, techniques
 from lightning_eff.microbatching.lightning_loop import ExactStep
-from lightning_eff.report import report
+from lightning_eff.report import summary
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.report.losses import Losses
 from lightning_eff.report.meter import Meter
@@ -153,7 +153,7 @@ class EfficiencyReport(pl.Callback):
 
     def _update(self, trainer: pl.Trainer, meter: Meter) -> None:
         """Write the report once more, with what techniques did since; print it."""
-        self.report["ledger"] = report.plain(self._ledger(trainer))
+        self.report["ledger"] = summary.json_safe(self._ledger(trainer))
         self._write(meter)
         self._print()
 
@@ -174,7 +174,7 @@ class EfficiencyReport(pl.Callback):
             "environment": machine.describe(meter.device),
             "command": _command(),
         }
-        self.report = report.plain(findings)
+        self.report = summary.json_safe(findings)
         self._write(meter)
 
     def _ledger(self, trainer: pl.Trainer) -> list[dict[str, Any]]:
@@ -198,11 +198,11 @@ class EfficiencyReport(pl.Callback):
         (folder / LEDGER_FILE).write_text(json.dumps(self.report, indent=1, allow_nan=False))
         resolved = folder / CONFIG_FILE
         config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
-        page = report.page(self.report, meter.throughput, config)
+        page = summary.report_page(self.report, meter.throughput, config)
         (folder / PAGE_FILE).write_text(page, encoding="utf-8")
 
     def _print(self) -> None:
-        rank_zero_info("\n%s\n report: %s", report.text(self.report), self._folder / PAGE_FILE)
+        rank_zero_info("\n%s\n report: %s", summary.report_text(self.report), self._folder / PAGE_FILE)
 
     def outcome_of(self, name: str) -> dict[str, Any]:
         """Return the ledger's row of one technique after `fit`.

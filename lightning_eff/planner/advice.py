@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from lightning_eff.core.errors import REFUSALS
 from lightning_eff.core.text import human_bytes, text_table
-from lightning_eff.planner.room import Expectation, Room
+from lightning_eff.planner.device_memory import MemoryForecast, DeviceMemory
 
 LEAST_SHARE = 0.01
 """Share of the peak that is worth a technique."""
@@ -41,14 +41,14 @@ class Size:
     now: int
     most: int
     step: int
-    expect: Callable[[int], Expectation]
+    expect: Callable[[int], MemoryForecast]
 
 
-class Subject(Protocol):
+class AdvisedTraining(Protocol):
     """A training that techniques can be tried on, without being run."""
 
     @property
-    def room(self) -> Room:
+    def room(self) -> DeviceMemory:
         """The device's memory."""
         ...
 
@@ -57,7 +57,7 @@ class Subject(Protocol):
         """Techniques to try."""
         ...
 
-    def expect(self, words: Words) -> Expectation:
+    def expect(self, words: Words) -> MemoryForecast:
         """Predict the step with some techniques; one of `errors.REFUSALS` where they cannot be on."""
         ...
 
@@ -65,7 +65,7 @@ class Subject(Protocol):
         """Say whether two candidates are two options of one thing."""
         ...
 
-    def trains_less(self, words: Words) -> bool:
+    def changes_trainable_params(self, words: Words) -> bool:
         """Say whether it would be another training: of fewer weights. It is tried, and never chosen."""
         ...
 
@@ -147,7 +147,7 @@ class Advice:
         return "\n".join([*lines, *(["more was not tried: time ran out"] if self.unfinished else [])])
 
 
-def advise(subject: Subject, *, budget_s: float = 60.0) -> Advice:
+def advise(subject: AdvisedTraining, *, budget_s: float = 60.0) -> Advice:
     """Predict a training with each technique, then with the best of them and each other, until it fits.
 
     Args:
@@ -166,7 +166,7 @@ def advise(subject: Subject, *, budget_s: float = 60.0) -> Advice:
         found.unfinished = len(tried) < len(left)
         pairs = sorted(tried, key=lambda each: -(each[0].saved_bytes or 0))
         found.first = found.first or [each for each, _ in pairs]
-        same = (pair for pair in pairs if not subject.trains_less(pair[0].words))
+        same = (pair for pair in pairs if not subject.changes_trainable_params(pair[0].words))
         best, then = next(same, (None, None))
         if found.fits or best is None or then is None or then.num_bytes is None or not best.saved_bytes:
             break
@@ -182,8 +182,8 @@ def advise(subject: Subject, *, budget_s: float = 60.0) -> Advice:
 
 
 def _saving(
-    subject: Subject, before: Words, candidate: Words, now: Expectation
-) -> tuple[Saving, Expectation | None]:
+    subject: AdvisedTraining, before: Words, candidate: Words, now: MemoryForecast
+) -> tuple[Saving, MemoryForecast | None]:
     """Predict the step with a candidate beside the words before it."""
     try:
         then = subject.expect((*before, *candidate))
@@ -196,7 +196,7 @@ def _saving(
     where = then.peak.phase if then.peak is not None else ""
     useless = saved < LEAST_SHARE * now.num_bytes
     why = "useless at this peak" if useless else f"the peak is then in the {where}"
-    why = f"fewer weights are trained; {why}" if subject.trains_less(candidate) else why
+    why = f"fewer weights are trained; {why}" if subject.changes_trainable_params(candidate) else why
     return Saving(candidate, saved, then.num_bytes, ratio, why), then
 
 
@@ -211,7 +211,7 @@ def _time(saving: Saving) -> str:
     return "-" if saving.time_ratio is None else f"x{saving.time_ratio:.2f}"
 
 
-def largest(size: Size, room: Room, until: float) -> int | None:
+def largest(size: Size, room: DeviceMemory, until: float) -> int | None:
     """Return the largest value of a size that fits, found on the line through two that were predicted.
 
     Args:
@@ -243,7 +243,7 @@ def largest(size: Size, room: Room, until: float) -> int | None:
     return low or None
 
 
-def eighth(rows: int) -> int:
+def default_micro_batch(rows: int) -> int:
     """Return the micro-batch to try: the largest of at least eight parts; predicting takes as long as parts.
 
     Example:

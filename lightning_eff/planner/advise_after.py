@@ -29,7 +29,7 @@ from lightning_eff.core.errors import is_out_of_memory, root_cause_line
 from lightning_eff.planner.advice import advise
 from lightning_eff.planner.fakes import skeleton
 from lightning_eff.planner.prediction import quietly
-from lightning_eff.planner.scripts import Script
+from lightning_eff.planner.advised_script import AdvisedScript
 
 BUDGET_S = 30.0
 """Seconds after which nothing more is tried."""
@@ -88,7 +88,7 @@ def _advice(trainer: Any, batch: Any) -> str:
     for callback in trainer.callbacks:
         callback.teardown(trainer, module, "fit")  # what techniques have changed is put back
     with quietly():
-        script = Script(module, batch, trainer)
+        script = AdvisedScript(module, batch, trainer)
         now = script.expect(())
         found = advise(script, budget_s=BUDGET_S)
     held = f"{now}\n" if now.num_bytes is not None else ""

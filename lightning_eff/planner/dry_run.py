@@ -21,14 +21,14 @@ from lightning_eff.config.ckpt_path import callbacks_of
 from lightning_eff.core.errors import root_cause_line
 from lightning_eff.planner.fakes import real_tensors
 from lightning_eff.planner.prediction import Prediction, predict
-from lightning_eff.planner.room import Room
+from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.run import build_trainer, make
 
 log = logging.getLogger(__name__)
 
 
 @runtime_checkable
-class HasExample(Protocol):
+class HasExampleBatch(Protocol):
     """A data module that knows what its batches look like before it has read anything."""
 
     def example_batch(self) -> Any:
@@ -37,7 +37,7 @@ class HasExample(Protocol):
 
 
 @dataclass(frozen=True)
-class Example:
+class ExampleBatch:
     """What a run is fed with.
 
     Args:
@@ -55,7 +55,7 @@ class Example:
     about: str = ""
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Example:
+    def of(cls, values: Mapping[str, Any]) -> ExampleBatch:
         """Take a batch from a recipe's data, or have one made up.
 
         Args:
@@ -67,7 +67,7 @@ class Example:
             loader: Any = data.train_dataloader()
             batch = next(iter(loader))
         except Exception as error:  # a user's data module may raise anything
-            made_up = data.example_batch() if isinstance(data, HasExample) else None
+            made_up = data.example_batch() if isinstance(data, HasExampleBatch) else None
             if made_up is None:
                 raise
             about = f"a batch made up, since the data is not prepared ({root_cause_line(error)})"
@@ -80,7 +80,7 @@ def _why(error: Exception) -> str:
     return root_cause_line(error).removeprefix("error: ").splitlines()[0]
 
 
-def example_of(values: Mapping[str, Any]) -> Example | None:
+def example_batch_of(values: Mapping[str, Any]) -> ExampleBatch | None:
     """Take a batch from a recipe's data; None where there is none to be had.
 
     Args:
@@ -88,13 +88,13 @@ def example_of(values: Mapping[str, Any]) -> Example | None:
     """
     try:
         with real_tensors(), redirect_stdout(sys.stderr):
-            return Example.of(values)
+            return ExampleBatch.of(values)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything, and stops nothing here
         log.debug("no batch: %s", _why(error))
         return None
 
 
-def dry_run(values: Mapping[str, Any], example: Example | None = None) -> Prediction:
+def dry_run(values: Mapping[str, Any], example: ExampleBatch | None = None) -> Prediction:
     """Predict a composed run's peak; what prevents it is told in the result.
 
     Args:
@@ -103,14 +103,14 @@ def dry_run(values: Mapping[str, Any], example: Example | None = None) -> Predic
     """
     try:
         with real_tensors(), redirect_stdout(sys.stderr):
-            fed = Example.of(values) if example is None else example
+            fed = ExampleBatch.of(values) if example is None else example
         with redirect_stdout(sys.stderr):
             return _predict(values, fed)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything, and stops nothing here
         return Prediction(reason=_why(error), error=error)
 
 
-def on_device(values: Mapping[str, Any], room: Room) -> Mapping[str, Any]:
+def resolve_precision(values: Mapping[str, Any], room: DeviceMemory) -> Mapping[str, Any]:
     """Settle what a recipe leaves to the device, for one that need not be here: the format of `auto`.
 
     Args:
@@ -123,7 +123,7 @@ def on_device(values: Mapping[str, Any], room: Room) -> Mapping[str, Any]:
     return dict(values) | {"precision": precision | {"precision": "bf16-mixed"}}
 
 
-def _predict(values: Mapping[str, Any], fed: Example) -> Prediction:
+def _predict(values: Mapping[str, Any], fed: ExampleBatch) -> Prediction:
     here = _alone(values)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(here)

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import (
 )
 from typing_extensions import override
 
-from lightning_eff.planner.answers import SMALL, Answers
+from lightning_eff.planner.fake_values import SMALL, FakeValues
 from lightning_eff.report.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ class Fakes(AbstractContextManager["Fakes"]):
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._answers = Answers()
+        self._answers = FakeValues()
         self._open = ExitStack()
 
     @property

@@ -26,7 +26,7 @@ ASSUMED_ROWS = 8192
 
 
 @runtime_checkable
-class TakesLayers(Protocol):
+class ReplacesLinearLayers(Protocol):
     """A technique that computes linear layers in its own way."""
 
     backend: str
@@ -37,7 +37,7 @@ class TakesLayers(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where:
+class Target:
     """What layers are looked at for.
 
     Args:
@@ -51,7 +51,7 @@ class Where:
     computed: torch.dtype
 
     @classmethod
-    def of(cls, name: str, at_hand: torch.device, precision: str) -> Where:
+    def of(cls, name: str, at_hand: torch.device, precision: str) -> Target:
         """Return what a name means, or without one the device at hand.
 
         Args:
@@ -70,7 +70,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class InputRows:
     """How many rows layers get.
 
     Args:
@@ -82,7 +82,7 @@ class Tokens:
     why: str
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Tokens:
+    def of(cls, values: Mapping[str, Any]) -> InputRows:
         """Read them off a config: the smallest micro-batch that it names, times the tokens of a sample.
 
         Example:
@@ -107,7 +107,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class LayerGroup:
     """Layers of one shape.
 
     Args:
@@ -141,7 +141,7 @@ class LinearLayers:
     """
 
     about: str = ""
-    rows: list[Row] = field(default_factory=list[Row])
+    rows: list[LayerGroup] = field(default_factory=list[LayerGroup])
 
     def __str__(self) -> str:
         if not self.rows:
@@ -150,7 +150,7 @@ class LinearLayers:
         return f"{self.about}\n{text_table(header, [_cells(row) for row in self.rows])}"
 
 
-def look(technique: TakesLayers, name: str, model: nn.Module, where: Where, tokens: Tokens) -> LinearLayers:
+def describe_layers(technique: ReplacesLinearLayers, name: str, model: nn.Module, where: Target, tokens: InputRows) -> LinearLayers:
     """Return the layers of a model that a technique takes.
 
     Args:
@@ -174,10 +174,10 @@ def look(technique: TakesLayers, name: str, model: nn.Module, where: Where, toke
 
 
 def _row(
-    names: Sequence[str], tokens: Tokens, key: tuple[int, int, torch.dtype], where: Where, backend: str
-) -> Row:
+    names: Sequence[str], tokens: InputRows, key: tuple[int, int, torch.dtype], where: Target, backend: str
+) -> LayerGroup:
     shape = Shape.packed(tokens.M or ASSUMED_ROWS, *key)
-    return Row(
+    return LayerGroup(
         num_layers=len(names),
         example=names[0],
         M=tokens.M,
@@ -213,7 +213,7 @@ def _either(values: Sequence[int]) -> str:
     return " or ".join(map(str, values))
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: LayerGroup) -> list[str]:
     sizes = [row.N, row.K] if row.M is None else [row.M, row.N, row.K]
     size = f"{' x '.join(map(str, sizes))} {row.dtype}"
     return [str(row.num_layers), row.example, size, row.computed_by, "; ".join(row.tiles)]

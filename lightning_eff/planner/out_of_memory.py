@@ -22,12 +22,12 @@ from lightning_eff.core.host_memory import Limit
 from lightning_eff.core.text import human_bytes
 from lightning_eff.planner.advice import Words, advise
 from lightning_eff.planner.prediction import quietly
-from lightning_eff.planner.recipes import Compose, Recipe
-from lightning_eff.planner.room import Expectation, Room
-from lightning_eff.report.meter import batch_size
+from lightning_eff.planner.advised_recipe import Compose, AdvisedRecipe
+from lightning_eff.planner.device_memory import MemoryForecast, DeviceMemory
+from lightning_eff.report.meter import samples_and_tokens
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import BUFFERS, PARAMETERS, STATE
-from lightning_eff.report.whereabouts import BACKWARD, FORWARD, STEP
+from lightning_eff.report.module_tracker import BACKWARD, FORWARD, STEP
 from lightning_eff.run import build_trainer
 
 SETUP = "setup"
@@ -55,7 +55,7 @@ BUDGET_S = 60.0
 """Seconds after which no further override is tried."""
 
 
-def explained(error: BaseException, compose: Compose, limit: Limit) -> RunOutOfMemoryError:
+def explain_out_of_memory(error: BaseException, compose: Compose, limit: Limit) -> RunOutOfMemoryError:
     """Free what a failed run holds, and return the error that is shown in its place.
 
     Args:
@@ -108,7 +108,7 @@ def _lines(phase: str, compose: Compose, limit: Limit) -> list[str]:
     trainer = build_trainer(compose(()))
     if trainer.world_size > 1:
         return ["no advice: it is for one device, and this run has several"]
-    recipe = Recipe.of(compose, Room.of("", trainer.strategy.root_device, limit=limit))
+    recipe = AdvisedRecipe.of(compose, DeviceMemory.of("", trainer.strategy.root_device, limit=limit))
     if recipe is None:
         return ["no advice: the data gives no batch"]
     now = recipe.expect(())
@@ -130,7 +130,7 @@ def _lines(phase: str, compose: Compose, limit: Limit) -> list[str]:
     ]
 
 
-def _held(peak: Peak, phase: str, room: Room) -> str:
+def _held(peak: Peak, phase: str, room: DeviceMemory) -> str:
     """Say what a phase holds at its fullest; where it is not predicted, what lasts from step to step."""
     step_phase = PREDICTED.get(phase)
     lasting = {name: peak.by_category[name] for name in (PARAMETERS, BUFFERS, STATE)}
@@ -151,7 +151,7 @@ def _largest(sizes: dict[str, int]) -> str:
     return ", ".join(f"{name} {human_bytes(size)}" for name, size in most if size) or "nothing"
 
 
-def _override(recipe: Recipe, now_bytes: int, limit: int) -> tuple[Words, int] | None:
+def _override(recipe: AdvisedRecipe, now_bytes: int, limit: int) -> tuple[Words, int] | None:
     """Return words with which the predicted peak is within a limit, and the peak."""
     until = time.monotonic() + BUDGET_S
     for words in _micro_batches(recipe):
@@ -175,7 +175,7 @@ def _override(recipe: Recipe, now_bytes: int, limit: int) -> tuple[Words, int] |
     return None
 
 
-def _tried(recipe: Recipe, words: Words) -> Expectation | None:
+def _tried(recipe: AdvisedRecipe, words: Words) -> MemoryForecast | None:
     """Predict the step with an override; None where it cannot be on."""
     try:
         return recipe.expect(words)
@@ -183,10 +183,10 @@ def _tried(recipe: Recipe, words: Words) -> Expectation | None:
         return None
 
 
-def _micro_batches(recipe: Recipe) -> Iterator[Words]:
+def _micro_batches(recipe: AdvisedRecipe) -> Iterator[Words]:
     """Yield overrides that cut a batch ever smaller; none for `auto`, which has tried them all."""
     listed = (recipe.compose(()).get("callbacks") or {}).get("micro_batch")
-    rows = recipe.fed.batch_size or batch_size(recipe.fed.batch)[0]
+    rows = recipe.fed.batch_size or samples_and_tokens(recipe.fed.batch)[0]
     size = rows if listed is None else listed["micro_batch_size"]
     while isinstance(size, int) and size > 1:
         size = min(size, rows) // 2

@@ -27,9 +27,9 @@ from typing_extensions import override
 
 from lightning_eff.core.errors import root_cause_line
 from lightning_eff.planner.fakes import Fakes
-from lightning_eff.planner.lasting import lasting_bytes
+from lightning_eff.planner.prediction import persistent_bytes
 from lightning_eff.report.peak import Peak
-from lightning_eff.report.probe import Probe
+from lightning_eff.report.meter import Probe
 from lightning_eff.report.recording import Recorder
 from lightning_eff.report.roofline import Work
 
@@ -62,7 +62,7 @@ class Prediction:
     in_blocks: Peak | None = None
     assumed: list[str] = field(default_factory=list[str])
     reason: str = ""
-    lasting_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    persistent_bytes: dict[str, int] = field(default_factory=dict[str, int])
     work: Work | None = field(default=None, compare=False, repr=False)
     error: Exception | None = field(default=None, compare=False, repr=False)
 
@@ -120,7 +120,7 @@ def predict(
         built: Any = None
         try:
             built = fakes.of(model) if isinstance(model, nn.Module) else model()
-            loader = Served(lambda: fakes.of(batch), batch_size or _length(batch), num_batches)
+            loader = FakeLoader(lambda: fakes.of(batch), batch_size or _length(batch), num_batches)
             _fit(made, built, loader, data, recorder)
             return Prediction.of(recorder, [*fakes.assumed, *_uncounted(built)])
         except Exception as error:  # noqa: BLE001 - a user's step may raise anything where nothing has values
@@ -167,7 +167,7 @@ def predict_step(
             return _without(error, built, made, fakes.assumed)
 
 
-class Served(DataLoader[Any]):
+class FakeLoader(DataLoader[Any]):
     """Serves new fakes of one batch for as long as is asked, and looks like the loader that it stands for.
 
     Args:
@@ -195,7 +195,7 @@ class _Endless(IterableDataset[Any]):
         raise NotImplementedError
 
 
-class _SeenEnough(Exception):  # noqa: N818 - not an error
+class _StopPrediction(Exception):  # noqa: N818 - not an error
     """Ends a run where it is: hooks of the end of a training may save files."""
 
 
@@ -221,7 +221,7 @@ class _Watch(pl.Callback):
     ) -> None:
         self._probe.end()
         if self._probe.done(trainer.global_step):
-            raise _SeenEnough
+            raise _StopPrediction
 
     @override
     def on_exception(
@@ -233,7 +233,7 @@ class _Watch(pl.Callback):
 def _fit(
     trainer: Any,
     model: pl.LightningModule,
-    loader: Served,
+    loader: FakeLoader,
     data: pl.LightningDataModule | None,
     recorder: Recorder,
 ) -> None:
@@ -251,14 +251,14 @@ def _fit(
     if data is not None:
         module.train_dataloader = lambda: loader
         module.prepare_data = module.setup = lambda *_, **__: None
-    with suppress(_SeenEnough):
+    with suppress(_StopPrediction):
         trainer.fit(model, loader if data is None else None, datamodule=data)
 
 
 def _length(batch: Any) -> int:
-    from lightning_eff.report.meter import batch_size
+    from lightning_eff.report.meter import samples_and_tokens
 
-    return max(1, batch_size(batch)[0])
+    return max(1, samples_and_tokens(batch)[0])
 
 
 def _without(error: Exception, model: Any, optimizers: Sequence[Optimizer], assumed: list[str]) -> Prediction:
@@ -266,7 +266,7 @@ def _without(error: Exception, model: Any, optimizers: Sequence[Optimizer], assu
     reason = root_cause_line(error).removeprefix("error: ").splitlines()[0]
     if not isinstance(model, nn.Module):
         return Prediction(reason=reason, assumed=assumed, error=error)
-    lasting = lasting_bytes(model, optimizers)
+    lasting = persistent_bytes(model, optimizers)
     return Prediction(reason=reason, assumed=assumed, lasting_bytes=lasting, error=error)
 
 

@@ -12,7 +12,7 @@ import jinja2
 from markupsafe import Markup
 
 from lightning_eff.report import memory_page
-from lightning_eff.report.page_parts import STYLE, line
+from lightning_eff.report.html import STYLE, polyline_points
 
 _TEMPLATE = """<!doctype html>
 <html lang="en">
@@ -64,7 +64,7 @@ class Chart:
     label: str
 
 
-def page(
+def render_page(
     report: Mapping[str, Any],
     *,
     figures: Sequence[tuple[str, str]],
@@ -97,7 +97,7 @@ def page(
         command=report["command"],
         figures=figures,
         charts=[chart for chart in charts if chart.points],
-        memory=Markup(memory_page.section(report.get("memory") or {})),  # noqa: S704 - escaped there
+        memory=Markup(memory_page.memory_section(report.get("memory") or {})),  # noqa: S704 - escaped there
         config=config,
         raw=json.dumps(report, indent=1),
     )
@@ -115,7 +115,7 @@ def _losses(curve: Sequence[Sequence[Any]]) -> Chart:
     )
     label += f"; lowest {min(numbers):.4g}, highest {max(numbers):.4g}"
     lost = len(values) - len(finite)
-    return Chart("Training loss", line(numbers), label + (f"; {lost} points are no numbers" if lost else ""))
+    return Chart("Training loss", polyline_points(numbers), label + (f"; {lost} points are no numbers" if lost else ""))
 
 
 def _waits(waits_s: Sequence[float]) -> Chart:
@@ -123,7 +123,7 @@ def _waits(waits_s: Sequence[float]) -> Chart:
     if len(waits_s) < 2 or max(waits_s) < 1e-3:
         return Chart("", "", "")
     label = f"{len(waits_s)} batches in order, from 0 to {max(waits_s):.4f} s; {sum(waits_s):.2f} s together"
-    return Chart("Wait for data per batch", line(waits_s, lowest=0.0), label)
+    return Chart("Wait for data per batch", polyline_points(waits_s, lowest=0.0), label)
 
 
 def _times(times_s: Sequence[float]) -> Chart:
@@ -131,4 +131,4 @@ def _times(times_s: Sequence[float]) -> Chart:
     if len(times_s) < 2 or not max(times_s):
         return Chart("", "", "")
     label = f"{len(times_s)} batches in order, from 0 to {max(times_s):.4f} s"
-    return Chart("Time per batch", line(times_s, lowest=0.0), label)
+    return Chart("Time per batch", polyline_points(times_s, lowest=0.0), label)

@@ -26,7 +26,7 @@ MIN_SHARED_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One thing that was looked at.
 
     Args:
@@ -42,7 +42,7 @@ class Finding:
     fix: str = ""
 
 
-def look(what: str, fine: object, found: str, otherwise: str, fix: str, *, problem: bool = False) -> Finding:
+def check(what: str, fine: object, found: str, otherwise: str, fix: str, *, problem: bool = False) -> CheckResult:
     """Return a finding that is `found` when all is fine, and else says what is wrong and what mends it.
 
     Example:
@@ -50,22 +50,22 @@ def look(what: str, fine: object, found: str, otherwise: str, fix: str, *, probl
         Finding(what='disk', found='full', status='problem', fix='rm')
     """
     if fine:
-        return Finding(what, found)
-    return Finding(what, otherwise, "problem" if problem else "note", fix)
+        return CheckResult(what, found)
+    return CheckResult(what, otherwise, "problem" if problem else "note", fix)
 
 
-def inspect_machine() -> list[Finding]:
+def inspect_machine() -> list[CheckResult]:
     """Return everything that was looked at, most basic first."""
-    checks: list[Callable[[], Iterator[Finding]]] = [
+    checks: list[Callable[[], Iterator[CheckResult]]] = [
         *(_python, _packages, _accelerator, _formats, _compiler, _communication, _room)
     ]
     return [finding for check in checks for finding in check()]
 
 
-def _python() -> Iterator[Finding]:
+def _python() -> Iterator[CheckResult]:
     version = ".".join(map(str, sys.version_info[:3]))
     fix = "install Python 3.11 or newer"
-    yield look("python", sys.version_info >= (3, 11), version, version, fix, problem=True)
+    yield check("python", sys.version_info >= (3, 11), version, version, fix, problem=True)
 
 
 def tested_versions() -> dict[str, str]:
@@ -75,7 +75,7 @@ def tested_versions() -> dict[str, str]:
     return {name.strip().lower(): version for name, _, version in pins}
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[CheckResult]:
     tested = tested_versions()
     for package in (*REQUIRED, *OPTIONAL):
         pin = tested.get(package, "")
@@ -83,65 +83,65 @@ def _packages() -> Iterator[Finding]:
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
-            yield look(package, None, "", "not installed", install, problem=package in REQUIRED)
+            yield check(package, None, "", "not installed", install, problem=package in REQUIRED)
             continue
         same = not pin or version.partition("+")[0] == pin
-        yield look(package, same, version, f"{version} (tested with {pin})", install)
+        yield check(package, same, version, f"{version} (tested with {pin})", install)
 
 
-def _accelerator() -> Iterator[Finding]:
+def _accelerator() -> Iterator[CheckResult]:
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
-    yield Finding("torch build", build)
+    yield CheckResult("torch build", build)
     driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             total = torch.cuda.get_device_properties(index).total_memory
-            yield Finding(f"gpu {index}", f"{torch.cuda.get_device_name(index)}, {human_bytes(total)}")
+            yield CheckResult(f"gpu {index}", f"{torch.cuda.get_device_name(index)}, {human_bytes(total)}")
         return
     wrong = "NVIDIA, and CUDA does not start" if torch.version.cuda else "NVIDIA, and torch is its CPU build"
     fix = "nvidia-smi" if torch.version.cuda else "pip install --force-reinstall torch"
-    yield look("gpu", not driver, "none that torch can use", wrong, fix, problem=True)
+    yield check("gpu", not driver, "none that torch can use", wrong, fix, problem=True)
 
 
-def _formats() -> Iterator[Finding]:
+def _formats() -> Iterator[CheckResult]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for dtype in (torch.bfloat16, torch.float16):
         answer = support(device, dtype)
         name = str(dtype).removeprefix("torch.")
-        yield look(name, answer.native, answer.why, answer.why, "precision=mixed (chooses what is fast)")
+        yield check(name, answer.native, answer.why, answer.why, "precision=mixed (chooses what is fast)")
 
 
-def _compiler() -> Iterator[Finding]:
+def _compiler() -> Iterator[CheckResult]:
     compiler = find_compiler("cuda" if torch.cuda.is_available() else "cpu")
     missing = "none: torch.compile's inductor needs one"
-    yield look("compiler", compiler, str(compiler), missing, "apt-get install g++")
+    yield check("compiler", compiler, str(compiler), missing, "apt-get install g++")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     missing = "missing: Triton and DeepSpeed build against it"
-    yield look("Python.h", header.exists(), str(header), missing, "apt-get install python3-dev")
+    yield check("Python.h", header.exists(), str(header), missing, "apt-get install python3-dev")
 
 
-def _communication() -> Iterator[Finding]:
+def _communication() -> Iterator[CheckResult]:
     there = torch.distributed.is_available()
     gloo = there and torch.distributed.is_gloo_available()
     fix = "pip install --force-reinstall torch"
-    yield look("gloo", gloo, "there", "missing: no strategy over several CPU processes", fix)
+    yield check("gloo", gloo, "there", "missing: no strategy over several CPU processes", fix)
     if torch.version.cuda:
         nccl = there and torch.distributed.is_nccl_available()
-        yield look("nccl", nccl, "there", "missing: no strategy over several GPUs", fix)
+        yield check("nccl", nccl, "there", "missing: no strategy over several GPUs", fix)
 
 
-def _room() -> Iterator[Finding]:
+def _room() -> Iterator[CheckResult]:
     limit, installed = host_memory.memory(), human_bytes(host_memory.installed_bytes())
     words = f"{human_bytes(limit.num_bytes)} by {limit.name}, of {installed}" if limit.name else installed
-    yield Finding("memory", words)
+    yield CheckResult("memory", words)
     here, shared = Path.cwd(), Path("/dev/shm")  # noqa: S108 - looked at, not written to
     free = shutil.disk_usage(here).free
     room = f"{human_bytes(free)} free here"
-    yield look("disk", free >= MIN_DISK_BYTES, room, room, "output_root=/another/disk")
+    yield check("disk", free >= MIN_DISK_BYTES, room, room, "output_root=/another/disk")
     writable = os.access(here, os.W_OK)
-    yield look("this folder", writable, "writable", "read-only: runs cannot be written", "output_root=/yours")
+    yield check("this folder", writable, "writable", "read-only: runs cannot be written", "output_root=/yours")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
         words = f"{human_bytes(size)} for DataLoader workers"
         fix = "data.num_workers=0, or start the container with --shm-size=2g"
-        yield look("shared memory", size >= MIN_SHARED_BYTES, words, words, fix)
+        yield check("shared memory", size >= MIN_SHARED_BYTES, words, words, fix)

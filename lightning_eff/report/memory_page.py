@@ -9,7 +9,7 @@ import jinja2
 
 from lightning_eff.core.text import human_bytes
 from lightning_eff.report.recording import CATEGORIES
-from lightning_eff.report.whereabouts import PHASES
+from lightning_eff.report.module_tracker import PHASES
 
 _TEMPLATE = """<h2>Memory</h2>
 <p>{{ sentence }}</p>

@@ -15,7 +15,7 @@ from lightning_eff.core.optimization.composite import FreesGradients
 from lightning_eff.report.flops import peak_flops_per_s
 from lightning_eff.report.live_bytes import tensors_in
 from lightning_eff.report.peak import Peak
-from lightning_eff.report.probe import Probe
+from lightning_eff.report.meter import Probe
 from lightning_eff.report.recording import Recorder
 from lightning_eff.report.throughput import DataWait, Throughput
 
@@ -62,7 +62,7 @@ class Meter:
     def end_batch(self, batch: object, *, num_steps: int) -> None:
         """Finish a batch, after `num_steps` optimizer steps of this fit."""
         wait_s = self._data_wait.take()
-        num_samples, num_tokens = batch_size(batch)
+        num_samples, num_tokens = samples_and_tokens(batch)
         if self._probing:
             self.probe.end()
             self._samples_of_first_batch = self._samples_of_first_batch or num_samples
@@ -115,7 +115,7 @@ class Meter:
         }
 
 
-def batch_size(batch: object) -> tuple[int, int]:
+def samples_and_tokens(batch: object) -> tuple[int, int]:
     """Return samples (the first tensor's length) and tokens (the first integer matrix's size) of a batch.
 
     Example:

@@ -8,16 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_eff.report.recording import (
-    ACTIVATIONS,
-    BATCH,
-    CATEGORIES,
-    TEMPORARIES,
-    Event,
-    Holding,
-    Recorder,
-)
-from lightning_eff.report.whereabouts import PHASES, STEP
+from lightning_eff.report.recording import ACTIVATIONS, BATCH, CATEGORIES, TEMPORARIES, Event, Allocation, Recorder
+from lightning_eff.report.module_tracker import PHASES, STEP
 
 MOST_HOLDERS = 12
 """Holders that are kept by name."""
@@ -90,7 +82,7 @@ class Peak:
             tops[event.phase] = max(tops[event.phase], (total, -index))  # the first of equals
         phase, (top, at) = max(tops.items(), key=lambda each: each[1])
         alive = _alive(events[: 1 - at], block_bytes)
-        made = recorder.holdings[events[-at].holding] if events else Holding("", "", phase)
+        made = recorder.holdings[events[-at].holding] if events else Allocation("", "", phase)
         return cls(
             num_bytes=top,
             phase=phase,

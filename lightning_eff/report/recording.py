@@ -24,7 +24,7 @@ from lightning_eff.core.optimization.composite import PerParameter
 from lightning_eff.core.recompute import HostMemory
 from lightning_eff.report.live_bytes import LiveBytes, tensors_in
 from lightning_eff.report.roofline import Call, Work, call_of
-from lightning_eff.report.whereabouts import BACKWARD, FORWARD, Whereabouts
+from lightning_eff.report.module_tracker import BACKWARD, FORWARD, ModuleTracker
 
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
 GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES = "gradients", "optimizer state", "activations", "temporaries"
@@ -33,7 +33,7 @@ CATEGORIES = (PARAMETERS, BUFFERS, GRADIENTS, STATE, BATCH, ACTIVATIONS, TEMPORA
 
 
 @dataclass(slots=True)
-class Holding:
+class Allocation:
     """One storage.
 
     Args:
@@ -83,7 +83,7 @@ class Recorder(LiveBytes):
 
     def __init__(self) -> None:
         super().__init__()
-        self.holdings: list[Holding] = []
+        self.holdings: list[Allocation] = []
         self.events: list[Event] = []
         self.on_host: set[int] = set()
         """Storages that stay in the host's memory wherever the model is."""
@@ -94,14 +94,14 @@ class Recorder(LiveBytes):
         self._operation = ""
         self._module: nn.Module | None = None
         self._optimizers: list[Optimizer] = []
-        self._where: Whereabouts | None = None
+        self._where: ModuleTracker | None = None
         self._was_recomputing = False
 
     @override
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         self._module, self._optimizers, self._operation = module, list(optimizers), ""
         if self._where is None:
-            self._where = Whereabouts(module)
+            self._where = ModuleTracker(module)
         self._where.open()
         HostMemory.heard.append(self._parked)
         self._hooks.callback(HostMemory.heard.remove, self._parked)
@@ -175,9 +175,9 @@ class Recorder(LiveBytes):
     @override
     def born(self, key: int, num_bytes: int) -> None:
         where = self._where
-        holding = Holding(self._operation, "", FORWARD)
+        holding = Allocation(self._operation, "", FORWARD)
         if where is not None and self._operation:
-            holding = Holding(self._operation, where.path, where.phase, recomputed=where.recomputes)
+            holding = Allocation(self._operation, where.path, where.phase, recomputed=where.recomputes)
         self._alive_index[key] = len(self.holdings)
         self.holdings.append(holding)
         self._note(self._alive_index[key], num_bytes)
@@ -216,7 +216,7 @@ class Recorder(LiveBytes):
         """Return what the batches took that have ended."""
         return Work(self.calls, frozenset(self.on_host), self.num_batches)
 
-    def _settle(self, where: Whereabouts) -> None:
+    def _settle(self, where: ModuleTracker) -> None:
         """Look where the operation at hand is, and at what ended before it."""
         before = where.look()
         if before == FORWARD and where.phase == BACKWARD:

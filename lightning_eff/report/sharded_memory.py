@@ -12,17 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_eff.report.division import RING, Share, part
-from lightning_eff.report.weights import Model, OptimizerState, Weight, num_bytes
+from lightning_eff.report.sharding_table import RING, DeviceShare, shard_numel
+from lightning_eff.report.model_weights import ModelWeights, OptimizerState, Weight, total_bytes
 
 
 def _rows(weight: Weight, devices: int) -> int:
     """Return the elements of the rows that the first device has."""
-    return part(weight.rows, devices) * (weight.numel // max(weight.rows, 1))
+    return shard_numel(weight.rows, devices) * (weight.numel // max(weight.rows, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copies:
+class DDPMemory:
     """DDP: everything on every device, gradients reduced once a step.
 
     Args:
@@ -33,14 +33,14 @@ class Copies:
 
     own_weights = False
 
-    def share(self, model: Model, state: OptimizerState, devices: int, micro_batches: int) -> Share:
-        """See `Scheme`."""
+    def share(self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int) -> DeviceShare:
+        """See `ShardingScheme`."""
         del micro_batches
-        gradients, kept = num_bytes(model.trained), state.bytes_of(model.trained)
+        gradients, kept = total_bytes(model.trained), state.bytes_of(model.trained)
         copies = 2 * gradients if state.on_host else 0
         buckets = 0 if self.bucket_view or devices == 1 else gradients
-        return Share(
-            weights=num_bytes(model.weights) + model.buffers_bytes,
+        return DeviceShare(
+            weights=total_bytes(model.weights) + model.buffers_bytes,
             gradients=gradients,
             optimizer=0 if state.on_host else kept,
             buffers=buckets,
@@ -49,13 +49,13 @@ class Copies:
         )
 
     def assumptions(self) -> list[str]:
-        """See `Scheme`."""
+        """See `ShardingScheme`."""
         words = "gradients lie in its buckets" if self.bucket_view else "its buckets are copies of gradients"
         return [f"DDP reduces once a step; {words} (strategy.gradient_as_bucket_view)", RING]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullySharded:
+class FSDP2Memory:
     """FSDP2: rows of every tensor on each device, blocks gathered for their turn.
 
     Args:
@@ -74,15 +74,15 @@ class FullySharded:
 
     own_weights = False
 
-    def share(self, model: Model, state: OptimizerState, devices: int, micro_batches: int) -> Share:
-        """See `Scheme`."""
+    def share(self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int) -> DeviceShare:
+        """See `ShardingScheme`."""
         weights = sum(_rows(weight, devices) * weight.itemsize for weight in model.weights)
         gradients = sum(_rows(weight, devices) * weight.itemsize for weight in model.trained)
         kept = state.bytes_of(model.trained, lambda weight: _rows(weight, devices))
         waits = micro_batches > 1 and not self.reduce_each
-        whole = num_bytes(model.trained, self.reduce_itemsize or self.compute_itemsize) if waits else 0
+        whole = total_bytes(model.trained, self.reduce_itemsize or self.compute_itemsize) if waits else 0
         away = self.on_host
-        return Share(
+        return DeviceShare(
             weights=model.buffers_bytes + (0 if away else weights),
             gradients=whole if away else max(whole, gradients),
             optimizer=0 if away else kept,
@@ -92,22 +92,22 @@ class FullySharded:
             sent=(devices - 1) * self._rows_sent(model, devices, micro_batches),
         )
 
-    def _gathered(self, model: Model) -> int:
+    def _gathered(self, model: ModelWeights) -> int:
         """Return what is whole at a time: what is outside of blocks, and a block with the next, or all."""
         if not self.reshard:
-            return num_bytes(model.weights, self.compute_itemsize)
+            return total_bytes(model.weights, self.compute_itemsize)
         outside = [weight for weight in model.weights if weight.block < 0]
-        sizes = [num_bytes(block, self.compute_itemsize) for block in model.blocks]
+        sizes = [total_bytes(block, self.compute_itemsize) for block in model.blocks]
         pairs = [one + other for one, other in pairwise(sizes)] or sizes
-        return num_bytes(outside, self.compute_itemsize) + max(pairs, default=0)
+        return total_bytes(outside, self.compute_itemsize) + max(pairs, default=0)
 
-    def _whole_gradients(self, model: Model) -> int:
+    def _whole_gradients(self, model: ModelWeights) -> int:
         outside = [weight for weight in model.trained if weight.block < 0]
         blocks = [[weight for weight in block if weight.trained] for block in model.blocks]
-        largest = max((num_bytes(block, self.compute_itemsize) for block in blocks), default=0)
-        return num_bytes(outside, self.compute_itemsize) + largest
+        largest = max((total_bytes(block, self.compute_itemsize) for block in blocks), default=0)
+        return total_bytes(outside, self.compute_itemsize) + largest
 
-    def _rows_sent(self, model: Model, devices: int, micro_batches: int) -> float:
+    def _rows_sent(self, model: ModelWeights, devices: int, micro_batches: int) -> float:
         """Return the bytes that a device sends to each other one."""
         sent = 0
         for weight in model.weights:
@@ -119,7 +119,7 @@ class FullySharded:
         return sent
 
     def assumptions(self) -> list[str]:
-        """See `Scheme`."""
+        """See `ShardingScheme`."""
         how = "and once more for its backward pass" if self.reshard else "and kept until its backward pass"
         return [
             f"a block is gathered for its forward pass {how}; one more is on its way; what is outside of "

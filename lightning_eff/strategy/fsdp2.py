@@ -44,7 +44,7 @@ from lightning_eff.core.errors import CheckpointError, ConfigError
 from lightning_eff.core.model_surgery import Stage, queue
 from lightning_eff.core.technique import FOLDERS, Facts, Outcome, Rule, Technique
 from lightning_eff.core.text import human_bytes, human_count
-from lightning_eff.report.sharded_memory import FullySharded
+from lightning_eff.report.sharded_memory import FSDP2Memory
 from lightning_eff.strategy._fsdp2 import shard, sharded_checkpoint
 from lightning_eff.strategy._fsdp2.dtensor_state import DTensorParts, OwnParts
 from lightning_eff.strategy._shared import checks
@@ -335,10 +335,10 @@ class FSDP2(ModelParallelStrategy):
         provides = (FOLDERS,) if self.checkpoints == "sharded" else ()
         return Facts(provides=provides, excludes=(*_AVERAGES, *(() if self.cpu_offload else (_ALONE,))))
 
-    def scheme(self) -> FullySharded:
+    def scheme(self) -> FSDP2Memory:
         """Return the arithmetic of what is divided, for any number of devices."""
         computed, reduced = DTYPES[self.param_dtype], DTYPES[self.reduce_dtype]
-        return FullySharded(
+        return FSDP2Memory(
             compute_itemsize=computed.itemsize if computed is not None else None,
             reduce_itemsize=reduced.itemsize if reduced is not None else None,
             on_host=self.cpu_offload,

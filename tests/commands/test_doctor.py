@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 
 from lightning_eff.report import installation
-from lightning_eff.report.installation import Finding
-
-Command = Callable[..., tuple[int, str, str]]
+from lightning_eff.report.installation import CheckResult
+from tests.support.command_line import Command
 
 
 def test_it_looks_at_this_machine(command: Command) -> None:
@@ -26,7 +24,7 @@ def test_a_problem_is_an_exit_code_and_a_note_is_not(
     command: Command, monkeypatch: pytest.MonkeyPatch, status: str, code: int
 ) -> None:
     monkeypatch.setattr(
-        installation, "inspect_machine", lambda: [Finding("gpu", "gone", status, "nvidia-smi")]
+        installation, "inspect_machine", lambda: [CheckResult("gpu", "gone", status, "nvidia-smi")]
     )
     found, out, _ = command("doctor")
     assert found == code

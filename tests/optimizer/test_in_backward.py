@@ -23,7 +23,7 @@ from lightning_eff.monitors.gradient_check import GradientCheck
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.mixed import Mixed
 from lightning_eff.report.live_bytes import LiveBytes
-from tests.conftest import Deep, Net, make_loader, make_trainer
+from tests.support.models import Deep, Net, make_loader, make_trainer
 
 FACTORY = functools.partial(InBackward, lr=0.01)
 
@@ -182,7 +182,7 @@ def test_the_report_says_what_it_saved_and_when_it_saves_nothing(
     deep: Callable[..., Deep], tmp_path: Path
 ) -> None:
     """With a wide model and few samples gradients are the peak; with many samples activations are."""
-    from lightning_eff.report.report import verdict
+    from lightning_eff.report.summary import run_verdict
 
     saved = []
     for width, num_samples in ((256, 2), (16, 4096)):
@@ -193,7 +193,7 @@ def test_the_report_says_what_it_saved_and_when_it_saves_nothing(
         measured = report.report["measured"]
         saved.append(measured["peak_if_gradients_were_held_bytes"] - measured["peak_bytes"])
         words = "lowered the peak by" if saved[-1] > 1024 else "did not lower the peak"
-        assert words in verdict(report.report)
+        assert words in run_verdict(report.report)
     assert saved[0] > 2 * 256 * 256 * 4, "more than two of its three blocks' gradients"
     assert saved[1] < 1024
 

@@ -13,9 +13,9 @@ from lightning_eff.config.recipes import Place
 from lightning_eff.kernels.devices import this_cpu
 from lightning_eff.planner.advice import Advice
 from lightning_eff.planner.advice import advise as advise_on
-from lightning_eff.planner.dry_run import Example, dry_run
-from lightning_eff.planner.recipes import Recipe
-from lightning_eff.planner.room import Room
+from lightning_eff.planner.dry_run import ExampleBatch, dry_run
+from lightning_eff.planner.advised_recipe import AdvisedRecipe
+from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.report import roofline
 from lightning_eff.report.roofline import Rates
 
@@ -28,8 +28,8 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def advise(compose: Any, room: Room, **options: float) -> Advice:
-    recipe = Recipe.of(compose, room)
+def advise(compose: Any, room: DeviceMemory, **options: float) -> Advice:
+    recipe = AdvisedRecipe.of(compose, room)
     assert recipe is not None
     return advise_on(recipe, **options)
 
@@ -46,7 +46,7 @@ def test_what_fits_needs_nothing_and_the_largest_batch_is_exact() -> None:
     compose = composer("data.micro_batch_size=4")
     taken = dry_run(compose([])).peak
     assert taken is not None
-    room = Room("here", 5 * taken.num_bytes)
+    room = DeviceMemory("here", 5 * taken.num_bytes)
     found = advise(compose, room)
     assert found.fits
     assert found.chosen == []
@@ -55,7 +55,7 @@ def test_what_fits_needs_nothing_and_the_largest_batch_is_exact() -> None:
 
     def peak(rows: int) -> int:
         values = composer(f"data.micro_batch_size={rows}")([])
-        prediction = dry_run(values, Example.of(values)).peak
+        prediction = dry_run(values, ExampleBatch.of(values)).peak
         assert prediction is not None
         return prediction.num_bytes
 
@@ -65,7 +65,7 @@ def test_what_fits_needs_nothing_and_the_largest_batch_is_exact() -> None:
 
     def peak_of(tokens: int) -> int:
         values = composer("data.micro_batch_size=4", f"data.context_length={tokens}")([])
-        prediction = dry_run(values, Example.of(values)).peak
+        prediction = dry_run(values, ExampleBatch.of(values)).peak
         assert prediction is not None
         return prediction.num_bytes
 
@@ -79,7 +79,7 @@ def test_the_best_comes_first_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> 
     compose = composer("data.micro_batch_size=16")
     taken = dry_run(compose([])).peak
     assert taken is not None
-    found = advise(compose, Room("here", taken.num_bytes // 2, device=this_cpu()))
+    found = advise(compose, DeviceMemory("here", taken.num_bytes // 2, device=this_cpu()))
     assert not found.fits
     alone = [each.saved_bytes or 0 for each in found.first]
     assert alone == sorted(alone, reverse=True)
@@ -94,7 +94,7 @@ def test_the_best_comes_first_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_at_the_peak_of_the_update_activations_are_useless() -> None:
     """With a batch of one token there is nothing to recompute, and the optimizer's state is what counts."""
-    found = advise(composer("data.micro_batch_size=1", "data.context_length=2"), Room("here", 2**40))
+    found = advise(composer("data.micro_batch_size=1", "data.context_length=2"), DeviceMemory("here", 2**40))
     why = {each.words: each.why for each in found.first}
     assert why[("+callbacks=gradient_checkpointing",)] == "useless at this peak"
     assert "fewer weights" in why[("+callbacks=peft_adapter",)]
@@ -103,7 +103,7 @@ def test_at_the_peak_of_the_update_activations_are_useless() -> None:
 
 
 def test_time_is_bounded() -> None:
-    found = advise(composer("data.micro_batch_size=1"), Room("here", 2**40), budget_s=0.0)
+    found = advise(composer("data.micro_batch_size=1"), DeviceMemory("here", 2**40), budget_s=0.0)
     assert found.unfinished
     assert found.first == []
     assert "time ran out" in str(found)

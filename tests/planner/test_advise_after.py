@@ -20,8 +20,8 @@ from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.planner import attach
 from lightning_eff.planner.advise_after import Advise, in_a_fork
 from lightning_eff.planner.fakes import skeleton
-from lightning_eff.planner.scripts import Script
-from tests.conftest import Deep, make_loader, make_trainer
+from lightning_eff.planner.advised_script import AdvisedScript
+from tests.support.models import Deep, make_loader, make_trainer
 
 
 class Saves(Deep):
@@ -76,7 +76,7 @@ def test_what_a_trainer_has_is_what_is_predicted() -> None:
     report = EfficiencyReport()
     trainer = fit(Deep(), callbacks=[GradientCheckpointing(), report], **keywords)
     batch = skeleton(next(iter(make_loader())))
-    found = Script(Deep(), batch, trainer).expect(())
+    found = AdvisedScript(Deep(), batch, trainer).expect(())
     assert found.prediction.reason == ""
     assert found.num_bytes == report.report["measured"]["peak_bytes"]
 

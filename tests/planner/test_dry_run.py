@@ -9,7 +9,7 @@ import pytest
 
 from lightning_eff.config import composition
 from lightning_eff.config.recipes import Place
-from lightning_eff.planner.dry_run import Example, dry_run
+from lightning_eff.planner.dry_run import ExampleBatch, dry_run
 from lightning_eff.run import build
 
 RUNS = {
@@ -48,7 +48,7 @@ def test_the_data_is_a_real_batch_where_it_is_prepared(
 ) -> None:
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
-    fed = Example.of(compose("images"))
+    fed = ExampleBatch.of(compose("images"))
     assert fed.batch[0].shape == (64, 1, 8, 8)
     assert fed.batch_size == 64
     assert fed.num_batches == 23, "1438 of 1797 digits"

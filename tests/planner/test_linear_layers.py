@@ -12,10 +12,10 @@ from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.kernels.table import TILES, Shape
-from lightning_eff.planner.linear_layers import LinearLayers, TakesLayers, Tokens, Where, look
+from lightning_eff.planner.linear_layers import LinearLayers, ReplacesLinearLayers, InputRows, Target, describe_layers
 
 GPU = torch.device("cuda", 0)
-H200 = Where(place=DEVICES["h200"], here=None, computed=torch.bfloat16)
+H200 = Target(place=DEVICES["h200"], here=None, computed=torch.bfloat16)
 
 
 def model() -> nn.Module:
@@ -24,10 +24,10 @@ def model() -> nn.Module:
         return nn.Sequential(*layers)
 
 
-def looked(tokens: int | None, where: Where = H200, backend: str = "auto") -> LinearLayers:
+def looked(tokens: int | None, where: Target = H200, backend: str = "auto") -> LinearLayers:
     technique = TritonLinear(backend=backend)
-    assert isinstance(technique, TakesLayers)
-    return look(technique, "callbacks/triton_linear", model(), where, Tokens(tokens, "as a test says"))
+    assert isinstance(technique, ReplacesLinearLayers)
+    return describe_layers(technique, "callbacks/triton_linear", model(), where, InputRows(tokens, "as a test says"))
 
 
 def test_layers_of_a_shape_are_one_row_with_what_is_lost() -> None:
@@ -58,12 +58,12 @@ def test_an_unknown_number_of_rows_is_not_made_up() -> None:
 
 
 def test_a_model_without_such_layers_is_told() -> None:
-    found = look(TritonLinear(), "callbacks/triton_linear", nn.ReLU(), H200, Tokens(8, ""))
+    found = describe_layers(TritonLinear(), "callbacks/triton_linear", nn.ReLU(), H200, InputRows(8, ""))
     assert str(found) == "callbacks/triton_linear takes no linear layer of this model"
 
 
 def test_a_format_that_no_kernel_knows_is_told() -> None:
-    double = Where(place=DEVICES["h200"], here=None, computed=torch.float64)
+    double = Target(place=DEVICES["h200"], here=None, computed=torch.float64)
     assert looked(8, double).rows[0].tiles == ["none of ours multiplies this format"]
 
 
@@ -91,18 +91,18 @@ def test_a_format_that_no_kernel_knows_is_told() -> None:
     ],
 )
 def test_rows_are_those_of_the_smallest_micro_batch(values: dict[str, object], expected: int | None) -> None:
-    found = Tokens.of(values)
+    found = InputRows.of(values)
     assert expected == found.M
     assert ("M=8192 is assumed" in found.why) == (expected is None)
 
 
 def test_a_device_is_at_hand_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_eff.kernels.devices.of", lambda _: DEVICES["h200"])
-    assert Where.of("", GPU, "16-mixed") == Where(place=DEVICES["h200"], here=GPU, computed=torch.float16)
-    assert Where.of("h200", GPU, "32-true").here == GPU
-    assert Where.of("a100", GPU, "32-true").here is None
-    assert Where.of("cpu", GPU, "32-true").here == torch.device("cpu")
-    assert Where.of("b200", GPU, "auto").computed == torch.bfloat16, "no GPU of this machine is asked"
+    assert Target.of("", GPU, "16-mixed") == Target(place=DEVICES["h200"], here=GPU, computed=torch.float16)
+    assert Target.of("h200", GPU, "32-true").here == GPU
+    assert Target.of("a100", GPU, "32-true").here is None
+    assert Target.of("cpu", GPU, "32-true").here == torch.device("cpu")
+    assert Target.of("b200", GPU, "auto").computed == torch.bfloat16, "no GPU of this machine is asked"
 
 
 def test_who_computes_is_asked_of_the_gpu_at_hand_alone(
@@ -112,7 +112,7 @@ def test_who_computes_is_asked_of_the_gpu_at_hand_alone(
     monkeypatch.setattr(dispatch, "identity", lambda device: "some-gpu")
     dispatch.choices.cache_clear()
     dispatch.remember("some-gpu", {dispatch.bucket(Shape(M=4096, N=4096, K=4096)): str(TILES[1])})
-    here = Where(place=DEVICES["h200"], here=GPU, computed=torch.bfloat16)
+    here = Target(place=DEVICES["h200"], here=GPU, computed=torch.bfloat16)
     assert looked(4096, here).rows[0].computed_by == f"{TILES[1]}: measured to be faster than torch's library"
     assert "nothing was measured" in looked(4096, here).rows[1].computed_by
     assert looked(4096, here, "triton").rows[0].computed_by == "our kernels: asked for"

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from lightning_eff.report.html import page
+from lightning_eff.report.html import render_page
 
 HOSTILE = """</pre></title><script src="http://evil">alert('&amp;')</script><link href=//evil>"""
 WITHOUT_END = {"meta", "br", "polyline"}
@@ -53,7 +53,7 @@ def make_page(
 ) -> str:
     row = {"technique": word, "asked": {word: word, "n": 3}, "status": word, "did": word}
     report = {"title": word, "verdict": word, "ledger": [row], "environment": {word: word}, "command": word}
-    return page(report | changes, figures=[(word, word)], times_s=times, waits_s=waits)
+    return render_page(report | changes, figures=[(word, word)], times_s=times, waits_s=waits)
 
 
 def points(text: str) -> list[tuple[float, float]]:
@@ -87,7 +87,7 @@ def test_an_address_that_was_given_is_text() -> None:
 
 def test_raw_json_is_what_was_given() -> None:
     report = {"title": "a < b", "verdict": "'\"&", "ledger": [], "environment": {}, "command": "", "n": 1.5}
-    text = page(report, figures=[], times_s=[], waits_s=[])
+    text = render_page(report, figures=[], times_s=[], waits_s=[])
     raw = re.search(r"<summary>JSON</summary><pre>(.*?)</pre>", text, re.DOTALL)
     assert raw is not None
     assert json.loads(unescape(raw[1])) == report

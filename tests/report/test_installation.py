@@ -13,7 +13,7 @@ from lightning_eff.report import installation
 from lightning_eff.report.installation import inspect_machine
 
 
-def find(what: str) -> installation.Finding:
+def find(what: str) -> installation.CheckResult:
     return next(finding for finding in inspect_machine() if finding.what == what)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lightning_eff.report.memory_page import section
+from lightning_eff.report.html import memory_section
 from lightning_eff.report.recording import CATEGORIES
-from lightning_eff.report.whereabouts import PHASES
+from lightning_eff.report.module_tracker import PHASES
 
 POINTS = [(10, 0), (10, 90), (10, 30)]
 EMPTY = dict.fromkeys(CATEGORIES, 0)
@@ -22,7 +22,7 @@ def memory(**changes: Any) -> dict[str, Any]:
 
 
 def test_layers_lie_on_each_other_and_reach_the_top_at_the_peak() -> None:
-    text = section(memory())
+    text = memory_section(memory())
     first, second = re.findall(r'<polygon class="c(\d)" points="([^"]+)"', text)
     assert (first[0], second[0]) == (
         str(CATEGORIES.index("parameters")),
@@ -33,7 +33,7 @@ def test_layers_lie_on_each_other_and_reach_the_top_at_the_peak() -> None:
 
 
 def test_words_and_table_say_what_the_picture_shows() -> None:
-    text = section(memory())
+    text = memory_section(memory())
     assert "The peak is in the forward: mm in a&lt;b." in text
     assert 'role="img" aria-label="live bytes by category over the first steps, from 0 to 100 B"' in text
     assert re.findall(r"<li>.*?</i>([^<]+)</li>", text) == ["parameters", "activations"]
@@ -42,5 +42,5 @@ def test_words_and_table_say_what_the_picture_shows() -> None:
 
 
 def test_nothing_is_drawn_of_nothing() -> None:
-    assert section({}) == ""
-    assert section(memory(timeline=[])) == ""
+    assert memory_section({}) == ""
+    assert memory_section(memory(timeline=[])) == ""

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_eff.core import allocator
 from lightning_eff.report import meter, throughput
-from lightning_eff.report.meter import Meter, batch_size
+from lightning_eff.report.meter import Meter, samples_and_tokens
 from lightning_eff.report.throughput import FETCH_ACTION
 
 CPU = torch.device("cpu")
@@ -147,4 +147,4 @@ LONG = torch.long
     ],
 )
 def test_samples_and_tokens_of_nested_batches(batch: object, expected: tuple[int, int]) -> None:
-    assert batch_size(batch) == expected
+    assert samples_and_tokens(batch) == expected

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_eff.report.probe import Probe
+from lightning_eff.report.meter import Probe
 
 PRODUCT = 2 * 5 * 10 * 10
 """One matrix product of the layer below: five samples, ten channels in and out."""

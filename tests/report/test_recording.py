@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.report.peak import Peak
-from lightning_eff.report.probe import Probe
+from lightning_eff.report.meter import Probe
 from lightning_eff.report.recording import CATEGORIES, Recorder
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.report.sharded_memory import FullySharded
-from lightning_eff.report.weights import Model, OptimizerState
+from lightning_eff.report.sharded_memory import FSDP2Memory
+from lightning_eff.report.model_weights import ModelWeights, OptimizerState
 from lightning_eff.strategy._zero.memory_arithmetic import Zero
-from tests.report.one_of_four import DEVICES, Net
+from tests.support.one_of_four import DEVICES, Net
 
 ROOT = Path(__file__).parents[2]
 ADAM = OptimizerState({"hidden": 8.0, "matrix": 8.0, "vector": 8.0})
@@ -38,7 +38,7 @@ def seen() -> list[dict[str, Any]]:
     """Return what was seen of each case, FSDP2's first, from one process for all."""
     cases = [*FSDP2, *(ZERO if find_spec("deepspeed") else [])]
     run = subprocess.run(
-        [sys.executable, "-m", "tests.report.one_of_four"],
+        [sys.executable, "-m", "tests.support.one_of_four"],
         input=json.dumps(cases),
         capture_output=True,
         text=True,
@@ -49,9 +49,9 @@ def seen() -> list[dict[str, Any]]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def model() -> Model:
+def model() -> ModelWeights:
     net = Net()
-    return Model.of(net, net.blocks)
+    return ModelWeights.of(net, net.blocks)
 
 
 NUM_TENSORS = 16
@@ -61,7 +61,7 @@ STEPS = 4 * NUM_TENSORS
 
 def test_fsdp2_holds_and_sends_what_is_counted(seen: list[dict[str, Any]]) -> None:
     for case, found in zip(FSDP2, seen[: len(FSDP2)], strict=True):
-        scheme = FullySharded(compute_itemsize=2 if case["bf16"] else None, reshard=case["reshard"])
+        scheme = FSDP2Memory(compute_itemsize=2 if case["bf16"] else None, reshard=case["reshard"])
         share = scheme.share(model(), ADAM, DEVICES, case["micro_batches"])
         assert found == {
             "weights": share.weights,

@@ -21,8 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_eff.core.text import human_count
-from lightning_eff.report.division import RING, Share, part
-from lightning_eff.report.weights import Model, OptimizerState, Weight, num_bytes
+from lightning_eff.report.sharding_table import RING, DeviceShare, shard_numel
+from lightning_eff.report.model_weights import ModelWeights, OptimizerState, Weight, total_bytes
 
 FLOAT32 = 4
 
@@ -65,14 +65,14 @@ class Zero:
 
     own_weights = True
 
-    def share(self, model: Model, state: OptimizerState, devices: int, micro_batches: int) -> Share:
-        """See `Scheme`."""
+    def share(self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int) -> DeviceShare:
+        """See `ShardingScheme`."""
         one = self._stage_3 if self.stage == 3 else self._stage_1_or_2
         return one(model, state, devices, micro_batches)
 
-    def _stage_1_or_2(self, model: Model, state: OptimizerState, devices: int, micro_batches: int) -> Share:
+    def _stage_1_or_2(self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int) -> DeviceShare:
         total = sum(weight.numel for weight in model.trained)
-        mine, size = part(total, devices), self.itemsize
+        mine, size = shard_numel(total, devices), self.itemsize
         own = mine * FLOAT32 + state.bytes_of(model.trained) * mine / max(total, 1)
         held = self.accumulate_itemsize if self.stage == 1 else size
         buckets = self.num_buckets * self.bucket * held
@@ -84,8 +84,8 @@ class Zero:
         kept = total * held if self.stage == 1 else 0 if away else mine * self.accumulate_itemsize
         times = micro_batches if self.stage == 2 else 1
         reduced = (2 if self.all_reduce else 1) * (devices - 1) / devices * total * self.reduce_itemsize
-        return Share(
-            weights=num_bytes(model.weights, size) + model.buffers_bytes,
+        return DeviceShare(
+            weights=total_bytes(model.weights, size) + model.buffers_bytes,
             gradients=kept,
             optimizer=0 if away else own,
             buffers=buckets + largest if away else max(buckets, step),
@@ -93,13 +93,13 @@ class Zero:
             sent=times * reduced + (devices - 1) * mine * size,
         )
 
-    def _stage_3(self, model: Model, state: OptimizerState, devices: int, micro_batches: int) -> Share:
+    def _stage_3(self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int) -> DeviceShare:
         size = self.itemsize
-        mine = sum(part(weight.numel, devices) for weight in model.trained)
-        weights = sum(part(weight.numel, devices) for weight in model.weights) * size
+        mine = sum(shard_numel(weight.numel, devices) for weight in model.trained)
+        weights = sum(shard_numel(weight.numel, devices) for weight in model.weights) * size
         whole = sum(weight.numel for weight in model.weights if weight.numel <= self.persistent) * size
         copied = size != FLOAT32 or self.optimizer_on or self.weights_on
-        own = state.bytes_of(model.trained, lambda weight: part(weight.numel, devices))
+        own = state.bytes_of(model.trained, lambda weight: shard_numel(weight.numel, devices))
         own += mine * FLOAT32 if copied else 0
         gradients, step = mine * self.accumulate_itemsize, min(mine, self.step_elements) * FLOAT32
         away = {"": 0.0, "cpu": 0.0, "nvme": 0.0}
@@ -111,7 +111,7 @@ class Zero:
         gathered = self._gathered(model) * size
         total = sum(weight.numel for weight in model.trained)
         scattered = min(self.bucket, total) * self.reduce_itemsize * (1 + 1 / devices)  # in and out
-        return Share(
+        return DeviceShare(
             weights=away[""] + whole + model.buffers_bytes,
             gradients=gradients,
             optimizer=own,
@@ -122,10 +122,10 @@ class Zero:
             sent=(devices - 1) * self._parts_sent(model, devices, micro_batches),
         )
 
-    def _divided(self, model: Model) -> list[Weight]:
+    def _divided(self, model: ModelWeights) -> list[Weight]:
         return [weight for weight in model.weights if weight.numel > self.persistent]
 
-    def _kept(self, model: Model) -> set[int]:
+    def _kept(self, model: ModelWeights) -> set[int]:
         """Return the layers whose weights stay whole from their forward to their backward pass."""
         kept: set[int] = set()
         between = 0
@@ -135,25 +135,25 @@ class Zero:
             between += sum(weight.numel for weight in model.weights if weight.layer == layer)
         return kept
 
-    def _gathered(self, model: Model) -> int:
+    def _gathered(self, model: ModelWeights) -> int:
         """Return the elements that are whole at a time, but for those that always are."""
         kept, divided = self._kept(model), self._divided(model)
         stay = sum(weight.numel for weight in divided if weight.layer in kept)
         rest = [weight.numel for weight in divided if weight.layer not in kept]
         return stay + min(sum(rest), max(rest, default=0) + self.prefetch)
 
-    def _parts_sent(self, model: Model, devices: int, micro_batches: int) -> float:
+    def _parts_sent(self, model: ModelWeights, devices: int, micro_batches: int) -> float:
         """Return the bytes that a device sends to each other one."""
         kept, sent = self._kept(model), 0
         for weight in model.weights:
             gathers = micro_batches * (1 if weight.layer in kept else 2)
             gathers = 1 if weight.numel <= self.persistent else gathers
             reduced = micro_batches * self.reduce_itemsize if weight.trained else 0
-            sent += part(weight.numel, devices) * (gathers * self.itemsize + reduced)
+            sent += shard_numel(weight.numel, devices) * (gathers * self.itemsize + reduced)
         return sent
 
     def assumptions(self) -> list[str]:
-        """See `Scheme`."""
+        """See `ShardingScheme`."""
         buckets = f"{self.num_buckets} bucket{'s' if self.num_buckets > 1 else ''} of gradients"
         lines = [
             f"{buckets} of {human_count(self.bucket)} elements, however small the model "

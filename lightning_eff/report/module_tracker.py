@@ -19,7 +19,7 @@ PHASES = (FORWARD, BACKWARD, STEP)
 ROOT = "(root)"
 
 
-class Whereabouts:
+class ModuleTracker:
     """Follows a step; `look` at every operation.
 
     `just_ended` names what came to its end right before: a phase, or `recomputed` for a forward pass inside

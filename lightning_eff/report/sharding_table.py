@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from lightning_eff.core.text import human_bytes, text_table
-from lightning_eff.report.weights import Model, OptimizerState
+from lightning_eff.report.model_weights import ModelWeights, OptimizerState
 
 MOST_DEVICES = 1024
 RING = "each device sends what a ring does, in a flat network"
@@ -25,13 +25,13 @@ UNCOUNTED = "activations are not counted"
 PREDICTED = "activations are what passes in the predicted step: activations, temporaries and the batch"
 
 
-def part(numel: int, devices: int) -> int:
+def shard_numel(numel: int, devices: int) -> int:
     """Return the elements of the largest of equal parts; what is missing is padded."""
     return -(-numel // devices)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class DeviceShare:
     """What one device keeps and sends, in bytes.
 
     Args:
@@ -60,7 +60,7 @@ class Share:
         return self.weights + self.gradients + self.optimizer + self.gathered + self.buffers
 
 
-class Scheme(Protocol):
+class ShardingScheme(Protocol):
     """How a strategy divides."""
 
     @property
@@ -68,7 +68,7 @@ class Scheme(Protocol):
         """Whether the optimizer steps on float32 weights of its own, and not on the model's."""
         ...
 
-    def share(self, model: Model, state: OptimizerState, devices: int, micro_batches: int) -> Share:
+    def share(self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int) -> DeviceShare:
         """Return what a device keeps and sends.
 
         Args:
@@ -85,16 +85,16 @@ class Scheme(Protocol):
 
 
 @runtime_checkable
-class Divides(Protocol):
+class HasShardingScheme(Protocol):
     """A strategy that tells how it divides a model."""
 
-    def scheme(self) -> Scheme:
+    def scheme(self) -> ShardingScheme:
         """Return the arithmetic."""
         ...
 
 
 @dataclass(frozen=True)
-class Division:
+class ShardingTable:
     """Shares of one device, for several numbers of devices.
 
     Args:
@@ -105,7 +105,7 @@ class Division:
     """
 
     about: str = ""
-    shares: Mapping[int, Share] = field(default_factory=dict[int, Share])
+    shares: Mapping[int, DeviceShare] = field(default_factory=dict[int, DeviceShare])
     assumptions: tuple[str, ...] = ()
     passing_bytes: int | None = None
 
@@ -165,9 +165,9 @@ class Division:
         return "\n".join([*lines, *(f"assumed: {each}" for each in self.assumed)])
 
 
-def divide(
-    scheme: Scheme, model: Model, state: OptimizerState, micro_batches: int, also: int = 1
-) -> dict[int, Share]:
+def shares_by_devices(
+    scheme: ShardingScheme, model: ModelWeights, state: OptimizerState, micro_batches: int, also: int = 1
+) -> dict[int, DeviceShare]:
     """Return a device's share among 1, 2, 4 ... 1,024 devices.
 
     Args:
@@ -181,7 +181,7 @@ def divide(
     return {devices: scheme.share(model, state, devices, micro_batches) for devices in counts}
 
 
-def micro_batches_of(values: Mapping[str, Any], devices: int) -> tuple[int, str]:
+def micro_batches_per_step(values: Mapping[str, Any], devices: int) -> tuple[int, str]:
     """Read off a config how many micro-batches an optimizer step has on each device, and say so.
 
     Example:

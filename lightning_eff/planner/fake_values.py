@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from lightning_eff.planner.corrections import corrected
+from lightning_eff.planner.fake_values import corrected
 
 aten: Any = torch.ops.aten
 
@@ -41,7 +41,7 @@ NO = ("any", "isnan", "isinf", "ne", "logical_or", "bitwise_or", "equal")
 OTHER = 0.01
 
 
-class Answers(TorchDispatchMode):
+class FakeValues(TorchDispatchMode):
     """Answers what is asked of values, in front of the mode that has none."""
 
     supports_higher_order_operators = True

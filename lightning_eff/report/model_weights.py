@@ -49,13 +49,13 @@ class Weight:
     block: int = -1
 
 
-def num_bytes(weights: Iterable[Weight], itemsize: int | None = None) -> int:
+def total_bytes(weights: Iterable[Weight], itemsize: int | None = None) -> int:
     """Return the bytes of whole weights, in their own formats or in another."""
     return sum(weight.numel * (itemsize or weight.itemsize) for weight in weights)
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelWeights:
     """The tensors of a model.
 
     Args:
@@ -69,7 +69,7 @@ class Model:
     @classmethod
     def of(
         cls, model: nn.Module, blocks: Iterable[nn.Module] = (), dtype: torch.dtype | None = None
-    ) -> Model:
+    ) -> ModelWeights:
         """Look at a model, which may be on the meta device.
 
         Args:

@@ -21,12 +21,12 @@ from lightning_eff.core import rules
 from lightning_eff.core.technique import Technique, arguments
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
-from lightning_eff.planner.advice import Size, Words, eighth
+from lightning_eff.planner.advice import Size, Words, default_micro_batch
 from lightning_eff.planner.prediction import predict
-from lightning_eff.planner.room import Expectation, Room
+from lightning_eff.planner.device_memory import MemoryForecast, DeviceMemory
 from lightning_eff.precision.mixed import Mixed
 from lightning_eff.report.live_bytes import state_bytes
-from lightning_eff.report.meter import batch_size
+from lightning_eff.report.meter import samples_and_tokens
 
 CANDIDATES: dict[str, Callable[[], Any]] = {
     "GradientCheckpointing()": GradientCheckpointing,
@@ -48,7 +48,7 @@ def _chosen(optimizer: Callable[..., Any]) -> OptimizerChoice:
 
 
 @dataclass(frozen=True)
-class Script:
+class AdvisedScript:
     """A training that goes on, or has ended.
 
     Args:
@@ -62,9 +62,9 @@ class Script:
     trainer: pl.Trainer
 
     @property
-    def room(self) -> Room:
+    def room(self) -> DeviceMemory:
         """The memory of the device that it is trained on."""
-        return Room.of("", self.trainer.strategy.root_device, held_bytes=self._held_bytes())
+        return DeviceMemory.of("", self.trainer.strategy.root_device, held_bytes=self._held_bytes())
 
     def _held_bytes(self) -> int:
         """Return what the training has in memory now and a prediction counts once more."""
@@ -80,11 +80,11 @@ class Script:
 
     def _makers(self) -> dict[str, Callable[[], Any]]:
         """Return how each candidate is made, by how it is written."""
-        rows = eighth(batch_size(self.batch)[0])
+        rows = default_micro_batch(samples_and_tokens(self.batch)[0])
         parts = {f"MicroBatch(micro_batch_size={rows})": lambda: MicroBatch(micro_batch_size=rows)}
         return {**CANDIDATES, **parts, **(WITH_HOST if self.room.is_cuda else {})}
 
-    def expect(self, words: Words) -> Expectation:
+    def expect(self, words: Words) -> MemoryForecast:
         """Predict the step with some techniques more; raises what the Trainer would say to them."""
         makers = self._makers()
         made = [makers[each]() for each in words]
@@ -99,13 +99,13 @@ class Script:
             num_batches=int(count) if count != float("inf") else None,
             batch_size=size if isinstance(size, int) else None,
         )
-        return Expectation(found, self.room)
+        return MemoryForecast(found, self.room)
 
     def instead(self, one: Words, other: Words) -> bool:
         """Say whether two candidates are of one class."""
         return one[0].partition("(")[0] == other[0].partition("(")[0]
 
-    def trains_less(self, words: Words) -> bool:
+    def changes_trainable_params(self, words: Words) -> bool:
         """Say that no candidate trains other weights."""
         del words
         return False

@@ -22,7 +22,7 @@ from lightning_eff.kernels.devices import Device
 from lightning_eff.planner.prediction import Prediction
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.roofline import Rates
-from lightning_eff.report.whereabouts import PHASES
+from lightning_eff.report.module_tracker import PHASES
 
 MIB = 2**20
 HOPPER = 90
@@ -37,7 +37,7 @@ DIFFERENT_ON_CUDA = (
 
 
 @dataclass(frozen=True)
-class Room:
+class DeviceMemory:
     """A device's memory.
 
     Args:
@@ -59,7 +59,7 @@ class Room:
     @classmethod
     def of(
         cls, device: str, root: torch.device, *, held_bytes: int = 0, limit: host_memory.Limit | None = None
-    ) -> Room:
+    ) -> DeviceMemory:
         """Look a device up.
 
         Args:
@@ -89,7 +89,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Expectation:
+class MemoryForecast:
     """A prediction on a device.
 
     Args:
@@ -99,8 +99,8 @@ class Expectation:
     """
 
     prediction: Prediction
-    room: Room
-    undivided: bool = False
+    room: DeviceMemory
+    unsharded: bool = False
 
     @property
     def peak(self) -> Peak | None:
@@ -154,7 +154,7 @@ class Expectation:
             f"fits, {human_bytes(left)} left" if left >= 0 else f"does not fit: {human_bytes(-left)} short"
         )
         where = f" in {peak.path}" if peak.path else ""
-        what = "a step, were it on one device and undivided" if self.undivided else "a step"
+        what = "a step, were it on one device and undivided" if self.unsharded else "a step"
         return (
             f"predicted peak of {what}: {human_bytes(taken)} of {human_bytes(self.room.memory_bytes)} on "
             f"{self.room.name}: {verdict}; reached in the {peak.phase} ({peak.operation or 'start'}{where})"

@@ -11,7 +11,7 @@ from lightning_eff.report import html
 from lightning_eff.report.throughput import Throughput
 
 
-def plain(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """Return a value as strict JSON can hold it, which has no word for nan and infinity.
 
     Example:
@@ -19,13 +19,13 @@ def plain(value: Any) -> Any:
         {'loss': 'nan', 'steps': [1, 2.5]}
     """
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [json_safe(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+def key_figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return names and formatted values of the figures that were measured."""
     measured: Mapping[str, Any] = report["measured"]
     formats = {
@@ -44,7 +44,7 @@ def figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def verdict(report: Mapping[str, Any]) -> str:
+def run_verdict(report: Mapping[str, Any]) -> str:
     """Return one sentence on how the run went."""
     steps, measured = report["num_steps"], report["measured"]
     if report["status"] == "stopped":
@@ -69,10 +69,10 @@ def _words_on_peak(measured: Mapping[str, Any]) -> str:
     return " Gradients freed in the backward pass did not lower the peak: it comes before them."
 
 
-def text(report: Mapping[str, Any]) -> str:
+def report_text(report: Mapping[str, Any]) -> str:
     """Return the report as a few lines for a terminal."""
-    lines = [f"{report['title']}. {verdict(report)}"]
-    shown = " | ".join(f"{name} {value}" for name, value in figures(report))
+    lines = [f"{report['title']}. {run_verdict(report)}"]
+    shown = " | ".join(f"{name} {value}" for name, value in key_figures(report))
     lines += [f" {shown}"] if shown else []
     rows = [[row["technique"], row["status"], row["did"]] for row in report["ledger"]]
     if rows:
@@ -80,7 +80,7 @@ def text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def page(report: Mapping[str, Any], throughput: Throughput, config: str = "") -> str:
+def report_page(report: Mapping[str, Any], throughput: Throughput, config: str = "") -> str:
     """Return the report as one HTML file.
 
     Args:
@@ -88,6 +88,6 @@ def page(report: Mapping[str, Any], throughput: Throughput, config: str = "") ->
         throughput: Of every timed batch.
         config: What the run was built from, as YAML.
     """
-    shown = dict(report) | {"verdict": verdict(report)}
+    shown = dict(report) | {"verdict": run_verdict(report)}
     times_s, waits_s = throughput.batch_times_s, throughput.waits_s
-    return html.page(shown, figures=figures(report), times_s=times_s, waits_s=waits_s, config=config)
+    return html.render_page(shown, figures=key_figures(report), times_s=times_s, waits_s=waits_s, config=config)

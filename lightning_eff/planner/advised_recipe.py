@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_eff.core import rules
-from lightning_eff.planner.advice import Size, Words, eighth
-from lightning_eff.planner.dry_run import Example, dry_run, example_of, on_device
-from lightning_eff.planner.room import Expectation, Room
+from lightning_eff.planner.advice import Size, Words, default_micro_batch
+from lightning_eff.planner.dry_run import ExampleBatch, dry_run, example_batch_of, resolve_precision
+from lightning_eff.planner.device_memory import MemoryForecast, DeviceMemory
 from lightning_eff.run import build_trainer
 
 CHECKPOINTING = "callbacks.gradient_checkpointing.policy"
@@ -41,7 +41,7 @@ Compose = Callable[[Sequence[str]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class AdvisedRecipe:
     """A composed recipe, fed with a batch of its data.
 
     Args:
@@ -51,35 +51,35 @@ class Recipe:
     """
 
     compose: Compose
-    room: Room
-    fed: Example
+    room: DeviceMemory
+    fed: ExampleBatch
 
     @classmethod
-    def of(cls, compose: Compose, room: Room) -> Recipe | None:
+    def of(cls, compose: Compose, room: DeviceMemory) -> AdvisedRecipe | None:
         """Take a batch; None where there is none to be had."""
-        fed = example_of(compose(()))
+        fed = example_batch_of(compose(()))
         return None if fed is None else cls(compose, room, fed)
 
     @property
     def candidates(self) -> Sequence[Words]:
         """Techniques to try."""
-        parts = f"callbacks.micro_batch.micro_batch_size={eighth(self.fed.batch_size or 1)}"
+        parts = f"callbacks.micro_batch.micro_batch_size={default_micro_batch(self.fed.batch_size or 1)}"
         more = (("+callbacks=micro_batch", parts), *(WITH_HOST if self.room.is_cuda else ()))
         return (*CANDIDATES, *more)
 
-    def expect(self, words: Words) -> Expectation:
+    def expect(self, words: Words) -> MemoryForecast:
         """Compose with some words more and predict the step; raises what `train` would say to them."""
-        values = on_device(self.compose(words), self.room)
+        values = resolve_precision(self.compose(words), self.room)
         trainer = build_trainer(values)
         rules.raise_refused(rules.check(rules.objects_of(trainer), rules.run_facts(trainer)))
-        return Expectation(dry_run(values, self.fed), self.room)
+        return MemoryForecast(dry_run(values, self.fed), self.room)
 
     def instead(self, one: Words, other: Words) -> bool:
         """Say whether two candidates set the same group or list the same callback."""
         key = one[0] if one[0].startswith("+") else one[0].partition("=")[0]
         return other[0].startswith(key)
 
-    def trains_less(self, words: Words) -> bool:
+    def changes_trainable_params(self, words: Words) -> bool:
         """Say whether adapters are trained in the place of the weights."""
         return words == ADAPTERS
 
@@ -92,7 +92,7 @@ class Recipe:
         if not now or "micro_batch_size" not in (values.get("data") or {}):
             return None
 
-        def expect(rows: int) -> Expectation:
+        def expect(rows: int) -> MemoryForecast:
             fed = replace(self.fed, batch=_resized(self.fed.batch, 0, now, rows), batch_size=rows)
             return self._with(_with_micro_batch(values, now, rows), fed)
 
@@ -105,14 +105,14 @@ class Recipe:
             return None
         now = data[key]
 
-        def expect(length: int) -> Expectation:
+        def expect(length: int) -> MemoryForecast:
             fed = replace(self.fed, batch=_resized(self.fed.batch, 1, now, length))
             return self._with(self.compose((f"data.{key}={length}",)), fed)
 
         return Size("longest sequence, by memory alone,", f"data.{key}", now, 1 << 22, 16, expect)
 
-    def _with(self, values: Mapping[str, Any], fed: Example) -> Expectation:
-        return Expectation(dry_run(on_device(values, self.room), fed), self.room)
+    def _with(self, values: Mapping[str, Any], fed: ExampleBatch) -> MemoryForecast:
+        return MemoryForecast(dry_run(resolve_precision(values, self.room), fed), self.room)
 
 
 def _resized(batch: Any, dim: int, size: int, wanted: int) -> Any:
