@@ -1,4 +1,4 @@
-"""A recipe as the subject of advice: techniques are the words that a user would type."""
+"""A recipe as a training to advise on: candidates are the overrides that a user would type."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_eff.core import rules
-from lightning_eff.planner.advice import Size, Words, default_micro_batch
+from lightning_eff.planner.advice import Options, Size, default_micro_batch
+from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
 from lightning_eff.planner.dry_run import ExampleBatch, dry_run, example_batch_of, resolve_precision
-from lightning_eff.planner.device_memory import MemoryForecast, DeviceMemory
 from lightning_eff.run import build_trainer
 
 CHECKPOINTING = "callbacks.gradient_checkpointing.policy"
-ADAPTERS: Words = ("+callbacks=peft_adapter",)
-CANDIDATES: tuple[Words, ...] = (
+ADAPTERS: Options = ("+callbacks=peft_adapter",)
+CANDIDATES: tuple[Options, ...] = (
     ("+callbacks=gradient_checkpointing",),
     ("+callbacks=gradient_checkpointing", f"{CHECKPOINTING}=selective"),
     ("optimizer=in_backward", "trainer.gradient_clip_val=null"),
@@ -27,111 +27,112 @@ CANDIDATES: tuple[Words, ...] = (
     ("precision=bf16_true",),
     ADAPTERS,
 )
-"""What to try, as it is typed; how each changes the training is told by `ls`."""
-WITH_HOST: tuple[Words, ...] = (
+"""Candidates on every device; `lightning-eff ls` shows how each changes the training."""
+HOST_CANDIDATES: tuple[Options, ...] = (
     ("+callbacks=gradient_checkpointing", f"{CHECKPOINTING}=offload"),
     ("optimizer=cpu_offload",),
 )
-"""The same for a device that has a host beside it."""
-LENGTHS = ("context_length", "sequence_length", "max_length")
-"""What a data module may call the length of its rows."""
+"""Further candidates on a GPU."""
+LENGTH_KEYS = ("context_length", "sequence_length", "max_length")
+"""Keys of a data module that set the length of its samples."""
 
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
-"""Composes the recipe with some more words."""
+"""Compose the recipe with further overrides."""
 
 
 @dataclass(frozen=True)
 class AdvisedRecipe:
-    """A composed recipe, fed with a batch of its data.
+    """A composed recipe with a batch of its data.
 
     Args:
-        compose: Composes it with some more words.
-        room: Of the device.
-        fed: What it is fed with.
+        compose: Composes it with further overrides.
+        memory: Memory of the device.
+        example: The batch.
     """
 
     compose: Compose
-    room: DeviceMemory
-    fed: ExampleBatch
+    memory: DeviceMemory
+    example: ExampleBatch
 
     @classmethod
-    def of(cls, compose: Compose, room: DeviceMemory) -> AdvisedRecipe | None:
-        """Take a batch; None where there is none to be had."""
-        fed = example_batch_of(compose(()))
-        return None if fed is None else cls(compose, room, fed)
+    def of(cls, compose: Compose, memory: DeviceMemory) -> AdvisedRecipe | None:
+        """Load a batch; return None if the data have none."""
+        example = example_batch_of(compose(()))
+        return None if example is None else cls(compose, memory, example)
 
     @property
-    def candidates(self) -> Sequence[Words]:
-        """Techniques to try."""
-        parts = f"callbacks.micro_batch.micro_batch_size={default_micro_batch(self.fed.batch_size or 1)}"
-        more = (("+callbacks=micro_batch", parts), *(WITH_HOST if self.room.is_cuda else ()))
-        return (*CANDIDATES, *more)
+    def candidates(self) -> Sequence[Options]:
+        """Overrides to try."""
+        size = default_micro_batch(self.example.batch_size or 1)
+        micro_batch = ("+callbacks=micro_batch", f"callbacks.micro_batch.micro_batch_size={size}")
+        return (*CANDIDATES, micro_batch, *(HOST_CANDIDATES if self.memory.is_cuda else ()))
 
-    def expect(self, words: Words) -> MemoryForecast:
-        """Compose with some words more and predict the step; raises what `train` would say to them."""
-        values = resolve_precision(self.compose(words), self.room)
+    def forecast(self, options: Options) -> MemoryForecast:
+        """Compose with further overrides and predict the step; raise the errors that `train` would raise."""
+        values = resolve_precision(self.compose(options), self.memory)
         trainer = build_trainer(values)
         rules.raise_refused(rules.check(rules.objects_of(trainer), rules.run_facts(trainer)))
-        return MemoryForecast(dry_run(values, self.fed), self.room)
+        return self._forecast(values, self.example)
 
-    def instead(self, one: Words, other: Words) -> bool:
-        """Say whether two candidates set the same group or list the same callback."""
-        key = one[0] if one[0].startswith("+") else one[0].partition("=")[0]
-        return other[0].startswith(key)
+    def mutually_exclusive(self, first: Options, second: Options) -> bool:
+        """Return whether two candidates set the same group or add the same callback."""
+        key = first[0] if first[0].startswith("+") else first[0].partition("=")[0]
+        return second[0].startswith(key)
 
-    def changes_trainable_params(self, words: Words) -> bool:
-        """Say whether adapters are trained in the place of the weights."""
-        return words == ADAPTERS
+    def changes_trainable_params(self, options: Options) -> bool:
+        """Return whether adapters are trained instead of the weights."""
+        return options == ADAPTERS
 
     def sizes(self) -> Sequence[Size]:
-        """Return the settings of the data that batches are as large as."""
-        return [size for size in (self._rows(), self._length()) if size is not None]
+        """Return the settings of the data that determine the size of a batch."""
+        return [size for size in (self._batch_size(), self._length()) if size is not None]
 
-    def _rows(self) -> Size | None:
-        values, now = self.compose(()), self.fed.batch_size
+    def _batch_size(self) -> Size | None:
+        values, now = self.compose(()), self.example.batch_size
         if not now or "micro_batch_size" not in (values.get("data") or {}):
             return None
 
-        def expect(rows: int) -> MemoryForecast:
-            fed = replace(self.fed, batch=_resized(self.fed.batch, 0, now, rows), batch_size=rows)
-            return self._with(_with_micro_batch(values, now, rows), fed)
+        def forecast(samples: int) -> MemoryForecast:
+            batch = _resized(self.example.batch, 0, now, samples)
+            example = replace(self.example, batch=batch, batch_size=samples)
+            return self._forecast(_with_batch_size(values, now, samples), example)
 
-        return Size("largest micro-batch", "data.micro_batch_size", now, 1 << 16, 1, expect)
+        return Size("largest micro-batch", "data.micro_batch_size", now, 1 << 16, 1, forecast)
 
     def _length(self) -> Size | None:
         data: Mapping[str, Any] = self.compose(()).get("data") or {}
-        key = next((name for name in LENGTHS if isinstance(data.get(name), int)), None)
+        key = next((name for name in LENGTH_KEYS if isinstance(data.get(name), int)), None)
         if key is None:
             return None
         now = data[key]
 
-        def expect(length: int) -> MemoryForecast:
-            fed = replace(self.fed, batch=_resized(self.fed.batch, 1, now, length))
-            return self._with(self.compose((f"data.{key}={length}",)), fed)
+        def forecast(length: int) -> MemoryForecast:
+            example = replace(self.example, batch=_resized(self.example.batch, 1, now, length))
+            return self._forecast(self.compose((f"data.{key}={length}",)), example)
 
-        return Size("longest sequence, by memory alone,", f"data.{key}", now, 1 << 22, 16, expect)
+        return Size("longest sequence, by memory alone,", f"data.{key}", now, 1 << 22, 16, forecast)
 
-    def _with(self, values: Mapping[str, Any], fed: ExampleBatch) -> MemoryForecast:
-        return MemoryForecast(dry_run(resolve_precision(values, self.room), fed), self.room)
+    def _forecast(self, values: Mapping[str, Any], example: ExampleBatch) -> MemoryForecast:
+        return MemoryForecast(dry_run(resolve_precision(values, self.memory), example), self.memory)
 
 
-def _resized(batch: Any, dim: int, size: int, wanted: int) -> Any:
-    """Return a batch of another size, the places of one dimension repeated or left out."""
+def _resized(batch: Any, dim: int, size: int, new_size: int) -> Any:
+    """Return a batch whose tensors of `size` in a dimension are repeated or cut to `new_size`."""
 
-    def change(leaf: Any) -> Any:
+    def resize(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] != size:
             return leaf
-        return leaf.index_select(dim, torch.arange(wanted, device=leaf.device) % size)
+        return leaf.index_select(dim, torch.arange(new_size, device=leaf.device) % size)
 
-    return tree_map(change, batch)
+    return tree_map(resize, batch)
 
 
-def _with_micro_batch(values: Mapping[str, Any], size: int, rows: int) -> dict[str, Any]:
-    """Return a recipe with another micro-batch, and as many of them in a step."""
-    changed = dict(values) | {"data": values["data"] | {"micro_batch_size": rows}}
+def _with_batch_size(values: Mapping[str, Any], size: int, new_size: int) -> dict[str, Any]:
+    """Return a recipe with another batch size, and as many batches per optimizer step."""
+    changed = dict(values) | {"data": values["data"] | {"micro_batch_size": new_size}}
     callbacks = dict(values.get("callbacks") or {})
-    whole = (callbacks.get("gradient_accumulation") or {}).get("global_batch_size")
-    if isinstance(whole, int):
-        accumulated = {"global_batch_size": max(1, whole // size) * rows}
+    global_size = (callbacks.get("gradient_accumulation") or {}).get("global_batch_size")
+    if isinstance(global_size, int):
+        accumulated = {"global_batch_size": max(1, global_size // size) * new_size}
         callbacks["gradient_accumulation"] = callbacks["gradient_accumulation"] | accumulated
     return changed | {"callbacks": callbacks}

@@ -1,7 +1,7 @@
-"""A script's own training as the subject of advice: techniques are what would be added to its Trainer.
+"""A script's own training to advise on: candidates are what would be added to its Trainer.
 
-The Trainer is made anew for one CPU with what decides over memory: precision, accumulation, clipping, and the
-suite's techniques. The script's other callbacks are left out: they may do anything, and none of the step.
+The Trainer is built again for one CPU with what determines memory: precision, accumulation, clipping, and
+the techniques of this package. The script's other callbacks are left out, since they may do anything.
 """
 
 from __future__ import annotations
@@ -21,40 +21,41 @@ from lightning_eff.core import rules
 from lightning_eff.core.technique import Technique, arguments
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
-from lightning_eff.planner.advice import Size, Words, default_micro_batch
+from lightning_eff.planner.advice import Options, Size, default_micro_batch
+from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
 from lightning_eff.planner.prediction import predict
-from lightning_eff.planner.device_memory import MemoryForecast, DeviceMemory
 from lightning_eff.precision.mixed import Mixed
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.report.meter import samples_and_tokens
+
+
+def _choice(optimizer: Callable[..., Any]) -> OptimizerChoice:
+    return OptimizerChoice(optimizer=functools.partial(optimizer, lr=1e-3))
+
 
 CANDIDATES: dict[str, Callable[[], Any]] = {
     "GradientCheckpointing()": GradientCheckpointing,
     'GradientCheckpointing(policy="selective")': lambda: GradientCheckpointing(policy="selective"),
     'Mixed(precision="bf16-mixed")': lambda: Mixed(precision="bf16-mixed"),
     'Mixed(precision="bf16-true")': lambda: Mixed(precision="bf16-true"),
-    "OptimizerChoice(optimizer=partial(InBackward, lr=...))": lambda: _chosen(InBackward),
+    "OptimizerChoice(optimizer=partial(InBackward, lr=...))": lambda: _choice(InBackward),
 }
-"""What to try, as it is written; callbacks, and plugins for precision."""
-WITH_HOST: dict[str, Callable[[], Any]] = {
+"""Candidates on every device as they are written: callbacks, and plugins for precision."""
+HOST_CANDIDATES: dict[str, Callable[[], Any]] = {
     'GradientCheckpointing(policy="offload")': lambda: GradientCheckpointing(policy="offload"),
-    "OptimizerChoice(optimizer=partial(CpuOffload, lr=...))": lambda: _chosen(CpuOffload),
+    "OptimizerChoice(optimizer=partial(CpuOffload, lr=...))": lambda: _choice(CpuOffload),
 }
-"""The same for a device that has a host beside it."""
-
-
-def _chosen(optimizer: Callable[..., Any]) -> OptimizerChoice:
-    return OptimizerChoice(optimizer=functools.partial(optimizer, lr=1e-3))
+"""Further candidates on a GPU."""
 
 
 @dataclass(frozen=True)
 class AdvisedScript:
-    """A training that goes on, or has ended.
+    """A training that runs, or has ended.
 
     Args:
-        module: As it would be given to `fit`; a copy is what is tried on.
+        module: The module as passed to `fit`; predictions use copies.
         batch: One of its batches, with or without memory.
-        trainer: What it is trained with.
+        trainer: Its Trainer.
     """
 
     module: pl.LightningModule
@@ -62,77 +63,74 @@ class AdvisedScript:
     trainer: pl.Trainer
 
     @property
-    def room(self) -> DeviceMemory:
-        """The memory of the device that it is trained on."""
-        return DeviceMemory.of("", self.trainer.strategy.root_device, held_bytes=self._held_bytes())
-
-    def _held_bytes(self) -> int:
-        """Return what the training has in memory now and a prediction counts once more."""
+    def memory(self) -> DeviceMemory:
+        """Memory of the training's device."""
+        # What the training has allocated now is counted again by a prediction.
         tensors = [*self.module.parameters(), *self.module.buffers()]
         tensors += [each.grad for each in self.module.parameters() if each.grad is not None]
-        state = (sum(state_bytes(optimizer).values()) for optimizer in self.trainer.optimizers)
-        return sum(each.nbytes for each in tensors) + sum(state)
+        held_bytes = sum(each.nbytes for each in tensors)
+        held_bytes += sum(sum(state_bytes(optimizer).values()) for optimizer in self.trainer.optimizers)
+        return DeviceMemory.of("", self.trainer.strategy.root_device, held_bytes=held_bytes)
 
     @property
-    def candidates(self) -> Sequence[Words]:
+    def candidates(self) -> Sequence[Options]:
         """Techniques to try."""
-        return [(name,) for name in self._makers()]
+        return [(name,) for name in self._factories()]
 
-    def _makers(self) -> dict[str, Callable[[], Any]]:
-        """Return how each candidate is made, by how it is written."""
-        rows = default_micro_batch(samples_and_tokens(self.batch)[0])
-        parts = {f"MicroBatch(micro_batch_size={rows})": lambda: MicroBatch(micro_batch_size=rows)}
-        return {**CANDIDATES, **parts, **(WITH_HOST if self.room.is_cuda else {})}
+    def _factories(self) -> dict[str, Callable[[], Any]]:
+        size = default_micro_batch(samples_and_tokens(self.batch)[0])
+        micro_batch = {f"MicroBatch(micro_batch_size={size})": lambda: MicroBatch(micro_batch_size=size)}
+        return {**CANDIDATES, **micro_batch, **(HOST_CANDIDATES if self.memory.is_cuda else {})}
 
-    def expect(self, words: Words) -> MemoryForecast:
-        """Predict the step with some techniques more; raises what the Trainer would say to them."""
-        makers = self._makers()
-        made = [makers[each]() for each in words]
-        check = self._again(made)
+    def forecast(self, options: Options) -> MemoryForecast:
+        """Predict the step with further techniques; raise the errors that the Trainer would raise."""
+        factories = self._factories()
+        added = [factories[option]() for option in options]
+        check = self._rebuilt_trainer(added)
         rules.raise_refused(rules.check(rules.objects_of(check), rules.run_facts(check)))
-        count = self.trainer.num_training_batches
-        size = getattr(self.trainer.train_dataloader, "batch_size", None)
+        num_batches = self.trainer.num_training_batches
+        batch_size = getattr(self.trainer.train_dataloader, "batch_size", None)
         found = predict(
             self.module,
             self.batch,
-            trainer=lambda: self._again(made),
-            num_batches=int(count) if count != float("inf") else None,
-            batch_size=size if isinstance(size, int) else None,
+            trainer=lambda: self._rebuilt_trainer(added),
+            num_batches=int(num_batches) if num_batches != float("inf") else None,
+            batch_size=batch_size if isinstance(batch_size, int) else None,
         )
-        return MemoryForecast(found, self.room)
+        return MemoryForecast(found, self.memory)
 
-    def instead(self, one: Words, other: Words) -> bool:
-        """Say whether two candidates are of one class."""
-        return one[0].partition("(")[0] == other[0].partition("(")[0]
+    def mutually_exclusive(self, first: Options, second: Options) -> bool:
+        """Return whether two candidates are of one class."""
+        return first[0].partition("(")[0] == second[0].partition("(")[0]
 
-    def changes_trainable_params(self, words: Words) -> bool:
-        """Say that no candidate trains other weights."""
-        del words
+    def changes_trainable_params(self, options: Options) -> bool:
+        """Return False: no candidate changes which parameters are trained."""
+        del options
         return False
 
     def sizes(self) -> Sequence[Size]:
-        """Return nothing: how a script makes its batches is not known."""
+        """Return nothing: how a script makes its batches is unknown."""
         return []
 
-    def _again(self, more: Sequence[Any]) -> pl.Trainer:
-        """Make the Trainer once more, for a CPU."""
+    def _rebuilt_trainer(self, added: Sequence[Any]) -> pl.Trainer:
+        """Build the Trainer again, for a CPU, with further callbacks and precision plugins."""
         trainer: Any = self.trainer
-        callbacks = [_anew(each) for each in trainer.callbacks if _is_ours(each)]
-        plugins: list[Any] = [each for each in more if isinstance(each, Precision)]
-        if not plugins and _is_ours(trainer.precision_plugin):
-            plugins = [_anew(trainer.precision_plugin)]
-        given: dict[str, Any] = {} if plugins else {"precision": trainer.precision}
-        new = [each for each in more if not isinstance(each, Precision)]
-        kept = [each for each in callbacks if type(each) not in {type(other) for other in new}]
+        plugins: list[Any] = [each for each in added if isinstance(each, Precision)]
+        if not plugins and _changes_memory(trainer.precision_plugin):
+            plugins = [_new_instance(trainer.precision_plugin)]
+        precision: dict[str, Any] = {} if plugins else {"precision": trainer.precision}
+        new = [each for each in added if not isinstance(each, Precision)]
+        new_types = {type(each) for each in new}
+        kept = [_new_instance(each) for each in trainer.callbacks if _changes_memory(each)]
         return pl.Trainer(
-            **given,
+            **precision,
             accelerator="cpu",
             devices=1,
             max_steps=max(8, 4 * trainer.accumulate_grad_batches),
             accumulate_grad_batches=trainer.accumulate_grad_batches,
             gradient_clip_val=trainer.gradient_clip_val,
             gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            callbacks=[*kept, *new],
+            callbacks=[*(each for each in kept if type(each) not in new_types), *new],
             plugins=plugins,
             logger=False,
             enable_checkpointing=False,
@@ -141,13 +139,11 @@ class AdvisedScript:
         )
 
 
-def _is_ours(each: object) -> bool:
-    """Say whether something changes a run and is of the suite: what only watches has no say in memory."""
-    kind = type(each).__module__
-    return isinstance(each, Technique) and kind.startswith(
-        ("lightning_eff.callbacks.", "lightning_eff.precision.")
-    )
+def _changes_memory(plugin: object) -> bool:
+    """Return whether an object is a technique of this package that does more than observe."""
+    folders = ("lightning_eff.callbacks.", "lightning_eff.precision.")
+    return isinstance(plugin, Technique) and type(plugin).__module__.startswith(folders)
 
 
-def _anew(technique: object) -> Any:
+def _new_instance(technique: object) -> Any:
     return type(technique)(**arguments(technique))

@@ -1,15 +1,14 @@
-"""A predicted peak against the memory of a device, which need not be here: does it fit, and who holds what.
+"""Compare a predicted peak with the memory of a device, which need not be present.
 
-What a CUDA device takes beside the step's tensors is added, by these assumptions. Each tensor is rounded up
-to 512 bytes. cuBLAS keeps a workspace: 32 MiB on Hopper and 8.1 MiB elsewhere, unless the environment's
-CUBLAS_WORKSPACE_CONFIG says otherwise (torch's defaults, not measured here). The driver's
-own context, which torch does not count as allocated, is left free of what is there. Of a host's memory, which
-a cgroup or a ulimit may make less (core/host_memory.py), what this process takes already is left to it.
+For a CUDA device these assumptions are added to the step's tensors. Each tensor is rounded up to 512 bytes.
+cuBLAS keeps a workspace: 32 MiB on Hopper and 8.1 MiB elsewhere, unless CUBLAS_WORKSPACE_CONFIG is set
+(torch's defaults, not measured here). The driver's context, which torch does not count as allocated, is
+subtracted from the free memory. For a host, whose memory a cgroup or a ulimit may reduce
+(core/host_memory.py), the bytes that this process has allocated already are subtracted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,33 +19,33 @@ from lightning_eff.core.text import human_bytes, text_table
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import Device
 from lightning_eff.planner.prediction import Prediction
+from lightning_eff.report.module_tracker import PHASES
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.roofline import Rates
-from lightning_eff.report.module_tracker import PHASES
 
 MIB = 2**20
 HOPPER = 90
 WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
 HOPPER_WORKSPACE_BYTES = 4096 * 1024 * 8
 CONTEXT_BYTES = 512 * MIB
-"""What a CUDA process takes of a device before its first tensor; kernels that are loaded are in it."""
+"""Device memory of a CUDA process before its first tensor, loaded kernels included."""
 DIFFERENT_ON_CUDA = (
-    "operations save what they save on a CPU; CUDA's attention with dropout, cuDNN's workspaces and "
+    "operations save the same tensors as on a CPU; CUDA's attention with dropout, cuDNN's workspaces and "
     "`foreach` optimizers differ"
 )
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """A device's memory.
+    """Memory of a device.
 
     Args:
-        name: Of the device.
-        memory_bytes: What it has.
-        is_cuda: Whether CUDA's allocator hands it out.
-        workspace_bytes: What cuBLAS keeps.
-        device: What else is known of it.
-        taken_bytes: What this process takes of it, beside a step's tensors.
+        name: Name of the device.
+        memory_bytes: Its total memory.
+        is_cuda: Whether CUDA's allocator manages it.
+        workspace_bytes: Workspace of cuBLAS.
+        device: Its entry in the table of devices; None if it has none.
+        taken_bytes: What this process has allocated, apart from a step's tensors.
     """
 
     name: str
@@ -60,17 +59,17 @@ class DeviceMemory:
     def of(
         cls, device: str, root: torch.device, *, held_bytes: int = 0, limit: host_memory.Limit | None = None
     ) -> DeviceMemory:
-        """Look a device up.
+        """Look up a device.
 
         Args:
-            device: A name that is known; empty for the one that the run is on.
-            root: The run's.
-            held_bytes: What this process has in memory already that a prediction counts too.
-            limit: Of the host's memory, as it was before the run; None for now.
+            device: A known name; empty for the run's device.
+            root: The run's device.
+            held_bytes: What this process has allocated and a prediction counts again.
+            limit: Limit of host memory before the run; None reads the current one.
 
         Example:
-            >>> room = Room.of("h200", torch.device("cpu"))
-            >>> room.name, room.workspace_bytes
+            >>> memory = DeviceMemory.of("h200", torch.device("cpu"))
+            >>> memory.name, memory.workspace_bytes
             ('H200', 33554432)
         """
         found = devices.named(device) if device else devices.of(root)
@@ -84,7 +83,7 @@ class DeviceMemory:
 
     @property
     def free_bytes(self) -> int:
-        """What a run may allocate."""
+        """Bytes that a run may allocate."""
         return self.memory_bytes - self.taken_bytes - (CONTEXT_BYTES if self.is_cuda else 0)
 
 
@@ -93,99 +92,97 @@ class MemoryForecast:
     """A prediction on a device.
 
     Args:
-        prediction: Of the step.
-        room: Of the device.
-        undivided: Whether the run has several devices, and this is what one would need.
+        prediction: Prediction of the step.
+        memory: Memory of the device.
+        unsharded: Whether the run has several devices, and the prediction is for one without sharding.
     """
 
     prediction: Prediction
-    room: DeviceMemory
+    memory: DeviceMemory
     unsharded: bool = False
 
     @property
+    def room(self) -> DeviceMemory:
+        """Alias of `memory`, for callers that have not been renamed."""
+        return self.memory
+
+    @property
     def peak(self) -> Peak | None:
-        """The peak as the device's allocator counts it, without what is no tensor."""
-        return self.prediction.in_blocks if self.room.is_cuda else self.prediction.peak
+        """Peak of the tensors as the device's allocator counts them."""
+        return self.prediction.in_blocks if self.memory.is_cuda else self.prediction.peak
 
     @property
     def num_bytes(self) -> int | None:
-        """What the step takes of the device; None where it is not known."""
-        return None if self.peak is None else self.peak.num_bytes + self.room.workspace_bytes
+        """Bytes that the step needs on the device; None if not predicted."""
+        return None if self.peak is None else self.peak.num_bytes + self.memory.workspace_bytes
 
     @property
     def seconds(self) -> float | None:
-        """What a batch takes by arithmetic: to be compared to that of the same model, and to nothing else."""
-        work, device = self.prediction.work, self.room.device
+        """Time of a batch by arithmetic; comparable only with that of the same model."""
+        work, device = self.prediction.work, self.memory.device
         return None if work is None or device is None else work.seconds(Rates.of(device))
 
     @property
     def assumed(self) -> list[str]:
-        """What the figure rests on."""
-        if not self.room.is_cuda:
-            taken = f"this process takes {human_bytes(self.room.taken_bytes)} besides"
-            return [*([taken] if self.room.taken_bytes else []), *self.prediction.assumed]
-        workspace = f"{human_bytes(self.room.workspace_bytes)} for cuBLAS are in it"
-        context = f"the driver keeps {human_bytes(CONTEXT_BYTES)} for itself"
+        """Assumptions behind the figure."""
+        if not self.memory.is_cuda:
+            taken = f"this process has allocated another {human_bytes(self.memory.taken_bytes)}"
+            return [*([taken] if self.memory.taken_bytes else []), *self.prediction.assumed]
+        workspace = f"{human_bytes(self.memory.workspace_bytes)} for cuBLAS are included"
+        context = f"the driver keeps {human_bytes(CONTEXT_BYTES)}"
         return [f"{workspace}; {context}", DIFFERENT_ON_CUDA, *self.prediction.assumed]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values, for JSON."""
+        """Return the forecast as plain values, for JSON."""
         return {
-            "device": self.room.name,
-            "device_bytes": self.room.memory_bytes,
+            "device": self.memory.name,
+            "device_bytes": self.memory.memory_bytes,
             "peak_bytes": self.num_bytes,
-            "fits": None if self.num_bytes is None else self.num_bytes <= self.room.free_bytes,
+            "fits": None if self.num_bytes is None else self.num_bytes <= self.memory.free_bytes,
             "tensors": None if self.peak is None else self.peak.as_dict(),
             "assumed": self.assumed,
             "reason": self.prediction.reason,
-            "lasting_bytes": self.prediction.lasting_bytes,
+            "lasting_bytes": self.prediction.persistent_bytes,
         }
 
     def __str__(self) -> str:
-        if self.peak is None:
-            return self._without()
-        lines = [self._headline(self.peak), _by_phase(self.peak), _holders(self.peak)]
-        return "\n".join([*lines, *(f"assumed: {each}" for each in self.assumed)])
-
-    def _headline(self, peak: Peak) -> str:
-        taken = peak.num_bytes + self.room.workspace_bytes
-        left = self.room.free_bytes - taken
-        verdict = (
-            f"fits, {human_bytes(left)} left" if left >= 0 else f"does not fit: {human_bytes(-left)} short"
+        peak = self.peak
+        if peak is None:
+            return self._text_without_peak()
+        needed = peak.num_bytes + self.memory.workspace_bytes
+        left = self.memory.free_bytes - needed
+        fits = f"fits, {human_bytes(left)} left" if left >= 0 else f"does not fit: {human_bytes(-left)} short"
+        path = f" in {peak.path}" if peak.path else ""
+        what = "a step on one device, without sharding" if self.unsharded else "a step"
+        headline = (
+            f"predicted peak of {what}: {human_bytes(needed)} of {human_bytes(self.memory.memory_bytes)} on "
+            f"{self.memory.name}: {fits}; reached in the {peak.phase} ({peak.operation or 'start'}{path})"
         )
-        where = f" in {peak.path}" if peak.path else ""
-        what = "a step, were it on one device and undivided" if self.unsharded else "a step"
-        return (
-            f"predicted peak of {what}: {human_bytes(taken)} of {human_bytes(self.room.memory_bytes)} on "
-            f"{self.room.name}: {verdict}; reached in the {peak.phase} ({peak.operation or 'start'}{where})"
-        )
+        lines = [headline, _phase_table(peak), _holder_table(peak)]
+        return "\n".join([*lines, *(f"assumed: {text}" for text in self.assumed)])
 
-    def _without(self) -> str:
+    def _text_without_peak(self) -> str:
         line = f"peak not predicted: {self.prediction.reason}"
-        lasting = self.prediction.lasting_bytes
-        if not lasting:
+        sizes = self.prediction.persistent_bytes
+        if not sizes:
             return line
-        total = human_bytes(sum(lasting.values()))
-        parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in lasting.items() if size)
-        return f"{line}\n by arithmetic, without activations: at least {total} ({parts})"
+        total = human_bytes(sum(sizes.values()))
+        listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items() if size)
+        return f"{line}\n by arithmetic, without activations: at least {total} ({listed})"
 
 
-def _by_phase(peak: Peak) -> str:
-    """Return a table of the fullest moment of each phase."""
+def _phase_table(peak: Peak) -> str:
+    """Return bytes by category at the peak of each phase."""
     kept = [name for name in peak.by_category if any(peak.by_phase[phase][name] for phase in PHASES)]
     rows = [[name, *(human_bytes(peak.by_phase[phase][name]) for phase in PHASES)] for name in kept]
-    totals = [human_bytes(_total(peak.by_phase[phase])) for phase in PHASES]
+    rows.append(["total", *(human_bytes(sum(peak.by_phase[phase].values())) for phase in PHASES)])
     header = [f"{phase} (peak)" if phase == peak.phase else phase for phase in PHASES]
-    return text_table(["at the most of", *header], [*rows, ["together", *totals]])
+    return text_table(["peak of phase", *header], rows)
 
 
-def _total(sizes: Mapping[str, int]) -> int:
-    return sum(sizes.values())
-
-
-def _holders(peak: Peak) -> str:
+def _holder_table(peak: Peak) -> str:
     rows = [
         [human_bytes(each.num_bytes), str(each.count), each.category, each.operation or "-", each.path or "-"]
         for each in peak.holders[:8]
     ]
-    return text_table(["at the peak", "tensors", "what", "made by", "where"], rows)
+    return text_table(["at the peak", "tensors", "category", "operation", "module"], rows)

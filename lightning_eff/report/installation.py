@@ -1,4 +1,4 @@
-"""What this machine has installed, held against what the suite was tested with."""
+"""Check this machine: packages against the tested versions, GPU, compiler, communication, memory, disk."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MIN_SHARED_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One thing that was looked at.
+    """Result of one check.
 
     Args:
-        what: Its name.
-        found: What there is, in words.
-        status: `ok`, `note` (works, and could be better) or `problem` (something does not work).
-        fix: One command, empty when there is nothing to mend.
+        what: Name of the check.
+        found: What was found.
+        status: `ok`, `note` (works, but could be better) or `problem` (something does not work).
+        fix: One command that fixes it; empty if there is nothing to fix.
     """
 
     what: str
@@ -42,40 +42,39 @@ class CheckResult:
     fix: str = ""
 
 
-def check(what: str, fine: object, found: str, otherwise: str, fix: str, *, problem: bool = False) -> CheckResult:
-    """Return a finding that is `found` when all is fine, and else says what is wrong and what mends it.
+def check(
+    what: str, is_ok: object, found: str, otherwise: str, fix: str, *, problem: bool = False
+) -> CheckResult:
+    """Return `found` if the check passes, else a note or problem with `otherwise` and the fix.
 
     Example:
-        >>> look("disk", False, "100 GiB", "full", "rm", problem=True)
-        Finding(what='disk', found='full', status='problem', fix='rm')
+        >>> check("disk", False, "100 GiB", "full", "rm", problem=True)
+        CheckResult(what='disk', found='full', status='problem', fix='rm')
     """
-    if fine:
+    if is_ok:
         return CheckResult(what, found)
     return CheckResult(what, otherwise, "problem" if problem else "note", fix)
 
 
 def inspect_machine() -> list[CheckResult]:
-    """Return everything that was looked at, most basic first."""
+    """Run all checks, most basic first."""
     checks: list[Callable[[], Iterator[CheckResult]]] = [
-        *(_python, _packages, _accelerator, _formats, _compiler, _communication, _room)
+        *(_packages, _accelerator, _dtypes, _compiler, _communication, _memory_and_disk)
     ]
-    return [finding for check in checks for finding in check()]
-
-
-def _python() -> Iterator[CheckResult]:
-    version = ".".join(map(str, sys.version_info[:3]))
-    fix = "install Python 3.11 or newer"
-    yield check("python", sys.version_info >= (3, 11), version, version, fix, problem=True)
+    return [result for each in checks for result in each()]
 
 
 def tested_versions() -> dict[str, str]:
-    """Return the pinned versions by package."""
+    """Return the versions that the suite was tested with, by package."""
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines() if CONSTRAINTS.is_file() else []
     pins = (line.partition(";")[0].strip().partition("==") for line in lines if "==" in line)
     return {name.strip().lower(): version for name, _, version in pins}
 
 
 def _packages() -> Iterator[CheckResult]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    fix = "install Python 3.11 or newer"
+    yield check("python", sys.version_info >= (3, 11), version, version, fix, problem=True)
     tested = tested_versions()
     for package in (*REQUIRED, *OPTIONAL):
         pin = tested.get(package, "")
@@ -90,20 +89,20 @@ def _packages() -> Iterator[CheckResult]:
 
 
 def _accelerator() -> Iterator[CheckResult]:
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
-    yield CheckResult("torch build", build)
-    driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+    yield CheckResult("torch build", f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             total = torch.cuda.get_device_properties(index).total_memory
             yield CheckResult(f"gpu {index}", f"{torch.cuda.get_device_name(index)}, {human_bytes(total)}")
         return
-    wrong = "NVIDIA, and CUDA does not start" if torch.version.cuda else "NVIDIA, and torch is its CPU build"
-    fix = "nvidia-smi" if torch.version.cuda else "pip install --force-reinstall torch"
-    yield check("gpu", not driver, "none that torch can use", wrong, fix, problem=True)
+    has_driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+    wrong, fix = "NVIDIA GPU, but torch is a CPU build", "pip install --force-reinstall torch"
+    if torch.version.cuda:
+        wrong, fix = "NVIDIA GPU, but CUDA does not start", "nvidia-smi"
+    yield check("gpu", not has_driver, "none that torch can use", wrong, fix, problem=True)
 
 
-def _formats() -> Iterator[CheckResult]:
+def _dtypes() -> Iterator[CheckResult]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for dtype in (torch.bfloat16, torch.float16):
         answer = support(device, dtype)
@@ -121,27 +120,28 @@ def _compiler() -> Iterator[CheckResult]:
 
 
 def _communication() -> Iterator[CheckResult]:
-    there = torch.distributed.is_available()
-    gloo = there and torch.distributed.is_gloo_available()
+    available = torch.distributed.is_available()
+    gloo = available and torch.distributed.is_gloo_available()
     fix = "pip install --force-reinstall torch"
-    yield check("gloo", gloo, "there", "missing: no strategy over several CPU processes", fix)
+    yield check("gloo", gloo, "available", "missing: no strategy over several CPU processes", fix)
     if torch.version.cuda:
-        nccl = there and torch.distributed.is_nccl_available()
-        yield check("nccl", nccl, "there", "missing: no strategy over several GPUs", fix)
+        nccl = available and torch.distributed.is_nccl_available()
+        yield check("nccl", nccl, "available", "missing: no strategy over several GPUs", fix)
 
 
-def _room() -> Iterator[CheckResult]:
+def _memory_and_disk() -> Iterator[CheckResult]:
     limit, installed = host_memory.memory(), human_bytes(host_memory.installed_bytes())
-    words = f"{human_bytes(limit.num_bytes)} by {limit.name}, of {installed}" if limit.name else installed
-    yield CheckResult("memory", words)
-    here, shared = Path.cwd(), Path("/dev/shm")  # noqa: S108 - looked at, not written to
-    free = shutil.disk_usage(here).free
-    room = f"{human_bytes(free)} free here"
-    yield check("disk", free >= MIN_DISK_BYTES, room, room, "output_root=/another/disk")
-    writable = os.access(here, os.W_OK)
-    yield check("this folder", writable, "writable", "read-only: runs cannot be written", "output_root=/yours")
+    limited = f"{human_bytes(limit.num_bytes)} by {limit.name}, of {installed}"
+    yield CheckResult("memory", limited if limit.name else installed)
+    cwd, shared = Path.cwd(), Path("/dev/shm")  # noqa: S108 - inspected, not written to
+    free = shutil.disk_usage(cwd).free
+    text = f"{human_bytes(free)} free here"
+    yield check("disk", free >= MIN_DISK_BYTES, text, text, "output_root=/another/disk")
+    is_writable = os.access(cwd, os.W_OK)
+    missing = "read-only: runs cannot be written"
+    yield check("this folder", is_writable, "writable", missing, "output_root=/yours")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
-        words = f"{human_bytes(size)} for DataLoader workers"
+        text = f"{human_bytes(size)} for DataLoader workers"
         fix = "data.num_workers=0, or start the container with --shm-size=2g"
-        yield check("shared memory", size >= MIN_SHARED_BYTES, words, words, fix)
+        yield check("shared memory", size >= MIN_SHARED_BYTES, text, text, fix)

@@ -1,8 +1,9 @@
-"""In which module and in which phase of a step an operation runs, the backward pass included.
+"""Track in which module and in which phase of a step an operation runs, the backward pass included.
 
-Modules tell when they are entered and left. An operation of the forward pass has the number that autograd
-gives to its node, and the gradient of that node is of the same module. torch's private names for these
-numbers are used here and nowhere else.
+Global module hooks maintain a stack of the modules being called. During the forward pass each operation's
+autograd sequence number is mapped to the innermost module; in the backward pass the running node carries the
+same number, so a gradient is attributed to the module of the forward operation. torch's private names for
+these numbers are used here and nowhere else (torch 2.10-2.13).
 """
 
 from __future__ import annotations
@@ -20,30 +21,28 @@ ROOT = "(root)"
 
 
 class ModuleTracker:
-    """Follows a step; `look` at every operation.
-
-    `just_ended` names what came to its end right before: a phase, or `recomputed` for a forward pass inside
-    the backward pass.
+    """Follow one training step; call `update` at every dispatched operation.
 
     Args:
-        module: Whose parts are named.
+        module: Root whose submodules are named.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.phase = FORWARD
-        self._names = {id(each): name or ROOT for name, each in module.named_modules()}
+        self._names = {id(child): name or ROOT for name, child in module.named_modules()}
         self._stack: list[str] = []
-        self._by_number: dict[int, str] = {}
+        self._by_sequence_number: dict[int, str] = {}
         self._hooks = ExitStack()
 
     def open(self) -> None:
-        """Begin to listen, at the beginning of a batch."""
+        """Register the global hooks, at the beginning of a batch."""
         self.phase = FORWARD
         self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
+        # always_call: a module that raises is popped too, otherwise the stack would be wrong afterwards.
         self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
 
     def close(self) -> None:
-        """Listen no more, also in the middle of a batch that failed."""
+        """Remove the hooks, also in the middle of a batch that failed."""
         self._hooks.close()
         self._stack.clear()
 
@@ -57,37 +56,29 @@ class ModuleTracker:
             self._stack.pop()
 
     @property
-    def recomputes(self) -> bool:
-        """Whether a forward pass runs inside the backward pass, which itself has nothing to differentiate."""
+    def is_recomputing(self) -> bool:
+        """Whether a forward pass runs inside the backward pass, which itself runs without grad mode."""
         return self.phase == BACKWARD and torch.is_grad_enabled()
 
-    def look(self) -> str:
-        """Settle where the operation at hand is; return the phase before it."""
+    def update(self) -> str:
+        """Determine the phase of the current operation; return the phase before it."""
         before = self.phase
-        if _in_backward():
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             self.phase = BACKWARD
         elif before == BACKWARD:
             self.phase = STEP
         if self._stack:
-            self._by_number[_next_number() - 1] = self._stack[-1]
+            # autograd numbered the current operation's node before it was dispatched: the next number less 1.
+            next_number = getattr(torch.autograd, "_get_sequence_nr")()  # noqa: B009 - its stubs do not have it
+            self._by_sequence_number[next_number - 1] = self._stack[-1]
         return before
 
     @property
     def path(self) -> str:
-        """The module of the operation at hand, or the one whose gradient it is part of; empty for none."""
+        """Module of the current operation, or the one whose gradient it computes; empty for none."""
         if self._stack:
             return self._stack[-1]
-        node = _current_node() if self.phase == BACKWARD and not self.recomputes else None
-        return "" if node is None else self._by_number.get(node._sequence_nr(), "")  # noqa: SLF001
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-
-
-def _current_node() -> Any:
-    return torch._C._current_autograd_node()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-
-
-def _next_number() -> int:
-    return getattr(torch.autograd, "_get_sequence_nr")()  # noqa: B009 - its stubs do not have it
+        if self.phase != BACKWARD or self.is_recomputing:
+            return ""
+        node: Any = torch._C._current_autograd_node()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        return "" if node is None else self._by_sequence_number.get(node._sequence_nr(), "")  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""A prediction against a device: what is added for CUDA, and whether it fits."""
+"""A prediction on a device: what is added for CUDA, and whether it fits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lightning_eff.kernels.devices import DEVICES
+from lightning_eff.planner.device_memory import CONTEXT_BYTES, DeviceMemory, MemoryForecast
 from lightning_eff.planner.prediction import Prediction, predict_step
-from lightning_eff.planner.device_memory import CONTEXT_BYTES, MemoryForecast, DeviceMemory
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def test_every_device_has_its_memory() -> None:
     assert DeviceMemory.of("", CPU).memory_bytes > 2**30
 
 
-def test_the_driver_keeps_a_part() -> None:
+def test_the_drivers_context_is_not_free() -> None:
     taken = MemoryForecast(prediction(), DeviceMemory("tight", 2**20, is_cuda=True)).num_bytes
     assert taken is not None
     tight = MemoryForecast(prediction(), DeviceMemory("tight", taken + CONTEXT_BYTES, is_cuda=True))
@@ -45,9 +45,9 @@ def test_the_driver_keeps_a_part() -> None:
     assert "does not fit: 1 B short" in str(short)
 
 
-def test_no_peak_is_one_line_and_what_is_known() -> None:
-    lasting = {"parameters": 1024, "buffers": 0, "gradients": 1024}
-    text = str(MemoryForecast(Prediction(reason="no", lasting_bytes=lasting), DeviceMemory("here", 1)))
+def test_without_a_peak_the_known_bytes_are_listed() -> None:
+    sizes = {"parameters": 1024, "buffers": 0, "gradients": 1024}
+    text = str(MemoryForecast(Prediction(reason="no", persistent_bytes=sizes), DeviceMemory("here", 1)))
     assert text.splitlines() == [
         "peak not predicted: no",
         " by arithmetic, without activations: at least 2.0 KiB (parameters 1.0 KiB, gradients 1.0 KiB)",

@@ -64,7 +64,7 @@ def test_a_gpu_that_torchs_build_cannot_use_is_a_problem(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert find("gpu").found == "NVIDIA, and torch is its CPU build"
+    assert find("gpu").found == "NVIDIA GPU, but torch is a CPU build"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert find("gpu").status == "problem"
     assert find("gpu").fix == "nvidia-smi"

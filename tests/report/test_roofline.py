@@ -11,8 +11,8 @@ from torch import nn
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.kernels import devices
 from lightning_eff.optimizer.cpu_offload import CpuOffload
+from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
 from lightning_eff.planner.prediction import predict_step
-from lightning_eff.planner.device_memory import MemoryForecast, DeviceMemory
 from lightning_eff.report.roofline import (
     BUS_BYTES_PER_S,
     HOST_BYTES_PER_S,

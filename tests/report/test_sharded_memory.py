@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.report.sharded_memory import FSDP2Memory
 from lightning_eff.report.model_weights import ModelWeights, OptimizerState
+from lightning_eff.report.sharded_memory import FSDP2Memory
 from lightning_eff.strategy._zero.memory_arithmetic import Zero
 from tests.support.one_of_four import DEVICES, Net
 

@@ -11,9 +11,15 @@ from torch import nn
 
 from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.core.optimization.build import build
-from lightning_eff.report.sharding_table import ShardingTable, ShardingScheme, DeviceShare, shares_by_devices, micro_batches_per_step
-from lightning_eff.report.sharded_memory import DDPMemory, FSDP2Memory
 from lightning_eff.report.model_weights import ModelWeights, OptimizerState, Weight, sample_model
+from lightning_eff.report.sharded_memory import DDPMemory, FSDP2Memory
+from lightning_eff.report.sharding_table import (
+    DeviceShare,
+    ShardingScheme,
+    ShardingTable,
+    micro_batches_per_step,
+    shares_by_devices,
+)
 from lightning_eff.strategy._zero.memory_arithmetic import Zero
 
 BLOCKS = [Weight(rows=4, numel=16, layer=index + 1, block=index) for index in range(2)]
@@ -24,7 +30,9 @@ BF16 = {"itemsize": 2, "reduce_itemsize": 2, "accumulate_itemsize": 2, "bucket":
 STAGE_3 = {"stage": 3, "bucket": 10, "persistent": 8}
 
 
-def share(scheme: ShardingScheme, devices: int = 4, micro_batches: int = 1, model: ModelWeights = MODEL) -> dict[str, float]:
+def share(
+    scheme: ShardingScheme, devices: int = 4, micro_batches: int = 1, model: ModelWeights = MODEL
+) -> dict[str, float]:
     found = scheme.share(model, ADAM, devices, micro_batches)
     return {name: value for name, value in vars(found).items() if value}
 
@@ -173,7 +181,9 @@ def test_the_papers_own_example() -> None:
 
 
 def test_what_is_frozen_is_kept_and_gathered_alone() -> None:
-    frozen = ModelWeights((MODEL.weights[0], *(Weight(rows=4, numel=16, trained=False, block=0) for _ in "ab")))
+    frozen = ModelWeights(
+        (MODEL.weights[0], *(Weight(rows=4, numel=16, trained=False, block=0) for _ in "ab"))
+    )
     assert share(DDPMemory(), model=frozen)["gradients"] == 32
     two = share(Zero(stage=2, **BF16), model=frozen)
     assert two["weights"] == 80
@@ -207,8 +217,8 @@ def test_a_table_leaves_out_what_is_empty() -> None:
     text = str(ShardingTable("about it", {1: DeviceShare(weights=1024, sent=2)}, ("that it is so",)))
     assert text.splitlines() == [
         "about it",
-        " devices  weights  gradients  optimizer  buffers  a device  sent a step",
-        " 1        1.0 KiB  0 B        0 B        0 B      1.0 KiB   2 B",
+        " devices  weights  gradients  optimizer  buffers  per device  sent per step",
+        " 1        1.0 KiB  0 B        0 B        0 B      1.0 KiB     2 B",
         "assumed: that it is so",
         "assumed: activations are not counted",
     ]
@@ -219,13 +229,13 @@ def test_what_passes_through_a_device_is_not_divided() -> None:
     division = ShardingTable("about it", shares, passing_bytes=2048)
     assert [row["device_bytes"] for row in division.rows()] == [6144, 3072]
     text = str(division)
-    assert " 4        1.0 KiB  0 B        0 B        0 B      2.0 KiB      3.0 KiB   2 B" in text
+    assert " 4        1.0 KiB  0 B        0 B        0 B      2.0 KiB      3.0 KiB     2 B" in text
     assert "activations are not counted" not in text
     assert division.verdict(4, 4096, "X") == (
-        "each of 4 devices holds about 3.0 KiB; on X that fits, 1.0 KiB left"
+        "each of 4 devices needs about 3.0 KiB: fits on X, 1.0 KiB left"
     )
-    assert division.verdict(1, 4096, "X").endswith("on X that does not fit: 2.0 KiB short")
-    assert "host, for each" in str(ShardingTable("", {1: DeviceShare(host=1)}))
+    assert division.verdict(1, 4096, "X").endswith(": does not fit on X, 2.0 KiB short")
+    assert "host per device" in str(ShardingTable("", {1: DeviceShare(host=1)}))
     assert str(ShardingTable("there is none")) == "there is none"
     assert ShardingTable("", {1: DeviceShare(host=1.6)}).rows()[0]["host_bytes"] == 2
 
@@ -270,7 +280,7 @@ def test_an_optimizers_state_is_found_by_a_step() -> None:
     with pytest.warns(NoEffectWarning, match="on the CPU already"):
         on_host = state_of(CpuOffload)
     assert on_host.on_host
-    assert str(on_host) == "8 bytes of optimizer state a trained weight"
+    assert str(on_host) == "8 bytes of optimizer state per trained weight"
     assert "0.012 to 4 bytes" in str(OptimizerState(factored))
 
 

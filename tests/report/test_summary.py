@@ -1,4 +1,4 @@
-"""The report's words for runs that finished, failed, or were too short to time."""
+"""The report's text for runs that finished, failed, or were too short to time."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def make_report(**changes: Any) -> dict[str, Any]:
     return {"title": "Efficiency report", "environment": {}, "command": "train lm"} | outcome | changes
 
 
-def test_a_finished_run_is_told_in_full() -> None:
+def test_the_text_of_a_finished_run() -> None:
     assert summary.report_text(make_report()).split("\n") == [
-        "Efficiency report. The run finished after 100 optimizer steps, 96 batches of them timed."
+        "Efficiency report. Finished 100 optimizer steps (96 batches timed)."
         " No effect: callbacks/empty_cache.",
         " time per batch 12.3 ms | samples/s 1300.0 | tokens/s 166.4k | FLOP/s per device 2.5T | MFU 45.7%"
         " | peak memory 1.5 GiB | data wait 2.1%",
@@ -45,7 +45,7 @@ def test_a_finished_run_is_told_in_full() -> None:
 
 def test_a_failed_run_says_after_how_many_steps_and_why() -> None:
     failed = make_report(status="failed", reason="OSError: the disk is full", num_steps=6)
-    expected = "The run failed after 6 optimizer steps: OSError: the disk is full"
+    expected = "Failed after 6 optimizer steps: OSError: the disk is full"
     assert summary.run_verdict(failed) == expected
     assert summary.report_text(failed).startswith(f"Efficiency report. {expected}\n")
     assert "precision/mixed" in summary.report_text(failed), "the ledger is there all the same"
@@ -54,7 +54,7 @@ def test_a_failed_run_says_after_how_many_steps_and_why() -> None:
 def test_a_run_too_short_to_time_says_so_and_shows_what_was_counted() -> None:
     short = make_report(num_steps=2, measured=NOTHING | {"peak_bytes": 2048, "num_batches": 0}, ledger=[])
     assert summary.report_text(short).split("\n") == [
-        "Efficiency report. The run finished after 2 optimizer steps, too few to measure its speed.",
+        "Efficiency report. Finished 2 optimizer steps: too few to measure speed.",
         " peak memory 2.0 KiB",
     ]
 
