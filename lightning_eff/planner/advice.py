@@ -67,11 +67,12 @@ class AdvisedTraining(Protocol):
 
     def changes_trainable_params(self, options: Options) -> bool:
         """Return whether other parameters would be trained: such a candidate is tried, but never chosen."""
-        ...
+        del options
+        return False
 
     def sizes(self) -> Sequence[Size]:
-        """Return the sizes of a batch that can be changed."""
-        ...
+        """Return the sizes of a batch that can be changed; none if it is unknown how batches are made."""
+        return ()
 
 
 @dataclass(frozen=True)

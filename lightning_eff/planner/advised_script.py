@@ -6,9 +6,9 @@ the techniques of this package. The script's other callbacks are left out, since
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,35 +21,34 @@ from lightning_eff.core import rules
 from lightning_eff.core.technique import Technique, arguments
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
-from lightning_eff.planner.advice import Options, Size, default_micro_batch
+from lightning_eff.planner.advice import AdvisedTraining, Options, default_micro_batch
 from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
 from lightning_eff.planner.prediction import predict
 from lightning_eff.precision.mixed import Mixed
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.report.meter import samples_and_tokens
 
-
-def _choice(optimizer: Callable[..., Any]) -> OptimizerChoice:
-    return OptimizerChoice(optimizer=functools.partial(optimizer, lr=1e-3))
-
-
 CANDIDATES: dict[str, Callable[[], Any]] = {
     "GradientCheckpointing()": GradientCheckpointing,
-    'GradientCheckpointing(policy="selective")': lambda: GradientCheckpointing(policy="selective"),
-    'Mixed(precision="bf16-mixed")': lambda: Mixed(precision="bf16-mixed"),
-    'Mixed(precision="bf16-true")': lambda: Mixed(precision="bf16-true"),
-    "OptimizerChoice(optimizer=partial(InBackward, lr=...))": lambda: _choice(InBackward),
+    'GradientCheckpointing(policy="selective")': partial(GradientCheckpointing, policy="selective"),
+    'Mixed(precision="bf16-mixed")': partial(Mixed, precision="bf16-mixed"),
+    'Mixed(precision="bf16-true")': partial(Mixed, precision="bf16-true"),
+    "OptimizerChoice(optimizer=partial(InBackward, lr=...))": partial(
+        OptimizerChoice, optimizer=partial(InBackward, lr=1e-3)
+    ),
 }
 """Candidates on every device as they are written: callbacks, and plugins for precision."""
 HOST_CANDIDATES: dict[str, Callable[[], Any]] = {
-    'GradientCheckpointing(policy="offload")': lambda: GradientCheckpointing(policy="offload"),
-    "OptimizerChoice(optimizer=partial(CpuOffload, lr=...))": lambda: _choice(CpuOffload),
+    'GradientCheckpointing(policy="offload")': partial(GradientCheckpointing, policy="offload"),
+    "OptimizerChoice(optimizer=partial(CpuOffload, lr=...))": partial(
+        OptimizerChoice, optimizer=partial(CpuOffload, lr=1e-3)
+    ),
 }
 """Further candidates on a GPU."""
 
 
 @dataclass(frozen=True)
-class AdvisedScript:
+class AdvisedScript(AdvisedTraining):
     """A training that runs, or has ended.
 
     Args:
@@ -79,7 +78,7 @@ class AdvisedScript:
 
     def _factories(self) -> dict[str, Callable[[], Any]]:
         size = default_micro_batch(samples_and_tokens(self.batch)[0])
-        micro_batch = {f"MicroBatch(micro_batch_size={size})": lambda: MicroBatch(micro_batch_size=size)}
+        micro_batch = {f"MicroBatch(micro_batch_size={size})": partial(MicroBatch, micro_batch_size=size)}
         return {**CANDIDATES, **micro_batch, **(HOST_CANDIDATES if self.memory.is_cuda else {})}
 
     def forecast(self, options: Options) -> MemoryForecast:
@@ -93,7 +92,7 @@ class AdvisedScript:
         found = predict(
             self.module,
             self.batch,
-            trainer=lambda: self._rebuilt_trainer(added),
+            trainer=partial(self._rebuilt_trainer, added),
             num_batches=int(num_batches) if num_batches != float("inf") else None,
             batch_size=batch_size if isinstance(batch_size, int) else None,
         )
@@ -102,15 +101,6 @@ class AdvisedScript:
     def mutually_exclusive(self, first: Options, second: Options) -> bool:
         """Return whether two candidates are of one class."""
         return first[0].partition("(")[0] == second[0].partition("(")[0]
-
-    def changes_trainable_params(self, options: Options) -> bool:
-        """Return False: no candidate changes which parameters are trained."""
-        del options
-        return False
-
-    def sizes(self) -> Sequence[Size]:
-        """Return nothing: how a script makes its batches is unknown."""
-        return []
 
     def _rebuilt_trainer(self, added: Sequence[Any]) -> pl.Trainer:
         """Build the Trainer again, for a CPU, with further callbacks and precision plugins."""

@@ -148,7 +148,11 @@ class MemoryForecast:
     def __str__(self) -> str:
         peak = self.peak
         if peak is None:
-            return self._text_without_peak()
+            line, sizes = f"peak not predicted: {self.prediction.reason}", self.prediction.persistent_bytes
+            listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items() if size)
+            total = human_bytes(sum(sizes.values()))
+            at_least = f"\n by arithmetic, without activations: at least {total} ({listed})"
+            return line + (at_least if sizes else "")
         needed = peak.num_bytes + self.memory.workspace_bytes
         left = self.memory.free_bytes - needed
         fits = f"fits, {human_bytes(left)} left" if left >= 0 else f"does not fit: {human_bytes(-left)} short"
@@ -158,31 +162,18 @@ class MemoryForecast:
             f"predicted peak of {what}: {human_bytes(needed)} of {human_bytes(self.memory.memory_bytes)} on "
             f"{self.memory.name}: {fits}; reached in the {peak.phase} ({peak.operation or 'start'}{path})"
         )
-        lines = [headline, _phase_table(peak), _holder_table(peak)]
-        return "\n".join([*lines, *(f"assumed: {text}" for text in self.assumed)])
-
-    def _text_without_peak(self) -> str:
-        line = f"peak not predicted: {self.prediction.reason}"
-        sizes = self.prediction.persistent_bytes
-        if not sizes:
-            return line
-        total = human_bytes(sum(sizes.values()))
-        listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items() if size)
-        return f"{line}\n by arithmetic, without activations: at least {total} ({listed})"
+        return "\n".join([headline, *_tables(peak), *(f"assumed: {text}" for text in self.assumed)])
 
 
-def _phase_table(peak: Peak) -> str:
-    """Return bytes by category at the peak of each phase."""
+def _tables(peak: Peak) -> tuple[str, str]:
+    """Return bytes by category at the peak of each phase, and the largest holders at the peak."""
     kept = [name for name in peak.by_category if any(peak.by_phase[phase][name] for phase in PHASES)]
     rows = [[name, *(human_bytes(peak.by_phase[phase][name]) for phase in PHASES)] for name in kept]
     rows.append(["total", *(human_bytes(sum(peak.by_phase[phase].values())) for phase in PHASES)])
-    header = [f"{phase} (peak)" if phase == peak.phase else phase for phase in PHASES]
-    return text_table(["peak of phase", *header], rows)
-
-
-def _holder_table(peak: Peak) -> str:
-    rows = [
+    phases = [f"{phase} (peak)" if phase == peak.phase else phase for phase in PHASES]
+    holders = [
         [human_bytes(each.num_bytes), str(each.count), each.category, each.operation or "-", each.path or "-"]
         for each in peak.holders[:8]
     ]
-    return text_table(["at the peak", "tensors", "category", "operation", "module"], rows)
+    header = ["at the peak", "tensors", "category", "operation", "module"]
+    return text_table(["peak of phase", *phases], rows), text_table(header, holders)

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
+
+from lightning_eff.report.live_bytes import InfraMode
 
 aten: Any = torch.ops.aten
 
@@ -49,16 +48,8 @@ NORM_WEIGHT_INDEX = {
 """Operations that return a result and two statistics, with the index of their weight argument."""
 
 
-class FakeValues(TorchDispatchMode):
+class FakeValues(InfraMode):
     """Answer reads of values (`item`, `bool`, ...), in front of torch's `FakeTensorMode`, which has none."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    @override
-    def is_infra_mode(cls) -> bool:
-        """Return True, so that operators which compile themselves (flex attention) may run inside."""
-        return True
 
     def __init__(self) -> None:
         super().__init__()

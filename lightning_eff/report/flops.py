@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import (
     flop_registry,
     sdpa_backward_flop_count,
     sdpa_flop_count,
 )
 from typing_extensions import override
+
+from lightning_eff.report.live_bytes import InfraMode
 
 PEAK_FLOPS_PER_S = {
     # NVIDIA's datasheets, dense tensor cores, FLOP/s: (bfloat16 and float16, TF32).
@@ -35,7 +36,7 @@ PEAK_FLOPS_PER_S = {
 """By the driver's full device name; a device that is not listed has no MFU."""
 
 
-class FlopCount(TorchDispatchMode):
+class FlopCount(InfraMode):
     """Count the floating-point operations of everything that runs inside.
 
     Example:
@@ -44,14 +45,6 @@ class FlopCount(TorchDispatchMode):
         >>> count.flops
         48
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    @override
-    def is_infra_mode(cls) -> bool:
-        """Return True, so that operators which compile themselves (flex attention) may run inside."""
-        return True
 
     def __init__(self) -> None:
         super().__init__()

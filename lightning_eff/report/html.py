@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -92,28 +91,6 @@ _MEMORY_TEMPLATE = """<h2>Memory</h2>
 """
 MAX_POINTS = 500
 """Points of a chart; a screen cannot resolve more."""
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A line over the run.
-
-    Args:
-        title: Its heading.
-        values: In order, finite.
-        label: What it shows, with its lowest and highest values.
-        lowest: Value at the bottom; None for the smallest one.
-    """
-
-    title: str
-    values: Sequence[float]
-    label: str
-    lowest: float | None = 0.0
-
-    @property
-    def points(self) -> str:
-        """Points of the SVG polyline."""
-        return polyline_points(self.values, lowest=self.lowest)
 
 
 def render_page(
@@ -216,9 +193,9 @@ def _render(template: str, **values: Any) -> str:
 
 def _charts(
     losses: Sequence[Sequence[Any]], times_s: Sequence[float], waits_s: Sequence[float]
-) -> list[Chart]:
-    """Return the charts that have something to show."""
-    charts: list[Chart] = []
+) -> list[dict[str, str]]:
+    """Return title, polyline points and label of the charts that have something to show."""
+    found: list[tuple[str, str, str]] = []
     curve = [(int(step), float(value)) for step, value in losses]
     finite = [(step, value) for step, value in curve if math.isfinite(value)]
     if len(finite) > 1:
@@ -228,14 +205,15 @@ def _charts(
         label += f"; lowest {min(values):.4g}, highest {max(values):.4g}"
         if lost := len(curve) - len(finite):
             label += f"; {lost} point{'s' if lost > 1 else ''} not finite"
-        charts.append(Chart("Training loss", values, label, lowest=None))
+        found.append(("Training loss", polyline_points(values), label))
     span = "{} batches in order, from 0 to {:.4f} s"
     if len(times_s) > 1 and max(times_s) > 0:
-        charts.append(Chart("Time per batch", times_s, span.format(len(times_s), max(times_s))))
+        label = span.format(len(times_s), max(times_s))
+        found.append(("Time per batch", polyline_points(times_s, lowest=0.0), label))
     if len(waits_s) > 1 and max(waits_s) >= 1e-3:
         label = f"{span.format(len(waits_s), max(waits_s))}; {sum(waits_s):.2f} s in total"
-        charts.append(Chart("Wait for data per batch", waits_s, label))
-    return charts
+        found.append(("Wait for data per batch", polyline_points(waits_s, lowest=0.0), label))
+    return [{"title": title, "points": points, "label": label} for title, points, label in found]
 
 
 def _stacked_polygons(

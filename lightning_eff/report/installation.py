@@ -42,13 +42,13 @@ class CheckResult:
     fix: str = ""
 
 
-def check(
+def check_result(
     what: str, is_ok: object, found: str, otherwise: str, fix: str, *, problem: bool = False
 ) -> CheckResult:
     """Return `found` if the check passes, else a note or problem with `otherwise` and the fix.
 
     Example:
-        >>> check("disk", False, "100 GiB", "full", "rm", problem=True)
+        >>> check_result("disk", False, "100 GiB", "full", "rm", problem=True)
         CheckResult(what='disk', found='full', status='problem', fix='rm')
     """
     if is_ok:
@@ -74,7 +74,7 @@ def tested_versions() -> dict[str, str]:
 def _packages() -> Iterator[CheckResult]:
     version = ".".join(map(str, sys.version_info[:3]))
     fix = "install Python 3.11 or newer"
-    yield check("python", sys.version_info >= (3, 11), version, version, fix, problem=True)
+    yield check_result("python", sys.version_info >= (3, 11), version, version, fix, problem=True)
     tested = tested_versions()
     for package in (*REQUIRED, *OPTIONAL):
         pin = tested.get(package, "")
@@ -82,10 +82,10 @@ def _packages() -> Iterator[CheckResult]:
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
-            yield check(package, None, "", "not installed", install, problem=package in REQUIRED)
+            yield check_result(package, None, "", "not installed", install, problem=package in REQUIRED)
             continue
         same = not pin or version.partition("+")[0] == pin
-        yield check(package, same, version, f"{version} (tested with {pin})", install)
+        yield check_result(package, same, version, f"{version} (tested with {pin})", install)
 
 
 def _accelerator() -> Iterator[CheckResult]:
@@ -99,7 +99,7 @@ def _accelerator() -> Iterator[CheckResult]:
     wrong, fix = "NVIDIA GPU, but torch is a CPU build", "pip install --force-reinstall torch"
     if torch.version.cuda:
         wrong, fix = "NVIDIA GPU, but CUDA does not start", "nvidia-smi"
-    yield check("gpu", not has_driver, "none that torch can use", wrong, fix, problem=True)
+    yield check_result("gpu", not has_driver, "none that torch can use", wrong, fix, problem=True)
 
 
 def _dtypes() -> Iterator[CheckResult]:
@@ -107,26 +107,28 @@ def _dtypes() -> Iterator[CheckResult]:
     for dtype in (torch.bfloat16, torch.float16):
         answer = support(device, dtype)
         name = str(dtype).removeprefix("torch.")
-        yield check(name, answer.native, answer.why, answer.why, "precision=mixed (chooses what is fast)")
+        yield check_result(
+            name, answer.native, answer.why, answer.why, "precision=mixed (chooses what is fast)"
+        )
 
 
 def _compiler() -> Iterator[CheckResult]:
     compiler = find_compiler("cuda" if torch.cuda.is_available() else "cpu")
     missing = "none: torch.compile's inductor needs one"
-    yield check("compiler", compiler, str(compiler), missing, "apt-get install g++")
+    yield check_result("compiler", compiler, str(compiler), missing, "apt-get install g++")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     missing = "missing: Triton and DeepSpeed build against it"
-    yield check("Python.h", header.exists(), str(header), missing, "apt-get install python3-dev")
+    yield check_result("Python.h", header.exists(), str(header), missing, "apt-get install python3-dev")
 
 
 def _communication() -> Iterator[CheckResult]:
     available = torch.distributed.is_available()
     gloo = available and torch.distributed.is_gloo_available()
     fix = "pip install --force-reinstall torch"
-    yield check("gloo", gloo, "available", "missing: no strategy over several CPU processes", fix)
+    yield check_result("gloo", gloo, "available", "missing: no strategy over several CPU processes", fix)
     if torch.version.cuda:
         nccl = available and torch.distributed.is_nccl_available()
-        yield check("nccl", nccl, "available", "missing: no strategy over several GPUs", fix)
+        yield check_result("nccl", nccl, "available", "missing: no strategy over several GPUs", fix)
 
 
 def _memory_and_disk() -> Iterator[CheckResult]:
@@ -136,12 +138,12 @@ def _memory_and_disk() -> Iterator[CheckResult]:
     cwd, shared = Path.cwd(), Path("/dev/shm")  # noqa: S108 - inspected, not written to
     free = shutil.disk_usage(cwd).free
     text = f"{human_bytes(free)} free here"
-    yield check("disk", free >= MIN_DISK_BYTES, text, text, "output_root=/another/disk")
+    yield check_result("disk", free >= MIN_DISK_BYTES, text, text, "output_root=/another/disk")
     is_writable = os.access(cwd, os.W_OK)
     missing = "read-only: runs cannot be written"
-    yield check("this folder", is_writable, "writable", missing, "output_root=/yours")
+    yield check_result("this folder", is_writable, "writable", missing, "output_root=/yours")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
         text = f"{human_bytes(size)} for DataLoader workers"
         fix = "data.num_workers=0, or start the container with --shm-size=2g"
-        yield check("shared memory", size >= MIN_SHARED_BYTES, text, text, fix)
+        yield check_result("shared memory", size >= MIN_SHARED_BYTES, text, text, fix)

@@ -24,7 +24,19 @@ from typing_extensions import override
 from lightning_eff.core.optimization.composite import FreesGradients
 
 
-class LiveBytes(TorchDispatchMode):
+class InfraMode(TorchDispatchMode):
+    """Base of dispatch modes that only observe: operators which compile themselves may run inside."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        """Return True (torch 2.13): flex attention rejects any other mode."""
+        return True
+
+
+class LiveBytes(InfraMode):
     """Count the bytes that are alive while operations run inside, and their maximum.
 
     Example:
@@ -37,14 +49,6 @@ class LiveBytes(TorchDispatchMode):
         >>> live.now_bytes, live.peak_bytes
         (4096, 8192)
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    @override
-    def is_infra_mode(cls) -> bool:
-        """Return True, so that operators which compile themselves (flex attention) may run inside."""
-        return True
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,25 +102,19 @@ class LiveBytes(TorchDispatchMode):
             self._alive[key] = (reference, num_bytes)
             self.now_bytes += num_bytes - before
             if num_bytes != before:
-                self.on_resize(key, num_bytes)
+                self.on_change(key, num_bytes)
             return
 
         def forget(_: object) -> None:
             self.now_bytes -= self._alive.pop(key)[1]
-            self.on_free(key)
+            self.on_change(key, None)
 
         self._alive[key] = (weakref.ref(storage, forget), num_bytes)
         self.now_bytes += num_bytes
-        self.on_allocate(key, num_bytes)
+        self.on_change(key, num_bytes)
 
-    def on_allocate(self, key: int, num_bytes: int) -> None:
-        """Handle a storage that is new; `key` identifies it until it is freed."""
-
-    def on_resize(self, key: int, num_bytes: int) -> None:
-        """Handle a storage whose size has changed."""
-
-    def on_free(self, key: int) -> None:
-        """Handle a storage that is freed."""
+    def on_change(self, key: int, num_bytes: int | None) -> None:
+        """Handle a storage that is new, resized, or freed (None); `key` identifies it until it is freed."""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

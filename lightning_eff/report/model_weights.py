@@ -48,7 +48,7 @@ class Weight:
     block: int = -1
 
 
-def total_bytes(weights: Iterable[Weight], itemsize: int | None = None) -> int:
+def weight_bytes(weights: Iterable[Weight], itemsize: int | None = None) -> int:
     """Return the bytes of full weights, with their own item sizes or another one."""
     return sum(weight.numel * (itemsize or weight.itemsize) for weight in weights)
 

@@ -82,29 +82,32 @@ class Peak:
             on_device: Leave out storages that stay in host memory.
         """
         left_out = recorder.on_host if on_device else set[int]()
-        events = [event for event in recorder.events if event.allocation not in left_out]
+        events = [
+            Event(event.allocation, -(-event.num_bytes // block_bytes) * block_bytes, event.phase)
+            for event in recorder.events
+            if event.allocation not in left_out
+        ]
         # By phase: the maximum of live bytes, and minus the index of its event (the first of equal ones).
         tops: dict[str, tuple[int, int]] = dict.fromkeys(PHASES, (0, -1))
-        total = 0
-        for index, (event, change) in enumerate(_changes(events, block_bytes)):
+        total = passing = max_passing = 0
+        for index, (event, change) in enumerate(_changes(events)):
             total += change
+            passing += change if recorder.allocations[event.allocation].category in PASSING else 0
             tops[event.phase] = max(tops[event.phase], (total, -index))
+            max_passing = max_passing if event.phase == STEP else max(max_passing, passing)
         phase, (top, at) = max(tops.items(), key=lambda item: item[1])
-        alive = _alive(events[: 1 - at], block_bytes)
         made = recorder.allocations[events[-at].allocation] if events else Allocation("", "", phase)
+        by_phase = {name: _by_category(recorder, events[: 1 - index]) for name, (_, index) in tops.items()}
         return cls(
             num_bytes=top,
             phase=phase,
             operation=made.operation,
             path=made.path,
-            by_category=_by_category(recorder, alive),
-            by_phase={
-                name: _by_category(recorder, _alive(events[: 1 - index], block_bytes))
-                for name, (_, index) in tops.items()
-            },
-            passing_bytes=_passing_bytes(recorder, events, block_bytes),
-            holders=_holders(recorder, alive),
-            timeline=_timeline(recorder, events, block_bytes),
+            by_category=by_phase[phase],
+            by_phase=by_phase,
+            passing_bytes=max_passing,
+            holders=_holders(recorder, events[: 1 - at]),
+            timeline=_timeline(recorder, events),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -112,43 +115,27 @@ class Peak:
         return asdict(self)
 
 
-def _rounded(num_bytes: int, block_bytes: int) -> int:
-    return -(-num_bytes // block_bytes) * block_bytes
-
-
-def _alive(events: Sequence[Event], block_bytes: int) -> dict[int, int]:
-    """Return the size of every storage after some events, 0 if freed."""
-    return {event.allocation: _rounded(event.num_bytes, block_bytes) for event in events}
-
-
-def _changes(events: Sequence[Event], block_bytes: int) -> Iterator[tuple[Event, int]]:
+def _changes(events: Sequence[Event]) -> Iterator[tuple[Event, int]]:
     """Yield each event with the bytes that it adds or removes."""
     sizes: dict[int, int] = {}
     for event in events:
-        size = _rounded(event.num_bytes, block_bytes)
-        yield event, size - sizes.get(event.allocation, 0)
-        sizes[event.allocation] = size
+        yield event, event.num_bytes - sizes.get(event.allocation, 0)
+        sizes[event.allocation] = event.num_bytes
 
 
-def _by_category(recorder: Recorder, alive: dict[int, int]) -> dict[str, int]:
+def _by_category(recorder: Recorder, events: Sequence[Event]) -> dict[str, int]:
+    """Return the live bytes after some events."""
     found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-    for index, num_bytes in alive.items():
-        found[recorder.allocations[index].category] += num_bytes
+    for event, change in _changes(events):
+        found[recorder.allocations[event.allocation].category] += change
     return found
 
 
-def _passing_bytes(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> int:
-    total = top = 0
-    for event, change in _changes(events, block_bytes):
-        total += change if recorder.allocations[event.allocation].category in PASSING else 0
-        top = top if event.phase == STEP else max(top, total)
-    return top
-
-
-def _holders(recorder: Recorder, alive: dict[int, int]) -> list[Holder]:
+def _holders(recorder: Recorder, events: Sequence[Event]) -> list[Holder]:
     sizes: Counter[tuple[str, str, str]] = Counter()
     counts: Counter[tuple[str, str, str]] = Counter()
-    for index, num_bytes in alive.items():
+    last_sizes = {event.allocation: event.num_bytes for event in events}
+    for index, num_bytes in last_sizes.items():
         if num_bytes:
             made = recorder.allocations[index]
             key = made.category, re.sub(r"(?<![^.])\d+(?![^.])", "*", made.path), made.operation
@@ -158,13 +145,13 @@ def _holders(recorder: Recorder, alive: dict[int, int]) -> list[Holder]:
     return [Holder(*key, num_bytes=num_bytes, count=counts[key]) for key, num_bytes in largest]
 
 
-def _timeline(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> list[dict[str, Any]]:
+def _timeline(recorder: Recorder, events: Sequence[Event]) -> list[dict[str, Any]]:
     """Return the maximum of each of `POINTS` stretches of events."""
     stretch = max(1, -(-len(events) // POINTS))
     now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     points: list[dict[str, Any]] = []
     total, top = 0, -1
-    for index, (event, change) in enumerate(_changes(events, block_bytes)):
+    for index, (event, change) in enumerate(_changes(events)):
         now[recorder.allocations[event.allocation].category] += change
         total += change
         if index % stretch == 0:

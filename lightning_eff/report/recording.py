@@ -134,26 +134,17 @@ class Recorder(LiveBytes):
         self._mark([gradient], GRADIENTS)
 
     @override
-    def on_allocate(self, key: int, num_bytes: int) -> None:
-        tracker, allocation = self._tracker, Allocation(self._operation, "", FORWARD)
-        if tracker is not None and self._operation:
-            allocation = Allocation(
-                self._operation, tracker.path, tracker.phase, recomputed=tracker.is_recomputing
-            )
-        self._index_of[key] = len(self.allocations)
-        self.allocations.append(allocation)
-        self._record(self._index_of[key], num_bytes)
-
-    @override
-    def on_resize(self, key: int, num_bytes: int) -> None:
-        self._record(self._index_of[key], num_bytes)
-
-    @override
-    def on_free(self, key: int) -> None:
-        self._record(self._index_of.pop(key), 0)
-
-    def _record(self, index: int, num_bytes: int) -> None:
-        self.events.append(Event(index, num_bytes, self._tracker.phase if self._tracker else FORWARD))
+    def on_change(self, key: int, num_bytes: int | None) -> None:
+        tracker = self._tracker
+        if key not in self._index_of:
+            allocation = Allocation(self._operation, "", FORWARD)
+            if tracker is not None and self._operation:
+                allocation.path, allocation.phase = tracker.path, tracker.phase
+                allocation.recomputed = tracker.is_recomputing
+            self._index_of[key] = len(self.allocations)
+            self.allocations.append(allocation)
+        index = self._index_of[key] if num_bytes is not None else self._index_of.pop(key)
+        self.events.append(Event(index, num_bytes or 0, tracker.phase if tracker else FORWARD))
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

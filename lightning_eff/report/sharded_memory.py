@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_eff.report.model_weights import ModelWeights, OptimizerState, Weight, total_bytes
+from lightning_eff.report.model_weights import ModelWeights, OptimizerState, Weight, weight_bytes
 from lightning_eff.report.sharding_table import RING, DeviceShare, shard_numel
 
 
@@ -33,9 +33,9 @@ class DDPMemory:
     ) -> DeviceShare:
         """Implement `ShardingScheme`."""
         del micro_batches
-        gradients, state_bytes = total_bytes(model.trained), state.bytes_of(model.trained)
+        gradients, state_bytes = weight_bytes(model.trained), state.bytes_of(model.trained)
         return DeviceShare(
-            weights=total_bytes(model.weights) + model.buffers_bytes,
+            weights=weight_bytes(model.weights) + model.buffers_bytes,
             gradients=gradients,
             optimizer=0 if state.on_host else state_bytes,
             buffers=0 if self.bucket_view or devices == 1 else gradients,
@@ -80,7 +80,7 @@ class FSDP2Memory:
         # Without a reduction per micro-batch, full gradients accumulate until the last one.
         accumulates = micro_batches > 1 and not self.reduce_each
         itemsize = self.reduce_itemsize or self.compute_itemsize
-        full_gradients = total_bytes(model.trained, itemsize) if accumulates else 0
+        full_gradients = weight_bytes(model.trained, itemsize) if accumulates else 0
         return DeviceShare(
             weights=model.buffers_bytes + (0 if self.on_host else weights),
             gradients=full_gradients if self.on_host else max(full_gradients, gradients),
@@ -94,18 +94,18 @@ class FSDP2Memory:
     def _gathered_bytes(self, model: ModelWeights) -> int:
         """Return the maximum gathered at once: weights outside of blocks, a block and the prefetched next."""
         if not self.reshard:
-            return total_bytes(model.weights, self.compute_itemsize)
+            return weight_bytes(model.weights, self.compute_itemsize)
         outside = [weight for weight in model.weights if weight.block < 0]
-        sizes = [total_bytes(block, self.compute_itemsize) for block in model.blocks]
+        sizes = [weight_bytes(block, self.compute_itemsize) for block in model.blocks]
         pairs = [size + next_size for size, next_size in pairwise(sizes)] or sizes
-        return total_bytes(outside, self.compute_itemsize) + max(pairs, default=0)
+        return weight_bytes(outside, self.compute_itemsize) + max(pairs, default=0)
 
     def _block_gradient_bytes(self, model: ModelWeights) -> int:
         """Return the full gradients that exist before their reduce-scatter: of one block, and outside."""
         outside = [weight for weight in model.trained if weight.block < 0]
         blocks = [[weight for weight in block if weight.trained] for block in model.blocks]
-        largest = max((total_bytes(block, self.compute_itemsize) for block in blocks), default=0)
-        return total_bytes(outside, self.compute_itemsize) + largest
+        largest = max((weight_bytes(block, self.compute_itemsize) for block in blocks), default=0)
+        return weight_bytes(outside, self.compute_itemsize) + largest
 
     def _bytes_per_peer(self, model: ModelWeights, devices: int, micro_batches: int) -> float:
         """Return the bytes that a device sends to each peer in an optimizer step."""

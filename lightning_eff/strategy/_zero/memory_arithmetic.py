@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from lightning_eff.core.text import human_count
 from lightning_eff.report.sharding_table import RING, DeviceShare, shard_numel
-from lightning_eff.report.model_weights import ModelWeights, OptimizerState, Weight, total_bytes
+from lightning_eff.report.model_weights import ModelWeights, OptimizerState, Weight, weight_bytes
 
 FLOAT32 = 4
 
@@ -85,7 +85,7 @@ class Zero:
         times = micro_batches if self.stage == 2 else 1
         reduced = (2 if self.all_reduce else 1) * (devices - 1) / devices * total * self.reduce_itemsize
         return DeviceShare(
-            weights=total_bytes(model.weights, size) + model.buffers_bytes,
+            weights=weight_bytes(model.weights, size) + model.buffers_bytes,
             gradients=kept,
             optimizer=0 if away else own,
             buffers=buckets + largest if away else max(buckets, step),
