@@ -224,7 +224,7 @@ def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearL
         return linear_layers.LinearLayers(
             f"linear layers: the model cannot be built without memory: {reason}"
         )
-    where = linear_layers.Target.of(device, trainer.strategy.root_device, str(trainer.precision))
+    where = linear_layers.LayerTarget.of(device, trainer.strategy.root_device, str(trainer.precision))
     name = name_of(takers[0])
     try:
         return linear_layers.describe_layers(takers[0], name, model, where, linear_layers.InputRows.of(values))

@@ -29,7 +29,7 @@ from lightning_eff.core.errors import is_out_of_memory
 from lightning_eff.planner.advice import advise
 from lightning_eff.planner.advised_script import AdvisedScript
 from lightning_eff.planner.fakes import skeleton
-from lightning_eff.planner.prediction import first_line, quietly
+from lightning_eff.planner.prediction import quietly, reason_of
 
 BUDGET_S = 30.0
 """Seconds after which no further candidate is tried."""
@@ -55,7 +55,7 @@ class Advise(pl.Callback):
             try:
                 self._batch = skeleton(batch)
             except Exception as error:  # noqa: BLE001 - a batch may be anything
-                self._reason = f"the batch cannot be copied: {first_line(error)}"
+                self._reason = f"the batch cannot be copied: {reason_of(error)}"
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -140,7 +140,7 @@ def _run_in_child(work: Callable[[], str], result: Path) -> None:
         try:
             text = work()
         except BaseException as error:  # noqa: BLE001 - a user's module may raise or exit
-            text = f"no advice: {first_line(error)}"
+            text = f"no advice: {reason_of(error)}"
         with write(result, "w", encoding="utf-8") as file:
             file.write(text)
     finally:

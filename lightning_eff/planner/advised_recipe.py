@@ -133,6 +133,7 @@ def _with_batch_size(values: Mapping[str, Any], size: int, new_size: int) -> dic
     callbacks = dict(values.get("callbacks") or {})
     global_size = (callbacks.get("gradient_accumulation") or {}).get("global_batch_size")
     if isinstance(global_size, int):
+        # Keep the number of batches per optimizer step: accumulation changes memory, its length does not.
         accumulated = {"global_batch_size": max(1, global_size // size) * new_size}
         callbacks["gradient_accumulation"] = callbacks["gradient_accumulation"] | accumulated
     return changed | {"callbacks": callbacks}

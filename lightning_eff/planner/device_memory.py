@@ -25,10 +25,12 @@ from lightning_eff.report.roofline import Rates
 
 MIB = 2**20
 HOPPER = 90
+# torch's defaults: CUBLAS_WORKSPACE_CONFIG=":4096:2:16:8", on Hopper ":4096:8" (KiB : number of buffers).
 WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
 HOPPER_WORKSPACE_BYTES = 4096 * 1024 * 8
 CONTEXT_BYTES = 512 * MIB
 """Device memory of a CUDA process before its first tensor, loaded kernels included."""
+SYNTHETIC_BATCH = "synthetic batch used, because the data are not prepared yet"
 DIFFERENT_ON_CUDA = (
     "operations save the same tensors as on a CPU; CUDA's attention with dropout, cuDNN's workspaces and "
     "`foreach` optimizers differ"
@@ -162,7 +164,8 @@ class MemoryForecast:
             f"predicted peak of {what}: {human_bytes(needed)} of {human_bytes(self.memory.memory_bytes)} on "
             f"{self.memory.name}: {fits}; reached in the {peak.phase} ({peak.operation or 'start'}{path})"
         )
-        return "\n".join([headline, *_tables(peak), *(f"assumed: {text}" for text in self.assumed)])
+        notes = [f"{'note' if text == SYNTHETIC_BATCH else 'assumed'}: {text}" for text in self.assumed]
+        return "\n".join([headline, *_tables(peak), *notes])
 
 
 def _tables(peak: Peak) -> tuple[str, str]:

@@ -18,13 +18,12 @@ import lightning.pytorch as pl
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.config.ckpt_path import callbacks_of
-from lightning_eff.planner.device_memory import DeviceMemory
+from lightning_eff.planner.device_memory import SYNTHETIC_BATCH, DeviceMemory
 from lightning_eff.planner.fakes import real_tensors
-from lightning_eff.planner.prediction import Prediction, first_line, predict
+from lightning_eff.planner.prediction import Prediction, predict, reason_of
 from lightning_eff.run import build_trainer, make
 
 log = logging.getLogger(__name__)
-SYNTHETIC = "synthetic batch used, because the data are not prepared yet"
 
 
 @runtime_checkable
@@ -70,9 +69,9 @@ class ExampleBatch:
             synthetic = data.example_batch() if isinstance(data, HasExampleBatch) else None
             if synthetic is None:
                 raise
-            log.debug("data are not prepared: %s", first_line(error))
+            log.debug("data are not prepared: %s", reason_of(error))
             batch_size = (values["data"] or {}).get("micro_batch_size")
-            return cls(data, synthetic, None, batch_size, SYNTHETIC)
+            return cls(data, synthetic, None, batch_size, SYNTHETIC_BATCH)
         try:
             num_batches = len(loader)
         except (TypeError, NotImplementedError):
@@ -90,7 +89,7 @@ def example_batch_of(values: Mapping[str, Any]) -> ExampleBatch | None:
         with real_tensors(), redirect_stdout(sys.stderr):
             return ExampleBatch.of(values)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        log.debug("no batch: %s", first_line(error))
+        log.debug("no batch: %s", reason_of(error))
         return None
 
 
@@ -108,7 +107,7 @@ def dry_run(values: Mapping[str, Any], example: ExampleBatch | None = None) -> P
                     example = ExampleBatch.of(values)
             return _predict(_for_one_cpu(values), example)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        return Prediction(reason=first_line(error), error=error)
+        return Prediction(reason=reason_of(error), error=error)
 
 
 def resolve_precision(values: Mapping[str, Any], memory: DeviceMemory) -> Mapping[str, Any]:

@@ -34,6 +34,8 @@ from lightning_eff.planner.fake_values import SMALL, FakeValues
 from lightning_eff.report.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
+real_tensors = _disable_current_modes
+"""Context manager: make real tensors inside `Fakes`, for example to load data."""
 COMPILED = "compiled modules are counted as if uncompiled, an upper bound"
 
 
@@ -164,13 +166,6 @@ def skeleton(value: Any) -> Any:
 
     with real_tensors():  # outside of the modes that count operations and bytes
         return _copied(value, bare)
-
-
-@contextmanager
-def real_tensors() -> Generator[None]:
-    """Make real tensors inside `Fakes`, for example to load data."""
-    with _disable_current_modes():
-        yield
 
 
 def _is_plain(tensor: Tensor) -> bool:

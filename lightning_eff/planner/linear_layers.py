@@ -37,7 +37,7 @@ class ReplacesLinearLayers(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class LayerTarget:
     """Device and dtype for which layers are listed.
 
     Args:
@@ -51,7 +51,7 @@ class Target:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, name: str, run_device: torch.device, precision: str) -> Target:
+    def of(cls, name: str, run_device: torch.device, precision: str) -> LayerTarget:
         """Look up a device.
 
         Args:
@@ -155,7 +155,7 @@ class LinearLayers:
 
 
 def describe_layers(
-    technique: ReplacesLinearLayers, name: str, model: nn.Module, target: Target, rows: InputRows
+    technique: ReplacesLinearLayers, name: str, model: nn.Module, target: LayerTarget, rows: InputRows
 ) -> LinearLayers:
     """Return the layers of a model that a technique replaces.
 

@@ -23,7 +23,7 @@ from lightning_eff.core.text import human_bytes
 from lightning_eff.planner.advice import Options, advise
 from lightning_eff.planner.advised_recipe import AdvisedRecipe, Compose
 from lightning_eff.planner.device_memory import DeviceMemory
-from lightning_eff.planner.prediction import first_line, quietly
+from lightning_eff.planner.prediction import quietly, reason_of
 from lightning_eff.report.meter import samples_and_tokens
 from lightning_eff.report.module_tracker import BACKWARD, FORWARD, STEP
 from lightning_eff.report.peak import Peak
@@ -75,7 +75,7 @@ def explain_out_of_memory(error: BaseException, compose: Compose, limit: Limit) 
         with quietly(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             lines = _lines(phase, compose, limit)
     except Exception as failed:  # noqa: BLE001 - whatever fails now, the run's own error must be shown
-        lines = [f"no advice: {first_line(failed)}"]
+        lines = [f"no advice: {reason_of(failed)}"]
     return RunOutOfMemoryError("\n  ".join([first, *lines]))
 
 

@@ -148,6 +148,7 @@ def predict_step(
             made = optimizer([p for p in module.parameters() if p.requires_grad])
             built.optimizers = lambda: [made]
             probe = Probe(count_flops=False, count_bytes=True, live=built.recorder)
+            # Two steps: the first one allocates the optimizer's state, the second one has the peak.
             for _ in range(2):
                 fake_batch = fakes.of(batch)
                 probe.begin(fake_batch, module, [made])
@@ -212,15 +213,15 @@ def _predicted(run: Callable[[_Built], None], fakes: Fakes) -> Prediction:
         if isinstance(built.model, nn.Module):
             persistent = persistent_bytes(built.model, built.optimizers())
         return Prediction(
-            reason=first_line(error), assumed=fakes.assumed, persistent_bytes=persistent, error=error
+            reason=reason_of(error), assumed=fakes.assumed, persistent_bytes=persistent, error=error
         )
 
 
-def first_line(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Return the first line of an error's root cause, without the `error: ` in front.
 
     Example:
-        >>> first_line(ValueError("no"))
+        >>> reason_of(ValueError("no"))
         'ValueError: no'
     """
     lines = root_cause_line(error).removeprefix("error: ").splitlines()

@@ -19,7 +19,7 @@ from lightning_eff.core.model_surgery import LowersFrozen, select
 from lightning_eff.core.optimization.build import build
 from lightning_eff.core.rules import ddp_options
 from lightning_eff.core.technique import name_of
-from lightning_eff.planner.prediction import first_line
+from lightning_eff.planner.prediction import reason_of
 from lightning_eff.report.model_weights import ModelWeights, OptimizerState, sample_model
 from lightning_eff.report.sharded_memory import DDPMemory
 from lightning_eff.report.sharding_table import (
@@ -58,7 +58,7 @@ def sharding_table_of(values: Mapping[str, Any], trainer: pl.Trainer) -> Shardin
         own = next((p.dtype for p in module.parameters() if p.requires_grad), torch.float32)
         state = _optimizer_state(trainer, torch.float32 if scheme.own_weights else cast or own)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        return ShardingTable(f"memory per device: {failure}: {first_line(error)}")
+        return ShardingTable(f"memory per device: {failure}: {reason_of(error)}")
     count, micro_batches = micro_batches_per_step(values, trainer.world_size)
     about = f"memory per device with {name_of(trainer.strategy)}, by arithmetic: {model}, {trainer.precision}"
     assumed = scheme.assumptions()

@@ -105,6 +105,7 @@ class LiveBytes(InfraMode):
                 self.on_change(key, num_bytes)
             return
 
+        # The weak reference does not keep the storage alive: `forget` runs when its last tensor is gone.
         def forget(_: object) -> None:
             self.now_bytes -= self._alive.pop(key)[1]
             self.on_change(key, None)

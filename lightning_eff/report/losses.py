@@ -66,6 +66,7 @@ class Losses:
         """Sum neighbouring points whose steps fall into the same stretch of `stride` steps."""
         merged: list[tuple[int, float, int]] = []
         for step, total, count in points:
+            # Steps count from 1: stretch 0 holds the steps 1 to `stride`.
             if merged and (merged[-1][0] - 1) // self._stride == (step - 1) // self._stride:
                 merged[-1] = (step, merged[-1][1] + total, merged[-1][2] + count)
             else:

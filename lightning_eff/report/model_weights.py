@@ -96,7 +96,7 @@ class ModelWeights:
                     layer=layer,
                     block=block_of.get(id(p), -1),
                 )
-                found.setdefault(id(p), weight)
+                found.setdefault(id(p), weight)  # a tied weight belongs to its first module
         return cls(tuple(found.values()), sum(buffer.nbytes for buffer in model.buffers()))
 
     @property
@@ -138,7 +138,7 @@ class OptimizerState:
         """
         named = {kind: getattr(sample, kind).weight for kind in (HIDDEN, MATRIX, VECTOR)}
         for weight in named.values():
-            weight.grad = torch.ones_like(weight)
+            weight.grad = torch.ones_like(weight)  # any values: only the size of the state matters
         train = getattr(optimizer, "train", None)
         if callable(train):
             train()  # schedule-free optimizers step in training mode only
@@ -146,6 +146,7 @@ class OptimizerState:
             optimizer.step()
         rates: dict[str, float] = {}
         for kind, weight in named.items():
+            # A tensor that the state has twice counts once; scalars (step counts) are not per element.
             tensors = {id(tensor): tensor for tensor in tensors_in(optimizer.state.get(weight))}
             state = sum(tensor.nbytes for tensor in tensors.values() if tensor.numel() > 1)
             rates[kind] = state / weight.numel()

@@ -82,6 +82,7 @@ class Peak:
             on_device: Leave out storages that stay in host memory.
         """
         left_out = recorder.on_host if on_device else set[int]()
+        # Every size in multiples of the block, as the allocator would reserve it.
         events = [
             Event(event.allocation, -(-event.num_bytes // block_bytes) * block_bytes, event.phase)
             for event in recorder.events
@@ -95,6 +96,7 @@ class Peak:
             passing += change if recorder.allocations[event.allocation].category in PASSING else 0
             tops[event.phase] = max(tops[event.phase], (total, -index))
             max_passing = max_passing if event.phase == STEP else max(max_passing, passing)
+        # The event of the peak has index -at; events[: 1 - at] ends with it.
         phase, (top, at) = max(tops.items(), key=lambda item: item[1])
         made = recorder.allocations[events[-at].allocation] if events else Allocation("", "", phase)
         by_phase = {name: _by_category(recorder, events[: 1 - index]) for name, (_, index) in tops.items()}

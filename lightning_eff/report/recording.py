@@ -108,6 +108,7 @@ class Recorder(LiveBytes):
         HostMemory.heard.append(self._mark_on_host)
         self._hooks.callback(HostMemory.heard.remove, self._mark_on_host)
         super().begin(batch, module, self._optimizers)
+        # In any order: `_mark` keeps the category of higher precedence.
         self._mark([batch], BATCH)
         for name, buffer in module.named_buffers():
             self._mark([buffer], BUFFERS, name)
@@ -136,6 +137,7 @@ class Recorder(LiveBytes):
     @override
     def on_change(self, key: int, num_bytes: int | None) -> None:
         tracker = self._tracker
+        # Storages that `begin` adds have no operation: they existed before the step.
         if key not in self._index_of:
             allocation = Allocation(self._operation, "", FORWARD)
             if tracker is not None and self._operation:
@@ -162,6 +164,7 @@ class Recorder(LiveBytes):
 
     def _update_phase(self, tracker: ModuleTracker) -> None:
         """Mark the storages of a phase that ended right before the current operation."""
+        # The end of a phase shows only at the next operation, before that operation allocates.
         before = tracker.update()
         if before == FORWARD and tracker.phase == BACKWARD:
             self._mark_activations(recomputed=False)

@@ -153,6 +153,7 @@ class Rates:
         """
         work_s, count = 0.0, 0
         for call in calls:
+            # Roofline: a call is limited by compute or by memory traffic, whichever takes longer.
             rate = self.flops_per_s.get(call.dtype, self.flops_per_s[torch.float32])
             work_s += max(call.flops / rate, call.num_bytes / self._bytes_per_s(call, on_host))
             count += 1
@@ -161,6 +162,7 @@ class Rates:
         return max(work_s, launch_s) if self.is_gpu else work_s + launch_s
 
     def _bytes_per_s(self, call: Call, on_host: Set[int]) -> float:
+        """Return the bandwidth of a call: device memory, host memory, or the bus if it reads or writes both."""
         if not self.is_gpu or on_host.isdisjoint(call.storages):
             return self.bytes_per_s
         return HOST_BYTES_PER_S if set(call.storages) <= on_host else BUS_BYTES_PER_S

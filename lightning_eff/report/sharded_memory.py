@@ -38,10 +38,10 @@ class DDPMemory:
             weights=weight_bytes(model.weights) + model.buffers_bytes,
             gradients=gradients,
             optimizer=0 if state.on_host else state_bytes,
-            buffers=0 if self.bucket_view or devices == 1 else gradients,
+            buffers=0 if self.bucket_view or devices == 1 else gradients,  # a copy in the buckets
             # The host optimizer keeps copies of the weights and of the gradients.
             host=2 * gradients + state_bytes if state.on_host else 0,
-            sent=2 * (devices - 1) / devices * gradients,  # all-reduce
+            sent=2 * (devices - 1) / devices * gradients,  # ring all-reduce among all devices
         )
 
     def assumptions(self) -> list[str]:
@@ -77,17 +77,19 @@ class FSDP2Memory:
         weights = sum(_shard_numel(weight, devices) * weight.itemsize for weight in model.weights)
         gradients = sum(_shard_numel(weight, devices) * weight.itemsize for weight in model.trained)
         state_bytes = state.bytes_of(model.trained, lambda weight: _shard_numel(weight, devices))
-        # Without a reduction per micro-batch, full gradients accumulate until the last one.
+        # Without a reduce-scatter per micro-batch, full gradients accumulate until the last one.
         accumulates = micro_batches > 1 and not self.reduce_each
         itemsize = self.reduce_itemsize or self.compute_itemsize
         full_gradients = weight_bytes(model.trained, itemsize) if accumulates else 0
         return DeviceShare(
-            weights=model.buffers_bytes + (0 if self.on_host else weights),
+            weights=model.buffers_bytes + (0 if self.on_host else weights),  # buffers are replicated
+            # Full gradients are freed by the reduce-scatter that makes the shards: never both at once.
             gradients=full_gradients if self.on_host else max(full_gradients, gradients),
             optimizer=0 if self.on_host else state_bytes,
             gathered=self._gathered_bytes(model),
             buffers=0 if accumulates else self._block_gradient_bytes(model),
             host=weights + gradients + state_bytes if self.on_host else 0,
+            # In a ring, a device sends (N-1) shards for an all-gather, and (N-1) for a reduce-scatter.
             sent=(devices - 1) * self._bytes_per_peer(model, devices, micro_batches),
         )
 

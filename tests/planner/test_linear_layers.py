@@ -16,12 +16,12 @@ from lightning_eff.planner.linear_layers import (
     InputRows,
     LinearLayers,
     ReplacesLinearLayers,
-    Target,
+    LayerTarget,
     describe_layers,
 )
 
 GPU = torch.device("cuda", 0)
-H200 = Target(device=DEVICES["h200"], torch_device=None, dtype=torch.bfloat16)
+H200 = LayerTarget(device=DEVICES["h200"], torch_device=None, dtype=torch.bfloat16)
 
 
 def model() -> nn.Module:
@@ -30,7 +30,7 @@ def model() -> nn.Module:
         return nn.Sequential(*layers)
 
 
-def looked(tokens: int | None, target: Target = H200, backend: str = "auto") -> LinearLayers:
+def looked(tokens: int | None, target: LayerTarget = H200, backend: str = "auto") -> LinearLayers:
     technique = TritonLinear(backend=backend)
     assert isinstance(technique, ReplacesLinearLayers)
     return describe_layers(
@@ -71,7 +71,7 @@ def test_a_model_without_such_layers_is_one_line() -> None:
 
 
 def test_a_dtype_without_a_kernel_is_a_note() -> None:
-    double = Target(device=DEVICES["h200"], torch_device=None, dtype=torch.float64)
+    double = LayerTarget(device=DEVICES["h200"], torch_device=None, dtype=torch.float64)
     assert looked(8, double).rows[0].tiles == ["no Triton kernel for this dtype"]
 
 
@@ -106,13 +106,15 @@ def test_rows_are_those_of_the_smallest_micro_batch(values: dict[str, object], e
 
 def test_a_torch_device_only_for_a_device_that_is_present(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_eff.kernels.devices.of", lambda _: DEVICES["h200"])
-    assert Target.of("", GPU, "16-mixed") == Target(
+    assert LayerTarget.of("", GPU, "16-mixed") == LayerTarget(
         device=DEVICES["h200"], torch_device=GPU, dtype=torch.float16
     )
-    assert Target.of("h200", GPU, "32-true").torch_device == GPU
-    assert Target.of("a100", GPU, "32-true").torch_device is None
-    assert Target.of("cpu", GPU, "32-true").torch_device == torch.device("cpu")
-    assert Target.of("b200", GPU, "auto").dtype == torch.bfloat16, "without a query of this machine's GPU"
+    assert LayerTarget.of("h200", GPU, "32-true").torch_device == GPU
+    assert LayerTarget.of("a100", GPU, "32-true").torch_device is None
+    assert LayerTarget.of("cpu", GPU, "32-true").torch_device == torch.device("cpu")
+    assert LayerTarget.of("b200", GPU, "auto").dtype == torch.bfloat16, (
+        "without a query of this machine's GPU"
+    )
 
 
 def test_measured_choices_are_only_of_the_gpu_that_is_present(
@@ -122,7 +124,7 @@ def test_measured_choices_are_only_of_the_gpu_that_is_present(
     monkeypatch.setattr(dispatch, "identity", lambda device: "some-gpu")
     dispatch.choices.cache_clear()
     dispatch.remember("some-gpu", {dispatch.bucket(Shape(M=4096, N=4096, K=4096)): str(TILES[1])})
-    target = Target(device=DEVICES["h200"], torch_device=GPU, dtype=torch.bfloat16)
+    target = LayerTarget(device=DEVICES["h200"], torch_device=GPU, dtype=torch.bfloat16)
     assert (
         looked(4096, target).rows[0].computed_by == f"{TILES[1]}: measured to be faster than torch's library"
     )
