@@ -162,7 +162,7 @@ class Rates:
         return max(work_s, launch_s) if self.is_gpu else work_s + launch_s
 
     def _bytes_per_s(self, call: Call, on_host: Set[int]) -> float:
-        """Return the bandwidth of a call: device memory, host memory, or the bus if it reads or writes both."""
+        """Return the bandwidth of a call: of device memory, of host memory, or of the bus between them."""
         if not self.is_gpu or on_host.isdisjoint(call.storages):
             return self.bytes_per_s
         return HOST_BYTES_PER_S if set(call.storages) <= on_host else BUS_BYTES_PER_S

@@ -14,9 +14,9 @@ from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.kernels.table import TILES, Shape
 from lightning_eff.planner.linear_layers import (
     InputRows,
+    LayerTarget,
     LinearLayers,
     ReplacesLinearLayers,
-    LayerTarget,
     describe_layers,
 )
 

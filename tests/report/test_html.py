@@ -64,7 +64,7 @@ def points(text: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, _, y in (pair.partition(",") for pair in drawn[1].split())]
 
 
-def test_hostile_words_are_text_wherever_they_stand() -> None:
+def test_html_in_values_is_escaped_everywhere() -> None:
     harmless, hostile = Reader(make_page()), Reader(make_page(HOSTILE))
     assert hostile.tags == harmless.tags
     assert hostile.attributes == harmless.attributes
@@ -73,7 +73,7 @@ def test_hostile_words_are_text_wherever_they_stand() -> None:
     assert "".join(hostile.text).count(HOSTILE) == 2 + 1 + 2 + 5 + 2 + 1
 
 
-def test_nothing_comes_over_the_network() -> None:
+def test_the_page_needs_no_network() -> None:
     text = make_page()
     assert re.findall(r"https?:|//|url\(|@import", text) == []
     reader = Reader(text)
@@ -81,13 +81,13 @@ def test_nothing_comes_over_the_network() -> None:
     assert {"src", "href", "xlink:href", "style"} & {name for name, _ in reader.attributes} == set()
 
 
-def test_an_address_that_was_given_is_text() -> None:
+def test_a_url_in_the_command_is_text() -> None:
     text = make_page(command="train data.url=https://example.org/a")
     assert "<pre>train data.url=https://example.org/a</pre>" in text
     assert "href" not in text
 
 
-def test_raw_json_is_what_was_given() -> None:
+def test_raw_json_is_the_report() -> None:
     report = {"title": "a < b", "verdict": "'\"&", "ledger": [], "environment": {}, "command": "", "n": 1.5}
     text = render_page(report, figures=[], times_s=[], waits_s=[])
     raw = re.search(r"<summary>JSON</summary><pre>(.*?)</pre>", text, re.DOTALL)
@@ -101,7 +101,7 @@ def test_chart_spans_the_box_and_the_slowest_is_at_the_top() -> None:
     assert "3 batches in order, from 0 to 0.4000 s" in text
 
 
-def test_waits_are_drawn_where_there_were_any() -> None:
+def test_waits_are_drawn_if_there_were_any() -> None:
     text = make_page(times=[], waits=[0.0, 0.02, 0.01])
     assert points(text) == [(0.0, 98.0), (500.0, 2.0), (1000.0, 50.0)]
     assert "3 batches in order, from 0 to 0.0200 s; 0.03 s in total" in text

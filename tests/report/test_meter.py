@@ -100,7 +100,7 @@ def test_a_run_too_short_to_time_has_counts_and_no_rates(clock: SimpleNamespace)
     assert figures["num_batches"] == 0
 
 
-def test_an_allocator_with_a_peak_is_asked_for_it(
+def test_the_peak_of_an_allocator_is_used_if_it_has_one(
     clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reset: list[torch.device] = []
@@ -203,7 +203,7 @@ def test_peak_holds_parameters_gradients_momentum_and_activations() -> None:
     assert second.flops is None
 
 
-def test_what_is_alive_before_the_batch_counts() -> None:
+def test_tensors_alive_before_the_batch_count() -> None:
     layer, optimizer, x = make_training()
     layer.register_buffer("steps", torch.zeros(3))
     layer.weight.grad = torch.zeros(10, 10)

@@ -66,7 +66,7 @@ def test_categories_of_a_layer_by_hand() -> None:
     }  # fmt: skip
 
 
-def test_buffers_and_what_was_there_before_are_told_apart() -> None:
+def test_buffers_and_existing_tensors_have_their_categories() -> None:
     norm = nn.BatchNorm1d(10)
     recorder = record(norm, torch.ones(5, 10), None, 1)
     peak = Peak.of(recorder)
@@ -99,7 +99,7 @@ def test_operations_are_in_their_modules_in_the_backward_pass_too() -> None:
     ]
 
 
-def test_what_is_recomputed_is_an_activation_again() -> None:
+def test_recomputed_tensors_are_activations_again() -> None:
     """In the backward pass relu's result of 400 bytes is there again, which the forward pass had dropped."""
     plain, recomputed = (record(Net(recomputed=each), torch.ones(5, 10), None, 1) for each in (False, True))
     kept = {each.operation for each in plain.allocations if each.category == "activations"}
@@ -130,7 +130,7 @@ def test_the_replay_is_the_count(block_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(("most", "expected"), [(1, 1), (5, 5), (7, 6), (10, 8), (200, 24)])
-def test_a_timeline_has_at_most_so_many_points(
+def test_a_timeline_has_a_maximum_of_points(
     most: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = Net()
@@ -151,7 +151,7 @@ def test_a_record_of_nothing_has_no_peak() -> None:
     assert Peak.of(Recorder()).num_bytes == 0
 
 
-def test_nobody_listens_to_modules_afterwards() -> None:
+def test_module_hooks_are_removed_afterwards() -> None:
     before = len(torch.nn.modules.module._global_forward_pre_hooks)
     record(Net(), torch.ones(5, 10), None, 1)
     assert len(torch.nn.modules.module._global_forward_pre_hooks) == before

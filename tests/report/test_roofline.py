@@ -37,14 +37,14 @@ def test_a_product_takes_its_operations_and_a_pass_its_bytes() -> None:
     assert Work([product, product], frozenset(), num_batches=4).seconds(GPU) == 0.5
 
 
-def test_what_is_on_the_host_goes_over_the_bus_or_stays_there() -> None:
+def test_host_storages_use_the_bus_or_host_memory() -> None:
     both, host = Call("copy_", 0, 10**9, torch.float32, (1, 2)), Call("add_", 0, 10**9, torch.float32, (2,))
     assert GPU.seconds([both], {2}) == 1e9 / BUS_BYTES_PER_S
     assert GPU.seconds([host], {2}) == 1e9 / HOST_BYTES_PER_S
     assert GPU.seconds([both, host], {7}) == 2e9 / 1e11
 
 
-def test_many_small_operations_take_as_long_as_it_takes_to_ask_for_them() -> None:
+def test_many_small_operations_take_their_launch_time() -> None:
     rates = Rates.of(devices.named("h200"))
     assert rates.seconds([Call("add", 0, 8, torch.float32)] * 1000) == pytest.approx(1000 * LAUNCH_S)
 

@@ -59,7 +59,7 @@ STEPS = 4 * NUM_TENSORS
 """Bytes of AdamW's counts of steps, one a tensor, which the arithmetic leaves out."""
 
 
-def test_fsdp2_holds_and_sends_what_is_counted(seen: list[dict[str, Any]]) -> None:
+def test_fsdp2_keeps_and_sends_the_predicted_bytes(seen: list[dict[str, Any]]) -> None:
     for case, found in zip(FSDP2, seen[: len(FSDP2)], strict=True):
         scheme = FSDP2Memory(compute_itemsize=2 if case["bf16"] else None, reshard=case["reshard"])
         share = scheme.share(model(), ADAM, DEVICES, case["micro_batches"])
@@ -70,7 +70,7 @@ def test_fsdp2_holds_and_sends_what_is_counted(seen: list[dict[str, Any]]) -> No
         }, case
 
 
-def test_zero_holds_and_sends_what_is_counted(seen: list[dict[str, Any]]) -> None:
+def test_zero_keeps_and_sends_the_predicted_bytes(seen: list[dict[str, Any]]) -> None:
     """Stages 1 and 2 pad all weights together, to eight elements: less than 64 bytes are not counted."""
     pytest.importorskip("deepspeed")
     for case, found in zip(ZERO, seen[len(FSDP2) :], strict=True):

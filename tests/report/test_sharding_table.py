@@ -180,7 +180,7 @@ def test_the_papers_own_example() -> None:
     assert twice / 2 / model.weights[0].numel == pytest.approx(3 * 63 / 64), "half as much again"
 
 
-def test_what_is_frozen_is_kept_and_gathered_alone() -> None:
+def test_frozen_weights_have_no_gradients_and_no_state() -> None:
     frozen = ModelWeights(
         (MODEL.weights[0], *(Weight(rows=4, numel=16, trained=False, block=0) for _ in "ab"))
     )
@@ -224,7 +224,7 @@ def test_a_table_leaves_out_what_is_empty() -> None:
     ]
 
 
-def test_what_passes_through_a_device_is_not_divided() -> None:
+def test_activations_are_not_sharded() -> None:
     shares = {1: DeviceShare(weights=4096), 4: DeviceShare(weights=1024, sent=2)}
     division = ShardingTable("about it", shares, passing_bytes=2048)
     assert [row["device_bytes"] for row in division.rows()] == [6144, 3072]

@@ -59,7 +59,7 @@ def test_a_run_too_short_to_time_says_so_and_shows_what_was_counted() -> None:
     ]
 
 
-def test_what_had_an_effect_is_not_listed_as_idle() -> None:
+def test_only_techniques_without_effect_are_listed_as_such() -> None:
     ledger = make_report()["ledger"]
     assert "No effect" not in summary.run_verdict(make_report(ledger=ledger[:1]))
     assert summary.run_verdict(make_report(ledger=[ledger[1], ledger[1] | {"technique": "other"}])).endswith(
@@ -87,7 +87,7 @@ def test_page_has_the_verdict_the_figures_and_the_ledger() -> None:
     assert "verdict" not in shown, "what was given is left as it was"
 
 
-def test_plain_holds_what_strict_json_can() -> None:
+def test_json_safe_is_strict_json() -> None:
     value = summary.json_safe({"a": [math.inf, (1, None)], 2: {"b": -math.inf, "c": True}})
     assert value == {"a": ["inf", [1, None]], "2": {"b": "-inf", "c": True}}
     json.dumps(value, allow_nan=False)
