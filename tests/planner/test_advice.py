@@ -94,7 +94,11 @@ def test_the_best_candidate_comes_first_until_it_fits(monkeypatch: pytest.Monkey
 
 def test_checkpointing_saves_nothing_if_the_peak_is_in_the_update() -> None:
     """With a batch of one token there is nothing to recompute, and the optimizer's state is what counts."""
-    found = advise(composer("data.micro_batch_size=1", "data.context_length=2"), DeviceMemory("here", 2**40))
+    found = advise(
+        composer("data.micro_batch_size=1", "data.context_length=2"),
+        DeviceMemory("here", 2**40),
+        budget_s=900.0,
+    )
     why = {each.words: each.why for each in found.first}
     assert why[("+callbacks=gradient_checkpointing",)] == "saves nothing here"
     assert "fewer weights" in why[("+callbacks=peft_adapter",)]
