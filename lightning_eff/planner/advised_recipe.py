@@ -14,6 +14,7 @@ from lightning_eff.core import rules
 from lightning_eff.planner.advice import Options, Size, default_micro_batch
 from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
 from lightning_eff.planner.dry_run import ExampleBatch, dry_run, example_batch_of, resolve_precision
+from lightning_eff.report.sharding_table import BATCH_SIZE_KEY
 from lightning_eff.run import build_trainer
 
 CHECKPOINTING = "callbacks.gradient_checkpointing.policy"
@@ -85,32 +86,28 @@ class AdvisedRecipe:
 
     def sizes(self) -> Sequence[Size]:
         """Return the settings of the data that determine the size of a batch."""
-        return [size for size in (self._batch_size(), self._length()) if size is not None]
+        values, batch, batch_size = self.compose(()), self.example.batch, self.example.batch_size
+        data: Mapping[str, Any] = values.get("data") or {}
+        sizes: list[Size] = []
+        if batch_size and BATCH_SIZE_KEY in data:
 
-    def _batch_size(self) -> Size | None:
-        values, now = self.compose(()), self.example.batch_size
-        if not now or "micro_batch_size" not in (values.get("data") or {}):
-            return None
+            def with_batch_size(samples: int) -> MemoryForecast:
+                resized = _resized(batch, 0, batch_size, samples)
+                example = replace(self.example, batch=resized, batch_size=samples)
+                return self._forecast(_with_batch_size(values, batch_size, samples), example)
 
-        def forecast(samples: int) -> MemoryForecast:
-            batch = _resized(self.example.batch, 0, now, samples)
-            example = replace(self.example, batch=batch, batch_size=samples)
-            return self._forecast(_with_batch_size(values, now, samples), example)
+            key = f"data.{BATCH_SIZE_KEY}"
+            sizes.append(Size("largest batch", key, batch_size, 1 << 16, 1, with_batch_size))
+        name = next((name for name in LENGTH_KEYS if isinstance(data.get(name), int)), None)
+        if name is not None:
 
-        return Size("largest micro-batch", "data.micro_batch_size", now, 1 << 16, 1, forecast)
+            def with_length(length: int) -> MemoryForecast:
+                example = replace(self.example, batch=_resized(batch, 1, data[name], length))
+                return self._forecast(self.compose((f"data.{name}={length}",)), example)
 
-    def _length(self) -> Size | None:
-        data: Mapping[str, Any] = self.compose(()).get("data") or {}
-        key = next((name for name in LENGTH_KEYS if isinstance(data.get(name), int)), None)
-        if key is None:
-            return None
-        now = data[key]
-
-        def forecast(length: int) -> MemoryForecast:
-            example = replace(self.example, batch=_resized(self.example.batch, 1, now, length))
-            return self._forecast(self.compose((f"data.{key}={length}",)), example)
-
-        return Size("longest sequence, by memory alone,", f"data.{key}", now, 1 << 22, 16, forecast)
+            what = "longest sequence, by memory alone,"
+            sizes.append(Size(what, f"data.{name}", data[name], 1 << 22, 16, with_length))
+        return sizes
 
     def _forecast(self, values: Mapping[str, Any], example: ExampleBatch) -> MemoryForecast:
         return MemoryForecast(dry_run(resolve_precision(values, self.memory), example), self.memory)
@@ -129,7 +126,7 @@ def _resized(batch: Any, dim: int, size: int, new_size: int) -> Any:
 
 def _with_batch_size(values: Mapping[str, Any], size: int, new_size: int) -> dict[str, Any]:
     """Return a recipe with another batch size, and as many batches per optimizer step."""
-    changed = dict(values) | {"data": values["data"] | {"micro_batch_size": new_size}}
+    changed = dict(values) | {"data": values["data"] | {BATCH_SIZE_KEY: new_size}}
     callbacks = dict(values.get("callbacks") or {})
     global_size = (callbacks.get("gradient_accumulation") or {}).get("global_batch_size")
     if isinstance(global_size, int):

@@ -21,6 +21,7 @@ from lightning_eff.config.ckpt_path import callbacks_of
 from lightning_eff.planner.device_memory import SYNTHETIC_BATCH, DeviceMemory
 from lightning_eff.planner.fakes import real_tensors
 from lightning_eff.planner.prediction import Prediction, predict, reason_of
+from lightning_eff.report.sharding_table import BATCH_SIZE_KEY
 from lightning_eff.run import build_trainer, make
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class ExampleBatch:
             if synthetic is None:
                 raise
             log.debug("data are not prepared: %s", reason_of(error))
-            batch_size = (values["data"] or {}).get("micro_batch_size")
+            batch_size = (values["data"] or {}).get(BATCH_SIZE_KEY)
             return cls(data, synthetic, None, batch_size, SYNTHETIC_BATCH)
         try:
             num_batches = len(loader)

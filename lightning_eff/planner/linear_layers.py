@@ -20,6 +20,7 @@ from lightning_eff.kernels import devices, dispatch
 from lightning_eff.kernels.devices import Device
 from lightning_eff.kernels.table import Shape
 from lightning_eff.kernels.tiles import explain
+from lightning_eff.report.sharding_table import BATCH_SIZE_KEY
 
 ASSUMED_ROWS = 8192
 """M if the config does not determine it: for example two sequences of 4096 tokens."""
@@ -89,14 +90,14 @@ class InputRows:
             >>> InputRows.of({"data": {"micro_batch_size": 16, "context_length": 256}}).M
             4096
         """
-        nodes = {"data": values.get("data") or {}}
-        nodes |= {f"callbacks.{name}": node for name, node in (values.get("callbacks") or {}).items()}
-        sizes = {
-            f"{path}.micro_batch_size": node["micro_batch_size"]
-            for path, node in nodes.items()
-            if isinstance(node.get("micro_batch_size"), int)
+        data, callbacks = values.get("data") or {}, values.get("callbacks") or {}
+        found = {f"data.{BATCH_SIZE_KEY}": data.get(BATCH_SIZE_KEY)}
+        found |= {
+            f"callbacks.{name}.micro_batch_size": node.get("micro_batch_size")
+            for name, node in callbacks.items()
         }
-        length = nodes["data"].get("context_length")
+        sizes = {path: size for path, size in found.items() if isinstance(size, int)}
+        length = data.get("context_length")
         if not sizes or not isinstance(length, int):
             why = f"M={ASSUMED_ROWS} is assumed: the config does not set the tokens of a micro-batch"
             return cls(None, why)

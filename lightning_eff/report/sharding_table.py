@@ -20,6 +20,8 @@ from lightning_eff.core.text import human_bytes, text_table
 from lightning_eff.report.model_weights import ModelWeights, OptimizerState
 
 MAX_DEVICES = 1024
+BATCH_SIZE_KEY = "micro_batch_size"
+"""Key of a recipe's `data` group that sets the loader's batch size."""
 RING = "bytes sent are those of ring collectives in a flat network"
 UNCOUNTED = "activations are not counted"
 PREDICTED = "activations are those of the predicted step, temporaries and the batch included"
@@ -202,7 +204,7 @@ def micro_batches_per_step(values: Mapping[str, Any], devices: int) -> tuple[int
         (2, '2 micro-batches per step on each device')
     """
     callbacks = values.get("callbacks") or {}
-    batch_size = (values.get("data") or {}).get("micro_batch_size")
+    batch_size = (values.get("data") or {}).get(BATCH_SIZE_KEY)
     global_size = (callbacks.get("gradient_accumulation") or {}).get("global_batch_size")
     micro_size = (callbacks.get("micro_batch") or {}).get("micro_batch_size")
     count = (values.get("trainer") or {}).get("accumulate_grad_batches") or 1
