@@ -226,14 +226,14 @@ class _Jobs:
         """Return the error to show: out of memory is explained, anything else speaks for itself."""
         if hasattr(error, "exit_code") or not is_out_of_memory(error):
             return error
-        from lightning_eff.planner.out_of_memory import explained
+        from lightning_eff.planner.out_of_memory import explain_out_of_memory
 
         sys.stderr.write(" out of memory: looking for an override that fits, for a minute or two\n")
 
         def compose(words: Sequence[str]) -> dict[str, Any]:
             return composition.compose_recipe(self.recipe, [*overrides, *words], self.place).values
 
-        return explained(error, compose, self._memory)
+        return explain_out_of_memory(error, compose, self._memory)
 
     def finish(self, *, as_json: bool) -> int:
         """Print what was asked for; raise the only failure, or name each of several."""

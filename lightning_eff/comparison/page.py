@@ -10,7 +10,7 @@ import jinja2
 
 from lightning_eff.comparison.rows import HEADER, MEASURED, Row, cells, noise
 from lightning_eff.comparison.trials import BASELINE
-from lightning_eff.report.page_parts import STYLE
+from lightning_eff.report.html import STYLE
 
 _TEMPLATE = """<!doctype html>
 <html lang="en">

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.report.meter import batch_size
+from lightning_eff.report.meter import samples_and_tokens
 
 
 class Progress(ProgressBar):
@@ -74,7 +74,7 @@ class Progress(ProgressBar):
     ) -> None:
         if not self._is_enabled:
             return
-        self._num_samples += batch_size(batch)[0] * trainer.world_size
+        self._num_samples += samples_and_tokens(batch)[0] * trainer.world_size
         if time.monotonic() >= self._due_s:
             self._show(trainer)
 

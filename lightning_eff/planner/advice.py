@@ -1,8 +1,8 @@
-"""Which techniques would lower a step's peak, by how much and at what cost in time, and how much more fits.
+"""Advise which techniques lower a step's peak, by how much and at what cost in time, and how much more fits.
 
-Each technique is switched on and the step is predicted anew: no table knows where a model's peak is. After
-each choice the rest is predicted once more, since the peak moves. What is refused beside what is there is
-left out, and what saves nothing at this peak is said to. Times are by arithmetic (report/roofline.py).
+Each technique is switched on and the step is predicted again: no table knows where a model's peak is. After
+each choice the remaining ones are predicted again, since the peak moves. Candidates that conflict with what
+is on are listed with the reason. Times are by arithmetic (report/roofline.py).
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from lightning_eff.core.errors import PRE_RUN_ERRORS
+from lightning_eff.core.errors import REFUSALS
 from lightning_eff.core.text import human_bytes, text_table
-from lightning_eff.planner.room import Expectation, Room
+from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
 
-LEAST_SHARE = 0.01
-"""Share of the peak that is worth a technique."""
+MIN_SAVING = 0.01
+"""Fraction of the peak that a technique must save to be worth its cost."""
 
-Words = tuple[str, ...]
-"""A technique as it is typed."""
+Options = tuple[str, ...]
+"""A technique as it is typed: overrides of a recipe, or a constructor call for a script."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Something of a batch that may be larger or smaller: its rows, or their length.
+    """A size of a batch that can be changed: its samples, or their length.
 
     Args:
-        what: Its name, for a sentence.
-        typed: What is typed before its number.
-        now: What it is.
-        most: Where nobody looks any further.
-        step: What it is changed by.
-        expect: Predicts the step with another one.
+        what: Its name in a sentence.
+        typed: Override key.
+        now: Current value.
+        most: Upper limit of the search.
+        step: Granularity.
+        forecast: Predicts the step with another value.
     """
 
     what: str
@@ -41,66 +41,76 @@ class Size:
     now: int
     most: int
     step: int
-    expect: Callable[[int], Expectation]
+    forecast: Callable[[int], MemoryForecast]
 
 
-class Subject(Protocol):
-    """A training that techniques can be tried on, without being run."""
+class AdvisedTraining(Protocol):
+    """A training that can be predicted with other techniques."""
 
     @property
-    def room(self) -> Room:
-        """The device's memory."""
+    def memory(self) -> DeviceMemory:
+        """Memory of the device."""
         ...
 
     @property
-    def candidates(self) -> Sequence[Words]:
+    def candidates(self) -> Sequence[Options]:
         """Techniques to try."""
         ...
 
-    def expect(self, words: Words) -> Expectation:
-        """Predict the step with some techniques; one of `errors.REFUSALS` where they cannot be on."""
+    def forecast(self, options: Options) -> MemoryForecast:
+        """Predict the step with some techniques; raise one of `errors.REFUSALS` if they conflict."""
         ...
 
-    def instead(self, one: Words, other: Words) -> bool:
-        """Say whether two candidates are two options of one thing."""
+    def mutually_exclusive(self, first: Options, second: Options) -> bool:
+        """Return whether two candidates are two options of one technique or group."""
         ...
 
-    def trains_less(self, words: Words) -> bool:
-        """Say whether it would be another training: of fewer weights. It is tried, and never chosen."""
-        ...
+    def changes_trainable_params(self, options: Options) -> bool:
+        """Return whether other parameters would be trained: such a candidate is tried, but never chosen."""
+        del options
+        return False
 
     def sizes(self) -> Sequence[Size]:
-        """Return what of a batch can be changed."""
-        ...
+        """Return the sizes of a batch that can be changed; none if it is unknown how batches are made."""
+        return ()
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What some words would save.
+    """Effect of a candidate.
 
     Args:
-        words: As they are typed.
-        saved_bytes: At the peak; None where the step cannot be predicted with them.
-        peak_bytes: What is left.
-        time_ratio: A batch's time with them over that without, by arithmetic; None where nobody knows.
-        why: Why it cannot be on, or where the peak is then.
+        words: The candidate as it is typed.
+        saved_bytes: Bytes saved at the peak; None if the step cannot be predicted with it.
+        peak_bytes: The new peak.
+        time_ratio: Time of a batch with it over that without, by arithmetic; None if unknown.
+        why: Why it cannot be on, or the phase of the new peak.
     """
 
-    words: Words
+    words: Options
     saved_bytes: int | None
     peak_bytes: int | None = None
     time_ratio: float | None = None
     why: str = ""
 
+    @property
+    def cells(self) -> list[str]:
+        """Row of the table."""
+        saved = "-"
+        if self.saved_bytes is not None:
+            saved = ("-" if self.saved_bytes < 0 else "") + human_bytes(abs(self.saved_bytes))
+        ratio = "-" if self.time_ratio is None else f"x{self.time_ratio:.2f}"
+        return [saved, ratio, " ".join(self.words), self.why]
+
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest of a size that fits as it is.
+    """Largest value of a size that fits.
 
     Args:
-        what: The size.
-        typed: What is typed for it.
-        value: The number.
+        what: Name of the size.
+        typed: Override key.
+        value: The value.
     """
 
     what: str
@@ -110,15 +120,15 @@ class Largest:
 
 @dataclass
 class Advice:
-    """What was found.
+    """Result of the search.
 
     Args:
-        first: Each candidate alone.
-        chosen: Candidates one after the other, each the best beside those before it.
-        fits: Whether it fits as it is.
-        largest: What would fit of each size, as it is.
+        first: Every candidate alone.
+        chosen: Candidates to add in order, each the best one after those before it.
+        fits: Whether the step fits as it is.
+        largest: The largest value of each size that fits as it is.
         unfinished: Whether time ran out.
-        reason: Why nothing was found.
+        reason: Why there is no advice.
     """
 
     first: list[Saving] = field(default_factory=list[Saving])
@@ -129,134 +139,119 @@ class Advice:
     reason: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values, for JSON."""
+        """Return the advice as plain values, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
         if self.reason:
             return f"no advice: {self.reason}"
-        lines = ["the batch fits: memory techniques would only slow this run, unless for a larger batch"]
+        lines = ["the batch fits: techniques that save memory only pay off with a larger batch"]
         if not self.fits:
-            lines = ["the batch does not fit; by bytes saved, the best beside those before it:"]
+            lines = ["the batch does not fit; add in this order:"]
             lines += [
-                f" {' '.join(each.words)}: {human_bytes(each.peak_bytes or 0)} left" for each in self.chosen
+                f" {' '.join(each.words)}: peak {human_bytes(each.peak_bytes or 0)}" for each in self.chosen
             ]
         lines += [f"{each.what} that fits: {each.typed}={each.value}" for each in self.largest]
-        rows = [[_saved(each), _time(each), " ".join(each.words), each.why] for each in self.first]
-        lines.append(text_table(["saves", "time, expected", "alone", "because"], rows))
-        return "\n".join([*lines, *(["more was not tried: time ran out"] if self.unfinished else [])])
+        header = ["saves", "time (estimate)", "alone", "effect"]
+        lines.append(text_table(header, [each.cells for each in self.first]))
+        lines += ["not all candidates were tried: time ran out"] if self.unfinished else []
+        return "\n".join(lines)
 
 
-def advise(subject: Subject, *, budget_s: float = 60.0) -> Advice:
-    """Predict a training with each technique, then with the best of them and each other, until it fits.
+def advise(training: AdvisedTraining, *, budget_s: float = 60.0) -> Advice:
+    """Predict a training with each candidate, then with the best of them and each other one, until it fits.
 
     Args:
-        subject: The training.
-        budget_s: Seconds after which no further prediction is begun.
+        training: The training.
+        budget_s: Seconds after which no further prediction starts.
     """
     until = time.monotonic() + budget_s
-    now = subject.expect(())
+    now = training.forecast(())
     if now.num_bytes is None:
         return Advice(reason=now.prediction.reason)
-    room = subject.room
-    found = Advice(fits=now.num_bytes <= room.free_bytes)
-    left, words = list(subject.candidates), ()
+    free_bytes = training.memory.free_bytes
+    found = Advice(fits=now.num_bytes <= free_bytes)
+    left, options = list(training.candidates), ()
     while left:
-        tried = [_saving(subject, words, each, now) for each in left if time.monotonic() < until]
+        tried = [_try(training, options, each, now) for each in left if time.monotonic() < until]
         found.unfinished = len(tried) < len(left)
-        pairs = sorted(tried, key=lambda each: -(each[0].saved_bytes or 0))
-        found.first = found.first or [each for each, _ in pairs]
-        same = (pair for pair in pairs if not subject.trains_less(pair[0].words))
-        best, then = next(same, (None, None))
+        pairs = sorted(tried, key=lambda pair: -(pair[0].saved_bytes or 0))
+        found.first = found.first or [saving for saving, _ in pairs]
+        allowed = (pair for pair in pairs if not training.changes_trainable_params(pair[0].words))
+        best, then = next(allowed, (None, None))
         if found.fits or best is None or then is None or then.num_bytes is None or not best.saved_bytes:
             break
         found.chosen.append(best)
-        now, words = then, (*words, *best.words)
-        left = [each for each in left if not subject.instead(each, best.words)]
-        if then.num_bytes <= room.free_bytes or found.unfinished:
+        now, options = then, (*options, *best.words)
+        left = [each for each in left if not training.mutually_exclusive(each, best.words)]
+        if then.num_bytes <= free_bytes or found.unfinished:
             break
-    for size in subject.sizes():
-        value = largest(size, room, until)
+    for size in training.sizes():
+        value = largest_that_fits(size, free_bytes, until)
         found.largest += [] if value is None else [Largest(size.what, size.typed, value)]
     return found
 
 
-def _saving(
-    subject: Subject, before: Words, candidate: Words, now: Expectation
-) -> tuple[Saving, Expectation | None]:
-    """Predict the step with a candidate beside the words before it."""
+def _try(
+    training: AdvisedTraining, before: Options, candidate: Options, now: MemoryForecast
+) -> tuple[Saving, MemoryForecast | None]:
+    """Predict the step with a candidate in addition to the options before it."""
     try:
-        then = subject.expect((*before, *candidate))
-    except PRE_RUN_ERRORS as error:
+        then = training.forecast((*before, *candidate))
+    except REFUSALS as error:
         return Saving(candidate, None, why=str(error).splitlines()[0]), None
-    if then.num_bytes is None or now.num_bytes is None:
+    if then.num_bytes is None or now.num_bytes is None or then.peak is None:
         return Saving(candidate, None, why=f"not predicted: {then.prediction.reason}"), None
     saved = now.num_bytes - then.num_bytes
     ratio = then.seconds / now.seconds if then.seconds and now.seconds else None
-    where = then.peak.phase if then.peak is not None else ""
-    useless = saved < LEAST_SHARE * now.num_bytes
-    why = "useless at this peak" if useless else f"the peak is then in the {where}"
-    why = f"fewer weights are trained; {why}" if subject.trains_less(candidate) else why
+    why = f"new peak: {then.peak.phase}"
+    if saved < MIN_SAVING * now.num_bytes:
+        why = "saves < 1 %" if saved > 0 else "saves nothing here"
+    why = f"trains fewer weights; {why}" if training.changes_trainable_params(candidate) else why
     return Saving(candidate, saved, then.num_bytes, ratio, why), then
 
 
-def _saved(saving: Saving) -> str:
-    if saving.saved_bytes is None:
-        return "-"
-    sign = "-" if saving.saved_bytes < 0 else ""
-    return sign + human_bytes(abs(saving.saved_bytes))
-
-
-def _time(saving: Saving) -> str:
-    return "-" if saving.time_ratio is None else f"x{saving.time_ratio:.2f}"
-
-
-def largest(size: Size, room: Room, until: float) -> int | None:
-    """Return the largest value of a size that fits, found on the line through two that were predicted.
+def largest_that_fits(size: Size, free_bytes: int, until: float) -> int | None:
+    """Return the largest value of a size that fits, by interpolation between predicted values.
 
     Args:
-        size: What is changed, in its own steps from what it is.
-        room: To fit into.
-        until: Time of the monotonic clock after which nothing is predicted any more.
+        size: The size; values change in its steps from the current one.
+        free_bytes: Memory to fit into.
+        until: Time of the monotonic clock after which no further prediction starts.
 
     Returns:
-        None where not even the least fits, or that was not found out in time.
+        None if even the smallest value does not fit, or none was found in time.
     """
     known: dict[int, int] = {}
 
     def fits(value: int) -> bool | None:
         if value not in known and time.monotonic() < until:
-            taken = size.expect(value).num_bytes
-            if taken is not None:
-                known[value] = taken
-        return known[value] <= room.free_bytes if value in known else None
+            needed = size.forecast(value).num_bytes
+            if needed is not None:
+                known[value] = needed
+        return known[value] <= free_bytes if value in known else None
 
-    low, high = 0, size.most
-    value = size.now
+    # Invariant: `low` fits (0 is unknown), `high` does not fit (or is the limit).
+    low, high, value = 0, size.most, size.now
     while high - low > size.step:
         answer = fits(value)
         if answer is None:
             return low or None
         low, high = (value, high) if answer else (low, value)
-        guess = _guess(known, room.free_bytes, 2 * value) // size.step * size.step
-        value = min(max(guess, low + size.step), high - size.step)
+        guess = 2 * value
+        if len(known) > 1:  # memory grows almost linearly: where the line through two values meets the limit
+            small, large = sorted(known)[-2:]
+            slope = (known[large] - known[small]) / (large - small)
+            guess = int(small + (free_bytes - known[small]) / slope) if slope > 0 else guess
+        value = min(max(guess // size.step * size.step, low + size.step), high - size.step)
     return low or None
 
 
-def eighth(rows: int) -> int:
-    """Return the micro-batch to try: the largest of at least eight parts; predicting takes as long as parts.
+def default_micro_batch(samples: int) -> int:
+    """Return the micro-batch size to try: an eighth of a batch; a prediction's time grows with their number.
 
     Example:
-        >>> eighth(32), eighth(20), eighth(3)
+        >>> default_micro_batch(32), default_micro_batch(20), default_micro_batch(3)
         (4, 2, 1)
     """
-    return max(1, rows // 8)
-
-
-def _guess(known: dict[int, int], free_bytes: int, otherwise: int) -> int:
-    """Return where the line through the two largest sizes that are known meets the memory there is."""
-    if len(known) < 2:
-        return otherwise
-    one, two = sorted(known)[-2:]
-    slope = (known[two] - known[one]) / (two - one)
-    return int(one + (free_bytes - known[one]) / slope) if slope > 0 else otherwise
+    return max(1, samples // 8)

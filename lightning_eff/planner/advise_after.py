@@ -1,8 +1,8 @@
-"""Advice at the end of a fit, for a script that knows nothing of it.
+"""Print advice at the end of a fit, without changes to the script.
 
-What is tried is tried in a fork of the process, which runs the module's own steps and hooks a few more times:
-whatever they change is gone with it. It works in a folder that is removed, what it writes goes nowhere, it
-says nothing and has limited time. When a fit has ended, or has run out of memory, its words are printed.
+Predictions run in a fork of the process, since they call the module's own steps and hooks a few more times:
+whatever those change is lost with the fork. It works in a temporary folder, with file writes and output
+discarded, and has a time limit. The advice is printed when a fit has ended or has run out of memory.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_eff.core import rules
-from lightning_eff.core.errors import is_out_of_memory, root_cause_line
+from lightning_eff.core.errors import is_out_of_memory
 from lightning_eff.planner.advice import advise
+from lightning_eff.planner.advised_script import AdvisedScript
 from lightning_eff.planner.fakes import skeleton
-from lightning_eff.planner.prediction import quietly
-from lightning_eff.planner.scripts import Script
+from lightning_eff.planner.prediction import quietly, reason_of
 
 BUDGET_S = 30.0
-"""Seconds after which nothing more is tried."""
+"""Seconds after which no further candidate is tried."""
 LIMIT_S = 90.0
-"""Seconds after which what is being tried is given up."""
+"""Seconds after which the fork is killed."""
 POLL_S = 0.05
 
 
@@ -55,52 +55,50 @@ class Advise(pl.Callback):
             try:
                 self._batch = skeleton(batch)
             except Exception as error:  # noqa: BLE001 - a batch may be anything
-                self._reason = f"the batch cannot be copied: {_line(error)}"
+                self._reason = f"the batch cannot be copied: {reason_of(error)}"
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._tell(trainer)
+        self._print(trainer)
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         if is_out_of_memory(exception):
-            self._tell(trainer)
+            self._print(trainer)
 
-    def _tell(self, trainer: pl.Trainer) -> None:
-        if trainer.is_global_zero:
-            rank_zero_info("%s", self._words(trainer))
-        self._batch = None
-
-    def _words(self, trainer: pl.Trainer) -> str:
+    def _print(self, trainer: pl.Trainer) -> None:
+        batch, self._batch = self._batch, None
+        if not trainer.is_global_zero:
+            return
+        text = f"no advice: {self._reason or 'no batch was trained on'}"
         if trainer.world_size > 1:
-            return "no advice: it is for one device, and this run has several"
-        if self._batch is None:
-            return f"no advice: {self._reason or 'no batch was trained on'}"
-        batch = self._batch
-        return in_a_fork(lambda: _advice(trainer, batch), limit_s=LIMIT_S)
+            text = "no advice: it is for a single device, and this run has several"
+        elif batch is not None:
+            text = in_a_fork(lambda: _advice(trainer, batch), limit_s=LIMIT_S)
+        rank_zero_info("%s", text)
 
 
 def _advice(trainer: Any, batch: Any) -> str:
-    """Look for advice; in a process of its own, for the module is run and changed."""
+    """Return the advice; in a process of its own, since it runs and changes the module."""
     module = trainer.lightning_module
     for callback in trainer.callbacks:
-        callback.teardown(trainer, module, "fit")  # what techniques have changed is put back
+        callback.teardown(trainer, module, "fit")  # techniques restore the module
     with quietly():
-        script = Script(module, batch, trainer)
-        now = script.expect(())
-        found = advise(script, budget_s=BUDGET_S)
-    held = f"{now}\n" if now.num_bytes is not None else ""
-    return f"Advice, from steps on tensors without memory\n{held}{found}"
+        training = AdvisedScript(module, batch, trainer)
+        now = training.forecast(())
+        found = advise(training, budget_s=BUDGET_S)
+    forecast = f"{now}\n" if now.num_bytes is not None else ""
+    return f"Advice (simulated)\n{forecast}{found}"
 
 
 def in_a_fork(work: Callable[[], str], *, limit_s: float) -> str:
-    """Do some work in a copy of this process, and return its words; nothing of it comes back but them.
+    """Run a function in a fork of this process, and return its text; nothing else is kept.
 
     Args:
-        work: Returns the words; what it raises is words too.
-        limit_s: Seconds after which the copy is killed.
+        work: Returns the text; an exception is returned as a text too.
+        limit_s: Seconds after which the fork is killed.
 
     Example:
         >>> seen = []
@@ -108,62 +106,62 @@ def in_a_fork(work: Callable[[], str], *, limit_s: float) -> str:
         ('None, 1', [])
     """
     if not hasattr(os, "fork"):
-        return "no advice: this system cannot copy a process"
+        return "no advice: this system cannot fork a process"
     with tempfile.TemporaryDirectory(prefix="advice-") as folder:
+        result = Path(folder) / "result"
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         pid = os.fork()
         if pid == 0:
-            _speak(work, Path(folder))
+            _run_in_child(work, result)
         try:
-            ended = _wait(pid, limit_s)
+            has_ended = _wait(pid, limit_s)
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        said = Path(folder) / "words"
-        if not ended:
+                os.killpg(pid, signal.SIGKILL)  # the child's own process group: its children too
+        if not has_ended:
             return f"no advice: none was found within {limit_s:g} s"
-        return said.read_text(encoding="utf-8") if said.is_file() else "no advice: its process died"
+        return result.read_text(encoding="utf-8") if result.is_file() else "no advice: its process died"
 
 
-def _speak(work: Callable[[], str], folder: Path) -> None:
-    """Work in the copy, write down what there is to say, and end."""
+def _run_in_child(work: Callable[[], str], result: Path) -> None:
+    """Run the function in the fork, write its text, and exit without the parent's cleanup."""
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        silence = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(silence, stream)
-        os.chdir(folder)
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(null, descriptor)
+        os.chdir(result.parent)
         torch.set_num_threads(1)  # threads do not survive a fork
         write = io.open
-        _write_nothing()
+        _discard_writes()
         try:
-            words = work()
-        except BaseException as error:  # noqa: BLE001 - a user's module may raise or exit as it likes
-            words = f"no advice: {_line(error)}"
-        with write(folder / "words", "w", encoding="utf-8") as file:
-            file.write(words)
+            text = work()
+        except BaseException as error:  # noqa: BLE001 - a user's module may raise or exit
+            text = f"no advice: {reason_of(error)}"
+        with write(result, "w", encoding="utf-8") as file:
+            file.write(text)
     finally:
         os._exit(0)
 
 
-def _write_nothing() -> None:
-    """Let what is written to files in this process go nowhere, and what saves tensors do nothing."""
-    plain = io.open
+def _discard_writes() -> None:
+    """Redirect files opened for writing to the null device, and disable `torch.save`, in this process."""
+    original_open = io.open
 
-    def opened(file: Any, mode: str = "r", *options: Any, **keywords: Any) -> Any:
+    def open_for_reading(file: Any, mode: str = "r", *options: Any, **keywords: Any) -> Any:
         if isinstance(file, int) or not set(mode) & set("wax+"):
-            return plain(file, mode, *options, **keywords)
-        return plain(os.devnull, mode.replace("x", "w"), *options, **keywords)
+            return original_open(file, mode, *options, **keywords)
+        return original_open(os.devnull, mode.replace("x", "w"), *options, **keywords)
 
-    builtins.open = io.open = opened
+    builtins.open = io.open = open_for_reading
     torch.save = lambda *_, **__: None
 
 
 def _wait(pid: int, limit_s: float) -> bool:
-    """Wait for a process; say whether it ended by itself."""
+    """Wait for a process; return whether it ended by itself, kill it otherwise."""
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
         if os.waitpid(pid, os.WNOHANG)[0]:
@@ -172,7 +170,3 @@ def _wait(pid: int, limit_s: float) -> bool:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return False
-
-
-def _line(error: BaseException) -> str:
-    return (root_cause_line(error).removeprefix("error: ").splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,7 @@
-"""Report and advice for a script that knows nothing of them: `LIGHTNING_EFF_REPORT=1 python train.py`.
+"""Add report and advice to a script without changes to it: `LIGHTNING_EFF_REPORT=1 python train.py`.
 
-Lightning asks an entry point (`lightning.pytorch.callbacks_factory`) of every installed package for callbacks
-whenever a Trainer is made. Ours answers with nothing unless the variable is set, and imports nothing then.
+Whenever a Trainer is constructed, Lightning calls the entry point `lightning.pytorch.callbacks_factory` of
+every installed package. This one returns nothing, and imports nothing, unless the variable is set.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ VARIABLE = "LIGHTNING_EFF_REPORT"
 OFF = ("", "0", "false", "no", "off")
 
 
-def _asked() -> bool:
+def _is_enabled() -> bool:
     return os.environ.get(VARIABLE, "").strip().lower() not in OFF
 
 
 def refuse_legacy() -> list[Any]:
-    """Refuse to report on a Trainer of the package `pytorch_lightning`, which asks an entry point of its own.
+    """Raise for a Trainer of the legacy package `pytorch_lightning`, which has an entry point of its own.
 
     Raises:
-        ConflictError: The environment asks for a report.
+        ConflictError: The environment variable is set.
 
     Example:
         >>> refuse_legacy()
         []
     """
-    if not _asked():
+    if not _is_enabled():
         return []
     from lightning_eff.core.errors import legacy_package_error
 
@@ -36,13 +36,13 @@ def refuse_legacy() -> list[Any]:
 
 
 def callbacks() -> list[Any]:
-    """Return the callbacks that report and advise, where the environment asks for them.
+    """Return the callbacks that report and advise, if the environment variable is set.
 
     Example:
         >>> callbacks()
         []
     """
-    if not _asked():
+    if not _is_enabled():
         return []
     from lightning_eff.monitors.efficiency_report import EfficiencyReport
     from lightning_eff.planner.advise_after import Advise

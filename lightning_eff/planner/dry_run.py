@@ -1,8 +1,8 @@
-"""A composed run's step without memory: what it would take, on this machine or on a device that is not here.
+"""Predict the memory of a composed run without training, also for a device that is not present.
 
 The recipe's techniques, model and optimizer run on fake tensors (planner/prediction.py), with one batch of
-its data. Data that is not prepared yet is not prepared for this: a data module may have a method
-`example_batch()` that makes up a batch of the right shape instead.
+its data. Data that are not prepared yet are not prepared for this: a data module may have a method
+`example_batch()` that returns a synthetic batch of the right shape.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ import lightning.pytorch as pl
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.config.ckpt_path import callbacks_of
-from lightning_eff.core.errors import root_cause_line
+from lightning_eff.planner.device_memory import SYNTHETIC_BATCH, DeviceMemory
 from lightning_eff.planner.fakes import real_tensors
-from lightning_eff.planner.prediction import Prediction, predict
-from lightning_eff.planner.room import Room
+from lightning_eff.planner.prediction import Prediction, predict, reason_of
+from lightning_eff.report.sharding_table import BATCH_SIZE_KEY
 from lightning_eff.run import build_trainer, make
 
 log = logging.getLogger(__name__)
 
 
 @runtime_checkable
-class HasExample(Protocol):
-    """A data module that knows what its batches look like before it has read anything."""
+class HasExampleBatch(Protocol):
+    """A data module with a synthetic batch that needs no data."""
 
     def example_batch(self) -> Any:
-        """Return a batch of the right shapes; its values mean nothing."""
+        """Return a batch of the right shapes with arbitrary values."""
         ...
 
 
 @dataclass(frozen=True)
-class Example:
-    """What a run is fed with.
+class ExampleBatch:
+    """A batch to predict with.
 
     Args:
         data: The data module.
-        batch: A batch of its.
-        num_batches: Of an epoch; None where nobody knows.
-        batch_size: As its loader says; None where it does not.
-        about: What is to be said about it.
+        batch: One of its batches, or a synthetic one.
+        num_batches: Batches per epoch; None if unknown.
+        batch_size: `batch_size` of its loader; None if it has none.
+        about: A note on the batch.
     """
 
     data: pl.LightningDataModule
@@ -55,8 +55,8 @@ class Example:
     about: str = ""
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Example:
-        """Take a batch from a recipe's data, or have one made up.
+    def of(cls, values: Mapping[str, Any]) -> ExampleBatch:
+        """Load a batch of a recipe's data, or make a synthetic one.
 
         Args:
             values: From `config.compose_recipe`.
@@ -67,100 +67,94 @@ class Example:
             loader: Any = data.train_dataloader()
             batch = next(iter(loader))
         except Exception as error:  # a user's data module may raise anything
-            made_up = data.example_batch() if isinstance(data, HasExample) else None
-            if made_up is None:
+            synthetic = data.example_batch() if isinstance(data, HasExampleBatch) else None
+            if synthetic is None:
                 raise
-            about = f"a batch made up, since the data is not prepared ({root_cause_line(error)})"
-            size = (values["data"] or {}).get("batch_size")
-            return cls(data, made_up, None, size, about.splitlines()[0])
-        return cls(data, batch, _len(loader), getattr(loader, "batch_size", None))
+            log.debug("data are not prepared: %s", reason_of(error))
+            batch_size = (values["data"] or {}).get(BATCH_SIZE_KEY)
+            return cls(data, synthetic, None, batch_size, SYNTHETIC_BATCH)
+        try:
+            num_batches = len(loader)
+        except (TypeError, NotImplementedError):
+            num_batches = None
+        return cls(data, batch, num_batches, getattr(loader, "batch_size", None))
 
 
-def _why(error: Exception) -> str:
-    return root_cause_line(error).removeprefix("error: ").splitlines()[0]
-
-
-def example_of(values: Mapping[str, Any]) -> Example | None:
-    """Take a batch from a recipe's data; None where there is none to be had.
+def example_batch_of(values: Mapping[str, Any]) -> ExampleBatch | None:
+    """Load a batch of a recipe's data, or make a synthetic one; None if neither is possible.
 
     Args:
         values: From `config.compose_recipe`.
     """
     try:
         with real_tensors(), redirect_stdout(sys.stderr):
-            return Example.of(values)
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything, and stops nothing here
-        log.debug("no batch: %s", _why(error))
+            return ExampleBatch.of(values)
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        log.debug("no batch: %s", reason_of(error))
         return None
 
 
-def dry_run(values: Mapping[str, Any], example: Example | None = None) -> Prediction:
-    """Predict a composed run's peak; what prevents it is told in the result.
+def dry_run(values: Mapping[str, Any], example: ExampleBatch | None = None) -> Prediction:
+    """Predict the peak of a composed run; an error is returned in the prediction.
 
     Args:
         values: From `config.compose_recipe`.
-        example: What it is fed with; None takes it from the data.
+        example: Batch to predict with; None takes one from the data.
     """
     try:
-        with real_tensors(), redirect_stdout(sys.stderr):
-            fed = Example.of(values) if example is None else example
         with redirect_stdout(sys.stderr):
-            return _predict(values, fed)
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything, and stops nothing here
-        return Prediction(reason=_why(error), error=error)
+            if example is None:
+                with real_tensors():
+                    example = ExampleBatch.of(values)
+            return _predict(_for_one_cpu(values), example)
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        return Prediction(reason=reason_of(error), error=error)
 
 
-def on_device(values: Mapping[str, Any], room: Room) -> Mapping[str, Any]:
-    """Settle what a recipe leaves to the device, for one that need not be here: the format of `auto`.
+def resolve_precision(values: Mapping[str, Any], memory: DeviceMemory) -> Mapping[str, Any]:
+    """Replace `precision=auto` by what it is on a CUDA device, which need not be present.
 
     Args:
         values: From `config.compose_recipe`.
-        room: Of the device.
+        memory: Memory of the device.
     """
     precision = values.get("precision") or {}
-    if not room.is_cuda or precision.get("precision") != "auto":
+    if not memory.is_cuda or precision.get("precision") != "auto":
         return values
     return dict(values) | {"precision": precision | {"precision": "bf16-mixed"}}
 
 
-def _predict(values: Mapping[str, Any], fed: Example) -> Prediction:
-    here = _alone(values)
+def _predict(values: Mapping[str, Any], example: ExampleBatch) -> Prediction:
     pl.seed_everything(values["seed"], workers=True, verbose=False)
-    trainer = build_trainer(here)
+    trainer = build_trainer(values)
 
-    def model() -> pl.LightningModule:
-        built: pl.LightningModule = make("model", here["model"])
-        for choice in [each for each in callbacks_of(trainer) if isinstance(each, OptimizerChoice)]:
-            choice.replace(built, keep_own=False)
-        return built
+    def build_model() -> pl.LightningModule:
+        model: pl.LightningModule = make("model", values["model"])
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, OptimizerChoice):
+                callback.replace(model, keep_own=False)
+        return model
 
     found = predict(
-        model,
-        fed.batch,
+        build_model,
+        example.batch,
         trainer=trainer,
-        data=fed.data,
-        num_batches=fed.num_batches,
-        batch_size=fed.batch_size,
+        data=example.data,
+        num_batches=example.num_batches,
+        batch_size=example.batch_size,
     )
-    found.assumed.extend([fed.about] if fed.about else [])
+    found.assumed.extend([example.about] if example.about else [])
     return found
 
 
-def _alone(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe for one CPU, that watches nothing and reads no weights."""
-    one = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "enable_checkpointing": False}
-    here = dict(values) | {"monitors": {}, "logger": None, "strategy": None}
-    here["trainer"] = values["trainer"] | one
+def _for_one_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe for one CPU, without monitors, loggers and pretrained weights."""
+    one_cpu = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "enable_checkpointing": False}
+    changed = dict(values) | {"monitors": {}, "logger": None, "strategy": None}
+    changed["trainer"] = values["trainer"] | one_cpu
     if values["model"].get("pretrained") is True:
-        here["model"] = values["model"] | {"pretrained": False}
+        changed["model"] = values["model"] | {"pretrained": False}
     callbacks = dict(values.get("callbacks") or {})
     if (callbacks.get("peft_adapter") or {}).get("base_checkpoint"):
         callbacks["peft_adapter"] = callbacks["peft_adapter"] | {"base_checkpoint": None}
-    return here | {"callbacks": callbacks}
-
-
-def _len(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
+    return changed | {"callbacks": callbacks}

@@ -1,13 +1,13 @@
-"""Tensors without memory that a whole training can run on, on any machine: torch's fake tensors.
+"""Run a training without memory: torch's fake tensors, on any machine.
 
-A fake tensor has shape, format, device and storage size, and no values; `answers.py` has what a training that
-asks for values is told. torch's private names for fake tensors are used here and nowhere else. Three of
-its functions do not work with them, and are replaced inside: `Module.to` (it swaps parameters, which those
-that somebody refers to refuse), `copy.deepcopy` of a tensor, and what makes tensors of a class of one's own.
+A fake tensor has shape, dtype, device and storage size, but no values; fake_values.py provides those that a
+training reads. torch's private names for fake tensors (2.10-2.13) are used here and nowhere else. Three
+functions of torch do not work with fakes and are replaced inside: `Module.to` (it swaps parameters, which
+fails for parameters that something else refers to), `copy.deepcopy` of a tensor, and
+`Tensor._make_subclass`, by which quantized weights are made.
 
-Compiled code reads memory that is not there, so nothing is compiled inside. What a compiled module would need
-is at most what it needs without. A compiled update of an optimizer has its temporaries in registers: it is
-run uncompiled and not looked at.
+Nothing is compiled inside, because compiled code reads memory. A compiled module needs at most what it needs
+uncompiled. A compiled optimizer update keeps its temporaries in registers: it runs uncompiled and uncounted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -27,17 +27,20 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,  # pyright: ignore[reportPrivateUsage]
     _pop_mode_temporarily,  # pyright: ignore[reportPrivateUsage]
 )
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_eff.planner.answers import SMALL, Answers
+from lightning_eff.planner.fake_values import SMALL, FakeValues
 from lightning_eff.report.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
-COMPILED = "compiled modules are counted uncompiled, which is the most that they need"
+real_tensors = _disable_current_modes
+"""Context manager: make real tensors inside `Fakes`, for example to load data."""
+COMPILED = "compiled modules are counted as if uncompiled, an upper bound"
 
 
 class Fakes(AbstractContextManager["Fakes"]):
-    """Inside, every new tensor is a fake one.
+    """Make every new tensor inside a fake one.
 
     Example:
         >>> with Fakes() as fakes:
@@ -51,88 +54,128 @@ class Fakes(AbstractContextManager["Fakes"]):
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._answers = Answers()
+        self._values = FakeValues()
         self._open = ExitStack()
 
     @property
     def assumed(self) -> list[str]:
-        """What was answered without being known, and who asked."""
-        return list(self._answers.assumed)
+        """Values that were assumed, with the code that read them."""
+        return list(self._values.assumed)
 
     @override
     def __enter__(self) -> Fakes:
         self._open.enter_context(_replaced(nn.Module, "_apply", _apply))
-        self._open.enter_context(_replaced(FakeTensor, "__deepcopy__", _copy))
+        self._open.enter_context(_replaced(FakeTensor, "__deepcopy__", _deepcopy))
         self._open.enter_context(_replaced(torch, "compile", self._uncompiled))
         self._open.enter_context(_replaced(Tensor, "_make_subclass", staticmethod(_make_subclass)))
         self._open.enter_context(torch.compiler.set_stance("force_eager"))
+        # The last mode entered is dispatched to first: FakeValues, then FakeTensorMode.
         self._open.enter_context(self._mode)
-        self._open.enter_context(self._answers)
+        self._open.enter_context(self._values)
         return self
 
     @override
     def __exit__(self, *error: object) -> None:
         self._open.close()
-        _forget_in_caches()
+        # bitsandbytes (0.50) caches quantization maps: remove the fake ones.
+        for name, attribute in (("functional", "name2qmap"), ("backends.utils", "_code_4bit_cache")):
+            cache: dict[Any, Any] = getattr(sys.modules.get(f"bitsandbytes.{name}"), attribute, {})
+            for key in [key for key, value in cache.items() if isinstance(value, FakeTensor)]:
+                del cache[key]
 
     def _uncompiled(self, model: Any = None, **options: Any) -> Any:
-        """Stand for `torch.compile`."""
+        """Replace `torch.compile`."""
         if model is None:
             return functools.partial(self._uncompiled, **options)
 
         @functools.wraps(model)
         def run(*args: Any, **kwargs: Any) -> Any:
-            watched = isinstance(_get_current_dispatch_mode(), LiveBytes)
+            is_counted = isinstance(_get_current_dispatch_mode(), LiveBytes)
             if torch.is_grad_enabled():
-                self._answers.assumed[COMPILED] = None
-            with _pop_mode_temporarily() if watched and not torch.is_grad_enabled() else nullcontext():
+                self._values.assumed[COMPILED] = None
+            # Without grad mode it is an optimizer's update, whose temporaries are not counted.
+            is_update = is_counted and not torch.is_grad_enabled()
+            with _pop_mode_temporarily() if is_update else nullcontext():
                 return model(*args, **kwargs)
 
         return run
 
     def of(self, value: Any) -> Any:
-        """Copy a module, or anything that holds tensors, with new fakes that share memory as they do."""
-        shared: dict[Any, Any] = {}
-        return _copied(value, lambda real, _: self._fake(real, shared))
+        """Copy a module, or anything that holds tensors, with fakes that share storage alike."""
+        storages: dict[Any, Any] = {}
 
-    def _fake(self, leaf: Any, memo: dict[Any, Any]) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
-            return leaf
-        if leaf.layout != torch.strided or type(leaf) not in {Tensor, nn.Parameter}:
-            return self._mode.from_tensor(leaf)
-        fake = _like(leaf, memo)
-        self._answers.learn(fake, leaf)
-        return fake
+        def fake(real: Tensor, _: dict[int, Any]) -> Tensor:
+            if isinstance(real, FakeTensor):
+                return real
+            if not _is_plain(real):
+                return self._mode.from_tensor(real)
+            new = _like(real, storages)
+            self._values.learn(new, real)
+            return new
+
+        return _copied(value, fake)
+
+
+class FakeLoader(DataLoader[Any]):
+    """Yield new fakes of one batch, with the length and `batch_size` of the loader that it replaces.
+
+    Args:
+        make: Returns a batch.
+        batch_size: Its `batch_size`.
+        num_batches: Batches per epoch; None for an endless loader.
+    """
+
+    def __init__(self, make: Callable[[], Any], batch_size: int, num_batches: int | None) -> None:
+        dataset: Any = _Endless() if num_batches is None else range(batch_size * num_batches)
+        super().__init__(dataset, batch_size=batch_size)
+        self._make, self._num_batches = make, num_batches
+
+    @override
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        served = 0
+        while self._num_batches is None or served < self._num_batches:
+            yield self._make()
+            served += 1
+
+
+class _Endless(IterableDataset[Any]):
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError
 
 
 def skeleton(value: Any) -> Any:
-    """Copy what holds tensors, a batch say, with no memory but that of small whole numbers.
+    """Copy a value, such as a batch, onto the meta device, with real memory only for small integer tensors.
 
-    What is left can wait on any machine until `Fakes.of` takes it.
+    `Fakes.of` accepts the copy, on any machine.
 
     Example:
         >>> layer = skeleton(nn.Linear(4, 2))
         >>> layer.weight.shape, layer.weight.device
         (torch.Size([2, 4]), device(type='meta'))
     """
-    shared: dict[Any, Any] = {}
-    by_torch: Any = Tensor.__deepcopy__
+    storages: dict[Any, Any] = {}
+    default_deepcopy: Any = Tensor.__deepcopy__
 
     def bare(real: Tensor, memo: dict[int, Any]) -> Tensor:
-        if real.layout != torch.strided or type(real) not in {Tensor, nn.Parameter}:
-            return by_torch(real, memo)
+        if not _is_plain(real):
+            return default_deepcopy(real, memo)
         if not real.is_floating_point() and real.numel() <= SMALL:
             return real.detach().cpu().clone()
-        return _like(real, shared, torch.device("meta"))
+        return _like(real, storages, torch.device("meta"))
 
-    with real_tensors():  # who counts operations does not hear of this
+    with real_tensors():  # outside of the modes that count operations and bytes
         return _copied(value, bare)
 
 
-def _copied(value: Any, make: Callable[[Tensor, dict[int, Any]], Any]) -> Any:
-    """Copy a value with other tensors in the place of its own; fakes stay."""
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and type(tensor) in {Tensor, nn.Parameter}
 
-    def one(real: Tensor, memo: dict[int, Any]) -> Tensor:
+
+def _copied(value: Any, make: Callable[[Tensor, dict[int, Any]], Any]) -> Any:
+    """Deep-copy a value, its tensors replaced by `make(tensor, memo)`; fakes are kept."""
+
+    def copy_tensor(real: Tensor, memo: dict[int, Any]) -> Tensor:
         new = make(real, memo)
         new = nn.Parameter(new, real.requires_grad) if isinstance(real, nn.Parameter) else new
         memo[id(real)] = new
@@ -140,21 +183,14 @@ def _copied(value: Any, make: Callable[[Tensor, dict[int, Any]], Any]) -> Any:
 
     with ExitStack() as stack:
         for kind in (Tensor, nn.Parameter):
-            stack.enter_context(_replaced(kind, "__deepcopy__", one))
-        stack.enter_context(_replaced(FakeTensor, "__deepcopy__", lambda each, _: each))
+            stack.enter_context(_replaced(kind, "__deepcopy__", copy_tensor))
+        stack.enter_context(_replaced(FakeTensor, "__deepcopy__", lambda fake, _: fake))
         return copy.deepcopy(value)
 
 
 @contextmanager
-def real_tensors() -> Generator[None]:
-    """Make real tensors again inside: for a loader, say."""
-    with _disable_current_modes():
-        yield
-
-
-@contextmanager
 def _replaced(owner: Any, name: str, function: Any) -> Generator[None]:
-    """Put a function in the place of a class's own for a while."""
+    """Replace an attribute of a class or module temporarily, also one that it inherits."""
     missing = object()
     before = owner.__dict__.get(name, missing)
     setattr(owner, name, function)
@@ -167,29 +203,24 @@ def _replaced(owner: Any, name: str, function: Any) -> Generator[None]:
             setattr(owner, name, before)
 
 
-def _like(tensor: Tensor, memo: dict[Any, Any], device: torch.device = CPU) -> Tensor:
-    """Return a tensor like another, on a storage as large as its, which those with the same memo share."""
+def _like(tensor: Tensor, storages: dict[Any, Any], device: torch.device = CPU) -> Tensor:
+    """Return a tensor of the same sizes and strides, on a storage of the same size.
+
+    Tensors that share a storage get copies that share one, which `storages` holds.
+    """
     storage = tensor.untyped_storage()
     key = ("storage", storage._cdata)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    if key not in memo:
-        memo[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
-    whole = storage.nbytes() // tensor.element_size() * tensor.element_size()
+    if key not in storages:
+        storages[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+    # A storage may end in the middle of an element of this dtype: a view needs full elements.
+    full_elements = storage.nbytes() // tensor.element_size() * tensor.element_size()
     with torch.no_grad():
-        base = memo[key][:whole].view(tensor.dtype)
+        base = storages[key][:full_elements].view(tensor.dtype)
         return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).detach()
 
 
-def _forget_in_caches() -> None:
-    """Take fakes out of what bitsandbytes keeps for the next real tensor."""
-    for name, attribute in (("functional", "name2qmap"), ("backends.utils", "_code_4bit_cache")):
-        kept: dict[Any, Any] = getattr(sys.modules.get(f"bitsandbytes.{name}"), attribute, {})
-        for key in [key for key, value in kept.items() if isinstance(value, FakeTensor)]:
-            del kept[key]
-
-
 @functools.cache
-def _of_fakes(kind: type) -> Any:
-    """Return a class like another whose tensors are fakes."""
+def _fake_subclass(kind: type) -> Any:
     return type(kind)(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__})
 
 
@@ -197,16 +228,16 @@ _OF_TORCH = Tensor._make_subclass  # noqa: SLF001  # pyright: ignore[reportPriva
 
 
 def _make_subclass(cls: type, data: Tensor, *options: Any, **keywords: Any) -> Tensor:
-    """Do what `Tensor._make_subclass` does, which refuses fakes: quantized weights are made so."""
+    """Replace `Tensor._make_subclass`, which rejects fakes."""
     if not isinstance(data, FakeTensor):
         return _OF_TORCH(cls, data, *options, **keywords)
     fake: Any = data.detach()
-    fake.__class__ = _of_fakes(cls)
+    fake.__class__ = _fake_subclass(cls)
     return fake.requires_grad_(bool(options and options[0]))
 
 
-def _copy(self: Tensor, memo: dict[Any, Any]) -> Tensor:
-    """Do what `Tensor.__deepcopy__` does; it would copy the storage, which is none."""
+def _deepcopy(self: Tensor, memo: dict[Any, Any]) -> Tensor:
+    """Replace `Tensor.__deepcopy__`, which copies the storage; a fake has none."""
     if id(self) in memo:
         return memo[id(self)]
     if isinstance(self, nn.Parameter):
@@ -219,7 +250,7 @@ def _copy(self: Tensor, memo: dict[Any, Any]) -> Tensor:
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002 - torch's signature
-    """Do what `Module._apply` does to real tensors: the parameter stays, and has other data."""
+    """Replace `Module._apply` by what it does to real tensors: parameters stay, their data change."""
     for module in self.children() if recurse else ():
         module._apply(fn)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     with torch.no_grad():

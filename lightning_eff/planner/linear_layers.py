@@ -1,122 +1,124 @@
-"""Which linear layers of a model a technique takes, who would compute them, and what their tiles lose.
+"""List the linear layers of a model that a technique replaces: which backend computes them, and tile waste.
 
-The model has no memory and is not run, so how many rows a layer gets is read off the config: a micro-batch's
-samples times the tokens of a sample, where it names both. Elsewhere a number is assumed, and said to be.
-Only forward passes are looked at.
+The model is on the meta device and is not run, so the rows of a layer's input are read from the config:
+samples of a micro-batch times tokens of a sample. If the config lacks either, a number is assumed and
+reported. Only forward passes are listed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from lightning_eff.core.dtypes import matmul_dtype, layer_matmul_dtype
+from lightning_eff.core.dtypes import dtype_of, product_dtype
 from lightning_eff.core.text import text_table
 from lightning_eff.kernels import devices, dispatch
 from lightning_eff.kernels.devices import Device
-from lightning_eff.kernels.tile_configs import Shape
-from lightning_eff.kernels.tiles import Explanation, explain_tiles
+from lightning_eff.kernels.table import Shape
+from lightning_eff.kernels.tiles import explain
+from lightning_eff.report.sharding_table import BATCH_SIZE_KEY
 
 ASSUMED_ROWS = 8192
-"""M where nobody knows it: two sequences of 4096 tokens, say."""
+"""M if the config does not determine it: for example two sequences of 4096 tokens."""
 
 
 @runtime_checkable
-class TakesLayers(Protocol):
-    """A technique that computes linear layers in its own way."""
+class ReplacesLinearLayers(Protocol):
+    """A technique that computes linear layers with its own kernel."""
 
     backend: str
 
     def layers_of(self, model: nn.Module) -> Mapping[str, nn.Linear]:
-        """Return the layers that it takes, by name; the model may be changed by it."""
+        """Return the layers that it replaces, by name; may change the model."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where:
-    """What layers are looked at for.
+class LayerTarget:
+    """Device and dtype for which layers are listed.
 
     Args:
-        place: The device, as the cost model knows it.
-        here: The same for torch; None where this machine does not have it.
-        computed: Format of a run's matrix products there.
+        device: The device, as the cost model has it.
+        torch_device: The same as a torch device; None if this machine does not have it.
+        dtype: Operand dtype of the run's matrix products.
     """
 
-    place: Device
-    here: torch.device | None
-    computed: torch.dtype
+    device: Device
+    torch_device: torch.device | None
+    dtype: torch.dtype
 
     @classmethod
-    def of(cls, name: str, at_hand: torch.device, precision: str) -> Where:
-        """Return what a name means, or without one the device at hand.
+    def of(cls, name: str, run_device: torch.device, precision: str) -> LayerTarget:
+        """Look up a device.
 
         Args:
-            name: As `devices.named` takes it; empty for none.
-            at_hand: Where this machine would run.
-            precision: Lightning's name of it, or `auto`.
+            name: A name for `devices.named`; empty for the run's device.
+            run_device: Device of the run on this machine.
+            precision: Lightning's name of the precision, or `auto`.
         """
-        present = devices.of(at_hand)
-        place = devices.named(name) if name else present
-        here = at_hand if place == present else None if place.capability else torch.device("cpu")
-        if precision == "auto" and place.capability >= 80:  # known without asking a GPU that is not here
+        present = devices.of(run_device)
+        device = devices.named(name) if name else present
+        cpu = None if device.capability else torch.device("cpu")
+        torch_device = run_device if device == present else cpu
+        if precision == "auto" and device.capability >= 80:  # without a query of a GPU that is not present
             precision = "bf16-mixed"
-        return cls(
-            place=place, here=here, computed=matmul_dtype(precision, here.type if here is not None else "cuda")
-        )
+        kind = torch_device.type if torch_device is not None else "cuda"
+        return cls(device=device, torch_device=torch_device, dtype=dtype_of(precision, kind))
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """How many rows layers get.
+class InputRows:
+    """Rows of a layer's input.
 
     Args:
-        M: Rows; None where the config does not say.
-        why: Where that is from, in words.
+        M: Number of rows; None if the config does not determine it.
+        why: How it was determined.
     """
 
     M: int | None
     why: str
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Tokens:
-        """Read them off a config: the smallest micro-batch that it names, times the tokens of a sample.
+    def of(cls, values: Mapping[str, Any]) -> InputRows:
+        """Return the smallest micro-batch of a config times the tokens of a sample.
 
         Example:
-            >>> Tokens.of({"data": {"batch_size": 16, "context_length": 256}}).M
+            >>> InputRows.of({"data": {"micro_batch_size": 16, "context_length": 256}}).M
             4096
         """
-        data = values.get("data") or {}
-        listed = {"data.batch_size": data.get("batch_size")}
-        for name, node in (values.get("callbacks") or {}).items():
-            listed[f"callbacks.{name}.micro_batch_size"] = node.get("micro_batch_size")
-        sizes = {path: size for path, size in listed.items() if isinstance(size, int)}
+        data, callbacks = values.get("data") or {}, values.get("callbacks") or {}
+        found = {f"data.{BATCH_SIZE_KEY}": data.get(BATCH_SIZE_KEY)}
+        found |= {
+            f"callbacks.{name}.micro_batch_size": node.get("micro_batch_size")
+            for name, node in callbacks.items()
+        }
+        sizes = {path: size for path, size in found.items() if isinstance(size, int)}
         length = data.get("context_length")
         if not sizes or not isinstance(length, int):
-            return cls(
-                None, f"M={ASSUMED_ROWS} is assumed: the config does not tell the tokens of a micro-batch"
-            )
-        path = min(sizes, key=lambda each: sizes[each])
+            why = f"M={ASSUMED_ROWS} is assumed: the config does not set the tokens of a micro-batch"
+            return cls(None, why)
+        path = min(sizes, key=lambda key: sizes[key])
         why = f"M = {sizes[path]} sequences x {length} tokens ({path}, data.context_length)"
         return cls(sizes[path] * length, why)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class LayerGroup:
     """Layers of one shape.
 
     Args:
-        num_layers: How many.
-        example: Name of the first.
-        M: Rows of the input; None where that is not known.
+        num_layers: Number of layers.
+        example: Name of the first one.
+        M: Rows of the input; None if unknown.
         N: Output features.
         K: Input features.
-        dtype: Format of the product.
-        computed_by: Who, and why.
-        tiles: What matters about the tiles, each with its numbers.
+        dtype: Operand dtype of the product.
+        computed_by: Which backend computes them, and why.
+        tiles: Inefficiencies of the tiling, with their numbers.
     """
 
     num_layers: int
@@ -131,87 +133,84 @@ class Row:
 
 @dataclass(frozen=True)
 class LinearLayers:
-    """The layers of a model.
+    """Linear layers of a model.
 
     Args:
-        about: One line: whose they are and where, or why there are none.
+        about: One line: technique and device, or why the list is empty.
         rows: By shape, in the order of the model.
     """
 
     about: str = ""
-    rows: list[Row] = field(default_factory=list[Row])
+    rows: list[LayerGroup] = field(default_factory=list[LayerGroup])
 
     def __str__(self) -> str:
         if not self.rows:
             return self.about
+        cells: list[list[str]] = []
+        for row in self.rows:
+            sizes = [row.N, row.K] if row.M is None else [row.M, row.N, row.K]
+            shape = f"{' x '.join(map(str, sizes))} {row.dtype}"
+            cells.append([str(row.num_layers), row.example, shape, row.computed_by, "; ".join(row.tiles)])
         header = ["layers", "for example", "M x N x K", "computed by", "tiles"]
-        return f"{self.about}\n{text_table(header, [_cells(row) for row in self.rows])}"
+        return f"{self.about}\n{text_table(header, cells)}"
 
 
-def look(technique: TakesLayers, name: str, model: nn.Module, where: Where, tokens: Tokens) -> LinearLayers:
-    """Return the layers of a model that a technique takes.
+def describe_layers(
+    technique: ReplacesLinearLayers, name: str, model: nn.Module, target: LayerTarget, rows: InputRows
+) -> LinearLayers:
+    """Return the layers of a model that a technique replaces.
 
     Args:
-        technique: Which chooses.
-        name: What it is called.
-        model: Whose layers; without memory.
-        where: For which device.
-        tokens: Rows of the layers' inputs.
+        technique: The technique.
+        name: Its name.
+        model: The model, on the meta device.
+        target: Device and dtype.
+        rows: Rows of the layers' inputs.
 
     Raises:
-        ConfigError: What the technique was told to take is not in the model.
+        ConfigError: The model does not have the layers that the technique is configured for.
     """
     shapes: dict[tuple[int, int, torch.dtype], list[str]] = {}
     for layer_name, layer in technique.layers_of(model).items():
-        key = (layer.out_features, layer.in_features, layer_matmul_dtype(layer.weight.dtype, where.computed))
+        key = (layer.out_features, layer.in_features, product_dtype(layer.weight.dtype, target.dtype))
         shapes.setdefault(key, []).append(layer_name)
     if not shapes:
-        return LinearLayers(f"{name} takes no linear layer of this model")
-    rows = [_row(names, tokens, key, where, technique.backend) for key, names in shapes.items()]
-    return LinearLayers(f"linear layers of {name} on {where.place.name}, forward; {tokens.why}", rows)
+        return LinearLayers(f"{name} replaces no linear layer of this model")
+    groups: list[LayerGroup] = []
+    for key, names in shapes.items():
+        shape = Shape.packed(rows.M or ASSUMED_ROWS, *key)
+        group = LayerGroup(
+            num_layers=len(names),
+            example=names[0],
+            M=rows.M,
+            N=shape.N,
+            K=shape.K,
+            dtype=str(shape.dtype).removeprefix("torch."),
+            computed_by=dispatch.words(shape, target.torch_device, technique.backend),
+            tiles=_tile_notes(shape, target.device),
+        )
+        groups.append(group)
+    return LinearLayers(f"linear layers of {name} on {target.device.name}, forward; {rows.why}", groups)
 
 
-def _row(
-    names: Sequence[str], tokens: Tokens, key: tuple[int, int, torch.dtype], where: Where, backend: str
-) -> Row:
-    shape = Shape.packed(tokens.M or ASSUMED_ROWS, *key)
-    return Row(
-        num_layers=len(names),
-        example=names[0],
-        M=tokens.M,
-        N=shape.N,
-        K=shape.K,
-        dtype=str(shape.dtype).removeprefix("torch."),
-        computed_by=dispatch.describe_backend(shape, where.here, backend),
-        tiles=_tiles(shape, where.place),
-    )
-
-
-def _tiles(shape: Shape, place: Device) -> list[str]:
+def _tile_notes(shape: Shape, device: Device) -> list[str]:
+    """Return wave quantization, tile quantization and missing TMA alignment of a GEMM."""
     try:
-        found = explain_tiles(shape.M, shape.N, shape.K, shape.dtype, place)
+        found = explain(shape.M, shape.N, shape.K, shape.dtype, device)
     except ValueError:
-        return ["none of ours multiplies this format"]
-    return list(_lost(found)) if place.capability else list(found.sentences())[1:]
-
-
-def _lost(found: Explanation) -> Iterator[str]:
-    """Yield what an explanation says of losses, shorter."""
-    cost, shape = found.cost, found.cost.shape
-    fits = "" if shape.M in found.fitting_m else f" (M={_either(found.fitting_m)} would fit)"
-    yield f"{cost.waves:.2f} waves, {cost.wave_quantization:.0%} idle{fits}"
-    if cost.tile_quantization >= 0.0005:
-        yield f"{cost.tile_quantization:.1%} beyond the edge"
-    for letter, value, better in (("N", shape.N, found.aligned_n), ("K", shape.K, found.aligned_k)):
-        if value not in better:
-            yield f"no TMA, pad {letter} to {_either(better)}"
+        return ["no Triton kernel for this dtype"]
+    if not device.capability:
+        return list(found.sentences())[1:]
+    cost = found.cost
+    better_m = "" if shape.M in found.fitting_m else f" (M={_either(found.fitting_m)} would fit)"
+    notes = [f"{cost.waves:.2f} waves, {cost.idle_share:.0%} idle{better_m}"]
+    if cost.beyond_share >= 0.0005:  # prints as 0.1 % or more
+        notes.append(f"{cost.beyond_share:.1%} tile quantization")
+    for letter, size, aligned in (("N", shape.N, found.aligned_n), ("K", shape.K, found.aligned_k)):
+        if size not in aligned:
+            notes.append(f"no TMA, pad {letter} to {_either(aligned)}")
+    return notes
 
 
 def _either(values: Sequence[int]) -> str:
     return " or ".join(map(str, values))
-
-
-def _cells(row: Row) -> list[str]:
-    sizes = [row.N, row.K] if row.M is None else [row.M, row.N, row.K]
-    size = f"{' x '.join(map(str, sizes))} {row.dtype}"
-    return [str(row.num_layers), row.example, size, row.computed_by, "; ".join(row.tiles)]

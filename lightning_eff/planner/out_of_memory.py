@@ -1,9 +1,9 @@
-"""One message for a run that is out of memory: the phase, what holds the memory, and an override that fits.
+"""Explain an out-of-memory error in one message: the phase, what holds the memory, and an override that fits.
 
-The run's own tensors are freed first. Then its step is predicted once more on fake tensors, and with
-overrides that save memory, those first that leave the training as it is: smaller micro-batches, the
-techniques of `plan --advice`, at last a smaller batch or shorter rows. Training steps are all that is
-predicted: for validation and checkpoints there is no override.
+The run's own tensors are freed first. Then its step is predicted on fake tensors, and predicted again with
+overrides that save memory. Those that leave the training unchanged come first: smaller micro-batches, the
+techniques of `plan --advice`, and last a smaller batch or shorter samples. Only training steps can be
+predicted: for validation and checkpoints there is no advice.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 
-from lightning_eff.core.errors import PRE_RUN_ERRORS, RunOutOfMemoryError, root_cause_line
-from lightning_eff.core.host_memory import HostMemoryLimit
+from lightning_eff.core.errors import REFUSALS, RunOutOfMemoryError
+from lightning_eff.core.host_memory import Limit
 from lightning_eff.core.text import human_bytes
-from lightning_eff.planner.advice import Words, advise
-from lightning_eff.planner.prediction import quietly
-from lightning_eff.planner.recipes import Compose, Recipe
-from lightning_eff.planner.room import Expectation, Room
-from lightning_eff.report.meter import batch_size
+from lightning_eff.planner.advice import Options, advise
+from lightning_eff.planner.advised_recipe import AdvisedRecipe, Compose
+from lightning_eff.planner.device_memory import DeviceMemory
+from lightning_eff.planner.prediction import quietly, reason_of
+from lightning_eff.report.meter import samples_and_tokens
+from lightning_eff.report.module_tracker import BACKWARD, FORWARD, STEP
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import BUFFERS, PARAMETERS, STATE
-from lightning_eff.report.whereabouts import BACKWARD, FORWARD, STEP
 from lightning_eff.run import build_trainer
 
 SETUP = "setup"
@@ -41,46 +41,46 @@ PHASES = {
     "restore_training_state": "the load of a checkpoint",
     "_restore_modules_and_callbacks": "the load of a checkpoint",
 }
-"""What a run is doing while one of these functions runs, the innermost of them."""
+"""Phase of a run by the innermost of these functions in a traceback (Lightning 2.6)."""
 PREDICTED = {
     "the forward pass": FORWARD,
     "the backward pass": BACKWARD,
     "the optimizer step": STEP,
 }
 USABLE = 0.9
-"""Fraction of the memory that an override may take: some workspaces of operations are in no prediction."""
-LEAST_CHANGE = 0.97
-"""Half a micro-batch that leaves more than this is not what the memory is needed for."""
+"""Fraction of the free memory that an override may use: workspaces of some operations are not predicted."""
+MAX_RATIO = 0.97
+"""Stop halving the micro-batch if a half leaves more than this fraction of the peak."""
 BUDGET_S = 60.0
 """Seconds after which no further override is tried."""
 
 
-def explained(error: BaseException, compose: Compose, limit: HostMemoryLimit) -> RunOutOfMemoryError:
-    """Free what a failed run holds, and return the error that is shown in its place.
+def explain_out_of_memory(error: BaseException, compose: Compose, limit: Limit) -> RunOutOfMemoryError:
+    """Free the memory of a failed run, and return the error to show instead.
 
     Args:
-        error: The allocator's; its traceback is emptied.
-        compose: Composes the run's recipe with more overrides.
-        limit: Of the host's memory before the run: an allocator keeps addresses of what is freed.
+        error: The allocator's error; its traceback is cleared.
+        compose: Composes the run's recipe with further overrides.
+        limit: Limit of host memory before the run; afterwards allocators keep freed addresses.
     """
     phase = phase_of(error)
-    asked = re.search(r"tried to allocate ([\d.]+) ?(\w+)", str(error), re.IGNORECASE)
     first = f"out of memory during {phase}"
-    if asked:
-        first += (
-            f": tried to allocate {_bytes(asked[1]) if asked[2] == 'bytes' else ' '.join(asked.groups())}"
-        )
+    request = re.search(r"tried to allocate ([\d.]+) ?(\w+)", str(error), re.IGNORECASE)
+    if request:
+        number, unit = request.groups()
+        size = human_bytes(float(number)) if unit == "bytes" else f"{number} {unit}"
+        first += f": tried to allocate {size}"
     free(error)
     try:
         with quietly(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             lines = _lines(phase, compose, limit)
     except Exception as failed:  # noqa: BLE001 - whatever fails now, the run's own error must be shown
-        lines = [f"no advice: {root_cause_line(failed).removeprefix('error: ')}"]
+        lines = [f"no advice: {reason_of(failed)}"]
     return RunOutOfMemoryError("\n  ".join([first, *lines]))
 
 
 def phase_of(error: BaseException) -> str:
-    """Return what the run was doing, by the functions in a traceback.
+    """Return the phase of a run in which an error was raised, by the functions in its traceback.
 
     Example:
         >>> def training_step():
@@ -96,7 +96,7 @@ def phase_of(error: BaseException) -> str:
 
 
 def free(error: BaseException | None) -> None:
-    """Free what the frames of an error's traceback hold: a step's tensors, and the run."""
+    """Free the locals in the frames of an error's traceback: a step's tensors, and the run."""
     while error is not None and error.__traceback__ is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
@@ -104,95 +104,93 @@ def free(error: BaseException | None) -> None:
     gc.collect()
 
 
-def _lines(phase: str, compose: Compose, limit: HostMemoryLimit) -> list[str]:
+def _lines(phase: str, compose: Compose, limit: Limit) -> list[str]:
+    """Return the lines after the first: what holds the memory, and advice."""
     trainer = build_trainer(compose(()))
     if trainer.world_size > 1:
-        return ["no advice: it is for one device, and this run has several"]
-    recipe = Recipe.of(compose, Room.of("", trainer.strategy.root_device, limit=limit))
+        return ["no advice: it is for a single device, and this run has several"]
+    recipe = AdvisedRecipe.of(compose, DeviceMemory.of("", trainer.strategy.root_device, limit=limit))
     if recipe is None:
-        return ["no advice: the data gives no batch"]
-    now = recipe.expect(())
+        return ["no advice: no batch could be loaded"]
+    now = recipe.forecast(())
     if now.peak is None or now.num_bytes is None:
-        sizes = now.prediction.lasting_bytes
-        return [f"held at least: {_largest(sizes)}", f"no advice: {now.prediction.reason}"]
-    held = _held(now.peak, phase, recipe.room)
+        sizes = now.prediction.persistent_bytes
+        return [f"needs at least: {_largest(sizes)}", f"no advice: {now.prediction.reason}"]
+    needed = _needed(now.peak, phase, recipe.memory)
     if phase not in PREDICTED and phase != SETUP:
-        return [held, "no advice: training steps are all that is predicted"]
-    usable = int(USABLE * min(now.num_bytes, recipe.room.free_bytes))
-    found = _override(recipe, now.num_bytes, usable)
+        return [needed, "no advice: only training steps can be predicted"]
+    usable_bytes = int(USABLE * min(now.num_bytes, recipe.memory.free_bytes))
+    found = _override_that_fits(recipe, now.num_bytes, usable_bytes)
     if found is None:
-        return [held, "no override was found with which a step fits"]
-    words, peak_bytes = found
+        return [needed, "no override was found with which a step fits"]
+    options, peak_bytes = found
     return [
-        held,
-        f"try: {' '.join(words)}",
-        f"predicted with it: a peak of {human_bytes(peak_bytes)}, it fits",
+        needed,
+        f"try: {' '.join(options)}",
+        f"predicted peak with it: {human_bytes(peak_bytes)}, it fits",
     ]
 
 
-def _held(peak: Peak, phase: str, room: Room) -> str:
-    """Say what a phase holds at its fullest; where it is not predicted, what lasts from step to step."""
+def _needed(peak: Peak, phase: str, memory: DeviceMemory) -> str:
+    """Return what a phase needs; for a phase that is not predicted, what lasts from step to step."""
     step_phase = PREDICTED.get(phase)
-    lasting = {name: peak.by_category[name] for name in (PARAMETERS, BUFFERS, STATE)}
-    sizes = lasting if step_phase is None else peak.by_phase[step_phase]
-    needed, free_bytes = human_bytes(sum(sizes.values())), human_bytes(room.free_bytes)
-    text = f"it needs {needed}, and {free_bytes} is free on {room.name}"
-    text += f": {_largest(sizes)}"
+    sizes = {name: peak.by_category[name] for name in (PARAMETERS, BUFFERS, STATE)}
+    sizes = sizes if step_phase is None else peak.by_phase[step_phase]
+    needed, free_bytes = human_bytes(sum(sizes.values())), human_bytes(memory.free_bytes)
+    text = f"it needs {needed}, and {free_bytes} is free on {memory.name}: {_largest(sizes)}"
     if step_phase == peak.phase and peak.holders:
-        most = peak.holders[0]
-        made = " in ".join(word for word in (most.operation, most.path) if word)
-        text += f"; largest: {human_bytes(most.num_bytes)} of {most.category} ({made})"
+        holder = peak.holders[0]
+        origin = " in ".join(name for name in (holder.operation, holder.path) if name)
+        text += f"; largest: {human_bytes(holder.num_bytes)} of {holder.category} ({origin})"
     return text
 
 
 def _largest(sizes: dict[str, int]) -> str:
-    """Return the three largest categories in words."""
-    most = sorted(sizes.items(), key=lambda each: -each[1])[:3]
-    return ", ".join(f"{name} {human_bytes(size)}" for name, size in most if size) or "nothing"
+    """Return the three largest categories."""
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} {human_bytes(size)}" for name, size in largest if size) or "nothing"
 
 
-def _override(recipe: Recipe, now_bytes: int, limit: int) -> tuple[Words, int] | None:
-    """Return words with which the predicted peak is within a limit, and the peak."""
+def _override_that_fits(
+    recipe: AdvisedRecipe, now_bytes: int, usable_bytes: int
+) -> tuple[Options, int] | None:
+    """Return an override whose predicted peak fits, and the peak."""
     until = time.monotonic() + BUDGET_S
-    for words in _micro_batches(recipe):
-        then = _tried(recipe, words) if time.monotonic() < until else None
-        if then is None or then.num_bytes is None:
+    for options in _micro_batch_overrides(recipe):
+        then = _peak_bytes(recipe, options) if time.monotonic() < until else None
+        if then is None:
             break
-        if then.num_bytes <= limit:
-            return words, then.num_bytes
-        if then.num_bytes > LEAST_CHANGE * now_bytes:
+        if then <= usable_bytes:
+            return options, then
+        if then > MAX_RATIO * now_bytes:
             break
-        now_bytes = then.num_bytes
-    spare = recipe.room.free_bytes - limit
-    tight = replace(recipe, room=replace(recipe.room, memory_bytes=recipe.room.memory_bytes - spare))
-    found = advise(tight, budget_s=until - time.monotonic())
-    options = [tuple(word for each in found.chosen for word in each.words)]
-    options += [(f"{each.typed}={each.value}",) for each in found.largest]
-    for words in filter(None, options):
-        then = _tried(recipe, words)
-        if then is not None and then.num_bytes is not None and then.num_bytes <= limit:
-            return words, then.num_bytes
+        now_bytes = then
+    spare = recipe.memory.free_bytes - usable_bytes
+    memory = replace(recipe.memory, memory_bytes=recipe.memory.memory_bytes - spare)
+    found = advise(replace(recipe, memory=memory), budget_s=until - time.monotonic())
+    tried = [tuple(word for each in found.chosen for word in each.words)]
+    tried += [(f"{each.typed}={each.value}",) for each in found.largest]
+    for options in filter(None, tried):
+        then = _peak_bytes(recipe, options)
+        if then is not None and then <= usable_bytes:
+            return options, then
     return None
 
 
-def _tried(recipe: Recipe, words: Words) -> Expectation | None:
-    """Predict the step with an override; None where it cannot be on."""
+def _peak_bytes(recipe: AdvisedRecipe, options: Options) -> int | None:
+    """Predict the step with an override; return None if it conflicts or cannot be predicted."""
     try:
-        return recipe.expect(words)
-    except PRE_RUN_ERRORS:
+        return recipe.forecast(options).num_bytes
+    except REFUSALS:
         return None
 
 
-def _micro_batches(recipe: Recipe) -> Iterator[Words]:
-    """Yield overrides that cut a batch ever smaller; none for `auto`, which has tried them all."""
-    listed = (recipe.compose(()).get("callbacks") or {}).get("micro_batch")
-    rows = recipe.fed.batch_size or batch_size(recipe.fed.batch)[0]
-    size = rows if listed is None else listed["micro_batch_size"]
+def _micro_batch_overrides(recipe: AdvisedRecipe) -> Iterator[Options]:
+    """Yield overrides that halve the micro-batch; none for `auto`, which has tried them all."""
+    configured = (recipe.compose(()).get("callbacks") or {}).get("micro_batch")
+    samples = recipe.example.batch_size or samples_and_tokens(recipe.example.batch)[0]
+    size = samples if configured is None else configured["micro_batch_size"]
     while isinstance(size, int) and size > 1:
-        size = min(size, rows) // 2
-        added = () if listed is not None else ("+callbacks=micro_batch",)
+        size = min(size, samples) // 2
+        added = () if configured is not None else ("+callbacks=micro_batch",)
         yield (*added, f"callbacks.micro_batch.micro_batch_size={size}")
-
-
-def _bytes(number: str) -> str:
-    return human_bytes(float(number))

@@ -1,76 +1,73 @@
-"""The peak memory of a training step before it is run: the step itself, on tensors without memory.
+"""Predict the peak memory of a training step by running it on tensors without memory.
 
-The model is built, and `Trainer.fit` runs with everything that is in the Trainer, on fake tensors and a batch
-of the right shapes, for two optimizer steps. What is counted is what `EfficiencyReport` counts on a CPU, and
-comes out the same to the byte. Loggers, checkpoints, validation and whatever else only watches are left out.
+The model is built on fake tensors, and `Trainer.fit` runs for two optimizer steps with everything that is in
+the Trainer, on a batch of the right shapes. The bytes counted are those that `EfficiencyReport` counts on a
+CPU, and equal to the byte. Loggers, checkpoints, validation and callbacks that only observe are left out.
 
-What cannot run without values or without memory (a compiled block, an extension in C++, `tolist()` in a
-`training_step`) ends the prediction: `reason` says why, and `lasting_bytes` has what can be counted all the
-same, parameters, buffers, gradients and the optimizer's state.
+What needs values or memory (a C++ extension, `tolist()` in a `training_step`) ends the prediction: `reason`
+explains it, and `persistent_bytes` has what is known anyway: parameters, buffers, gradients, optimizer state.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch import callbacks as upstream
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_eff.core.errors import root_cause_line
-from lightning_eff.planner.fakes import Fakes
-from lightning_eff.planner.lasting import lasting_bytes
+from lightning_eff.planner.fakes import FakeLoader, Fakes
+from lightning_eff.report.live_bytes import state_bytes
+from lightning_eff.report.meter import Probe, samples_and_tokens
 from lightning_eff.report.peak import Peak
-from lightning_eff.report.probe import Probe
 from lightning_eff.report.recording import Recorder
 from lightning_eff.report.roofline import Work
 
 CUDA_BLOCK_BYTES = 512
-"""What CUDA's allocator rounds each block up to (kMinBlockSize in c10/core/AllocatorConfig.h)."""
-WATCHERS = (
+"""Multiple to which CUDA's allocator rounds each block up (kMinBlockSize in c10/core/AllocatorConfig.h)."""
+OBSERVERS = (
     upstream.Checkpoint, upstream.DeviceStatsMonitor, upstream.EarlyStopping, upstream.LearningRateMonitor,
     upstream.ModelSummary, upstream.ProgressBar, upstream.Timer,
 )  # fmt: skip
-"""Callbacks that watch a run, need values or write files, and take no memory of the step."""
-OURS = ("lightning_eff.monitors.", "lightning_eff.planner.", "lightning_eff.callbacks.data_preload")
-"""The same of ours by module, and what starts processes to read the data."""
+"""Lightning's callbacks that observe, need values or write files, and take no memory of the step."""
+OBSERVER_MODULES = (
+    "lightning_eff.monitors.",
+    "lightning_eff.planner.",
+    "lightning_eff.callbacks.data_preload",
+)
+"""The same of this package, and the one that starts processes to load data."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a training step is going to take.
+    """Predicted memory of a training step.
 
     Args:
-        peak: On a CPU, to the byte; None where it could not be predicted.
-        in_blocks: The same in blocks of CUDA's allocator, without what stays on the host.
-        assumed: What was answered without being known.
+        peak: On a CPU, exact to the byte; None if the step could not be run.
+        in_blocks: The same in blocks of CUDA's allocator, without what stays in host memory.
+        assumed: Values that were assumed.
         reason: Why there is no peak.
-        lasting_bytes: Where there is none, bytes by category that are known by arithmetic.
-        work: The operations of it.
-        error: What was raised where there is no peak.
+        persistent_bytes: Without a peak, the bytes by category that are known by arithmetic.
+        work: Operations of the step.
+        error: Exception that ended the prediction.
     """
 
     peak: Peak | None = None
     in_blocks: Peak | None = None
     assumed: list[str] = field(default_factory=list[str])
     reason: str = ""
-    lasting_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    persistent_bytes: dict[str, int] = field(default_factory=dict[str, int])
     work: Work | None = field(default=None, compare=False, repr=False)
     error: Exception | None = field(default=None, compare=False, repr=False)
-
-    @classmethod
-    def of(cls, recorder: Recorder, assumed: list[str]) -> Prediction:
-        """Read a record."""
-        in_blocks = Peak.of(recorder, block_bytes=CUDA_BLOCK_BYTES, on_device=True)
-        return cls(peak=Peak.of(recorder), in_blocks=in_blocks, assumed=assumed, work=recorder.work())
 
 
 def predict(
@@ -85,19 +82,17 @@ def predict(
     """Predict the peak memory of a training step in a Trainer.
 
     Args:
-        model: A LightningModule, of which a copy is trained, or a function that makes one: then a model
-            may be larger than this machine.
-        batch: One batch as the loader would bring it; its values are not looked at, but for whole numbers.
-        trainer: For one CPU, with the techniques of the run, or a function that makes it. It is used up.
+        model: A LightningModule, which is copied, or a function that builds one, of any size.
+        batch: A batch as from the loader; only the values of integer tensors matter.
+        trainer: For one CPU, with the run's techniques, or a function that builds it. Not usable afterwards.
         data: A data module whose hooks change batches.
-        num_batches: Of an epoch; None for no end.
-        batch_size: Samples of the batch, for who asks the loader; None takes its first tensor's length.
+        num_batches: Batches per epoch; None for an endless loader.
+        batch_size: `batch_size` of the loader; None takes the length of the first tensor.
 
     Raises:
         ValueError: The Trainer is not for one CPU.
 
     Example:
-        >>> import torch
         >>> class Net(pl.LightningModule):
         ...     def __init__(self):
         ...         super().__init__()
@@ -116,15 +111,14 @@ def predict(
         if made.num_devices != 1 or made.world_size != 1 or made.strategy.root_device.type != "cpu":
             msg = f"a Trainer for {made.strategy.root_device}: expected accelerator='cpu', devices=1"
             raise ValueError(msg)
-        recorder = Recorder()
-        built: Any = None
-        try:
-            built = fakes.of(model) if isinstance(model, nn.Module) else model()
-            loader = Served(lambda: fakes.of(batch), batch_size or _length(batch), num_batches)
-            _fit(made, built, loader, data, recorder)
-            return Prediction.of(recorder, [*fakes.assumed, *_uncounted(built)])
-        except Exception as error:  # noqa: BLE001 - a user's step may raise anything where nothing has values
-            return _without(error, built, made.optimizers, fakes.assumed)
+
+        def run(built: _Built) -> None:
+            built.model = module = fakes.of(model) if isinstance(model, nn.Module) else model()
+            built.optimizers = lambda: made.optimizers
+            size = batch_size or max(1, samples_and_tokens(batch)[0])
+            _fit(made, module, FakeLoader(lambda: fakes.of(batch), size, num_batches), data, built.recorder)
+
+        return _predicted(run, fakes)
 
 
 def predict_step(
@@ -133,78 +127,113 @@ def predict_step(
     step: Callable[[Any, Any], Tensor],
     optimizer: Callable[[Any], Optimizer],
 ) -> Prediction:
-    """Predict the peak memory of a plain loop: forward and backward pass, update, gradients freed.
+    """Predict the peak memory of a plain loop: forward, backward, `optimizer.step`, `zero_grad`.
 
     Args:
-        model: A module, of which a copy is trained, or a function that makes one.
-        batch: What `step` is called with.
+        model: A module, which is copied, or a function that builds one.
+        batch: Second argument of `step`.
         step: Returns the loss of model and batch.
-        optimizer: Makes the optimizer of the trained parameters.
+        optimizer: Builds the optimizer of the trained parameters.
 
     Example:
-        >>> import torch
         >>> sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
         >>> layer = nn.Linear(256, 256, bias=False)
         >>> predict_step(layer, torch.ones(1, 256), lambda net, x: net(x).sum(), sgd).peak.phase
         'backward'
     """
     with Fakes() as fakes, quietly():
-        recorder = Recorder()
-        built, made = None, []
-        try:
-            built = fakes.of(model) if isinstance(model, nn.Module) else model()
-            made = [optimizer([p for p in built.parameters() if p.requires_grad])]
-            probe = Probe(count_flops=False, count_bytes=True, live=recorder)
+
+        def run(built: _Built) -> None:
+            built.model = module = fakes.of(model) if isinstance(model, nn.Module) else model()
+            made = optimizer([p for p in module.parameters() if p.requires_grad])
+            built.optimizers = lambda: [made]
+            probe = Probe(count_flops=False, count_bytes=True, live=built.recorder)
+            # Two steps: the first one allocates the optimizer's state, the second one has the peak.
             for _ in range(2):
-                one = fakes.of(batch)
-                probe.begin(one, built, made)
-                step(built, one).backward()
-                made[0].step()
-                made[0].zero_grad()
+                fake_batch = fakes.of(batch)
+                probe.begin(fake_batch, module, [made])
+                step(module, fake_batch).backward()
+                made.step()
+                made.zero_grad()
                 probe.end()
-            return Prediction.of(recorder, [*fakes.assumed, *_uncounted(built)])
-        except Exception as error:  # noqa: BLE001 - a user's step may raise anything where nothing has values
-            return _without(error, built, made, fakes.assumed)
+
+        return _predicted(run, fakes)
 
 
-class Served(DataLoader[Any]):
-    """Serves new fakes of one batch for as long as is asked, and looks like the loader that it stands for.
-
-    Args:
-        make: Returns a batch.
-        batch_size: What it says its batches have.
-        num_batches: Of an epoch; None for no end.
-    """
-
-    def __init__(self, make: Callable[[], Any], batch_size: int, num_batches: int | None) -> None:
-        rows: Any = _Endless() if num_batches is None else range(batch_size * num_batches)
-        super().__init__(rows, batch_size=batch_size)
-        self._make, self._num_batches = make, num_batches
-
-    @override
-    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        served = 0
-        while self._num_batches is None or served < self._num_batches:
-            yield self._make()
-            served += 1
-
-
-class _Endless(IterableDataset[Any]):
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        raise NotImplementedError
-
-
-class _SeenEnough(Exception):  # noqa: N818 - not an error
-    """Ends a run where it is: hooks of the end of a training may save files."""
-
-
-class _Watch(pl.Callback):
-    """Records until the probe has seen enough, then ends the run.
+def persistent_bytes(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, int]:
+    """Return the bytes that last from step to step by category; steps the optimizers.
 
     Args:
-        recorder: What counts.
+        model: Real or fake.
+        optimizers: Its optimizers; the state of one that needs more than gradients counts as 0.
+
+    Example:
+        >>> layer = nn.Linear(3, 2)
+        >>> persistent_bytes(layer, [torch.optim.SGD(layer.parameters(), momentum=0.9)])
+        {'parameters': 32, 'buffers': 0, 'gradients': 32, 'optimizer state': 32}
     """
+    try:
+        for optimizer in optimizers:
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+        state = sum(sum(state_bytes(optimizer).values()) for optimizer in optimizers)
+    except Exception:  # noqa: BLE001 - a user's optimizer may need more than a gradient
+        state = 0
+    return {
+        "parameters": sum(p.nbytes for p in model.parameters()),
+        "buffers": sum(b.nbytes for b in model.buffers()),
+        "gradients": sum(p.nbytes for p in model.parameters() if p.requires_grad),
+        "optimizer state": state,
+    }
+
+
+@dataclass
+class _Built:
+    """What a prediction has built when it ends, or fails."""
+
+    recorder: Recorder = field(default_factory=Recorder)
+    model: Any = None
+    optimizers: Callable[[], Sequence[Optimizer]] = lambda: ()
+
+
+def _predicted(run: Callable[[_Built], None], fakes: Fakes) -> Prediction:
+    """Run a training and return its peak, or why it failed with what is known anyway."""
+    built = _Built()
+    try:
+        run(built)
+        peak = Peak.of(built.recorder)
+        in_blocks = Peak.of(built.recorder, block_bytes=CUDA_BLOCK_BYTES, on_device=True)
+        assumed = list(fakes.assumed)
+        if any(isinstance(module, nn.LSTM) for module in built.model.modules()):
+            assumed.append("what oneDNN keeps of an LSTM on a CPU for its backward pass is not counted")
+        return Prediction(peak=peak, in_blocks=in_blocks, assumed=assumed, work=built.recorder.work)
+    except Exception as error:  # noqa: BLE001 - a user's step may raise anything without values
+        persistent: dict[str, int] = {}
+        if isinstance(built.model, nn.Module):
+            persistent = persistent_bytes(built.model, built.optimizers())
+        return Prediction(
+            reason=reason_of(error), assumed=fakes.assumed, persistent_bytes=persistent, error=error
+        )
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of an error's root cause, without the `error: ` in front.
+
+    Example:
+        >>> reason_of(ValueError("no"))
+        'ValueError: no'
+    """
+    lines = root_cause_line(error).removeprefix("error: ").splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+class _StopPrediction(Exception):  # noqa: N818 - not an error
+    """Ends `fit` without its last hooks, which may save files."""
+
+
+class _Record(pl.Callback):
+    """Record until the probe is done, then end the run."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._probe = Probe(count_flops=False, count_bytes=True, live=recorder)
@@ -220,8 +249,8 @@ class _Watch(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._probe.end()
-        if self._probe.done(trainer.global_step):
-            raise _SeenEnough
+        if self._probe.is_done(trainer.global_step):
+            raise _StopPrediction
 
     @override
     def on_exception(
@@ -230,57 +259,29 @@ class _Watch(pl.Callback):
         self._probe.close()
 
 
-def _fit(
-    trainer: Any,
-    model: pl.LightningModule,
-    loader: Served,
-    data: pl.LightningDataModule | None,
-    recorder: Recorder,
-) -> None:
-    """Run `fit` with nothing that watches, and for no longer than is needed."""
+def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, recorder: Recorder) -> None:
+    """Run `fit` without observers, until two steps are counted."""
     trainer.callbacks = [
-        each
-        for each in trainer.callbacks
-        if not isinstance(each, WATCHERS) and not type(each).__module__.startswith(OURS)
+        callback
+        for callback in trainer.callbacks
+        if not isinstance(callback, OBSERVERS) and not type(callback).__module__.startswith(OBSERVER_MODULES)
     ]
-    trainer.callbacks.append(_Watch(recorder))
+    trainer.callbacks.append(_Record(recorder))
     trainer.loggers = []
     trainer.num_sanity_val_steps = trainer.limit_val_batches = 0
     trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
-    module: Any = data
     if data is not None:
-        module.train_dataloader = lambda: loader
-        module.prepare_data = module.setup = lambda *_, **__: None
-    with suppress(_SeenEnough):
+        data.train_dataloader = lambda: loader
+        data.prepare_data = data.setup = lambda *_, **__: None
+    with suppress(_StopPrediction):
         trainer.fit(model, loader if data is None else None, datamodule=data)
-
-
-def _length(batch: Any) -> int:
-    from lightning_eff.report.meter import batch_size
-
-    return max(1, batch_size(batch)[0])
-
-
-def _without(error: Exception, model: Any, optimizers: Sequence[Optimizer], assumed: list[str]) -> Prediction:
-    """Return what is known where the step did not run; with the optimizer's state, if it can step alone."""
-    reason = root_cause_line(error).removeprefix("error: ").splitlines()[0]
-    if not isinstance(model, nn.Module):
-        return Prediction(reason=reason, assumed=assumed, error=error)
-    lasting = lasting_bytes(model, optimizers)
-    return Prediction(reason=reason, assumed=assumed, lasting_bytes=lasting, error=error)
-
-
-def _uncounted(model: nn.Module) -> list[str]:
-    """Name what a CPU would keep and fakes do not."""
-    found = any(isinstance(each, nn.LSTM) for each in model.modules())
-    return ["what oneDNN keeps of an LSTM on a CPU for its backward pass is not counted"] if found else []
 
 
 @contextmanager
 def quietly() -> Generator[None]:
-    """Leave out what techniques and Lightning say of a run that is none."""
+    """Suppress warnings and log messages of techniques and Lightning, whose run is not a real one."""
     before = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # torch logs what a fake tensor raises
+    logging.disable(logging.ERROR)  # torch logs errors that fake tensors raise
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,18 +1,17 @@
-"""Floating-point operations of a step, counted as they are dispatched, and what a device could do at most.
+"""Count the floating-point operations of a step as they are dispatched; peak FLOP/s of devices.
 
-The formulas are PyTorch's own (`torch.utils.flop_counter.flop_registry`): matrix products, convolutions
-and attention, a multiplication and an addition each counted as one. Attention's CPU kernel has no entry
-there, so it gets one here.
-What has no formula (fused recurrent layers) is not counted, nor is anything under `inference_mode`, where
-layers are dispatched whole.
+The formulas are PyTorch's own (`torch.utils.flop_counter.flop_registry`): matrix products, convolutions and
+attention, where a multiply-add counts as two. The CPU kernel of attention has no entry in the registry
+(torch 2.13), so it gets one here. Not counted: operations without a formula (fused recurrent layers), and
+everything under `inference_mode`, where composite operations are not decomposed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import (
     flop_registry,
     sdpa_backward_flop_count,
@@ -20,8 +19,10 @@ from torch.utils.flop_counter import (
 )
 from typing_extensions import override
 
+from lightning_eff.report.live_bytes import InfraMode
+
 PEAK_FLOPS_PER_S = {
-    # Dense tensor-core rates of NVIDIA's datasheets, in operations a second: bfloat16 and float16, TF32.
+    # NVIDIA's datasheets, dense tensor cores, FLOP/s: (bfloat16 and float16, TF32).
     "NVIDIA H200": (989.4e12, 494.7e12),
     "NVIDIA H100 80GB HBM3": (989.4e12, 494.7e12),
     "NVIDIA H100 PCIe": (756e12, 378e12),
@@ -32,10 +33,10 @@ PEAK_FLOPS_PER_S = {
     "NVIDIA L40S": (362e12, 183e12),
     "NVIDIA GeForce RTX 4090": (165.2e12, 82.6e12),
 }
-"""By the name that the driver gives, all of it; a chip that is not listed has no MFU."""
+"""By the driver's full device name; a device that is not listed has no MFU."""
 
 
-class FlopCount(TorchDispatchMode):
+class FlopCount(InfraMode):
     """Count the floating-point operations of everything that runs inside.
 
     Example:
@@ -44,14 +45,6 @@ class FlopCount(TorchDispatchMode):
         >>> count.flops
         48
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    @override
-    def is_infra_mode(cls) -> bool:
-        """Say that operators which compile themselves (flex attention) may run inside."""
-        return True
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,12 +59,12 @@ class FlopCount(TorchDispatchMode):
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the floating-point operations of one call, 0 for what has no formula.
+    """Return the floating-point operations of one call, 0 if it has no formula.
 
     Args:
-        func: The operation, as a dispatch mode sees it.
+        func: The operation, as passed to `__torch_dispatch__`.
         args: Its arguments.
-        kwargs: Its named arguments.
+        kwargs: Its keyword arguments.
         out: What it returned.
     """
     packet = getattr(func, "overloadpacket", func)
@@ -79,22 +72,20 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
-def _attention_forward(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-def _attention_backward(grad_out: Any, query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> int:
-    return sdpa_backward_flop_count(grad_out.shape, query.shape, key.shape, value.shape)
-
-
-_CPU_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward,  # noqa: SLF001
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,  # noqa: SLF001
+_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (  # noqa: SLF001
+        lambda query, key, value, *_, **__: sdpa_flop_count(query.shape, key.shape, value.shape)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (  # noqa: SLF001
+        lambda grad_out, query, key, value, *_, **__: sdpa_backward_flop_count(
+            grad_out.shape, query.shape, key.shape, value.shape
+        )
+    ),
 }
 
 
 def peak_flops_per_s(device_name: str, dtype: torch.dtype) -> float | None:
-    """Return the most that a device can do in a dtype, or None when it is not known.
+    """Return the peak FLOP/s of a device for a dtype, None if unknown.
 
     Example:
         >>> peak_flops_per_s("NVIDIA H200", torch.bfloat16)

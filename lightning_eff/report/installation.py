@@ -1,4 +1,4 @@
-"""What this machine has installed, held against what the suite was tested with."""
+"""Check this machine: packages against the tested versions, GPU, compiler, communication, memory, disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from lightning_eff.core import host_memory
 from lightning_eff.core.catalog import CONSTRAINTS
-from lightning_eff.core.dtypes import dtype_support
+from lightning_eff.core.dtypes import support
 from lightning_eff.core.machine import find_compiler
 from lightning_eff.core.text import human_bytes
 
@@ -26,14 +26,14 @@ MIN_SHARED_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at.
+class CheckResult:
+    """Result of one check.
 
     Args:
-        what: Its name.
-        found: What there is, in words.
-        status: `ok`, `note` (works, and could be better) or `problem` (something does not work).
-        fix: One command, empty when there is nothing to mend.
+        what: Name of the check.
+        found: What was found.
+        status: `ok`, `note` (works, but could be better) or `problem` (something does not work).
+        fix: One command that fixes it; empty if there is nothing to fix.
     """
 
     what: str
@@ -42,40 +42,39 @@ class Finding:
     fix: str = ""
 
 
-def look(what: str, fine: object, found: str, otherwise: str, fix: str, *, problem: bool = False) -> Finding:
-    """Return a finding that is `found` when all is fine, and else says what is wrong and what mends it.
+def check_result(
+    what: str, is_ok: object, found: str, otherwise: str, fix: str, *, problem: bool = False
+) -> CheckResult:
+    """Return `found` if the check passes, else a note or problem with `otherwise` and the fix.
 
     Example:
-        >>> look("disk", False, "100 GiB", "full", "rm", problem=True)
-        Finding(what='disk', found='full', status='problem', fix='rm')
+        >>> check_result("disk", False, "100 GiB", "full", "rm", problem=True)
+        CheckResult(what='disk', found='full', status='problem', fix='rm')
     """
-    if fine:
-        return Finding(what, found)
-    return Finding(what, otherwise, "problem" if problem else "note", fix)
+    if is_ok:
+        return CheckResult(what, found)
+    return CheckResult(what, otherwise, "problem" if problem else "note", fix)
 
 
-def inspect_machine() -> list[Finding]:
-    """Return everything that was looked at, most basic first."""
-    checks: list[Callable[[], Iterator[Finding]]] = [
-        *(_python, _packages, _accelerator, _formats, _compiler, _communication, _room)
+def inspect_machine() -> list[CheckResult]:
+    """Run all checks, most basic first."""
+    checks: list[Callable[[], Iterator[CheckResult]]] = [
+        *(_packages, _accelerator, _dtypes, _compiler, _communication, _memory_and_disk)
     ]
-    return [finding for check in checks for finding in check()]
-
-
-def _python() -> Iterator[Finding]:
-    version = ".".join(map(str, sys.version_info[:3]))
-    fix = "install Python 3.11 or newer"
-    yield look("python", sys.version_info >= (3, 11), version, version, fix, problem=True)
+    return [result for each in checks for result in each()]
 
 
 def tested_versions() -> dict[str, str]:
-    """Return the pinned versions by package."""
+    """Return the versions that the suite was tested with, by package."""
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines() if CONSTRAINTS.is_file() else []
     pins = (line.partition(";")[0].strip().partition("==") for line in lines if "==" in line)
     return {name.strip().lower(): version for name, _, version in pins}
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[CheckResult]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    fix = "install Python 3.11 or newer"
+    yield check_result("python", sys.version_info >= (3, 11), version, version, fix, problem=True)
     tested = tested_versions()
     for package in (*REQUIRED, *OPTIONAL):
         pin = tested.get(package, "")
@@ -83,65 +82,68 @@ def _packages() -> Iterator[Finding]:
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
-            yield look(package, None, "", "not installed", install, problem=package in REQUIRED)
+            yield check_result(package, None, "", "not installed", install, problem=package in REQUIRED)
             continue
         same = not pin or version.partition("+")[0] == pin
-        yield look(package, same, version, f"{version} (tested with {pin})", install)
+        yield check_result(package, same, version, f"{version} (tested with {pin})", install)
 
 
-def _accelerator() -> Iterator[Finding]:
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
-    yield Finding("torch build", build)
-    driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+def _accelerator() -> Iterator[CheckResult]:
+    yield CheckResult("torch build", f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             total = torch.cuda.get_device_properties(index).total_memory
-            yield Finding(f"gpu {index}", f"{torch.cuda.get_device_name(index)}, {human_bytes(total)}")
+            yield CheckResult(f"gpu {index}", f"{torch.cuda.get_device_name(index)}, {human_bytes(total)}")
         return
-    wrong = "NVIDIA, and CUDA does not start" if torch.version.cuda else "NVIDIA, and torch is its CPU build"
-    fix = "nvidia-smi" if torch.version.cuda else "pip install --force-reinstall torch"
-    yield look("gpu", not driver, "none that torch can use", wrong, fix, problem=True)
+    has_driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+    wrong, fix = "NVIDIA GPU, but torch is a CPU build", "pip install --force-reinstall torch"
+    if torch.version.cuda:
+        wrong, fix = "NVIDIA GPU, but CUDA does not start", "nvidia-smi"
+    yield check_result("gpu", not has_driver, "none that torch can use", wrong, fix, problem=True)
 
 
-def _formats() -> Iterator[Finding]:
+def _dtypes() -> Iterator[CheckResult]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for dtype in (torch.bfloat16, torch.float16):
-        answer = dtype_support(device, dtype)
+        answer = support(device, dtype)
         name = str(dtype).removeprefix("torch.")
-        yield look(name, answer.native, answer.why, answer.why, "precision=mixed (chooses what is fast)")
+        yield check_result(
+            name, answer.native, answer.why, answer.why, "precision=mixed (chooses what is fast)"
+        )
 
 
-def _compiler() -> Iterator[Finding]:
+def _compiler() -> Iterator[CheckResult]:
     compiler = find_compiler("cuda" if torch.cuda.is_available() else "cpu")
     missing = "none: torch.compile's inductor needs one"
-    yield look("compiler", compiler, str(compiler), missing, "apt-get install g++")
+    yield check_result("compiler", compiler, str(compiler), missing, "apt-get install g++")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     missing = "missing: Triton and DeepSpeed build against it"
-    yield look("Python.h", header.exists(), str(header), missing, "apt-get install python3-dev")
+    yield check_result("Python.h", header.exists(), str(header), missing, "apt-get install python3-dev")
 
 
-def _communication() -> Iterator[Finding]:
-    there = torch.distributed.is_available()
-    gloo = there and torch.distributed.is_gloo_available()
+def _communication() -> Iterator[CheckResult]:
+    available = torch.distributed.is_available()
+    gloo = available and torch.distributed.is_gloo_available()
     fix = "pip install --force-reinstall torch"
-    yield look("gloo", gloo, "there", "missing: no strategy over several CPU processes", fix)
+    yield check_result("gloo", gloo, "available", "missing: no strategy over several CPU processes", fix)
     if torch.version.cuda:
-        nccl = there and torch.distributed.is_nccl_available()
-        yield look("nccl", nccl, "there", "missing: no strategy over several GPUs", fix)
+        nccl = available and torch.distributed.is_nccl_available()
+        yield check_result("nccl", nccl, "available", "missing: no strategy over several GPUs", fix)
 
 
-def _room() -> Iterator[Finding]:
-    limit, installed = host_memory.host_memory_limit(), human_bytes(host_memory.installed_bytes())
-    words = f"{human_bytes(limit.num_bytes)} by {limit.name}, of {installed}" if limit.name else installed
-    yield Finding("memory", words)
-    here, shared = Path.cwd(), Path("/dev/shm")  # noqa: S108 - looked at, not written to
-    free = shutil.disk_usage(here).free
-    room = f"{human_bytes(free)} free here"
-    yield look("disk", free >= MIN_DISK_BYTES, room, room, "output_root=/another/disk")
-    writable = os.access(here, os.W_OK)
-    yield look("this folder", writable, "writable", "read-only: runs cannot be written", "output_root=/yours")
+def _memory_and_disk() -> Iterator[CheckResult]:
+    limit, installed = host_memory.memory(), human_bytes(host_memory.installed_bytes())
+    limited = f"{human_bytes(limit.num_bytes)} by {limit.name}, of {installed}"
+    yield CheckResult("memory", limited if limit.name else installed)
+    cwd, shared = Path.cwd(), Path("/dev/shm")  # noqa: S108 - inspected, not written to
+    free = shutil.disk_usage(cwd).free
+    text = f"{human_bytes(free)} free here"
+    yield check_result("disk", free >= MIN_DISK_BYTES, text, text, "output_root=/another/disk")
+    is_writable = os.access(cwd, os.W_OK)
+    missing = "read-only: runs cannot be written"
+    yield check_result("this folder", is_writable, "writable", missing, "output_root=/yours")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
-        words = f"{human_bytes(size)} for DataLoader workers"
+        text = f"{human_bytes(size)} for DataLoader workers"
         fix = "data.num_workers=0, or start the container with --shm-size=2g"
-        yield look("shared memory", size >= MIN_SHARED_BYTES, words, words, fix)
+        yield check_result("shared memory", size >= MIN_SHARED_BYTES, text, text, fix)

@@ -1,9 +1,9 @@
-"""Live bytes of a step on a device without allocator statistics: every storage that exists, counted once.
+"""Count the live bytes of a step on a device without allocator statistics: every storage, once.
 
-A dispatch mode sees each operation's results. A storage that it has not seen adds its bytes, and takes
-them away again when it dies, so tensors that share memory count once, and the figure is the same to the
-byte in every run. What an operation allocates and frees inside itself is not seen, nor is a storage that
-is resized without an operation. Meta tensors have no memory and count nothing.
+A dispatch mode inspects each operation's results. A storage that is new adds its bytes and subtracts them
+when it is garbage-collected, so tensors that share memory count once, and the count is the same to the byte
+in every run. Two things are not counted: what an operation allocates and frees internally, and a storage
+that is resized outside of an operation. Meta tensors have no memory and count nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,20 @@ from typing_extensions import override
 from lightning_eff.core.optimization.composite import FreesGradients
 
 
-class LiveBytes(TorchDispatchMode):
-    """Count the bytes that are alive while operations run inside, and the most there were.
+class InfraMode(TorchDispatchMode):
+    """Base of dispatch modes that only observe: operators which compile themselves may run inside."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        """Return True (torch 2.13): flex attention rejects any other mode."""
+        return True
+
+
+class LiveBytes(InfraMode):
+    """Count the bytes that are alive while operations run inside, and their maximum.
 
     Example:
         >>> x = torch.zeros(1024)
@@ -38,27 +50,20 @@ class LiveBytes(TorchDispatchMode):
         (4096, 8192)
     """
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    @override
-    def is_infra_mode(cls) -> bool:
-        """Say that operators which compile themselves (flex attention) may run inside."""
-        return True
-
     def __init__(self) -> None:
         super().__init__()
         self.now_bytes = 0
         self.peak_bytes = 0
         self.freed_bytes = 0
-        """Gradients that were freed since the batch began, and that others would hold."""
+        """Gradients of this batch that the optimizer has freed and that others would still hold."""
         self.peak_if_held_bytes = 0
+        """What the peak would be if gradients were held until the optimizer step."""
         self._last_gradient_bytes = 0
         self._hooks = ExitStack()
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Count what is there when a batch is about to be trained on, and listen to who frees gradients."""
+        """Count what is alive when a batch begins, and observe optimizers that free gradients."""
         self.add(tensors_in(batch))
         for tensor in [*module.parameters(), *module.buffers()]:
             self.add([tensor, tensor.grad])
@@ -66,54 +71,51 @@ class LiveBytes(TorchDispatchMode):
             self.add(tree_leaves(list(optimizer.state.values())))
             if isinstance(optimizer, FreesGradients):
                 self.freed_bytes = self._last_gradient_bytes = 0
-                hook = optimizer.register_gradient_hook(lambda _, gradient: self.freed(gradient))
+                hook = optimizer.register_gradient_hook(lambda _, gradient: self.on_gradient_used(gradient))
                 self._hooks.callback(hook.remove)
 
-    def freed(self, gradient: Tensor) -> None:
-        """Hear of a gradient that is about to be used and freed in the backward pass."""
-        self.freed_bytes += self._last_gradient_bytes  # of the one before: this one is still to be used
+    def on_gradient_used(self, gradient: Tensor) -> None:
+        """Count a gradient that an optimizer is about to use and free in the backward pass."""
+        # This gradient is still alive: the one before it is free now.
+        self.freed_bytes += self._last_gradient_bytes
         self._last_gradient_bytes = gradient.nbytes
 
     def end(self) -> None:
-        """Listen no more; the batch is complete, or has failed."""
+        """Remove the optimizers' hooks, after a batch or its failure."""
         self._hooks.close()
 
     def add(self, tensors: Iterable[Any]) -> None:
-        """Count tensors that were made elsewhere; what is no tensor is passed over."""
+        """Count tensors that were made elsewhere; skip anything that is no tensor."""
         for tensor in tensors:
             if hasattr(type(tensor), "__tensor_flatten__"):
-                self.add(tensors_in(tensor))  # its own storage has a size and no memory
+                self.add(tensors_in(tensor))  # a wrapper subclass: its own storage has a size and no memory
             elif isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
                 self._add_storage(tensor.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
         self.peak_if_held_bytes = max(self.peak_if_held_bytes, self.now_bytes + self.freed_bytes)
 
     def _add_storage(self, storage: torch.UntypedStorage) -> None:
+        # `untyped_storage()` returns the same Python object while the storage lives, so id() identifies it.
         key, num_bytes = id(storage), storage.nbytes()
         if key in self._alive:
-            known, before = self._alive[key]
-            self._alive[key] = (known, num_bytes)
+            reference, before = self._alive[key]
+            self._alive[key] = (reference, num_bytes)
             self.now_bytes += num_bytes - before
             if num_bytes != before:
-                self.resized(key, num_bytes)
+                self.on_change(key, num_bytes)
             return
 
+        # The weak reference does not keep the storage alive: `forget` runs when its last tensor is gone.
         def forget(_: object) -> None:
             self.now_bytes -= self._alive.pop(key)[1]
-            self.died(key)
+            self.on_change(key, None)
 
         self._alive[key] = (weakref.ref(storage, forget), num_bytes)
         self.now_bytes += num_bytes
-        self.born(key, num_bytes)
+        self.on_change(key, num_bytes)
 
-    def born(self, key: int, num_bytes: int) -> None:
-        """Hear of a storage that is seen for the first time; `key` is its own until it dies."""
-
-    def resized(self, key: int, num_bytes: int) -> None:
-        """Hear of a storage that has another size now."""
-
-    def died(self, key: int) -> None:
-        """Hear of a storage that is gone."""
+    def on_change(self, key: int, num_bytes: int | None) -> None:
+        """Handle a storage that is new, resized, or freed (None); `key` identifies it until it is freed."""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,9 +125,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def state_bytes(optimizer: Optimizer) -> dict[str, int]:
-    """Return the bytes of an optimizer's state by the kind of device they are on.
+    """Return the bytes of an optimizer's state by device type.
 
-    Quantized tensors count what they hold, and so do a library's own objects.
+    Counts the tensors inside quantized tensors and inside a library's own state objects.
 
     Example:
         >>> layer = torch.nn.Linear(4, 2)
@@ -142,7 +144,7 @@ def state_bytes(optimizer: Optimizer) -> dict[str, int]:
 
 
 def tensors_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
-    """Yield the plain tensors in a value: of containers, quantized tensors and objects."""
+    """Yield the plain tensors in a value: in containers, quantized tensors and objects' attributes."""
     if id(value) in seen:
         return
     seen |= {id(value)}

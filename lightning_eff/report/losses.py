@@ -1,20 +1,21 @@
-"""The training loss of each optimizer step, kept without making the device wait."""
+"""The training loss of each optimizer step, recorded without synchronizing with the device."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 NUM_PENDING = 128
-"""Values that stay on their device before they are read together."""
+"""Values that stay on their device before one transfer reads them all."""
 NUM_POINTS = 2048
-"""Points that are kept at most; a longer run keeps means of 2, 4, 8 ... steps."""
+"""Maximum points of a curve; a longer run keeps means of 2, 4, 8 ... steps."""
 
 
 class Losses:
-    """Losses by optimizer step: the mean of a step's batches.
+    """Loss by optimizer step: the mean over the step's batches.
 
     Example:
         >>> losses = Losses()
@@ -27,15 +28,15 @@ class Losses:
     def __init__(self) -> None:
         self._pending: list[tuple[int, Tensor]] = []
         self._points: list[tuple[int, float, int]] = []
-        """Last step, sum and number of a point's batches."""
+        """Last step, sum and number of batches of each point."""
         self._stride = 1
 
     def add(self, step: int, outputs: Any, times: int = 1) -> None:
-        """Take what a training step gave for its batch; without a loss of one number it counts nothing.
+        """Record the loss of one batch; outputs without a scalar loss are ignored.
 
         Args:
-            step: Number of the optimizer step that the batch belongs to, from 1.
-            outputs: As Lightning hands them to `on_train_batch_end`.
+            step: Optimizer step that the batch belongs to, from 1.
+            outputs: As Lightning passes them to `on_train_batch_end`.
             times: What the loss was divided by.
         """
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -43,33 +44,31 @@ class Losses:
             return
         self._pending.append((step, loss.detach().reshape(()) * times))
         if len(self._pending) >= NUM_PENDING:
-            self._settle()
+            self._read_pending()
 
     def curve(self) -> list[tuple[int, float]]:
-        """Return steps and their losses; in a long run each is the mean of several, at the last of them."""
-        self._settle()
+        """Return steps and losses; a point of a long run is the mean of several steps."""
+        self._read_pending()
         return [(step, total / count) for step, total, count in self._points]
 
-    def _settle(self) -> None:
+    def _read_pending(self) -> None:
         if not self._pending:
             return
         values = torch.stack([loss.double() for _, loss in self._pending]).tolist()
-        for (step, _), value in zip(self._pending, values, strict=True):
-            last, total, count = self._points[-1] if self._points else (0, 0.0, 0)
-            if count and (last - 1) // self._stride == (step - 1) // self._stride:
-                self._points[-1] = (step, total + value, count + 1)
-            else:
-                self._points.append((step, value, 1))
+        new = [(step, value, 1) for (step, _), value in zip(self._pending, values, strict=True)]
         self._pending.clear()
+        self._points = self._merged([*self._points, *new])
         while len(self._points) > NUM_POINTS:
-            self._merge()
+            self._stride *= 2
+            self._points = self._merged(self._points)
 
-    def _merge(self) -> None:
-        self._stride *= 2
+    def _merged(self, points: Iterable[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
+        """Sum neighbouring points whose steps fall into the same stretch of `stride` steps."""
         merged: list[tuple[int, float, int]] = []
-        for step, total, count in self._points:
+        for step, total, count in points:
+            # Steps count from 1: stretch 0 holds the steps 1 to `stride`.
             if merged and (merged[-1][0] - 1) // self._stride == (step - 1) // self._stride:
                 merged[-1] = (step, merged[-1][1] + total, merged[-1][2] + count)
             else:
                 merged.append((step, total, count))
-        self._points = merged
+        return merged

@@ -1,8 +1,15 @@
-"""One fit's figures: time and throughput of its batches, FLOPs, peak memory, wait for data."""
+"""Measure one fit: time and throughput of its batches, FLOPs, peak memory, wait for data.
+
+`Probe` counts the first batches exactly: operations, and live bytes where no allocator counts them. Counting
+slows a batch down, so it stops after the first batch, whose operations every batch repeats, and on a CPU
+after two optimizer steps: parameters, gradients, optimizer state and activations are alive at once only from
+the second step on. Counting does not change the training.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,23 +19,70 @@ from torch.optim import Optimizer
 from lightning_eff.core import allocator
 from lightning_eff.core.machine import device_name
 from lightning_eff.core.optimization.composite import FreesGradients
-from lightning_eff.report.flops import peak_flops_per_s
-from lightning_eff.report.live_bytes import tensors_in
+from lightning_eff.report.flops import FlopCount, peak_flops_per_s
+from lightning_eff.report.live_bytes import LiveBytes, tensors_in
 from lightning_eff.report.peak import Peak
-from lightning_eff.report.probe import Probe
 from lightning_eff.report.recording import Recorder
 from lightning_eff.report.throughput import DataWait, Throughput
 
 
-class Meter:
-    """Measures from its construction to `close`; tell it when each batch begins and ends.
+class Probe:
+    """Count from `begin` to `end` of each batch, until `is_done`.
 
     Args:
-        device: Where the model is trained.
-        profiler: The Trainer's, which hears when the loop waits for data.
-        num_warmup_batches: Batches that are not timed, after those that are counted by the probe.
-        count_flops: Count the first batch's operations.
-        count_bytes: Count the first batches' live bytes, on a device whose allocator keeps no peak.
+        count_flops: Count the operations of the first batch.
+        count_bytes: Count live bytes of two full optimizer steps.
+        live: Counter of the bytes; None makes a `LiveBytes`.
+    """
+
+    def __init__(self, *, count_flops: bool, count_bytes: bool, live: LiveBytes | None = None) -> None:
+        self.num_batches = 0
+        self.flops: int | None = None
+        self.peak_bytes: int | None = None
+        self.peak_if_held_bytes: int | None = None
+        self._count_flops = count_flops
+        self._live = (live or LiveBytes()) if count_bytes else None
+        self._open = ExitStack()
+
+    def is_done(self, steps: int) -> bool:
+        """Return whether nothing is left to count after `steps` optimizer steps of this fit."""
+        flops_left = self._count_flops and self.flops is None
+        bytes_left = self._live is not None and (steps < 2 or self.num_batches < 2)
+        return not (flops_left or bytes_left)
+
+    def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """Start to count, before a batch is trained on."""
+        if self._live is not None:
+            self._live.begin(batch, module, optimizers)
+            self._open.callback(self._live.end)
+            self._open.enter_context(self._live)
+        if self._count_flops and self.flops is None:
+            self._flop_count = self._open.enter_context(FlopCount())
+
+    def end(self) -> None:
+        """Stop counting at the end of a batch, and update the results."""
+        self.close()
+        self.num_batches += 1
+        if self._count_flops and self.flops is None:
+            self.flops = self._flop_count.flops
+        if self._live is not None:
+            self.peak_bytes = self._live.peak_bytes
+            self.peak_if_held_bytes = self._live.peak_if_held_bytes
+
+    def close(self) -> None:
+        """Stop counting, also in the middle of a batch that failed."""
+        self._open.close()
+
+
+class Meter:
+    """Measure from construction to `close`; call `begin_batch` and `end_batch` around every batch.
+
+    Args:
+        device: Device of the model.
+        profiler: The Trainer's profiler, which observes waits for data.
+        num_warmup_batches: Batches that are not timed, after those that the probe counts.
+        count_flops: Count the operations of the first batch.
+        count_bytes: Count live bytes of the first batches, on a device whose allocator has no statistics.
     """
 
     def __init__(
@@ -43,10 +97,9 @@ class Meter:
         self.device = device
         self.throughput = Throughput()
         self._recorder = Recorder() if count_bytes and device.type == "cpu" else None
-        self.probe = Probe(
-            count_flops=count_flops, count_bytes=self._recorder is not None, live=self._recorder
-        )
-        self._probing = True
+        has_recorder = self._recorder is not None
+        self.probe = Probe(count_flops=count_flops, count_bytes=has_recorder, live=self._recorder)
+        self._is_probing = True
         self._data_wait = DataWait(profiler)
         self._num_warmup_batches = num_warmup_batches
         self._samples_of_first_batch = 0
@@ -54,19 +107,19 @@ class Meter:
         allocator.reset_peak(device)
 
     def begin_batch(self, batch: object, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Count what this batch does, if there is still something to count."""
-        if self._probing:
+        """Start to count this batch, unless counting is done."""
+        if self._is_probing:
             self.frees_gradients = any(isinstance(optimizer, FreesGradients) for optimizer in optimizers)
             self.probe.begin(batch, module, optimizers)
 
     def end_batch(self, batch: object, *, num_steps: int) -> None:
         """Finish a batch, after `num_steps` optimizer steps of this fit."""
         wait_s = self._data_wait.take()
-        num_samples, num_tokens = batch_size(batch)
-        if self._probing:
+        num_samples, num_tokens = samples_and_tokens(batch)
+        if self._is_probing:
             self.probe.end()
             self._samples_of_first_batch = self._samples_of_first_batch or num_samples
-            self._probing = not self.probe.done(num_steps)
+            self._is_probing = not self.probe.is_done(num_steps)
         elif self._num_warmup_batches > 0:
             self._num_warmup_batches -= 1
         else:
@@ -75,21 +128,21 @@ class Meter:
         self.throughput.skip_batch()
 
     def close(self) -> None:
-        """Stop everything, also in the middle of a batch; a second call does nothing."""
+        """Stop measuring, also in the middle of a batch; a second call does nothing."""
         self.probe.close()
         self._data_wait.close()
 
     def memory(self) -> Peak | None:
-        """Return what the counted batches held, and when; None where nobody counted."""
+        """Return the peak of the counted batches; None if live bytes were not counted."""
         recorder = self._recorder
         return None if recorder is None or not self.probe.num_batches else Peak.of(recorder)
 
     def summary(self, *, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
-        """Return the figures as plain types, None where something was not measured.
+        """Return the figures as plain values, None for what was not measured.
 
         Args:
-            dtype: What matrix products were computed in, for the device's peak rate.
-            world_size: Number of devices; rates are of all of them, the rest is of one.
+            dtype: Operand dtype of matrix products, for the device's peak rate.
+            world_size: Number of devices. Samples/s and tokens/s are of all devices, the rest of one.
         """
         figures: dict[str, Any] = self.throughput.summary()
         for rate in ("samples_per_s", "tokens_per_s"):
@@ -108,6 +161,7 @@ class Meter:
             "first_batch_s": self.throughput.first_batch_s or None,
             "flops_per_sample": flops_per_sample,
             "flops_per_s": flops_per_s,
+            # MFU = FLOP/s achieved per device / FLOP/s of its datasheet.
             "mfu": flops_per_s / ceiling if flops_per_s and ceiling else None,
             "peak_bytes": self.probe.peak_bytes if peak is None else peak,
             "peak_if_gradients_were_held_bytes": held,
@@ -115,12 +169,14 @@ class Meter:
         }
 
 
-def batch_size(batch: object) -> tuple[int, int]:
-    """Return samples (the first tensor's length) and tokens (the first integer matrix's size) of a batch.
+def samples_and_tokens(batch: object) -> tuple[int, int]:
+    """Return samples (length of the first tensor) and tokens (size of the first integer matrix) of a batch.
 
     Example:
-        >>> batch_size({"input_ids": torch.zeros(4, 7, dtype=torch.long)}), batch_size(torch.zeros(3, 2))
-        ((4, 28), (3, 0))
+        >>> samples_and_tokens({"input_ids": torch.zeros(4, 7, dtype=torch.long)})
+        (4, 28)
+        >>> samples_and_tokens(torch.zeros(3, 2))
+        (3, 0)
     """
     tensors = list(tensors_in(batch))
     num_samples = next((len(tensor) for tensor in tensors if tensor.dim() > 0), 1)

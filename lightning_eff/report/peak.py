@@ -1,4 +1,4 @@
-"""The moment of a step when most memory is in use: how much, in which phase, what for, and who holds it."""
+"""Find the peak of a recorded step: bytes, phase, operation, categories and the largest holders."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_eff.report.module_tracker import PHASES, STEP
 from lightning_eff.report.recording import (
     ACTIVATIONS,
     BATCH,
     CATEGORIES,
     TEMPORARIES,
+    Allocation,
     Event,
-    Holding,
     Recorder,
 )
-from lightning_eff.report.whereabouts import PHASES, STEP
 
-MOST_HOLDERS = 12
-"""Holders that are kept by name."""
+MAX_HOLDERS = 12
+"""Holders that are listed."""
 PASSING = (BATCH, ACTIVATIONS, TEMPORARIES)
 POINTS = 200
-"""Points of a timeline."""
+"""Maximum points of a timeline."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Storages that are alive at the peak, alike but for the number of their layer.
+    """Storages alive at the peak that differ only in the number of their layer.
 
     Args:
-        category: What they are for.
-        path: The module that they were made in, or the parameter that they belong to, `*` for a number.
-        operation: What made them; empty for what was there before the step.
-        num_bytes: All together.
-        count: How many.
+        category: One of `recording.CATEGORIES`.
+        path: Module that they were allocated in, or their parameter's name, with `*` for a number.
+        operation: Operation that allocated them; empty if they existed before the step.
+        num_bytes: Their total size.
+        count: Number of storages.
     """
 
     category: str
@@ -47,19 +47,19 @@ class Holder:
 
 @dataclass(frozen=True)
 class Peak:
-    """A step's memory at its peak, and on the way.
+    """Memory of a step at its peak and over time.
 
     Args:
-        num_bytes: The most that was alive.
-        phase: When.
-        operation: What ran then; empty before the first.
-        path: Where that was.
-        by_category: Bytes of the peak by what they are for.
-        by_phase: The same of the most in each phase.
-        passing_bytes: The most that a step holds at once of its batch, activations and temporaries: what no
-            strategy divides. The optimizer's step is left out.
+        num_bytes: Maximum of live bytes.
+        phase: Phase of the peak.
+        operation: Operation at the peak; empty before the first one.
+        path: Module of that operation.
+        by_category: Bytes at the peak by category.
+        by_phase: Bytes by category at the peak of each phase.
+        passing_bytes: Maximum of batch, activations and temporaries at once, outside the optimizer step:
+            what no sharding strategy divides.
         holders: The largest holders at the peak.
-        timeline: Bytes by category on the way, at most `POINTS` times, with the phase.
+        timeline: Phase and bytes by category at up to `POINTS` moments.
     """
 
     num_bytes: int
@@ -78,94 +78,83 @@ class Peak:
 
         Args:
             recorder: After the step.
-            block_bytes: What each storage is rounded up to, as an allocator does.
-            on_device: Leave out what would stay in the host's memory.
+            block_bytes: Allocation granularity; each storage is rounded up to a multiple of it.
+            on_device: Leave out storages that stay in host memory.
         """
         left_out = recorder.on_host if on_device else set[int]()
-        events = [event for event in recorder.events if event.holding not in left_out]
+        # Every size in multiples of the block, as the allocator would reserve it.
+        events = [
+            Event(event.allocation, -(-event.num_bytes // block_bytes) * block_bytes, event.phase)
+            for event in recorder.events
+            if event.allocation not in left_out
+        ]
+        # By phase: the maximum of live bytes, and minus the index of its event (the first of equal ones).
         tops: dict[str, tuple[int, int]] = dict.fromkeys(PHASES, (0, -1))
-        total = 0
-        for index, (event, change) in enumerate(_changes(events, block_bytes)):
+        total = passing = max_passing = 0
+        for index, (event, change) in enumerate(_changes(events)):
             total += change
-            tops[event.phase] = max(tops[event.phase], (total, -index))  # the first of equals
-        phase, (top, at) = max(tops.items(), key=lambda each: each[1])
-        alive = _alive(events[: 1 - at], block_bytes)
-        made = recorder.holdings[events[-at].holding] if events else Holding("", "", phase)
+            passing += change if recorder.allocations[event.allocation].category in PASSING else 0
+            tops[event.phase] = max(tops[event.phase], (total, -index))
+            max_passing = max_passing if event.phase == STEP else max(max_passing, passing)
+        # The event of the peak has index -at; events[: 1 - at] ends with it.
+        phase, (top, at) = max(tops.items(), key=lambda item: item[1])
+        made = recorder.allocations[events[-at].allocation] if events else Allocation("", "", phase)
+        by_phase = {name: _by_category(recorder, events[: 1 - index]) for name, (_, index) in tops.items()}
         return cls(
             num_bytes=top,
             phase=phase,
             operation=made.operation,
             path=made.path,
-            by_category=_by_category(recorder, alive),
-            by_phase={
-                name: _by_category(recorder, _alive(events[: 1 - index], block_bytes))
-                for name, (_, index) in tops.items()
-            },
-            passing_bytes=_passing(recorder, events, block_bytes),
-            holders=_holders(recorder, alive),
-            timeline=_timeline(recorder, events, block_bytes),
+            by_category=by_phase[phase],
+            by_phase=by_phase,
+            passing_bytes=max_passing,
+            holders=_holders(recorder, events[: 1 - at]),
+            timeline=_timeline(recorder, events),
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values, for JSON."""
+        """Return the fields as plain values, for JSON."""
         return asdict(self)
 
 
-def _alive(events: Sequence[Event], block_bytes: int) -> dict[int, int]:
-    """Return the sizes of all storages after some events, 0 for those that are gone."""
-    return {event.holding: _rounded(event.num_bytes, block_bytes) for event in events}
+def _changes(events: Sequence[Event]) -> Iterator[tuple[Event, int]]:
+    """Yield each event with the bytes that it adds or removes."""
+    sizes: dict[int, int] = {}
+    for event in events:
+        yield event, event.num_bytes - sizes.get(event.allocation, 0)
+        sizes[event.allocation] = event.num_bytes
 
 
-def _by_category(recorder: Recorder, alive: dict[int, int]) -> dict[str, int]:
+def _by_category(recorder: Recorder, events: Sequence[Event]) -> dict[str, int]:
+    """Return the live bytes after some events."""
     found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-    for index, num_bytes in alive.items():
-        found[recorder.holdings[index].category] += num_bytes
+    for event, change in _changes(events):
+        found[recorder.allocations[event.allocation].category] += change
     return found
 
 
-def _rounded(num_bytes: int, block_bytes: int) -> int:
-    return -(-num_bytes // block_bytes) * block_bytes
-
-
-def _changes(events: Sequence[Event], block_bytes: int) -> Iterator[tuple[Event, int]]:
-    """Yield each event with the bytes that it adds or takes away."""
-    sizes: dict[int, int] = {}
-    for event in events:
-        size = _rounded(event.num_bytes, block_bytes)
-        yield event, size - sizes.get(event.holding, 0)
-        sizes[event.holding] = size
-
-
-def _passing(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> int:
-    passing = {index for index, each in enumerate(recorder.holdings) if each.category in PASSING}
-    total = most = 0
-    for event, change in _changes(events, block_bytes):
-        total += change if event.holding in passing else 0
-        most = most if event.phase == STEP else max(most, total)
-    return most
-
-
-def _holders(recorder: Recorder, alive: dict[int, int]) -> list[Holder]:
+def _holders(recorder: Recorder, events: Sequence[Event]) -> list[Holder]:
     sizes: Counter[tuple[str, str, str]] = Counter()
     counts: Counter[tuple[str, str, str]] = Counter()
-    for index, num_bytes in alive.items():
+    last_sizes = {event.allocation: event.num_bytes for event in events}
+    for index, num_bytes in last_sizes.items():
         if num_bytes:
-            made = recorder.holdings[index]
+            made = recorder.allocations[index]
             key = made.category, re.sub(r"(?<![^.])\d+(?![^.])", "*", made.path), made.operation
             sizes[key] += num_bytes
             counts[key] += 1
-    largest = sizes.most_common(MOST_HOLDERS)
+    largest = sizes.most_common(MAX_HOLDERS)
     return [Holder(*key, num_bytes=num_bytes, count=counts[key]) for key, num_bytes in largest]
 
 
-def _timeline(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> list[dict[str, Any]]:
-    """Return the fullest moment of each of `POINTS` stretches."""
+def _timeline(recorder: Recorder, events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Return the maximum of each of `POINTS` stretches of events."""
     stretch = max(1, -(-len(events) // POINTS))
     now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     points: list[dict[str, Any]] = []
     total, top = 0, -1
-    for index, (event, change) in enumerate(_changes(events, block_bytes)):
-        now[recorder.holdings[event.holding].category] += change
+    for index, (event, change) in enumerate(_changes(events)):
+        now[recorder.allocations[event.allocation].category] += change
         total += change
         if index % stretch == 0:
             points.append({})

@@ -1,8 +1,8 @@
-"""How long a step would take by arithmetic: the operations and bytes of each call at a device's rates.
+"""Estimate a step's time by arithmetic: FLOPs and bytes of every operation at a device's rates (roofline).
 
-No clock is asked: a call takes its floating-point operations at the rate of its format or its bytes at the
-memory's, whichever is longer. What one call hides behind another, caches and compiled code are left out, so a
-figure alone says little. Two figures of the same model are worth comparing: that is what a technique costs.
+time(op) = max(FLOPs / rate of its dtype, bytes / memory bandwidth). Overlap between operations, caches and
+compiled code are not modelled, so an estimate alone means little; the ratio of two estimates of one model
+shows what a technique costs.
 
 Source: Williams, Waterman and Patterson 2009, https://doi.org/10.1145/1498765.1498785
 """
@@ -21,21 +21,21 @@ from torch import Tensor
 from lightning_eff.kernels.devices import Device
 from lightning_eff.report.flops import flops_of
 
-PRODUCT_SHARE, MEMORY_SHARE = 0.7, 0.8
-"""What large products and plain passes over memory reach of a GPU's stated peaks."""
+MATMUL_EFFICIENCY, MEMORY_EFFICIENCY = 0.7, 0.8
+"""Fractions of a GPU's stated peaks that large matrix products and elementwise operations reach."""
 BUS_BYTES_PER_S = 25e9
-"""Between a GPU's memory and the host's: PCIe 4.0 with 16 lanes, pinned."""
+"""Between GPU memory and pinned host memory: PCIe 4.0 x16."""
 HOST_BYTES_PER_S = 50e9
-"""Of a server's memory, for what its processor updates."""
+"""Host memory bandwidth of a server, for updates on its CPU."""
 LAUNCH_S = 5e-6
-"""Time in which Python asks a GPU for one operation; the GPU works meanwhile."""
+"""Time to launch one kernel from Python; overlaps with the GPU's work."""
 CALL_S = 2e-6
-"""Time that a CPU takes for an operation beside its work."""
+"""Overhead of one operation on a CPU."""
 MEASURED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Formats whose products are timed on a CPU: some processors only emulate them."""
+"""Dtypes whose matrix products are timed on a CPU: some processors emulate them."""
 ROWS_ONLY = ("embedding", "index", "index_select", "gather")
-"""Operations that read of their first argument what they return, and not all of it."""
-FREE = ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "_local_scalar_dense")
+"""Operations that read only the rows that they return."""
+NO_COST = ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "_local_scalar_dense")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Call:
     """One operation of a step.
 
     Args:
-        name: As torch calls it.
-        flops: Floating-point operations, 0 where only bytes matter.
-        num_bytes: Read and written.
-        dtype: Of its first result.
-        storages: What it touched, as whoever recorded it numbers them.
+        name: Name of the aten operation.
+        flops: Floating-point operations, 0 if it has no formula.
+        num_bytes: Bytes read and written.
+        dtype: Dtype of its first result.
+        storages: Indices of the storages that it read or wrote, -1 for one that is not counted.
     """
 
     name: str
@@ -58,14 +58,14 @@ class Call:
 
 
 def call_of(func: Any, args: Any, kwargs: Any, out: Any, number_of: Callable[[Tensor], int]) -> Call | None:
-    """Return what an operation costs; None where it only looks at memory in another way.
+    """Return the cost of an operation; None for a view, which costs nothing.
 
     Args:
-        func: The operation, as a dispatch mode sees it.
+        func: The operation, as passed to `__torch_dispatch__`.
         args: Its arguments.
-        kwargs: Its named arguments.
+        kwargs: Its keyword arguments.
         out: What it returned.
-        number_of: Numbers a tensor's storage.
+        number_of: Returns the index of a tensor's storage.
 
     Example:
         >>> a, b = torch.ones(2, 3), torch.ones(3, 4)
@@ -73,23 +73,23 @@ def call_of(func: Any, args: Any, kwargs: Any, out: Any, number_of: Callable[[Te
         Call(name='mm', flops=48, num_bytes=104, dtype=torch.float32, storages=(0, 0, 0))
     """
     name = getattr(func, "__name__", str(func)).partition(".")[0]
-    if getattr(func, "is_view", False) or name in FREE:
+    if getattr(func, "is_view", False) or name in NO_COST:
         return None
     results = list(_tensors((out,)))
-    given = list(_tensors((*args, *kwargs.values())))
-    touched = [*(results if name in ROWS_ONLY else given), *results]
-    first = next(iter(results or given), None)
+    inputs = list(_tensors((*args, *kwargs.values())))
+    touched = [*(results if name in ROWS_ONLY else inputs), *results]
+    first = next(iter(results or inputs), None)
     return Call(
         name,
         flops_of(func, args, kwargs, out),
         sum(tensor.nbytes for tensor in touched if tensor.layout == torch.strided),
         torch.float32 if first is None else first.dtype,
-        tuple(number_of(tensor) for tensor in (*given, *results)),
+        tuple(number_of(tensor) for tensor in (*inputs, *results)),
     )
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield tensors out of arguments, which are no deeper than lists: torch has that for trees, and slow."""
+    """Yield the tensors of arguments, which nest lists at most; `tree_leaves` would be much slower."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -99,12 +99,12 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Work:
-    """What some batches took.
+    """Operations of some batches.
 
     Args:
-        calls: Their operations.
-        on_host: Storages that lie in the host's memory, wherever the model is.
-        num_batches: How many there were.
+        calls: The operations.
+        on_host: Storages in host memory, whatever the model's device.
+        num_batches: Number of batches.
     """
 
     calls: Sequence[Call]
@@ -112,19 +112,19 @@ class Work:
     num_batches: int
 
     def seconds(self, rates: Rates) -> float:
-        """Return the time of a batch, with its share of the optimizer's step."""
+        """Return the time per batch, optimizer steps included."""
         return rates.seconds(self.calls, self.on_host) / max(1, self.num_batches)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast a device is.
+    """Rates of a device.
 
     Args:
-        flops_per_s: Operations a second by format.
-        bytes_per_s: Of its memory.
-        call_s: The least time of one operation.
-        is_gpu: Whether operations are asked for while others run, and the host is across a bus.
+        flops_per_s: FLOP/s by dtype.
+        bytes_per_s: Memory bandwidth.
+        call_s: Overhead of one operation.
+        is_gpu: Whether launches overlap with work, and host memory is across a bus.
     """
 
     flops_per_s: Mapping[torch.dtype, float]
@@ -134,49 +134,52 @@ class Rates:
 
     @classmethod
     def of(cls, device: Device) -> Rates:
-        """Take a GPU's from what is stated of it, and measure those of this machine's processor."""
+        """Return a GPU's rates from its datasheet; measure those of this machine's CPU."""
         if not device.capability:
-            return _of_this_cpu()
+            return _measure_cpu()
         return cls(
-            flops_per_s={dtype: PRODUCT_SHARE * device.peak(dtype) for dtype in MEASURED},
-            bytes_per_s=MEMORY_SHARE * device.memory_gbs * 1e9,
+            flops_per_s={dtype: MATMUL_EFFICIENCY * device.peak(dtype) for dtype in MEASURED},
+            bytes_per_s=MEMORY_EFFICIENCY * device.memory_gbs * 1e9,
             call_s=LAUNCH_S,
             is_gpu=True,
         )
 
     def seconds(self, calls: Iterable[Call], on_host: Set[int] = frozenset()) -> float:
-        """Return the time of some calls.
+        """Return the time of some operations.
 
         Args:
-            calls: In any order.
-            on_host: Storages that lie in the host's memory, wherever the model is.
+            calls: The operations, in any order.
+            on_host: Storages in host memory, whatever the model's device.
         """
-        working, count = 0.0, 0
+        work_s, count = 0.0, 0
         for call in calls:
+            # Roofline: a call is limited by compute or by memory traffic, whichever takes longer.
             rate = self.flops_per_s.get(call.dtype, self.flops_per_s[torch.float32])
-            working += max(call.flops / rate, call.num_bytes / self._bytes_per_s(call, on_host))
+            work_s += max(call.flops / rate, call.num_bytes / self._bytes_per_s(call, on_host))
             count += 1
-        asking = count * self.call_s
-        return max(working, asking) if self.is_gpu else working + asking
+        launch_s = count * self.call_s
+        # A GPU works while Python launches what follows: the longer of the two. A CPU does both in turn.
+        return max(work_s, launch_s) if self.is_gpu else work_s + launch_s
 
     def _bytes_per_s(self, call: Call, on_host: Set[int]) -> float:
+        """Return the bandwidth of a call: of device memory, of host memory, or of the bus between them."""
         if not self.is_gpu or on_host.isdisjoint(call.storages):
             return self.bytes_per_s
         return HOST_BYTES_PER_S if set(call.storages) <= on_host else BUS_BYTES_PER_S
 
 
 @functools.cache
-def _of_this_cpu() -> Rates:
-    """Time products of each format and a pass over memory, for a few hundredths of a second."""
-    flops = {dtype: 2 * 384**3 / _least_s(_product(dtype)) for dtype in MEASURED}
+def _measure_cpu() -> Rates:
+    """Time matrix products of each dtype and a copy, for a few hundredths of a second."""
+    flops: dict[torch.dtype, float] = {}
+    for dtype in MEASURED:
+        square = torch.rand(384, 384).to(dtype)
+        # 384 x 384 x 384 multiply-adds are 2 * 384^3 FLOPs.
+        flops[dtype] = 2 * 384**3 / _least_s(functools.partial(torch.mm, square, square))
     source, target = torch.rand(1 << 22), torch.empty(1 << 22)
+    # A copy reads and writes every byte.
     copied = 2 * source.nbytes / _least_s(lambda: target.copy_(source))
     return Rates(flops_per_s=flops, bytes_per_s=copied, call_s=CALL_S)
-
-
-def _product(dtype: torch.dtype) -> Callable[[], Any]:
-    one = torch.rand(384, 384).to(dtype)
-    return lambda: one @ one
 
 
 def _least_s(work: Callable[[], Any]) -> float:

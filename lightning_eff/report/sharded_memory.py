@@ -1,7 +1,7 @@
-"""How DDP copies and FSDP2 divides: what a device keeps, and sends over the wire.
+"""Memory and traffic per device of DDP, which replicates, and of FSDP2, which shards.
 
-Of B bytes on N devices, a ring sends from each (N-1)/N B for an all-gather or a reduce-scatter, and twice
-that for an all-reduce.
+Of B bytes on N devices, a ring sends (N-1)/N B from each device for an all-gather or a reduce-scatter, and
+twice that for an all-reduce.
 
 Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 7;
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -12,58 +12,54 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_eff.report.division import RING, Share, part
-from lightning_eff.report.weights import Model, OptimizerState, Weight, num_bytes
-
-
-def _rows(weight: Weight, devices: int) -> int:
-    """Return the elements of the rows that the first device has."""
-    return part(weight.rows, devices) * (weight.numel // max(weight.rows, 1))
+from lightning_eff.report.model_weights import ModelWeights, OptimizerState, Weight, weight_bytes
+from lightning_eff.report.sharding_table import RING, DeviceShare, shard_numel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copies:
-    """DDP: everything on every device, gradients reduced once a step.
+class DDPMemory:
+    """DDP: every device keeps everything; one all-reduce of the gradients per optimizer step.
 
     Args:
-        bucket_view: Whether gradients lie in the buckets, or those are a copy of them.
+        bucket_view: Whether gradients are views of the buckets (`gradient_as_bucket_view`), not copied.
     """
 
     bucket_view: bool = False
 
     own_weights = False
 
-    def share(self, model: Model, state: OptimizerState, devices: int, micro_batches: int) -> Share:
-        """See `Scheme`."""
+    def share(
+        self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int
+    ) -> DeviceShare:
+        """Implement `ShardingScheme`."""
         del micro_batches
-        gradients, kept = num_bytes(model.trained), state.bytes_of(model.trained)
-        copies = 2 * gradients if state.on_host else 0
-        buckets = 0 if self.bucket_view or devices == 1 else gradients
-        return Share(
-            weights=num_bytes(model.weights) + model.buffers_bytes,
+        gradients, state_bytes = weight_bytes(model.trained), state.bytes_of(model.trained)
+        return DeviceShare(
+            weights=weight_bytes(model.weights) + model.buffers_bytes,
             gradients=gradients,
-            optimizer=0 if state.on_host else kept,
-            buffers=buckets,
-            host=copies + kept if state.on_host else 0,
-            sent=2 * (devices - 1) / devices * gradients,
+            optimizer=0 if state.on_host else state_bytes,
+            buffers=0 if self.bucket_view or devices == 1 else gradients,  # a copy in the buckets
+            # The host optimizer keeps copies of the weights and of the gradients.
+            host=2 * gradients + state_bytes if state.on_host else 0,
+            sent=2 * (devices - 1) / devices * gradients,  # ring all-reduce among all devices
         )
 
     def assumptions(self) -> list[str]:
-        """See `Scheme`."""
-        words = "gradients lie in its buckets" if self.bucket_view else "its buckets are copies of gradients"
-        return [f"DDP reduces once a step; {words} (strategy.gradient_as_bucket_view)", RING]
+        """Implement `ShardingScheme`."""
+        buckets = "gradients are views of its buckets" if self.bucket_view else "its buckets are copies"
+        return [f"DDP reduces once per step; {buckets} (strategy.gradient_as_bucket_view)", RING]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullySharded:
-    """FSDP2: rows of every tensor on each device, blocks gathered for their turn.
+class FSDP2Memory:
+    """FSDP2: every tensor is sharded by rows; a block is all-gathered while it is computed.
 
     Args:
-        compute_itemsize: Bytes of an element as it is gathered and computed; None for its own.
-        reduce_itemsize: Bytes of a gradient's element as it is reduced; None for that of computing.
-        on_host: Whether parts, gradients and state are on the host.
-        reshard: Whether a block is given up after its forward pass.
-        reduce_each: Whether every micro-batch is reduced.
+        compute_itemsize: Bytes of an element that is gathered and computed with; None for the weight's own.
+        reduce_itemsize: Bytes of a gradient's element in the reduce-scatter; None for that of computing.
+        on_host: Whether shards, gradients and state are in host memory.
+        reshard: Whether a block is freed after its forward pass (`reshard_after_forward`).
+        reduce_each: Whether gradients are reduced after every micro-batch.
     """
 
     compute_itemsize: int | None = None
@@ -74,56 +70,69 @@ class FullySharded:
 
     own_weights = False
 
-    def share(self, model: Model, state: OptimizerState, devices: int, micro_batches: int) -> Share:
-        """See `Scheme`."""
-        weights = sum(_rows(weight, devices) * weight.itemsize for weight in model.weights)
-        gradients = sum(_rows(weight, devices) * weight.itemsize for weight in model.trained)
-        kept = state.bytes_of(model.trained, lambda weight: _rows(weight, devices))
-        waits = micro_batches > 1 and not self.reduce_each
-        whole = num_bytes(model.trained, self.reduce_itemsize or self.compute_itemsize) if waits else 0
-        away = self.on_host
-        return Share(
-            weights=model.buffers_bytes + (0 if away else weights),
-            gradients=whole if away else max(whole, gradients),
-            optimizer=0 if away else kept,
-            gathered=self._gathered(model),
-            buffers=0 if waits else self._whole_gradients(model),
-            host=weights + gradients + kept if away else 0,
-            sent=(devices - 1) * self._rows_sent(model, devices, micro_batches),
+    def share(
+        self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int
+    ) -> DeviceShare:
+        """Implement `ShardingScheme`."""
+        weights = sum(_shard_numel(weight, devices) * weight.itemsize for weight in model.weights)
+        gradients = sum(_shard_numel(weight, devices) * weight.itemsize for weight in model.trained)
+        state_bytes = state.bytes_of(model.trained, lambda weight: _shard_numel(weight, devices))
+        # Without a reduce-scatter per micro-batch, full gradients accumulate until the last one.
+        accumulates = micro_batches > 1 and not self.reduce_each
+        itemsize = self.reduce_itemsize or self.compute_itemsize
+        full_gradients = weight_bytes(model.trained, itemsize) if accumulates else 0
+        return DeviceShare(
+            weights=model.buffers_bytes + (0 if self.on_host else weights),  # buffers are replicated
+            # Full gradients are freed by the reduce-scatter that makes the shards: never both at once.
+            gradients=full_gradients if self.on_host else max(full_gradients, gradients),
+            optimizer=0 if self.on_host else state_bytes,
+            gathered=self._gathered_bytes(model),
+            buffers=0 if accumulates else self._block_gradient_bytes(model),
+            host=weights + gradients + state_bytes if self.on_host else 0,
+            # In a ring, a device sends (N-1) shards for an all-gather, and (N-1) for a reduce-scatter.
+            sent=(devices - 1) * self._bytes_per_peer(model, devices, micro_batches),
         )
 
-    def _gathered(self, model: Model) -> int:
-        """Return what is whole at a time: what is outside of blocks, and a block with the next, or all."""
+    def _gathered_bytes(self, model: ModelWeights) -> int:
+        """Return the maximum gathered at once: weights outside of blocks, a block and the prefetched next."""
         if not self.reshard:
-            return num_bytes(model.weights, self.compute_itemsize)
+            return weight_bytes(model.weights, self.compute_itemsize)
         outside = [weight for weight in model.weights if weight.block < 0]
-        sizes = [num_bytes(block, self.compute_itemsize) for block in model.blocks]
-        pairs = [one + other for one, other in pairwise(sizes)] or sizes
-        return num_bytes(outside, self.compute_itemsize) + max(pairs, default=0)
+        sizes = [weight_bytes(block, self.compute_itemsize) for block in model.blocks]
+        pairs = [size + next_size for size, next_size in pairwise(sizes)] or sizes
+        return weight_bytes(outside, self.compute_itemsize) + max(pairs, default=0)
 
-    def _whole_gradients(self, model: Model) -> int:
+    def _block_gradient_bytes(self, model: ModelWeights) -> int:
+        """Return the full gradients that exist before their reduce-scatter: of one block, and outside."""
         outside = [weight for weight in model.trained if weight.block < 0]
         blocks = [[weight for weight in block if weight.trained] for block in model.blocks]
-        largest = max((num_bytes(block, self.compute_itemsize) for block in blocks), default=0)
-        return num_bytes(outside, self.compute_itemsize) + largest
+        largest = max((weight_bytes(block, self.compute_itemsize) for block in blocks), default=0)
+        return weight_bytes(outside, self.compute_itemsize) + largest
 
-    def _rows_sent(self, model: Model, devices: int, micro_batches: int) -> float:
-        """Return the bytes that a device sends to each other one."""
+    def _bytes_per_peer(self, model: ModelWeights, devices: int, micro_batches: int) -> float:
+        """Return the bytes that a device sends to each peer in an optimizer step."""
         sent = 0
         for weight in model.weights:
-            computed = self.compute_itemsize or weight.itemsize
-            gathers = 2 if self.reshard and weight.block >= 0 else 1
-            reduced = (self.reduce_itemsize or computed) if weight.trained else 0
-            times = micro_batches if self.reduce_each else 1
-            sent += _rows(weight, devices) * (micro_batches * gathers * computed + times * reduced)
+            compute_size = self.compute_itemsize or weight.itemsize
+            # All-gather in the forward pass and, once resharded, again in the backward pass.
+            gathers = micro_batches * (2 if self.reshard and weight.block >= 0 else 1)
+            reduce_size = (self.reduce_itemsize or compute_size) if weight.trained else 0
+            reductions = micro_batches if self.reduce_each else 1
+            numel = _shard_numel(weight, devices)
+            sent += numel * (gathers * compute_size + reductions * reduce_size)
         return sent
 
     def assumptions(self) -> list[str]:
-        """See `Scheme`."""
-        how = "and once more for its backward pass" if self.reshard else "and kept until its backward pass"
+        """Implement `ShardingScheme`."""
+        again = "and again for its backward pass" if self.reshard else "and kept until its backward pass"
         return [
-            f"a block is gathered for its forward pass {how}; one more is on its way; what is outside of "
-            "blocks is whole from the first to the last",
-            "tensors are divided by rows, so that one with fewer rows than there are devices is divided less",
+            f"a block is gathered for its forward pass {again}; the next one is prefetched; weights outside "
+            "of blocks stay gathered",
+            "tensors are sharded by rows: one with fewer rows than devices is sharded less",
             RING,
         ]
+
+
+def _shard_numel(weight: Weight, devices: int) -> int:
+    """Return the elements of the first device's rows."""
+    return shard_numel(weight.rows, devices) * (weight.numel // max(weight.rows, 1))

@@ -1,4 +1,4 @@
-"""How long steps take, and how long they wait for data."""
+"""Measure how long training batches take, and how long they wait for data."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 FETCH_ACTION = "[_TrainingEpochLoop].train_dataloader_next"
-"""The name under which Lightning's profiler sees the wait for the next training batch."""
+"""Profiler action of Lightning 2.6 that spans the wait for the next training batch."""
 
 
 class Throughput:
-    """Times of training batches, after the ones that are not typical.
+    """Record durations of training batches, leaving out the ones that are not typical.
 
     Call `restart` when what follows does not belong to a batch's time (validation, a slow first batch),
     and `finish_batch` at the end of each batch.
@@ -22,24 +22,24 @@ class Throughput:
     def __init__(self) -> None:
         self.batch_times_s = array("d")
         self.waits_s = array("d")
-        """What of each was a wait for data."""
+        """Part of each duration that was a wait for data."""
         self.num_samples = 0
         self.num_tokens = 0
         self.first_batch_s = 0.0
-        """The longest batch of those that are not timed: a compiler's work is in it."""
+        """The longest of the batches that are left out; includes compilation."""
         self._mark_s = time.perf_counter()
 
     def skip_batch(self) -> None:
-        """End a batch that is not typical."""
+        """End a batch that is left out."""
         self.first_batch_s = max(self.first_batch_s, time.perf_counter() - self._mark_s)
         self.restart()
 
     def restart(self) -> None:
-        """Begin the next batch's time now."""
+        """Start the clock of the next batch."""
         self._mark_s = time.perf_counter()
 
     def finish_batch(self, num_samples: int, num_tokens: int, wait_s: float) -> None:
-        """Count a batch whose time began at the end of the one before it, or at `restart`."""
+        """Record a batch that started at the end of the previous one, or at `restart`."""
         now = time.perf_counter()
         self.batch_times_s.append(now - self._mark_s)
         self._mark_s = now
@@ -48,7 +48,7 @@ class Throughput:
         self.waits_s.append(wait_s)
 
     def summary(self) -> dict[str, float | int | None]:
-        """Return medians, rates and shares; None where nothing was measured."""
+        """Return medians, rates and fractions; None for what was not measured."""
         total_s = sum(self.batch_times_s)
         if total_s == 0.0:
             names = ("batch_time_s", "batch_time_p90_s", "samples_per_s", "tokens_per_s", "data_wait_share")
@@ -65,12 +65,12 @@ class Throughput:
 
 
 class DataWait:
-    """Seconds that the training loop waits for its next batch, heard from the Trainer's profiler.
+    """Measure the time that the training loop waits for its next batch, by wrapping the Trainer's profiler.
 
-    The profiler keeps its type and does its own work; `close` takes the ears off again.
+    The profiler keeps its type and does its own work: `start` and `stop` are replaced on the instance.
 
     Args:
-        profiler: Lightning's, of any kind, the one that does nothing included.
+        profiler: A profiler of Lightning, `PassThroughProfiler` included.
     """
 
     def __init__(self, profiler: Any) -> None:
@@ -79,7 +79,7 @@ class DataWait:
         self._start: Callable[[str], None] = profiler.start
         self._stop: Callable[[str], None] = profiler.stop
         self._began_s = 0.0
-        self.closed = False
+        self.is_closed = False
         profiler.start = self._on_start
         profiler.stop = self._on_stop
 
@@ -99,23 +99,20 @@ class DataWait:
         return wait_s
 
     def close(self) -> None:
-        """Leave the profiler as it was; a second call does nothing.
+        """Restore the profiler; a second call does nothing.
 
-        Listeners lie on top of each other: one that closes below another stays, and is taken off with it.
+        Wrappers nest: one that closes below another stays in the chain until the outer one closes.
         """
-        self.closed = True
-        while (top := _listener(self._profiler)) is not None and top.closed:
-            top.take_off()
+        self.is_closed = True
+        while True:
+            outer = getattr(self._profiler.__dict__.get("start"), "__self__", None)
+            if not isinstance(outer, DataWait) or not outer.is_closed:
+                return
+            outer.restore()
 
-    def take_off(self) -> None:
-        """Give the profiler back what this listener found; `close` decides when."""
+    def restore(self) -> None:
+        """Give the profiler the methods that it had before this wrapper; called by `close`."""
         for name, before in (("start", self._start), ("stop", self._stop)):
             del self._profiler.__dict__[name]
             if getattr(self._profiler, name) != before:
                 setattr(self._profiler, name, before)
-
-
-def _listener(profiler: Any) -> DataWait | None:
-    """Return the listener that the profiler calls first, if it has one."""
-    owner = getattr(profiler.__dict__.get("start"), "__self__", None)
-    return owner if isinstance(owner, DataWait) else None

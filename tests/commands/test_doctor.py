@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lightning_eff.report import installation
-from lightning_eff.report.installation import Finding
+from lightning_eff.report.installation import CheckResult
 from tests.support.command_line import Command
 
 
@@ -24,7 +24,7 @@ def test_a_problem_is_an_exit_code_and_a_note_is_not(
     command: Command, monkeypatch: pytest.MonkeyPatch, status: str, code: int
 ) -> None:
     monkeypatch.setattr(
-        installation, "inspect_machine", lambda: [Finding("gpu", "gone", status, "nvidia-smi")]
+        installation, "inspect_machine", lambda: [CheckResult("gpu", "gone", status, "nvidia-smi")]
     )
     found, out, _ = command("doctor")
     assert found == code

@@ -1,4 +1,4 @@
-"""Advice: what saves memory at this peak, what is useless at it, and how large a batch fits."""
+"""Advice: what saves memory at this peak and what does not, and how large a batch fits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_eff.config.recipes import Place
 from lightning_eff.kernels.devices import this_cpu
 from lightning_eff.planner.advice import Advice
 from lightning_eff.planner.advice import advise as advise_on
-from lightning_eff.planner.dry_run import Example, dry_run
-from lightning_eff.planner.recipes import Recipe
-from lightning_eff.planner.room import Room
+from lightning_eff.planner.advised_recipe import AdvisedRecipe
+from lightning_eff.planner.device_memory import DeviceMemory
+from lightning_eff.planner.dry_run import ExampleBatch, dry_run
 from lightning_eff.report import roofline
 from lightning_eff.report.roofline import Rates
 
@@ -28,8 +28,8 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def advise(compose: Any, room: Room, **options: float) -> Advice:
-    recipe = Recipe.of(compose, room)
+def advise(compose: Any, memory: DeviceMemory, **options: float) -> Advice:
+    recipe = AdvisedRecipe.of(compose, memory)
     assert recipe is not None
     return advise_on(recipe, **options)
 
@@ -42,44 +42,44 @@ def composer(*words: str) -> Any:
 
 
 @pytest.mark.slow
-def test_what_fits_needs_nothing_and_the_largest_batch_is_exact() -> None:
-    compose = composer("data.batch_size=4")
+def test_nothing_is_chosen_if_it_fits_and_the_largest_batch_is_exact() -> None:
+    compose = composer("data.micro_batch_size=4")
     taken = dry_run(compose([])).peak
     assert taken is not None
-    room = Room("here", 5 * taken.num_bytes)
-    found = advise(compose, room)
+    memory = DeviceMemory("here", 5 * taken.num_bytes)
+    found = advise(compose, memory)
     assert found.fits
     assert found.chosen == []
-    assert "the batch fits: memory techniques would only slow this run" in str(found)
-    size = next(each.value for each in found.largest if each.typed == "data.batch_size")
+    assert "the batch fits: techniques that save memory only pay off with a larger batch" in str(found)
+    size = next(each.value for each in found.largest if each.typed == "data.micro_batch_size")
 
     def peak(rows: int) -> int:
-        values = composer(f"data.batch_size={rows}")([])
-        prediction = dry_run(values, Example.of(values)).peak
+        values = composer(f"data.micro_batch_size={rows}")([])
+        prediction = dry_run(values, ExampleBatch.of(values)).peak
         assert prediction is not None
         return prediction.num_bytes
 
-    assert peak(size) <= room.memory_bytes < peak(size + 1)
+    assert peak(size) <= memory.memory_bytes < peak(size + 1)
 
     (length,) = (each.value for each in found.largest if each.typed == "data.context_length")
 
     def peak_of(tokens: int) -> int:
-        values = composer("data.batch_size=4", f"data.context_length={tokens}")([])
-        prediction = dry_run(values, Example.of(values)).peak
+        values = composer("data.micro_batch_size=4", f"data.context_length={tokens}")([])
+        prediction = dry_run(values, ExampleBatch.of(values)).peak
         assert prediction is not None
         return prediction.num_bytes
 
-    assert peak_of(length) <= room.memory_bytes < peak_of(length + 16)
+    assert peak_of(length) <= memory.memory_bytes < peak_of(length + 16)
     assert f"data.context_length={length}" in str(found)
 
 
 @pytest.mark.slow
-def test_the_best_comes_first_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "_of_this_cpu", lambda: FIXED)  # times by arithmetic, not by a clock
-    compose = composer("data.batch_size=16")
+def test_the_best_candidate_comes_first_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_measure_cpu", lambda: FIXED)  # times by arithmetic, not by a clock
+    compose = composer("data.micro_batch_size=16")
     taken = dry_run(compose([])).peak
     assert taken is not None
-    found = advise(compose, Room("here", taken.num_bytes // 2, device=this_cpu()))
+    found = advise(compose, DeviceMemory("here", taken.num_bytes // 2, device=this_cpu()))
     assert not found.fits
     alone = [each.saved_bytes or 0 for each in found.first]
     assert alone == sorted(alone, reverse=True)
@@ -92,18 +92,22 @@ def test_the_best_comes_first_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.largest[0].value < 16
 
 
-def test_at_the_peak_of_the_update_activations_are_useless() -> None:
+def test_checkpointing_saves_nothing_if_the_peak_is_in_the_update() -> None:
     """With a batch of one token there is nothing to recompute, and the optimizer's state is what counts."""
-    found = advise(composer("data.batch_size=1", "data.context_length=2"), Room("here", 2**40))
+    found = advise(
+        composer("data.micro_batch_size=1", "data.context_length=2"),
+        DeviceMemory("here", 2**40),
+        budget_s=900.0,
+    )
     why = {each.words: each.why for each in found.first}
-    assert why[("+callbacks=gradient_checkpointing",)] == "useless at this peak"
+    assert why[("+callbacks=gradient_checkpointing",)] == "saves nothing here"
     assert "fewer weights" in why[("+callbacks=peft_adapter",)]
     best = next(each for each in found.first if "adapter" not in each.words[0])
     assert best.words[0] in {"optimizer=in_backward", "precision=bf16_true", "optimizer=adamw_8bit_bnb"}
 
 
 def test_time_is_bounded() -> None:
-    found = advise(composer("data.batch_size=1"), Room("here", 2**40), budget_s=0.0)
+    found = advise(composer("data.micro_batch_size=1"), DeviceMemory("here", 2**40), budget_s=0.0)
     assert found.unfinished
     assert found.first == []
     assert "time ran out" in str(found)

@@ -1,4 +1,4 @@
-"""A script that knows nothing of it gets advice at its end, and trains as it would without."""
+"""A script gets advice at its end without changes to it, and trains as it would without."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.planner import attach
 from lightning_eff.planner.advise_after import Advise, in_a_fork
+from lightning_eff.planner.advised_script import AdvisedScript
 from lightning_eff.planner.fakes import skeleton
-from lightning_eff.planner.scripts import Script
 from tests.support.models import Deep, make_loader, make_trainer
 
 
@@ -41,7 +41,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def said(caplog: pytest.LogCaptureFixture) -> str:
+def logged(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(record.getMessage() for record in caplog.records)
 
 
@@ -63,20 +63,20 @@ def test_advice_is_printed_and_the_training_is_the_same(caplog: pytest.LogCaptur
     assert torch.equal(torch.rand(1), after), "random numbers go on as they would"
     assert all(map(torch.equal, plain.state_dict().values(), module.state_dict().values()))
     assert module.ended == 1, "no dry run ends a training"
-    words = said(caplog)
+    words = logged(caplog)
     assert "predicted peak of a step" in words
     assert "GradientCheckpointing()" in words
     assert 'Mixed(precision="bf16-mixed")' in words
-    assert "time, expected" in words
+    assert "time (estimate)" in words
 
 
-def test_what_a_trainer_has_is_what_is_predicted() -> None:
+def test_the_trainers_own_settings_are_predicted() -> None:
     """The peak is the one that the report measures, with accumulation, clipping and a technique of ours."""
     keywords: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_steps": 4}
     report = EfficiencyReport()
     trainer = fit(Deep(), callbacks=[GradientCheckpointing(), report], **keywords)
     batch = skeleton(next(iter(make_loader())))
-    found = Script(Deep(), batch, trainer).expect(())
+    found = AdvisedScript(Deep(), batch, trainer).forecast(())
     assert found.prediction.reason == ""
     assert found.num_bytes == report.report["measured"]["peak_bytes"]
 
@@ -84,10 +84,10 @@ def test_what_a_trainer_has_is_what_is_predicted() -> None:
 SEEN: list[float] = []
 
 
-class Meddles(Deep):
+class SideEffects(Deep):
     """Has a step that changes what others see, an end of its own, and hooks that save."""
 
-    def __deepcopy__(self, memo: object) -> Meddles:
+    def __deepcopy__(self, memo: object) -> SideEffects:
         return self
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -101,12 +101,12 @@ class Meddles(Deep):
             file.write("step\n")
 
 
-def test_what_a_module_does_beside_its_step_is_done_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_side_effects_of_a_module_happen_once(caplog: pytest.LogCaptureFixture) -> None:
     SEEN.clear()
-    module = Meddles()
+    module = SideEffects()
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
         fit(module, callbacks=[Advise()])
-    assert "dvice" in said(caplog)
+    assert "dvice" in logged(caplog)
     assert len(SEEN) == 3
     assert Path("steps.csv").read_text() == 3 * "step\n"
     saved = torch.load("last.pt")
@@ -137,21 +137,21 @@ class OutOfMemory(Deep):
         return loss
 
 
-def test_what_prevents_it_is_a_line_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_one_line_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     module = Deep()
     module.lock = threading.Lock()  # pyright: ignore[reportAttributeAccessIssue] - it cannot be copied
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
         fit(module, callbacks=[Advise()])
-    assert "no advice: " in said(caplog)
+    assert "no advice: " in logged(caplog)
 
 
-def test_who_ran_out_of_memory_is_told_what_would_save_some(caplog: pytest.LogCaptureFixture) -> None:
+def test_advice_is_printed_after_out_of_memory(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"), pytest.raises(torch.OutOfMemoryError):
         fit(OutOfMemory(), callbacks=[Advise()])
-    assert "GradientCheckpointing()" in said(caplog)
+    assert "GradientCheckpointing()" in logged(caplog)
 
 
-def test_the_variable_brings_report_and_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_adds_report_and_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attach.callbacks() == []
     monkeypatch.setenv(attach.VARIABLE, "1")
     assert [type(each) for each in attach.callbacks()] == [EfficiencyReport, Advise]

@@ -1,4 +1,4 @@
-"""A script that knows nothing of the suite is reported on when the environment asks for it."""
+"""The environment variable adds report and advice to a script."""
 
 from __future__ import annotations
 

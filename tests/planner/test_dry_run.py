@@ -9,7 +9,7 @@ import pytest
 
 from lightning_eff.config import composition
 from lightning_eff.config.recipes import Place
-from lightning_eff.planner.dry_run import Example, dry_run
+from lightning_eff.planner.dry_run import ExampleBatch, dry_run
 from lightning_eff.run import build
 
 RUNS = {
@@ -32,29 +32,27 @@ def compose(recipe: str, *words: str) -> dict[str, Any]:
 def test_predicted_is_measured(recipe: str, tiny: list[str], tmp_path: Path) -> None:
     values = compose(recipe, *tiny, "trainer.max_steps=3", *RUNS[recipe])
     values |= {"monitors": {"efficiency_report": values["monitors"]["efficiency_report"]}, "logger": None}
-    made_up = dry_run(values)
+    synthetic = dry_run(values)
     measured = build(values, recipe=recipe, run_dir=tmp_path / "run").fit()["measured"]["peak_bytes"]
     found = dry_run(values)
-    assert (made_up.reason, found.reason) == ("", "")
+    assert (synthetic.reason, found.reason) == ("", "")
     assert found.peak is not None
-    assert made_up.peak is not None
-    assert found.peak.num_bytes == made_up.peak.num_bytes == measured
-    assert any("made up" in each for each in made_up.assumed)
-    assert not any("made up" in each for each in found.assumed)
+    assert synthetic.peak is not None
+    assert found.peak.num_bytes == synthetic.peak.num_bytes == measured
+    assert any("synthetic" in each for each in synthetic.assumed)
+    assert not any("synthetic" in each for each in found.assumed)
 
 
-def test_the_data_is_a_real_batch_where_it_is_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepared_data_give_a_real_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
-    fed = Example.of(compose("images"))
-    assert fed.batch[0].shape == (64, 1, 8, 8)
-    assert fed.batch_size == 64
-    assert fed.num_batches == 23, "1438 of 1797 digits"
+    example = ExampleBatch.of(compose("images"))
+    assert example.batch[0].shape == (64, 1, 8, 8)
+    assert example.batch_size == 64
+    assert example.num_batches == 23, "1438 of 1797 digits"
 
 
-def test_what_prevents_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     values = compose("baseline")
     values["data"] = values["data"] | {"source_dir": "/nowhere"}

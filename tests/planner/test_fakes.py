@@ -23,7 +23,7 @@ def test_a_batch_keeps_shapes_strides_and_shared_memory() -> None:
     assert again.untyped_storage()._cdata != first.untyped_storage()._cdata, "another batch is other memory"
 
 
-def test_a_module_is_copied_and_stays_as_it_is() -> None:
+def test_a_module_is_copied_and_not_changed() -> None:
     real = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     real[2].weight = real[0].weight
     real.register_buffer("mask", real[1].running_mean)
@@ -51,7 +51,7 @@ def test_a_conversion_keeps_the_parameter() -> None:
         assert weight.untyped_storage().nbytes() == 16
 
 
-def test_a_copy_has_a_memory_of_its_own() -> None:
+def test_a_copy_has_its_own_storage() -> None:
     with Fakes():
         x = torch.ones(4)
         pair = copy.deepcopy([x, x[:2], nn.Parameter(x)])
@@ -70,7 +70,7 @@ def test_nothing_is_compiled() -> None:
     assert fakes.assumed == [COMPILED]
 
 
-def test_torch_is_as_before_afterwards() -> None:
+def test_torch_is_restored_afterwards() -> None:
     before = (nn.Module._apply, torch.compile, Tensor._make_subclass, Tensor.__deepcopy__)
     with Fakes() as fakes:
         fakes.of(nn.Linear(1, 1))

@@ -1,4 +1,4 @@
-"""A run that is out of memory says phase, holders and an override; with the override it trains to its end."""
+"""An out-of-memory error names phase, holders and an override; with the override the run finishes."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def test_an_override_that_fits_is_named_and_trains_to_the_end(
     needed = r"  it needs 10\.\d MiB, and 5\.0 MiB is free on CPU \(cgroup /box\): activations 8\."
     assert re.match(needed, held)
     assert remedy == "  try: +callbacks=micro_batch callbacks.micro_batch.micro_batch_size=2"
-    assert re.fullmatch(r"  predicted with it: a peak of 3\.\d MiB, it fits", fits)
+    assert re.fullmatch(r"  predicted peak with it: 3\.\d MiB, it fits", fits)
     assert "Traceback" in next(Path("outputs").rglob("error.log")).read_text()
     code, _, err = command(*words, *remedy.removeprefix("  try: ").split())
     assert code == 0, err
 
 
-def test_where_nothing_fits_it_is_said(
+def test_without_an_override_that_fits_the_message_says_so(
     tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_memory, "host_memory_limit", lambda: HostMemoryLimit("", 101 * 1024, 100 * 1024))
@@ -143,7 +143,7 @@ PHASES = {**out_of_memory.PHASES, "setup": "setup"}
 @pytest.mark.parametrize(
     "hook", ["training_step", "backward", "optimizer_step", "validation_step", "save_checkpoint", "setup"]
 )
-def test_the_phase_is_told_by_what_ran(hook: str, tmp_path: Path) -> None:
+def test_the_phase_is_read_from_the_traceback(hook: str, tmp_path: Path) -> None:
     saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
     trainer = make_trainer(callbacks=[saver], enable_checkpointing=True, val_check_interval=2)
     with pytest.raises(MemoryError) as failed:
@@ -151,7 +151,7 @@ def test_the_phase_is_told_by_what_ran(hook: str, tmp_path: Path) -> None:
     assert phase_of(failed.value) == PHASES[hook]
 
 
-def test_what_the_frames_of_an_error_hold_is_freed() -> None:
+def test_locals_in_the_traceback_are_freed() -> None:
     held: list[weakref.ref[Tensor]] = []
 
     def step() -> None:

@@ -26,8 +26,8 @@ from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.planner.prediction import Prediction, predict, predict_step
 from lightning_eff.precision.frozen_low import FrozenLow
 from lightning_eff.precision.mixed import Mixed
+from lightning_eff.report.meter import Probe
 from lightning_eff.report.peak import Peak
-from lightning_eff.report.probe import Probe
 from lightning_eff.report.recording import Recorder
 from tests.support.prediction import CNN_OF, GPT_OF, Encoder, Llama, choice, loader_for, trainer_of
 
@@ -135,7 +135,7 @@ def test_categories_are_those_of_a_real_run() -> None:
     assert found.in_blocks.num_bytes == Peak.of(recorder, block_bytes=512).num_bytes
 
 
-def test_a_model_is_not_touched_and_may_be_given_as_it_is() -> None:
+def test_a_model_is_copied_and_not_changed() -> None:
     model = GPT_OF()
     before = {name: p.clone() for name, p in model.named_parameters()}
     loader = loader_for(GPT_OF)
@@ -145,7 +145,7 @@ def test_a_model_is_not_touched_and_may_be_given_as_it_is() -> None:
 
 
 class Unfit(GPT):
-    """Looks at values in a way that nobody can answer."""
+    """Reads values through numpy, which fake tensors cannot provide."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -153,15 +153,15 @@ class Unfit(GPT):
         return loss
 
 
-def test_what_cannot_run_is_told_and_counted_by_arithmetic() -> None:
+def test_a_failure_is_the_reason_and_persistent_bytes_are_counted() -> None:
     make = functools.partial(Unfit, vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2)
     found = predict(make, next(iter(loader_for(make))), trainer=trainer_of({}))
     assert found.peak is None
     assert "numpy" in found.reason
     weights = sum(p.nbytes for p in make().parameters())
-    assert found.lasting_bytes["parameters"] == found.lasting_bytes["gradients"] == weights
+    assert found.persistent_bytes["parameters"] == found.persistent_bytes["gradients"] == weights
     counts = 4 * len(list(make().parameters()))  # AdamW's number of steps
-    assert found.lasting_bytes["optimizer state"] == 2 * weights + counts
+    assert found.persistent_bytes["optimizer state"] == 2 * weights + counts
 
     def broken() -> GPT:
         text = "no weights here"
@@ -171,7 +171,7 @@ def test_what_cannot_run_is_told_and_counted_by_arithmetic() -> None:
     assert found == Prediction(reason="FileNotFoundError: no weights here")
 
 
-def test_a_trainer_for_something_else_is_refused() -> None:
+def test_a_trainer_for_another_device_is_rejected() -> None:
     with pytest.raises(ValueError, match="expected accelerator='cpu', devices=1"):
         predict(GPT_OF, torch.ones(1), trainer=trainer_of({"devices": 2, "strategy": "ddp"}))
 
@@ -220,7 +220,7 @@ def test_a_batch_may_be_an_object() -> None:
     assert plain.by_category["batch"] == x.nbytes
 
 
-def test_a_sparse_gradient_ends_nothing(tmp_path: Path) -> None:
+def test_a_sparse_gradient_is_no_error(tmp_path: Path) -> None:
     class Sparse(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -237,7 +237,7 @@ def test_a_sparse_gradient_ends_nothing(tmp_path: Path) -> None:
     assert report.report["status"] == "finished"
 
 
-def test_who_asks_for_values_to_decide_how_often_is_told() -> None:
+def test_values_that_decide_how_often_are_listed_as_assumed() -> None:
     lbfgs = functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=4)
     found = predict_step(nn.Linear(8, 8), torch.ones(4, 8), lambda net, x: net(x).sum(), Closing(lbfgs))
     assert any("lbfgs.py" in each for each in found.assumed)
@@ -256,7 +256,7 @@ class Closing:
         return optimizer
 
 
-def test_what_waits_on_the_host_is_not_on_the_device() -> None:
+def test_offloaded_activations_are_not_on_the_device() -> None:
     """Blocks' inputs under `offload`: of eight, all but the ones in use, at the end of the forward pass."""
     batch = next(iter(loader_for(GPT_OF)))
     peaks = []

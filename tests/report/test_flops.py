@@ -38,7 +38,7 @@ def test_linear_over_leading_axes_counts_every_row() -> None:
     assert count(nn.Linear(7, 3), draw(2, 4, 5, 7)) == (product, 2 * product)
 
 
-def test_a_gradient_that_nobody_needs_is_not_counted() -> None:
+def test_a_gradient_that_is_not_needed_is_not_counted() -> None:
     product = 2 * 5 * 3 * 7
     assert count(nn.Linear(7, 3), draw(5, 7, requires_grad=False)) == (product, product)
     frozen = nn.Linear(7, 3).requires_grad_(requires_grad=False)
@@ -100,7 +100,7 @@ def test_counts_add_up_and_stop_outside() -> None:
     assert (outer.flops, inner.flops) == (16, 16)
 
 
-def test_counting_changes_no_number() -> None:
+def test_counting_does_not_change_results() -> None:
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Linear(7, 7), nn.Dropout(0.5), nn.Linear(7, 3)), draw(5, 7)
     torch.manual_seed(1)
@@ -130,9 +130,7 @@ def tf32() -> Iterator[None]:
     ],
 )
 @pytest.mark.usefixtures("tf32")
-def test_the_longest_name_that_fits_gives_the_rate(
-    name: str, half: float | None, single: float | None
-) -> None:
+def test_the_full_device_name_gives_the_rate(name: str, half: float | None, single: float | None) -> None:
     assert peak_flops_per_s(name, torch.bfloat16) == half
     assert peak_flops_per_s(name, torch.float16) == half
     assert peak_flops_per_s(name, torch.float32) == single
@@ -157,5 +155,5 @@ def test_a_higher_order_operator_runs_inside() -> None:
 @pytest.mark.parametrize(
     "name", ["NVIDIA H100 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D"]
 )
-def test_a_chip_of_almost_the_same_name_has_no_peak(name: str) -> None:
+def test_a_device_with_a_similar_name_has_no_rate(name: str) -> None:
     assert peak_flops_per_s(name, torch.bfloat16) is None

@@ -13,7 +13,7 @@ from lightning_eff.report import installation
 from lightning_eff.report.installation import inspect_machine
 
 
-def find(what: str) -> installation.Finding:
+def find(what: str) -> installation.CheckResult:
     return next(finding for finding in inspect_machine() if finding.what == what)
 
 
@@ -23,7 +23,7 @@ def test_the_tested_versions_are_those_of_the_constraints() -> None:
     assert tested["triton"] == "3.7.1", "a marker behind the version is no part of it"
 
 
-def test_a_version_that_was_not_tested_is_a_note_with_the_one_that_was(
+def test_an_untested_version_is_a_note_with_the_tested_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = metadata.version
@@ -35,7 +35,7 @@ def test_a_version_that_was_not_tested_is_a_note_with_the_one_that_was(
 
 
 @pytest.mark.parametrize(("package", "status"), [("torch", "problem"), ("deepspeed", "note")])
-def test_what_is_not_installed_is_a_problem_only_where_it_is_needed(
+def test_a_missing_package_is_a_problem_only_if_required(
     monkeypatch: pytest.MonkeyPatch, package: str, status: str
 ) -> None:
     real = metadata.version
@@ -51,7 +51,7 @@ def test_what_is_not_installed_is_a_problem_only_where_it_is_needed(
     assert finding.fix.startswith(f"pip install '{package}==")
 
 
-def test_no_compiler_and_no_header_say_what_installs_them(
+def test_a_missing_compiler_or_header_has_an_install_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
     monkeypatch.setattr(installation, "find_compiler", lambda _: None)
@@ -64,7 +64,7 @@ def test_a_gpu_that_torchs_build_cannot_use_is_a_problem(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert find("gpu").found == "NVIDIA, and torch is its CPU build"
+    assert find("gpu").found == "NVIDIA GPU, but torch is a CPU build"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert find("gpu").status == "problem"
     assert find("gpu").fix == "nvidia-smi"
@@ -81,7 +81,7 @@ def test_gpus_are_listed_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> N
     assert find("gpu 0").found == "NVIDIA H200, 140.0 GiB"
 
 
-def test_little_room_and_a_read_only_folder_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_and_a_read_only_folder_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         installation.shutil, "disk_usage", lambda _: SimpleNamespace(free=10, total=64 * 2**20)
     )

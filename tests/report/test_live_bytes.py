@@ -44,7 +44,7 @@ def test_in_place_operations_add_nothing() -> None:
     assert live.now_bytes == live.peak_bytes == 40
 
 
-def test_freed_storages_leave_and_the_peak_stays() -> None:
+def test_freed_storages_are_subtracted_and_the_peak_stays() -> None:
     with LiveBytes() as live:
         x = torch.zeros(100)
         y = x + 1
@@ -65,7 +65,7 @@ def test_a_temporary_is_in_the_peak() -> None:
     assert y.shape == x.shape
 
 
-def test_memory_that_is_used_again_is_not_mistaken_for_the_old_one() -> None:
+def test_reused_memory_counts_as_a_new_storage() -> None:
     with LiveBytes() as live:
         for size in range(1, 200):
             x = torch.zeros(size)
@@ -74,7 +74,7 @@ def test_memory_that_is_used_again_is_not_mistaken_for_the_old_one() -> None:
     assert (live.now_bytes, live.peak_bytes) == (0, 4 * 199)
 
 
-def test_what_was_made_elsewhere_counts_when_added() -> None:
+def test_tensors_made_outside_count_when_added() -> None:
     x = torch.zeros(10)
     live = LiveBytes()
     with live:
@@ -87,7 +87,7 @@ def test_what_was_made_elsewhere_counts_when_added() -> None:
     assert y.shape == x.shape
 
 
-def test_what_happens_outside_is_not_seen() -> None:
+def test_operations_outside_are_not_counted() -> None:
     live = LiveBytes()
     with live:
         x = torch.zeros(10)
@@ -118,7 +118,7 @@ def test_a_training_step_is_counted_to_the_byte() -> None:
     assert live.now_bytes == 600
 
 
-def test_what_autograd_saved_is_alive() -> None:
+def test_tensors_saved_by_autograd_are_alive() -> None:
     x = torch.ones(10, requires_grad=True)
     live = LiveBytes()
     with live:
@@ -128,7 +128,7 @@ def test_what_autograd_saved_is_alive() -> None:
     assert live.now_bytes == 4 + 40, "the exponential is freed with the graph; a gradient took its place"
 
 
-def test_the_figure_is_the_same_in_every_run() -> None:
+def test_the_count_is_the_same_in_every_run() -> None:
     peaks = set()
     for _ in range(5):
         with LiveBytes() as live:

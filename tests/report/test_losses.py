@@ -32,7 +32,7 @@ def test_steps_without_a_loss_count_nothing(outputs: object) -> None:
     assert losses.curve() == []
 
 
-def test_a_loss_that_is_no_number_stays_one() -> None:
+def test_a_loss_of_nan_stays_nan() -> None:
     losses = Losses()
     losses.add(1, torch.tensor([math.inf]))
     assert losses.curve() == [(1, math.inf)]
@@ -48,7 +48,7 @@ def test_the_report_has_the_loss_of_each_step(tmp_path: object, window: int) -> 
     assert monitor.report["losses"] == expected
 
 
-def test_losses_of_our_windows_are_whole(tmp_path: object) -> None:
+def test_losses_under_exact_accumulation_are_not_rescaled(tmp_path: object) -> None:
     model, monitor = Net(dropout=0.0), EfficiencyReport(dirpath=str(tmp_path))
     loader = make_loader()
     window = GradientAccumulation(global_batch_size=2 * (loader.batch_size or 0))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_eff.report.meter import Probe
 from lightning_eff.report.peak import Peak
-from lightning_eff.report.probe import Probe
 from lightning_eff.report.recording import CATEGORIES, Recorder
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
@@ -66,13 +66,13 @@ def test_categories_of_a_layer_by_hand() -> None:
     }  # fmt: skip
 
 
-def test_buffers_and_what_was_there_before_are_told_apart() -> None:
+def test_buffers_and_existing_tensors_have_their_categories() -> None:
     norm = nn.BatchNorm1d(10)
     recorder = record(norm, torch.ones(5, 10), None, 1)
     peak = Peak.of(recorder)
     assert peak.by_category["buffers"] == 40 + 40 + 8
     assert peak.by_category["parameters"] == 80
-    names = {each.path for each in recorder.holdings if each.category == "buffers"}
+    names = {each.path for each in recorder.allocations if each.category == "buffers"}
     assert names == {"running_mean", "running_var", "num_batches_tracked"}
 
 
@@ -85,7 +85,7 @@ def test_a_tied_weight_is_one_storage() -> None:
 def test_operations_are_in_their_modules_in_the_backward_pass_too() -> None:
     net = Net()
     recorder = record(net, torch.ones(5, 10), None, 1)
-    made = [(each.phase, each.operation, each.path) for each in recorder.holdings if each.operation]
+    made = [(each.phase, each.operation, each.path) for each in recorder.allocations if each.operation]
     assert made == [
         ("forward", "mm", "first"),
         ("forward", "relu", "(root)"),
@@ -99,16 +99,16 @@ def test_operations_are_in_their_modules_in_the_backward_pass_too() -> None:
     ]
 
 
-def test_what_is_recomputed_is_an_activation_again() -> None:
+def test_recomputed_tensors_are_activations_again() -> None:
     """In the backward pass relu's result of 400 bytes is there again, which the forward pass had dropped."""
     plain, recomputed = (record(Net(recomputed=each), torch.ones(5, 10), None, 1) for each in (False, True))
-    kept = {each.operation for each in plain.holdings if each.category == "activations"}
+    kept = {each.operation for each in plain.allocations if each.category == "activations"}
     assert kept == {"relu", "sum", "ones_like"}
-    again = [each for each in recomputed.holdings if each.recomputed and each.category == "activations"]
+    again = [each for each in recomputed.allocations if each.recomputed and each.category == "activations"]
     assert [(each.operation, each.path, each.phase) for each in again] == [("relu", "", "backward")]
     assert not any(
         each.operation == "relu" and each.category == "activations" and not each.recomputed
-        for each in recomputed.holdings
+        for each in recomputed.allocations
     )
 
 
@@ -126,11 +126,11 @@ def test_the_replay_is_the_count(block_bytes: int) -> None:
         assert peak.num_bytes == recorder.peak_bytes
     else:
         assert peak.num_bytes % 512 == 0
-        assert 0 <= peak.num_bytes - recorder.peak_bytes < 512 * len(recorder.holdings)
+        assert 0 <= peak.num_bytes - recorder.peak_bytes < 512 * len(recorder.allocations)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(1, 1), (5, 5), (7, 6), (10, 8), (200, 24)])
-def test_a_timeline_has_at_most_so_many_points(
+def test_a_timeline_has_a_maximum_of_points(
     most: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = Net()
@@ -151,7 +151,7 @@ def test_a_record_of_nothing_has_no_peak() -> None:
     assert Peak.of(Recorder()).num_bytes == 0
 
 
-def test_nobody_listens_to_modules_afterwards() -> None:
+def test_module_hooks_are_removed_afterwards() -> None:
     before = len(torch.nn.modules.module._global_forward_pre_hooks)
     record(Net(), torch.ones(5, 10), None, 1)
     assert len(torch.nn.modules.module._global_forward_pre_hooks) == before

@@ -11,8 +11,8 @@ from torch import nn
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.kernels import devices
 from lightning_eff.optimizer.cpu_offload import CpuOffload
+from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
 from lightning_eff.planner.prediction import predict_step
-from lightning_eff.planner.room import Expectation, Room
 from lightning_eff.report.roofline import (
     BUS_BYTES_PER_S,
     HOST_BYTES_PER_S,
@@ -26,7 +26,7 @@ from lightning_eff.report.roofline import (
 GPU = Rates(
     flops_per_s={torch.float32: 1e12, torch.bfloat16: 1e13}, bytes_per_s=1e11, call_s=0.0, is_gpu=True
 )
-H200 = Room.of("h200", torch.device("cpu"))
+H200 = DeviceMemory.of("h200", torch.device("cpu"))
 
 
 def test_a_product_takes_its_operations_and_a_pass_its_bytes() -> None:
@@ -37,14 +37,14 @@ def test_a_product_takes_its_operations_and_a_pass_its_bytes() -> None:
     assert Work([product, product], frozenset(), num_batches=4).seconds(GPU) == 0.5
 
 
-def test_what_is_on_the_host_goes_over_the_bus_or_stays_there() -> None:
+def test_host_storages_use_the_bus_or_host_memory() -> None:
     both, host = Call("copy_", 0, 10**9, torch.float32, (1, 2)), Call("add_", 0, 10**9, torch.float32, (2,))
     assert GPU.seconds([both], {2}) == 1e9 / BUS_BYTES_PER_S
     assert GPU.seconds([host], {2}) == 1e9 / HOST_BYTES_PER_S
     assert GPU.seconds([both, host], {7}) == 2e9 / 1e11
 
 
-def test_many_small_operations_take_as_long_as_it_takes_to_ask_for_them() -> None:
+def test_many_small_operations_take_their_launch_time() -> None:
     rates = Rates.of(devices.named("h200"))
     assert rates.seconds([Call("add", 0, 8, torch.float32)] * 1000) == pytest.approx(1000 * LAUNCH_S)
 
@@ -80,7 +80,7 @@ def test_recomputing_is_one_more_forward_pass() -> None:
     assert again.work is not None
     flops = [sum(call.flops for call in each.work.calls) for each in (plain, again) if each.work]
     assert flops[1] / flops[0] == 27 / 23
-    before, after = (Expectation(each, H200).seconds for each in (plain, again))
+    before, after = (MemoryForecast(each, H200).seconds for each in (plain, again))
     assert before is not None
     assert after is not None
     assert 1.1 < after / before < 1.3
@@ -101,4 +101,4 @@ def test_an_optimizer_on_the_host_pays_for_the_bus() -> None:
 
 def test_a_device_without_a_name_has_no_times() -> None:
     found = predict_step(functools.partial(blocks, again=False), torch.ones(2, 512), step, torch.optim.SGD)
-    assert Expectation(found, Room("here", 2**40)).seconds is None
+    assert MemoryForecast(found, DeviceMemory("here", 2**40)).seconds is None

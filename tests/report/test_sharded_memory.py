@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.report.sharded_memory import FullySharded
-from lightning_eff.report.weights import Model, OptimizerState
+from lightning_eff.report.model_weights import ModelWeights, OptimizerState
+from lightning_eff.report.sharded_memory import FSDP2Memory
 from lightning_eff.strategy._zero.memory_arithmetic import Zero
 from tests.support.one_of_four import DEVICES, Net
 
@@ -49,9 +49,9 @@ def seen() -> list[dict[str, Any]]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def model() -> Model:
+def model() -> ModelWeights:
     net = Net()
-    return Model.of(net, net.blocks)
+    return ModelWeights.of(net, net.blocks)
 
 
 NUM_TENSORS = 16
@@ -59,9 +59,9 @@ STEPS = 4 * NUM_TENSORS
 """Bytes of AdamW's counts of steps, one a tensor, which the arithmetic leaves out."""
 
 
-def test_fsdp2_holds_and_sends_what_is_counted(seen: list[dict[str, Any]]) -> None:
+def test_fsdp2_keeps_and_sends_the_predicted_bytes(seen: list[dict[str, Any]]) -> None:
     for case, found in zip(FSDP2, seen[: len(FSDP2)], strict=True):
-        scheme = FullySharded(compute_itemsize=2 if case["bf16"] else None, reshard=case["reshard"])
+        scheme = FSDP2Memory(compute_itemsize=2 if case["bf16"] else None, reshard=case["reshard"])
         share = scheme.share(model(), ADAM, DEVICES, case["micro_batches"])
         assert found == {
             "weights": share.weights,
@@ -70,7 +70,7 @@ def test_fsdp2_holds_and_sends_what_is_counted(seen: list[dict[str, Any]]) -> No
         }, case
 
 
-def test_zero_holds_and_sends_what_is_counted(seen: list[dict[str, Any]]) -> None:
+def test_zero_keeps_and_sends_the_predicted_bytes(seen: list[dict[str, Any]]) -> None:
     """Stages 1 and 2 pad all weights together, to eight elements: less than 64 bytes are not counted."""
     pytest.importorskip("deepspeed")
     for case, found in zip(ZERO, seen[len(FSDP2) :], strict=True):

@@ -46,7 +46,7 @@ def test_nine_of_ten_batches_are_at_most_the_90th_percentile(clock: SimpleNamesp
     assert measured.summary()["batch_time_s"] == 6.0
 
 
-def test_what_lies_before_a_restart_does_not_count(clock: SimpleNamespace) -> None:
+def test_time_before_a_restart_does_not_count(clock: SimpleNamespace) -> None:
     measured = Throughput()
     clock.now += 50.0
     measured.restart()
@@ -68,7 +68,7 @@ def test_without_tokens_there_is_no_token_rate_and_waiting_is_at_most_all(clock:
     assert measured.summary()["data_wait_share"] == 1.0
 
 
-def test_without_batches_nothing_is_known() -> None:
+def test_without_batches_figures_are_none() -> None:
     summary = Throughput().summary()
     assert summary.pop("num_batches") == 0
     assert set(summary.values()) == {None}
@@ -76,7 +76,7 @@ def test_without_batches_nothing_is_known() -> None:
 
 
 @pytest.mark.parametrize("kind", [PassThroughProfiler, SimpleProfiler])
-def test_the_profiler_is_left_as_it_was(kind: type[Any]) -> None:
+def test_the_profiler_is_restored(kind: type[Any]) -> None:
     profiler = kind()
     before = dict(vars(profiler))
     wait = DataWait(profiler)
@@ -90,7 +90,7 @@ def test_the_profiler_is_left_as_it_was(kind: type[Any]) -> None:
     assert wait.take() == 0.0, "it hears nothing any more"
 
 
-def test_a_slow_fetch_is_heard_and_nothing_else() -> None:
+def test_only_fetches_count_as_waits() -> None:
     profiler = SimpleProfiler()
     wait = DataWait(profiler)
     for action in (FETCH_ACTION, "run_training_batch", FETCH_ACTION):
@@ -112,7 +112,7 @@ def test_fetches_add_up_until_they_are_taken(clock: SimpleNamespace) -> None:
     assert wait.take() == 3.0
 
 
-def test_two_listeners_leave_the_profiler_as_it_was_in_whatever_order_they_close() -> None:
+def test_two_wrappers_restore_the_profiler_in_any_order() -> None:
     profiler = PassThroughProfiler()
     first, second = DataWait(profiler), DataWait(profiler)
     first.close()

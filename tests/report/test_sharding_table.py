@@ -11,20 +11,28 @@ from torch import nn
 
 from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.core.optimization.build import build
-from lightning_eff.report.division import Division, Scheme, Share, divide, micro_batches_of
-from lightning_eff.report.sharded_memory import Copies, FullySharded
-from lightning_eff.report.weights import Model, OptimizerState, Weight, sample_model
+from lightning_eff.report.model_weights import ModelWeights, OptimizerState, Weight, sample_model
+from lightning_eff.report.sharded_memory import DDPMemory, FSDP2Memory
+from lightning_eff.report.sharding_table import (
+    DeviceShare,
+    ShardingScheme,
+    ShardingTable,
+    micro_batches_per_step,
+    shares_by_devices,
+)
 from lightning_eff.strategy._zero.memory_arithmetic import Zero
 
 BLOCKS = [Weight(rows=4, numel=16, layer=index + 1, block=index) for index in range(2)]
-MODEL = Model((Weight(rows=4, numel=8), *BLOCKS))
+MODEL = ModelWeights((Weight(rows=4, numel=8), *BLOCKS))
 """40 elements: a 4 x 2 matrix, and two blocks of 4 x 4."""
 ADAM = OptimizerState({"vector": 8.0})
 BF16 = {"itemsize": 2, "reduce_itemsize": 2, "accumulate_itemsize": 2, "bucket": 10}
 STAGE_3 = {"stage": 3, "bucket": 10, "persistent": 8}
 
 
-def share(scheme: Scheme, devices: int = 4, micro_batches: int = 1, model: Model = MODEL) -> dict[str, float]:
+def share(
+    scheme: ShardingScheme, devices: int = 4, micro_batches: int = 1, model: ModelWeights = MODEL
+) -> dict[str, float]:
     found = scheme.share(model, ADAM, devices, micro_batches)
     return {name: value for name, value in vars(found).items() if value}
 
@@ -33,12 +41,12 @@ def share(scheme: Scheme, devices: int = 4, micro_batches: int = 1, model: Model
     ("scheme", "expected"),
     [
         pytest.param(
-            Copies(),
+            DDPMemory(),
             {"weights": 160, "gradients": 160, "optimizer": 320, "buffers": 160, "sent": 2 * 160 * 3 / 4},
             id="ddp",
         ),
         pytest.param(
-            Copies(bucket_view=True),
+            DDPMemory(bucket_view=True),
             {"weights": 160, "gradients": 160, "optimizer": 320, "sent": 240},
             id="ddp whose gradients lie in its buckets",
         ),
@@ -110,7 +118,7 @@ def share(scheme: Scheme, devices: int = 4, micro_batches: int = 1, model: Model
             id="stage 3 with its optimizer on a disk",
         ),
         pytest.param(
-            FullySharded(),
+            FSDP2Memory(),
             {
                 "weights": 40,
                 "gradients": 40,
@@ -122,7 +130,7 @@ def share(scheme: Scheme, devices: int = 4, micro_batches: int = 1, model: Model
             id="fsdp2",
         ),
         pytest.param(
-            FullySharded(reshard=False),
+            FSDP2Memory(reshard=False),
             {
                 "weights": 40,
                 "gradients": 40,
@@ -134,34 +142,34 @@ def share(scheme: Scheme, devices: int = 4, micro_batches: int = 1, model: Model
             id="fsdp2 that keeps blocks",
         ),
         pytest.param(
-            FullySharded(compute_itemsize=2, reduce_itemsize=4, on_host=True),
+            FSDP2Memory(compute_itemsize=2, reduce_itemsize=4, on_host=True),
             {"gathered": 80, "buffers": 48, "host": 160, "sent": 3 * (8 * (2 * 2 + 4) + 2 * (2 + 4))},
             id="fsdp2 on the host, computing in 16 bits",
         ),
     ],
 )
-def test_a_device_keeps_and_sends(scheme: Scheme, expected: dict[str, float]) -> None:
+def test_a_device_keeps_and_sends(scheme: ShardingScheme, expected: dict[str, float]) -> None:
     assert share(scheme) == expected
 
 
 def test_a_window_of_micro_batches() -> None:
     """What is sent once a step stays; whole gradients wait in FSDP2 unless each micro-batch is reduced."""
-    assert share(Copies(), micro_batches=3)["sent"] == 240
+    assert share(DDPMemory(), micro_batches=3)["sent"] == 240
     assert share(Zero(stage=1, **BF16), micro_batches=3)["sent"] == 180
     assert share(Zero(stage=2, **BF16), micro_batches=3)["sent"] == 3 * 120 + 60
     assert share(Zero(**STAGE_3), micro_batches=3)["sent"] == 3 * (3 * 32 + 8 + 3 * 40)
-    waits = share(FullySharded(compute_itemsize=2), micro_batches=3)
+    waits = share(FSDP2Memory(compute_itemsize=2), micro_batches=3)
     assert waits["gradients"] == 80
     assert "buffers" not in waits
     assert waits["sent"] == 3 * (8 * (3 * 4 + 2) + 2 * (3 * 2 + 2))
-    reduces = share(FullySharded(compute_itemsize=2, reduce_each=True), micro_batches=3)
+    reduces = share(FSDP2Memory(compute_itemsize=2, reduce_each=True), micro_batches=3)
     assert reduces["gradients"] == 40
     assert reduces["sent"] == 3 * 3 * (8 * 6 + 2 * 4)
 
 
 def test_the_papers_own_example() -> None:
     """Figure 1 of the ZeRO paper: 7.5e9 weights, 12 bytes of optimizer, 64 devices; in 1e9 bytes."""
-    model = Model((Weight(rows=1, numel=7_500_000_000),))
+    model = ModelWeights((Weight(rows=1, numel=7_500_000_000),))
     for stage, expected in ((1, 31.4), (2, 16.6), (3, 1.9)):
         scheme = Zero(stage=stage, itemsize=2, reduce_itemsize=2, accumulate_itemsize=2, all_reduce=False)
         found = scheme.share(model, ADAM, 64, 1)
@@ -172,30 +180,32 @@ def test_the_papers_own_example() -> None:
     assert twice / 2 / model.weights[0].numel == pytest.approx(3 * 63 / 64), "half as much again"
 
 
-def test_what_is_frozen_is_kept_and_gathered_alone() -> None:
-    frozen = Model((MODEL.weights[0], *(Weight(rows=4, numel=16, trained=False, block=0) for _ in "ab")))
-    assert share(Copies(), model=frozen)["gradients"] == 32
+def test_frozen_weights_have_no_gradients_and_no_state() -> None:
+    frozen = ModelWeights(
+        (MODEL.weights[0], *(Weight(rows=4, numel=16, trained=False, block=0) for _ in "ab"))
+    )
+    assert share(DDPMemory(), model=frozen)["gradients"] == 32
     two = share(Zero(stage=2, **BF16), model=frozen)
     assert two["weights"] == 80
     assert two["optimizer"] == 2 * 12
-    assert share(FullySharded(), model=frozen)["sent"] == 3 * (8 * 2 * 4 + 2 * 8)
+    assert share(FSDP2Memory(), model=frozen)["sent"] == 3 * (8 * 2 * 4 + 2 * 8)
 
 
 def test_padding_is_counted() -> None:
     """Of 3 x 5 elements each of 4 devices has a row of 5, or 4 of 15 in a row, of which one is missing."""
-    odd = Model((Weight(rows=3, numel=15),))
-    assert share(FullySharded(), model=odd)["weights"] == 20
+    odd = ModelWeights((Weight(rows=3, numel=15),))
+    assert share(FSDP2Memory(), model=odd)["weights"] == 20
     assert share(Zero(stage=3, bucket=0, persistent=0), model=odd)["weights"] == 16
-    assert share(FullySharded(), devices=8, model=odd)["weights"] == 20, "no row is divided"
+    assert share(FSDP2Memory(), devices=8, model=odd)["weights"] == 20, "no row is divided"
 
 
 def test_an_optimizer_that_is_on_the_host_itself() -> None:
-    found = Copies().share(MODEL, OptimizerState({"vector": 8.0}, on_host=True), 1, 1)
+    found = DDPMemory().share(MODEL, OptimizerState({"vector": 8.0}, on_host=True), 1, 1)
     assert (found.device, found.host) == (320, 2 * 160 + 320)
 
 
 def test_columns_add_up_and_halve() -> None:
-    shares = divide(Zero(stage=3, **BF16), MODEL, ADAM, 1, also=6)
+    shares = shares_by_devices(Zero(stage=3, **BF16), MODEL, ADAM, 1, also=6)
     assert list(shares) == [1, 2, 4, 6, 8, 16, 32, 64, 128, 256, 512, 1024]
     assert shares[1].sent == 0
     assert shares[2].optimizer == shares[1].optimizer / 2
@@ -204,30 +214,30 @@ def test_columns_add_up_and_halve() -> None:
 
 
 def test_a_table_leaves_out_what_is_empty() -> None:
-    text = str(Division("about it", {1: Share(weights=1024, sent=2)}, ("that it is so",)))
+    text = str(ShardingTable("about it", {1: DeviceShare(weights=1024, sent=2)}, ("that it is so",)))
     assert text.splitlines() == [
         "about it",
-        " devices  weights  gradients  optimizer  buffers  a device  sent a step",
-        " 1        1.0 KiB  0 B        0 B        0 B      1.0 KiB   2 B",
+        " devices  weights  gradients  optimizer  buffers  per device  sent per step",
+        " 1        1.0 KiB  0 B        0 B        0 B      1.0 KiB     2 B",
         "assumed: that it is so",
         "assumed: activations are not counted",
     ]
 
 
-def test_what_passes_through_a_device_is_not_divided() -> None:
-    shares = {1: Share(weights=4096), 4: Share(weights=1024, sent=2)}
-    division = Division("about it", shares, passing_bytes=2048)
+def test_activations_are_not_sharded() -> None:
+    shares = {1: DeviceShare(weights=4096), 4: DeviceShare(weights=1024, sent=2)}
+    division = ShardingTable("about it", shares, passing_bytes=2048)
     assert [row["device_bytes"] for row in division.rows()] == [6144, 3072]
     text = str(division)
-    assert " 4        1.0 KiB  0 B        0 B        0 B      2.0 KiB      3.0 KiB   2 B" in text
+    assert " 4        1.0 KiB  0 B        0 B        0 B      2.0 KiB      3.0 KiB     2 B" in text
     assert "activations are not counted" not in text
     assert division.verdict(4, 4096, "X") == (
-        "each of 4 devices holds about 3.0 KiB; on X that fits, 1.0 KiB left"
+        "each of 4 devices needs about 3.0 KiB: fits on X, 1.0 KiB left"
     )
-    assert division.verdict(1, 4096, "X").endswith("on X that does not fit: 2.0 KiB short")
-    assert "host, for each" in str(Division("", {1: Share(host=1)}))
-    assert str(Division("there is none")) == "there is none"
-    assert Division("", {1: Share(host=1.6)}).rows()[0]["host_bytes"] == 2
+    assert division.verdict(1, 4096, "X").endswith(": does not fit on X, 2.0 KiB short")
+    assert "host per device" in str(ShardingTable("", {1: DeviceShare(host=1)}))
+    assert str(ShardingTable("there is none")) == "there is none"
+    assert ShardingTable("", {1: DeviceShare(host=1.6)}).rows()[0]["host_bytes"] == 2
 
 
 def test_a_model_is_its_weights() -> None:
@@ -236,7 +246,7 @@ def test_a_model_is_its_weights() -> None:
     head.weight = embedding.weight
     hidden.weight.requires_grad_(requires_grad=False)
     norm.register_buffer("seen", torch.zeros(3))
-    model = Model.of(nn.Sequential(embedding, norm, hidden, head), [hidden])
+    model = ModelWeights.of(nn.Sequential(embedding, norm, hidden, head), [hidden])
     assert [(w.rows, w.numel, w.kind, w.trained, w.block) for w in model.weights] == [
         (100, 6400, "matrix", True, -1),
         (64, 64, "vector", True, -1),
@@ -248,7 +258,7 @@ def test_a_model_is_its_weights() -> None:
     assert model.buffers_bytes == 12
     assert str(model) == "10.7k weights, 6.6k of them trained"
     with torch.device("meta"):
-        low = Model.of(nn.Linear(8, 8), dtype=torch.bfloat16)
+        low = ModelWeights.of(nn.Linear(8, 8), dtype=torch.bfloat16)
     assert {w.itemsize for w in low.weights} == {2}
 
 
@@ -270,7 +280,7 @@ def test_an_optimizers_state_is_found_by_a_step() -> None:
     with pytest.warns(NoEffectWarning, match="on the CPU already"):
         on_host = state_of(CpuOffload)
     assert on_host.on_host
-    assert str(on_host) == "8 bytes of optimizer state a trained weight"
+    assert str(on_host) == "8 bytes of optimizer state per trained weight"
     assert "0.012 to 4 bytes" in str(OptimizerState(factored))
 
 
@@ -327,4 +337,4 @@ def test_an_optimizers_state_is_found_by_a_step() -> None:
     ],
 )
 def test_micro_batches_are_read_off_the_config(values: dict[str, Any], devices: int, expected: int) -> None:
-    assert micro_batches_of(values, devices)[0] == expected
+    assert micro_batches_per_step(values, devices)[0] == expected

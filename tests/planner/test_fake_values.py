@@ -1,4 +1,4 @@
-"""Answers about values that are not there: computed where they follow, else plausible, and written down."""
+"""Values of fake tensors: computed where they are known, else plausible, and listed as assumed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_counts_of_a_batch_are_computed() -> None:
     assert fakes.assumed == []
 
 
-def test_all_is_well_where_nothing_is_known() -> None:
+def test_unknown_values_are_those_of_a_good_step() -> None:
     with Fakes() as fakes:
         x = torch.randn(3)
         assert bool(x.isfinite().all())
@@ -33,10 +33,12 @@ def test_all_is_well_where_nothing_is_known() -> None:
         assert x.long().sum().item() == 1
         assert 0.0 < x.sum().item() < 1.0
     assert len(fakes.assumed) == 6
-    assert all("test_all_is_well_where_nothing_is_known (test_answers.py:" in each for each in fakes.assumed)
+    assert all(
+        "test_unknown_values_are_those_of_a_good_step (test_fake_values.py:" in each for each in fakes.assumed
+    )
 
 
-def test_what_is_changed_is_known_no_more() -> None:
+def test_a_value_that_is_overwritten_is_forgotten() -> None:
     with Fakes() as fakes:
         count = fakes.of(torch.tensor(5))
         assert count.item() == 5
@@ -66,7 +68,7 @@ def test_a_loss_scaler_finds_nothing_infinite() -> None:
     assert stepped == [True]
 
 
-def test_what_a_mask_picks_is_refused_where_it_is_not_known() -> None:
+def test_an_unknown_mask_cannot_index() -> None:
     with Fakes():
         x = torch.randn(3)
         mask = x > 0

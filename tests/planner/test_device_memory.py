@@ -1,4 +1,4 @@
-"""A prediction against a device: what is added for CUDA, and whether it fits."""
+"""A prediction on a device: what is added for CUDA, and whether it fits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lightning_eff.kernels.devices import DEVICES
+from lightning_eff.planner.device_memory import CONTEXT_BYTES, DeviceMemory, MemoryForecast
 from lightning_eff.planner.prediction import Prediction, predict_step
-from lightning_eff.planner.room import CONTEXT_BYTES, Expectation, Room
 
 CPU = torch.device("cpu")
 
@@ -21,35 +21,35 @@ def prediction() -> Prediction:
 
 def test_blocks_are_rounded_and_the_workspace_is_added() -> None:
     """At the peak: weight, gradient and batch in blocks of 512, the loss and its gradient in one each."""
-    here, there = (Expectation(prediction(), Room.of(name, CPU)) for name in ("cpu", "a100"))
+    here, there = (MemoryForecast(prediction(), DeviceMemory.of(name, CPU)) for name in ("cpu", "a100"))
     assert here.num_bytes == 400 + 400 + 200 + 4 + 4
     assert there.num_bytes == 5 * 512 + 4096 * 1024 * 2 + 16 * 1024 * 8
-    assert Room.of("h100", CPU).workspace_bytes == 32 * 2**20
+    assert DeviceMemory.of("h100", CPU).workspace_bytes == 32 * 2**20
 
 
 def test_every_device_has_its_memory() -> None:
     assert {name: round(each.memory_bytes / 2**30) for name, each in DEVICES.items()} == {
         "h100": 79, "h200": 140, "a100": 79, "rtx4090": 24, "b200": 178,
     }  # fmt: skip
-    assert Room.of("", CPU).memory_bytes > 2**30
+    assert DeviceMemory.of("", CPU).memory_bytes > 2**30
 
 
-def test_the_driver_keeps_a_part() -> None:
-    taken = Expectation(prediction(), Room("tight", 2**20, is_cuda=True)).num_bytes
+def test_the_drivers_context_is_not_free() -> None:
+    taken = MemoryForecast(prediction(), DeviceMemory("tight", 2**20, is_cuda=True)).num_bytes
     assert taken is not None
-    tight = Expectation(prediction(), Room("tight", taken + CONTEXT_BYTES, is_cuda=True))
-    short = Expectation(prediction(), Room("short", taken + CONTEXT_BYTES - 1, is_cuda=True))
+    tight = MemoryForecast(prediction(), DeviceMemory("tight", taken + CONTEXT_BYTES, is_cuda=True))
+    short = MemoryForecast(prediction(), DeviceMemory("short", taken + CONTEXT_BYTES - 1, is_cuda=True))
     assert tight.as_dict()["fits"] is True
     assert short.as_dict()["fits"] is False
     assert "fits, 0 B left" in str(tight)
     assert "does not fit: 1 B short" in str(short)
 
 
-def test_no_peak_is_one_line_and_what_is_known() -> None:
-    lasting = {"parameters": 1024, "buffers": 0, "gradients": 1024}
-    text = str(Expectation(Prediction(reason="no", lasting_bytes=lasting), Room("here", 1)))
+def test_without_a_peak_the_known_bytes_are_listed() -> None:
+    sizes = {"parameters": 1024, "buffers": 0, "gradients": 1024}
+    text = str(MemoryForecast(Prediction(reason="no", persistent_bytes=sizes), DeviceMemory("here", 1)))
     assert text.splitlines() == [
         "peak not predicted: no",
         " by arithmetic, without activations: at least 2.0 KiB (parameters 1.0 KiB, gradients 1.0 KiB)",
     ]
-    assert str(Expectation(Prediction(reason="no"), Room("here", 1))) == "peak not predicted: no"
+    assert str(MemoryForecast(Prediction(reason="no"), DeviceMemory("here", 1))) == "peak not predicted: no"

@@ -1,4 +1,4 @@
-"""The report's words for runs that finished, failed, or were too short to time."""
+"""The report's text for runs that finished, failed, or were too short to time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from lightning_eff.report import report
+from lightning_eff.report import summary
 from lightning_eff.report.throughput import Throughput
 
 NOTHING = dict.fromkeys(("batch_time_s", "samples_per_s", "tokens_per_s", "mfu", "data_wait_share"))
@@ -31,9 +31,9 @@ def make_report(**changes: Any) -> dict[str, Any]:
     return {"title": "Efficiency report", "environment": {}, "command": "train lm"} | outcome | changes
 
 
-def test_a_finished_run_is_told_in_full() -> None:
-    assert report.text(make_report()).split("\n") == [
-        "Efficiency report. The run finished after 100 optimizer steps, 96 batches of them timed."
+def test_the_text_of_a_finished_run() -> None:
+    assert summary.report_text(make_report()).split("\n") == [
+        "Efficiency report. Finished 100 optimizer steps (96 batches timed)."
         " No effect: callbacks/empty_cache.",
         " time per batch 12.3 ms | samples/s 1300.0 | tokens/s 166.4k | FLOP/s per device 2.5T | MFU 45.7%"
         " | peak memory 1.5 GiB | data wait 2.1%",
@@ -45,31 +45,31 @@ def test_a_finished_run_is_told_in_full() -> None:
 
 def test_a_failed_run_says_after_how_many_steps_and_why() -> None:
     failed = make_report(status="failed", reason="OSError: the disk is full", num_steps=6)
-    expected = "The run failed after 6 optimizer steps: OSError: the disk is full"
-    assert report.verdict(failed) == expected
-    assert report.text(failed).startswith(f"Efficiency report. {expected}\n")
-    assert "precision/mixed" in report.text(failed), "the ledger is there all the same"
+    expected = "Failed after 6 optimizer steps: OSError: the disk is full"
+    assert summary.run_verdict(failed) == expected
+    assert summary.report_text(failed).startswith(f"Efficiency report. {expected}\n")
+    assert "precision/mixed" in summary.report_text(failed), "the ledger is there all the same"
 
 
 def test_a_run_too_short_to_time_says_so_and_shows_what_was_counted() -> None:
     short = make_report(num_steps=2, measured=NOTHING | {"peak_bytes": 2048, "num_batches": 0}, ledger=[])
-    assert report.text(short).split("\n") == [
-        "Efficiency report. The run finished after 2 optimizer steps, too few to measure its speed.",
+    assert summary.report_text(short).split("\n") == [
+        "Efficiency report. Finished 2 optimizer steps: too few to measure speed.",
         " peak memory 2.0 KiB",
     ]
 
 
-def test_what_had_an_effect_is_not_listed_as_idle() -> None:
+def test_only_techniques_without_effect_are_listed_as_such() -> None:
     ledger = make_report()["ledger"]
-    assert "No effect" not in report.verdict(make_report(ledger=ledger[:1]))
-    assert report.verdict(make_report(ledger=[ledger[1], ledger[1] | {"technique": "other"}])).endswith(
+    assert "No effect" not in summary.run_verdict(make_report(ledger=ledger[:1]))
+    assert summary.run_verdict(make_report(ledger=[ledger[1], ledger[1] | {"technique": "other"}])).endswith(
         " No effect: callbacks/empty_cache, other."
     )
 
 
 def test_figures_that_were_not_measured_are_left_out_and_zero_is_a_figure() -> None:
-    assert report.figures(make_report(measured=NOTHING)) == []
-    assert report.figures(make_report(measured=NOTHING | {"data_wait_share": 0.0, "peak_bytes": 0})) == [
+    assert summary.key_figures(make_report(measured=NOTHING)) == []
+    assert summary.key_figures(make_report(measured=NOTHING | {"data_wait_share": 0.0, "peak_bytes": 0})) == [
         ("peak memory", "0 B"),
         ("data wait", "0.0%"),
     ]
@@ -79,15 +79,15 @@ def test_page_has_the_verdict_the_figures_and_the_ledger() -> None:
     shown = make_report()
     throughput = Throughput()
     throughput.batch_times_s.extend([0.5, 0.25])
-    page = report.page(shown, throughput)
-    assert report.verdict(shown) in page
-    for name, value in report.figures(shown):
+    page = summary.report_page(shown, throughput)
+    assert summary.run_verdict(shown) in page
+    for name, value in summary.key_figures(shown):
         assert f"<dt>{name}</dt><dd>{value}</dd>" in page
     assert "16 layers in bf16" in page
     assert "verdict" not in shown, "what was given is left as it was"
 
 
-def test_plain_holds_what_strict_json_can() -> None:
-    value = report.plain({"a": [math.inf, (1, None)], 2: {"b": -math.inf, "c": True}})
+def test_json_safe_is_strict_json() -> None:
+    value = summary.json_safe({"a": [math.inf, (1, None)], 2: {"b": -math.inf, "c": True}})
     assert value == {"a": ["inf", [1, None]], "2": {"b": "-inf", "c": True}}
     json.dumps(value, allow_nan=False)

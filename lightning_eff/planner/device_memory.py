@@ -1,0 +1,182 @@
+"""Compare a predicted peak with the memory of a device, which need not be present.
+
+For a CUDA device these assumptions are added to the step's tensors. Each tensor is rounded up to 512 bytes.
+cuBLAS keeps a workspace: 32 MiB on Hopper and 8.1 MiB elsewhere, unless CUBLAS_WORKSPACE_CONFIG is set
+(torch's defaults, not measured here). The driver's context, which torch does not count as allocated, is
+subtracted from the free memory. For a host, whose memory a cgroup or a ulimit may reduce
+(core/host_memory.py), the bytes that this process has allocated already are subtracted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_eff.core import host_memory
+from lightning_eff.core.text import human_bytes, text_table
+from lightning_eff.kernels import devices
+from lightning_eff.kernels.devices import Device
+from lightning_eff.planner.prediction import Prediction
+from lightning_eff.report.module_tracker import PHASES
+from lightning_eff.report.peak import Peak
+from lightning_eff.report.roofline import Rates
+
+MIB = 2**20
+HOPPER = 90
+# torch's defaults: CUBLAS_WORKSPACE_CONFIG=":4096:2:16:8", on Hopper ":4096:8" (KiB : number of buffers).
+WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
+HOPPER_WORKSPACE_BYTES = 4096 * 1024 * 8
+CONTEXT_BYTES = 512 * MIB
+"""Device memory of a CUDA process before its first tensor, loaded kernels included."""
+SYNTHETIC_BATCH = "synthetic batch used, because the data are not prepared yet"
+DIFFERENT_ON_CUDA = (
+    "operations save the same tensors as on a CPU; CUDA's attention with dropout, cuDNN's workspaces and "
+    "`foreach` optimizers differ"
+)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of a device.
+
+    Args:
+        name: Name of the device.
+        memory_bytes: Its total memory.
+        is_cuda: Whether CUDA's allocator manages it.
+        workspace_bytes: Workspace of cuBLAS.
+        device: Its entry in the table of devices; None if it has none.
+        taken_bytes: What this process has allocated, apart from a step's tensors.
+    """
+
+    name: str
+    memory_bytes: int
+    is_cuda: bool = False
+    workspace_bytes: int = 0
+    device: Device | None = None
+    taken_bytes: int = 0
+
+    @classmethod
+    def of(
+        cls, device: str, root: torch.device, *, held_bytes: int = 0, limit: host_memory.Limit | None = None
+    ) -> DeviceMemory:
+        """Look up a device.
+
+        Args:
+            device: A known name; empty for the run's device.
+            root: The run's device.
+            held_bytes: What this process has allocated and a prediction counts again.
+            limit: Limit of host memory before the run; None reads the current one.
+
+        Example:
+            >>> memory = DeviceMemory.of("h200", torch.device("cpu"))
+            >>> memory.name, memory.workspace_bytes
+            ('H200', 33554432)
+        """
+        found = devices.named(device) if device else devices.of(root)
+        if not found.capability:
+            limit = limit or host_memory.memory()
+            name = f"{found.name} ({limit.name})" if limit.name else found.name
+            taken = max(0, limit.taken_bytes - held_bytes)
+            return cls(name, limit.num_bytes, device=found, taken_bytes=taken)
+        workspace = HOPPER_WORKSPACE_BYTES if found.capability == HOPPER else WORKSPACE_BYTES
+        return cls(found.name, found.memory_bytes, is_cuda=True, workspace_bytes=workspace, device=found)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that a run may allocate."""
+        return self.memory_bytes - self.taken_bytes - (CONTEXT_BYTES if self.is_cuda else 0)
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """A prediction on a device.
+
+    Args:
+        prediction: Prediction of the step.
+        memory: Memory of the device.
+        unsharded: Whether the run has several devices, and the prediction is for one without sharding.
+    """
+
+    prediction: Prediction
+    memory: DeviceMemory
+    unsharded: bool = False
+
+    @property
+    def room(self) -> DeviceMemory:
+        """Alias of `memory`, for callers that have not been renamed."""
+        return self.memory
+
+    @property
+    def peak(self) -> Peak | None:
+        """Peak of the tensors as the device's allocator counts them."""
+        return self.prediction.in_blocks if self.memory.is_cuda else self.prediction.peak
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes that the step needs on the device; None if not predicted."""
+        return None if self.peak is None else self.peak.num_bytes + self.memory.workspace_bytes
+
+    @property
+    def seconds(self) -> float | None:
+        """Time of a batch by arithmetic; comparable only with that of the same model."""
+        work, device = self.prediction.work, self.memory.device
+        return None if work is None or device is None else work.seconds(Rates.of(device))
+
+    @property
+    def assumed(self) -> list[str]:
+        """Assumptions behind the figure."""
+        if not self.memory.is_cuda:
+            taken = f"this process has allocated another {human_bytes(self.memory.taken_bytes)}"
+            return [*([taken] if self.memory.taken_bytes else []), *self.prediction.assumed]
+        workspace = f"{human_bytes(self.memory.workspace_bytes)} for cuBLAS are included"
+        context = f"the driver keeps {human_bytes(CONTEXT_BYTES)}"
+        return [f"{workspace}; {context}", DIFFERENT_ON_CUDA, *self.prediction.assumed]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the forecast as plain values, for JSON."""
+        return {
+            "device": self.memory.name,
+            "device_bytes": self.memory.memory_bytes,
+            "peak_bytes": self.num_bytes,
+            "fits": None if self.num_bytes is None else self.num_bytes <= self.memory.free_bytes,
+            "tensors": None if self.peak is None else self.peak.as_dict(),
+            "assumed": self.assumed,
+            "reason": self.prediction.reason,
+            "lasting_bytes": self.prediction.persistent_bytes,
+        }
+
+    def __str__(self) -> str:
+        peak = self.peak
+        if peak is None:
+            line, sizes = f"peak not predicted: {self.prediction.reason}", self.prediction.persistent_bytes
+            listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items() if size)
+            total = human_bytes(sum(sizes.values()))
+            at_least = f"\n by arithmetic, without activations: at least {total} ({listed})"
+            return line + (at_least if sizes else "")
+        needed = peak.num_bytes + self.memory.workspace_bytes
+        left = self.memory.free_bytes - needed
+        fits = f"fits, {human_bytes(left)} left" if left >= 0 else f"does not fit: {human_bytes(-left)} short"
+        path = f" in {peak.path}" if peak.path else ""
+        what = "a step on one device, without sharding" if self.unsharded else "a step"
+        headline = (
+            f"predicted peak of {what}: {human_bytes(needed)} of {human_bytes(self.memory.memory_bytes)} on "
+            f"{self.memory.name}: {fits}; reached in the {peak.phase} ({peak.operation or 'start'}{path})"
+        )
+        notes = [f"{'note' if text == SYNTHETIC_BATCH else 'assumed'}: {text}" for text in self.assumed]
+        return "\n".join([headline, *_tables(peak), *notes])
+
+
+def _tables(peak: Peak) -> tuple[str, str]:
+    """Return bytes by category at the peak of each phase, and the largest holders at the peak."""
+    kept = [name for name in peak.by_category if any(peak.by_phase[phase][name] for phase in PHASES)]
+    rows = [[name, *(human_bytes(peak.by_phase[phase][name]) for phase in PHASES)] for name in kept]
+    rows.append(["total", *(human_bytes(sum(peak.by_phase[phase].values())) for phase in PHASES)])
+    phases = [f"{phase} (peak)" if phase == peak.phase else phase for phase in PHASES]
+    holders = [
+        [human_bytes(each.num_bytes), str(each.count), each.category, each.operation or "-", each.path or "-"]
+        for each in peak.holders[:8]
+    ]
+    header = ["at the peak", "tensors", "category", "operation", "module"]
+    return text_table(["peak of phase", *phases], rows), text_table(header, holders)

@@ -1,0 +1,84 @@
+"""Track in which module and in which phase of a step an operation runs, the backward pass included.
+
+Global module hooks maintain a stack of the modules being called. During the forward pass each operation's
+autograd sequence number is mapped to the innermost module; in the backward pass the running node carries the
+same number, so a gradient is attributed to the module of the forward operation. torch's private names for
+these numbers are used here and nowhere else (torch 2.10-2.13).
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+PHASES = (FORWARD, BACKWARD, STEP)
+ROOT = "(root)"
+
+
+class ModuleTracker:
+    """Follow one training step; call `update` at every dispatched operation.
+
+    Args:
+        module: Root whose submodules are named.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.phase = FORWARD
+        self._names = {id(child): name or ROOT for name, child in module.named_modules()}
+        self._stack: list[str] = []
+        self._by_sequence_number: dict[int, str] = {}
+        self._hooks = ExitStack()
+
+    def open(self) -> None:
+        """Register the global hooks, at the beginning of a batch."""
+        self.phase = FORWARD
+        self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
+        # always_call: a module that raises is popped too, otherwise the stack would be wrong afterwards.
+        self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+
+    def close(self) -> None:
+        """Remove the hooks, also in the middle of a batch that failed."""
+        self._hooks.close()
+        self._stack.clear()
+
+    def _enter(self, module: nn.Module, _: object) -> None:
+        self._stack.append(self._names.get(id(module), type(module).__name__))
+        if self.phase == STEP:
+            self.phase = FORWARD
+
+    def _leave(self, *_: object) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether a forward pass runs inside the backward pass, which itself runs without grad mode."""
+        return self.phase == BACKWARD and torch.is_grad_enabled()
+
+    def update(self) -> str:
+        """Determine the phase of the current operation; return the phase before it."""
+        before = self.phase
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            self.phase = BACKWARD
+        elif before == BACKWARD:
+            self.phase = STEP
+        if self._stack:
+            # autograd numbered the current operation's node before it was dispatched: the next number less 1.
+            next_number = getattr(torch.autograd, "_get_sequence_nr")()  # noqa: B009 - its stubs do not have it
+            self._by_sequence_number[next_number - 1] = self._stack[-1]
+        return before
+
+    @property
+    def path(self) -> str:
+        """Module of the current operation, or the one whose gradient it computes; empty for none."""
+        if self._stack:
+            return self._stack[-1]
+        if self.phase != BACKWARD or self.is_recomputing:
+            return ""
+        node: Any = torch._C._current_autograd_node()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        return "" if node is None else self._by_sequence_number.get(node._sequence_nr(), "")  # noqa: SLF001
