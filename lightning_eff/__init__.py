@@ -24,7 +24,8 @@ TECHNIQUE_FOLDERS = (
     "scheduler",
     "monitors",
 )
-"""Folders with one technique a module; its class has the module's name without underscores, in any case."""
+"""Folders with one technique a module; its class has the module's name without underscores, in any
+case, or with the folder's name after it: `precision/auto` is AutoPrecision."""
 PUBLIC = {
     "ExactGradient": "lightning_eff.microbatching.fabric",
     "Stage": "lightning_eff.core.model_surgery",
@@ -40,8 +41,8 @@ PUBLIC = {
     "recompute": "lightning_eff.callbacks.gradient_checkpointing",
     "register": "lightning_eff.config.composition",
     "release": "lightning_eff.callbacks.empty_cache",
-    "step_context": "lightning_eff.precision.mixed",
-    "swap": "lightning_eff.callbacks.triton_linear",
+    "step_context": "lightning_eff.precision.auto",
+    "swap": "lightning_eff.callbacks.triton_gemm",
 }
 """Public names besides the techniques, by module; a technique's class comes before a name here."""
 
@@ -53,7 +54,9 @@ def public_names() -> dict[str, str]:
     for folder in TECHNIQUE_FOLDERS:
         for file in sorted((Path(__file__).parent / folder).glob("[a-z]*.py")):
             names = re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
-            promised = [name for name in names if name.lower() == file.stem.replace("_", "")]
+            promised = [
+                name for name in names if name.lower() in (file.stem.replace("_", ""), f"{file.stem}{folder}")
+            ]
             found |= dict.fromkeys(promised, f"{__name__}.{folder}.{file.stem}")
     return found
 

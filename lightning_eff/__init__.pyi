@@ -12,8 +12,7 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter as PeftAdapter
 from lightning_eff.callbacks.peft_adapter import adapt as adapt
 from lightning_eff.callbacks.torch_compile import TorchCompile as TorchCompile
 from lightning_eff.callbacks.torch_compile import compile_in_place as compile_in_place
-from lightning_eff.callbacks.triton_linear import TritonLinear as TritonLinear
-from lightning_eff.callbacks.triton_linear import swap as swap
+from lightning_eff.callbacks.triton_gemm import swap as swap
 from lightning_eff.checkpoint_io.durable import Durable as Durable
 from lightning_eff.comparison.modules import compare as compare
 from lightning_eff.config.composition import register as register
@@ -33,9 +32,9 @@ from lightning_eff.optimizer.in_backward import InBackward as InBackward
 from lightning_eff.optimizer.muon import Muon as Muon
 from lightning_eff.planner.prediction import predict as predict
 from lightning_eff.planner.prediction import predict_step as predict_step
-from lightning_eff.precision.frozen_low import FrozenLow as FrozenLow
-from lightning_eff.precision.mixed import Mixed as Mixed
-from lightning_eff.precision.mixed import step_context as step_context
+from lightning_eff.precision.auto import AutoPrecision as AutoPrecision
+from lightning_eff.precision.auto import step_context as step_context
+from lightning_eff.precision.quantized_base import QuantizedBase as QuantizedBase
 from lightning_eff.scheduler.warmup_decay import WarmupDecay as WarmupDecay
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero as DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2 as FSDP2

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from lightning_eff import __version__
 from lightning_eff.core import catalog
-from lightning_eff.core.errors import EXIT_OK, UsageError, exit_code, suggest_name, root_cause_line
+from lightning_eff.core.errors import EXIT_OK, UsageError, exit_code, root_cause_line, suggest_name
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.core.text import text_table
 

@@ -28,8 +28,8 @@ from lightning_eff.core.errors import ConflictError, NoEffectWarning
 from lightning_eff.core.technique import Technique, Verdict, config_of, name_of
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
-from lightning_eff.precision.frozen_low import FrozenLow
-from lightning_eff.precision.mixed import Mixed
+from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.precision.quantized_base import QuantizedBase
 from tests.support.models import Deep, make_loader, make_trainer
 from tests.support.techniques import NUM_STEPS, SGD, assert_equal, plain_loop
 
@@ -83,7 +83,7 @@ def adapt_low_by_hand(model: Deep) -> None:
 CASES = {
     "empty_cache by the clock": Case(lambda: EmptyCache(every_n_steps=2), "callbacks"),
     "empty_cache by need": Case(
-        lambda: EmptyCache(every_n_steps=None, max_cached_share=0.0, check_every_n_steps=2), "callbacks"
+        lambda: EmptyCache(every_n_steps=None, max_cached_fraction=0.0, check_every_n_steps=2), "callbacks"
     ),
     "optimizer_choice": Case(lambda: OptimizerChoice(optimizer=SGD), "callbacks"),
     "data_preload": Case(lambda: DataPreload(num_workers=1), "callbacks"),
@@ -102,12 +102,12 @@ CASES = {
     "torch_compile": Case(lambda: TorchCompile(backend="aot_eager"), "callbacks", rtol=1e-5),
     "durable": Case(Durable, "plugins"),
     "durable asynchronous": Case(lambda: Durable(asynchronous=True), "plugins"),
-    "mixed 32-true": Case(lambda: Mixed(precision="32-true"), "plugins"),
-    "mixed bf16-mixed": Case(lambda: Mixed(precision="bf16-mixed"), "plugins", "bf16-mixed"),
-    "mixed 16-mixed": Case(lambda: Mixed(precision="16-mixed"), "plugins", "16-mixed"),
-    "mixed bf16-true": Case(lambda: Mixed(precision="bf16-true"), "plugins", "bf16-true"),
-    "frozen_low bf16": Case(
-        lambda: FrozenLow(weights="bf16"),
+    "auto 32-true": Case(lambda: AutoPrecision(precision="32-true"), "plugins"),
+    "auto bf16-mixed": Case(lambda: AutoPrecision(precision="bf16-mixed"), "plugins", "bf16-mixed"),
+    "auto 16-mixed": Case(lambda: AutoPrecision(precision="16-mixed"), "plugins", "16-mixed"),
+    "auto bf16-true": Case(lambda: AutoPrecision(precision="bf16-true"), "plugins", "bf16-true"),
+    "quantized_base bf16": Case(
+        lambda: QuantizedBase(quant_type="bf16"),
         "plugins",
         "bf16-mixed",
         prepare=adapt_low_by_hand,
@@ -274,7 +274,7 @@ PAIRS = [
     if one.split()[0] != other.split()[0]
     and "32-true" not in one + other
     # One precision a run; and the adapters, without which it cannot be, are beside it already.
-    and not (other.startswith("frozen_low") and one.startswith(("mixed", "peft_adapter")))
+    and not (other.startswith("quantized_base") and one.startswith(("auto", "peft_adapter")))
 ]
 
 
@@ -361,7 +361,7 @@ def test_with_everything_on_names_identity_and_keys_are_kept(
     names = ["empty_cache by the clock", "gradient_checkpointing full", "torch_compile", "optimizer_choice"]
     names += ["efficiency_report", "progress"]
     callbacks = [*(CASES[name].make() for name in names), Look()]
-    plugins = [Mixed(precision="bf16-mixed")]
+    plugins = [AutoPrecision(precision="bf16-mixed")]
     trainer = make_trainer(
         default_root_dir=tmp_path, callbacks=callbacks, plugins=plugins, max_steps=3, enable_progress_bar=True
     )

@@ -28,7 +28,7 @@ from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.precision.mixed import Mixed
+from lightning_eff.precision.auto import AutoPrecision
 from tests.support import models
 from tests.support.models import Deep, make_trainer
 
@@ -89,8 +89,8 @@ MODES = {
     "torch_compile": Mode(lambda: [TorchCompile(backend="aot_eager")], exact=False),
     "triton_gemm": Mode(lambda: [TritonGemm(min_features=1)]),
     "durable": Mode(plugins=lambda: [Durable()]),
-    "mixed": Mode(plugins=lambda: [Mixed(precision="32-true")]),
-    "everything": Mode(everything, lambda: [Durable(), Mixed(precision="32-true")], exact=False),
+    "mixed": Mode(plugins=lambda: [AutoPrecision(precision="32-true")]),
+    "everything": Mode(everything, lambda: [Durable(), AutoPrecision(precision="32-true")], exact=False),
 }
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning"),
@@ -195,7 +195,9 @@ def test_a_precision_changes_at_the_checkpoint_and_nowhere_else(
 
     def run(precision: str, max_epochs: int, resume: Path | None = None) -> tuple[Deep, pl.Trainer]:
         model = deep(dropout=0.0)
-        trainer = make_trainer(plugins=[Mixed(precision=precision)], max_epochs=max_epochs, max_steps=-1)
+        trainer = make_trainer(
+            plugins=[AutoPrecision(precision=precision)], max_epochs=max_epochs, max_steps=-1
+        )
         trainer.fit(model, make_small_loader(), ckpt_path=resume)
         return model, trainer
 

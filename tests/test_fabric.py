@@ -15,7 +15,7 @@ from lightning_eff.callbacks.torch_compile import compile_in_place
 from lightning_eff.core import model_surgery
 from lightning_eff.core.model_surgery import ModelChange, Stage
 from lightning_eff.core.optimization.build import build
-from lightning_eff.precision.mixed import step_context
+from lightning_eff.precision.auto import step_context
 from tests.support.models import Deep, make_loader
 from tests.support.techniques import SGD, assert_equal, plain_loop
 

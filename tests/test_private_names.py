@@ -31,7 +31,7 @@ USED_IN = {
     "_setup_model_and_optimizer": "strategy/deepspeed_zero.py",
     "_init_deepspeed_distributed": "strategy/deepspeed_zero.py",
     "_data_parallel_size": "strategy/fsdp2.py",
-    "_after_closure": "precision/mixed.py",
+    "_after_closure": "precision/auto.py",
     "_last_global_step_saved": "run.py",
     "_scaled_dot_product_flash_attention_for_cpu": "report/flops.py",
     "_TrainingEpochLoop": "report/throughput.py",

@@ -25,7 +25,7 @@ from lightning_eff.adapters.base_fingerprint import Fingerprint, format_names, s
 from lightning_eff.adapters.inject import adapter_config
 from lightning_eff.adapters.quantized import quantized_prefixes
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.shards import is_part, shape_of
+from lightning_eff.core.shards import full_shape, is_sharded
 
 CHECKPOINT_KEY = "peft_adapter"
 """Where a checkpoint keeps the method's config and the base's fingerprint."""
@@ -228,9 +228,9 @@ def _check_tensors(
 ) -> None:
     """Raise an error that names missing and unexpected tensors, and those of another shape."""
     shapes = [
-        f"{name} {tuple(state[name].shape)} for {tuple(shape_of(value))}"
+        f"{name} {tuple(state[name].shape)} for {tuple(full_shape(value))}"
         for name, value in expected.items()
-        if name in state and isinstance(value, Tensor) and state[name].shape != shape_of(value)
+        if name in state and isinstance(value, Tensor) and state[name].shape != full_shape(value)
     ]
     lists = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
     parts = [f"{title}: {format_names(names)}" for title, names in lists.items() if names]
@@ -275,7 +275,7 @@ class AdapterCheckpointHooks:
         fingerprint gathers them.
         """
         self._own_save(checkpoint)
-        if self.module.global_rank == 0 or any(is_part(p) for p in self.module.parameters()):
+        if self.module.global_rank == 0 or any(is_sharded(p) for p in self.module.parameters()):
             strip_base(self.module, checkpoint, self.fingerprint, save_base=self.save_base)
             self.num_saved += 1
 

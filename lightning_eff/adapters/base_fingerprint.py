@@ -25,7 +25,7 @@ from lightning_eff.adapters.inject import wrapped_layers
 from lightning_eff.adapters.module_tree import plain_name
 from lightning_eff.adapters.quantized import quantized_prefixes
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.shards import is_part, shape_of, together
+from lightning_eff.core.shards import full_shape, full_tensor, is_sharded
 
 NUM_THREADS = 8
 NUM_DIGEST_CHARACTERS = 16
@@ -59,7 +59,7 @@ def split_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     base: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        is_plain = isinstance(value, Tensor) and not is_part(value)
+        is_plain = isinstance(value, Tensor) and not is_sharded(value)
         state = base if name in frozen or name.startswith(quantized) else rest
         state[name] = value.detach() if is_plain else value
     return base, rest
@@ -140,7 +140,7 @@ class Fingerprint:
             parameter = parameters[name] if name in parameters else base[name]
             return self._digest(name, base[name], parameter, layouts[name])
 
-        if any(is_part(value) for value in base.values()):
+        if any(is_sharded(value) for value in base.values()):
             # Gathering a sharded tensor is a collective of all ranks: one after the other, in one order.
             digests = {name: digest(name) for name in names}
         else:
@@ -160,7 +160,7 @@ class Fingerprint:
         cached = self._digests_by_name.get(name)
         if cached is not None and cached[0] is parameter and cached[1:3] == (version, dtype):
             return cached[3]
-        digest, full = hashlib.sha256(), together(value).detach()
+        digest, full = hashlib.sha256(), full_tensor(value).detach()
         _update(digest, full.to(dtype) if full.dtype != dtype else full)
         self._digests_by_name[name] = (parameter, version, dtype, digest.hexdigest())
         self.num_hashed += 1
@@ -200,7 +200,7 @@ def _layout(value: Any, recorded: str = "") -> str:
         return ""
     is_float = value.is_floating_point() and value.dtype.itemsize > 1
     dtype = FLOAT_DTYPES.get(recorded.partition("[")[0], value.dtype) if is_float else value.dtype
-    return f"{str(dtype).removeprefix('torch.')}[{','.join(str(n) for n in shape_of(value))}]"
+    return f"{str(dtype).removeprefix('torch.')}[{','.join(str(n) for n in full_shape(value))}]"
 
 
 def _update(digest: Any, value: Tensor) -> None:

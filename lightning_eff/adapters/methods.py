@@ -16,8 +16,8 @@ from beartype.door import is_bearable
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-from lightning_eff.core.errors import ConfigError, nearest
-from lightning_eff.core.technique import SHARDING, Rule, Verdict
+from lightning_eff.core.errors import ConfigError, suggest_name
+from lightning_eff.core.technique import PLACES_STATE, Rule, Verdict
 
 ALL_LINEAR = "all-linear"
 Targets = str | Sequence[str] | None
@@ -95,7 +95,7 @@ def config_class(method: str) -> type[PeftConfig]:
         option = f"callbacks.peft_adapter.options={{{LORA_VARIANTS[method]}: true}}"
         remedies = [f"callbacks.peft_adapter.method=lora {option}"]
     else:
-        allowed = f"one of PEFT's methods; {nearest(method, method_names())}"
+        allowed = f"one of PEFT's methods; {suggest_name(method, method_names())}"
     raise ConfigError(key="method", value=method, allowed=allowed, remedies=remedies)
 
 
@@ -186,7 +186,7 @@ def _allowed_name(kind: type[PeftConfig], key: str, fields: set[str]) -> str:
         return f"no such option: pass {key} to PeftAdapter itself, not inside options"
     if key in RESERVED:
         return f"no such option: PEFT sets {key} itself"
-    hint = nearest(key, fields)
+    hint = suggest_name(key, fields)
     if OTHER_NAMES.get(key) in fields:
         hint = f"did you mean {OTHER_NAMES[key]!r}?"
     elif not hint.startswith("did you mean"):  # the method's own fields first, in PEFT's order
@@ -246,7 +246,7 @@ def method_rules(method: str) -> tuple[Rule, ...]:
         remedies=("remove it",),
     )
     reason = "the strategy writes checkpoints itself, and they include the frozen base"
-    names = [rule.name for rule in SHARDING if rule.name.startswith("lightning/")]  # ours omit it
+    names = [rule.name for rule in PLACES_STATE if rule.name.startswith("lightning/")]  # ours omit it
     full_checkpoints = [Rule(name=name, reason=reason, verdict=Verdict.WARNED) for name in names]
     if method != "adalora":
         return (finetuning, *full_checkpoints)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from lightning_eff.core.errors import ConfigError, nearest
+from lightning_eff.core.errors import ConfigError, suggest_name
 
 
 def outermost(model: nn.Module, matches: Callable[[str, nn.Module], bool]) -> dict[str, nn.Module]:
@@ -52,7 +52,7 @@ def check_module_names(key: str, names: Iterable[str], known: Iterable[str]) -> 
             continue
         ends = {module.rpartition(".")[2] for module in modules}
         options = modules if "." in name else {end for end in ends if not end.isdigit()} or modules
-        allowed = f"a module's name, or the end of one; {nearest(name, options)}"
+        allowed = f"a module's name, or the end of one; {suggest_name(name, options)}"
         raise ConfigError(key=key, value=name, allowed=allowed)
 
 

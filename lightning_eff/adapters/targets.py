@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_eff.adapters.methods import ALL_LINEAR, NOT_LINEAR, name_of_method, shown_targets
 from lightning_eff.adapters.module_tree import check_module_names, is_in_module, outermost, tied_parameters
-from lightning_eff.core.errors import ConfigError, nearest
+from lightning_eff.core.errors import ConfigError, suggest_name
 from lightning_eff.kernels.linear import TritonLinear
 
 TASK_HEADS = {
@@ -171,7 +171,7 @@ def _check_names(key: str, names: Any, modules: Mapping[str, nn.Module]) -> None
     except re.error as error:
         raise ConfigError(key=key, value=names, allowed=f"a regular expression ({error})") from error
     if not is_match:
-        hint = nearest(names, [*modules, ALL_LINEAR])
+        hint = suggest_name(names, [*modules, ALL_LINEAR])
         allowed = f"a regular expression that matches the full name of a module; {hint}"
         raise ConfigError(key=key, value=names, allowed=allowed)
 

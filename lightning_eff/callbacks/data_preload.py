@@ -119,7 +119,9 @@ class DataPreload(Managed):
         super().setup(trainer, pl_module, stage)
         self._reset()
         self.cleanup.callback(self._finish)
-        unhook = dataloaders.hook(trainer, lambda loader: self._prepare(loader, trainer, pl_module))
+        unhook = dataloaders.add_loader_transform(
+            trainer, lambda loader: self._prepare(loader, trainer, pl_module)
+        )
         self.cleanup.callback(unhook)
 
     def _prepare(self, loader: Any, trainer: pl.Trainer, module: pl.LightningModule) -> PrefetchLoader:

@@ -35,9 +35,9 @@ from typing_extensions import override
 from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.model_surgery import Blocks, Stage
-from lightning_eff.core.recompute import Contexts, HostMemory, Recomputed, noop_context_fn
-from lightning_eff.core.technique import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.model_surgery import BlockSelector, Stage
+from lightning_eff.core.recompute import ContextFn, HostOffload, RecomputedBlock, noop_context_fn
+from lightning_eff.core.technique import MEMORY_BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 
 POLICIES = ("full", "every_n", "selective", "budget", "offload")
 aten = torch.ops.aten
@@ -100,8 +100,8 @@ def _drop_overwritten(storage: dict[Any, dict[int, Any]], written: Tensor) -> No
 
 
 def recompute(
-    model: nn.Module, *, policy: str = "full", every_n_blocks: int = 2, blocks: Blocks = None
-) -> dict[str, Recomputed]:
+    model: nn.Module, *, policy: str = "full", every_n_blocks: int = 2, blocks: BlockSelector = None
+) -> dict[str, RecomputedBlock]:
     """Recompute blocks of a model from now on; for Fabric, or your own training loop.
 
     Args:
@@ -120,19 +120,19 @@ def recompute(
         >>> list(recompute(model))
         ['1', '3']
     """
-    found = model_surgery.select(model, blocks)
+    found = model_surgery.select_blocks(model, blocks)
     if policy == "every_n":
         found = dict(list(found.items())[::every_n_blocks])
-    contexts: Contexts = noop_context_fn
+    contexts: ContextFn = noop_context_fn
     if policy == "selective":
         gemm = getattr(torch.ops.lightning_eff, "gemm", None)  # registered as soon as a layer uses it
         kept = [*KEPT_OPERATIONS, *([gemm.default] if gemm is not None else [])]
         contexts = functools.partial(keep_outputs, kept)
-    host = HostMemory() if policy == "offload" else None
+    host = HostOffload() if policy == "offload" else None
     return {
-        name: Recomputed(block, contexts=contexts, host=host)
+        name: RecomputedBlock(block, contexts=contexts, host=host)
         for name, block in found.items()
-        if not Recomputed.of(block)
+        if not RecomputedBlock.of(block)
     }
 
 
@@ -168,7 +168,7 @@ class GradientCheckpointing(Managed):
         policy: str = "full",
         every_n_blocks: int = 2,
         memory_budget: float = 0.5,
-        blocks: Blocks = None,
+        blocks: BlockSelector = None,
     ) -> None:
         for key, value, is_valid, allowed in (
             ("policy", policy, policy in POLICIES, f"one of {', '.join(POLICIES)}"),
@@ -182,7 +182,7 @@ class GradientCheckpointing(Managed):
         self.memory_budget = memory_budget
         self.blocks = blocks
         self._num_blocks = 0
-        self._recomputed: dict[str, Recomputed] = {}
+        self._recomputed: dict[str, RecomputedBlock] = {}
         self._is_budget_set = False
 
     def facts(self) -> Facts:
@@ -191,7 +191,7 @@ class GradientCheckpointing(Managed):
         if self.policy == "budget":
             reason = "it is inductor that would choose what is recomputed"
             remedies = ("+callbacks=torch_compile", f"{option}=selective")
-            return Facts(needs=(Rule(name=BUDGET, reason=reason, remedies=remedies),))
+            return Facts(needs=(Rule(name=MEMORY_BUDGET, reason=reason, remedies=remedies),))
         twice, off = "the blocks would be recomputed twice", "~callbacks.gradient_checkpointing"
         disable = "the model's own activation_checkpointing_disable() or gradient_checkpointing_disable()"
         excludes = [
@@ -219,7 +219,7 @@ class GradientCheckpointing(Managed):
 
     def _apply(self, model: nn.Module) -> int:
         try:
-            self._num_blocks = len(model_surgery.select(model, self.blocks))
+            self._num_blocks = len(model_surgery.select_blocks(model, self.blocks))
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         new = recompute(model, policy=self.policy, every_n_blocks=self.every_n_blocks, blocks=self.blocks)
@@ -248,7 +248,7 @@ class GradientCheckpointing(Managed):
         names, count = list(self._recomputed), self._num_recomputations()
         times = "once" if count == 1 else f"{count} times"
         did = f"{len(names)} of {self._num_blocks} blocks recomputed ({self.policy}), {times}"
-        if any(recomputed.left_cache_empty for recomputed in self._recomputed.values()):
+        if any(recomputed.is_cache_disabled for recomputed in self._recomputed.values()):
             did += "; their key-value cache stays empty"
         return Outcome(
             did=did,

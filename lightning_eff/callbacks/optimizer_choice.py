@@ -37,7 +37,7 @@ from lightning_eff.core.optimization.factories import (
     optimizer_classes,
     state_layout,
 )
-from lightning_eff.core.shards import shape_of
+from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import PACKAGE, SCHEDULE, Facts, Outcome, Technique
 from lightning_eff.core.text import human_bytes
 from lightning_eff.report.live_bytes import state_bytes
@@ -96,7 +96,7 @@ class OptimizerChoice(Managed):
         fused = ("optimizer/fused",) if factory_keywords(self.optimizer).get("fused") else ()
         return Facts(provides=(*provides, *fused))
 
-    def brings(self) -> Sequence[object]:
+    def components(self) -> Sequence[object]:
         """Return the optimizer's classes, which have rules of their own."""
         return optimizer_classes(self.optimizer)
 
@@ -171,7 +171,7 @@ class OptimizerChoice(Managed):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = trainer.global_step
-        dataloaders.place(trainer)
+        dataloaders.restore_loader_state(trainer)
         self._first_rates = _rates(self._built)
         self._use_weights(train=True)
 
@@ -239,7 +239,7 @@ class OptimizerChoice(Managed):
             return Outcome(did="not built yet", effective=False)
         groups = getattr(self._built, "whole_groups", self._built.param_groups)  # DeepSpeed shards its own
         counts = [len(group["params"]) for group in groups]
-        num_parameters = sum(shape_of(p).numel() for group in groups for p in group["params"])
+        num_parameters = sum(full_shape(p).numel() for group in groups for p in group["params"])
         held = state_bytes(self._built)
         bytes_per_parameter = sum(held.values()) / num_parameters
         options = [name for name in ("fused", "foreach") if self._built.defaults.get(name)]

@@ -43,7 +43,7 @@ from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConfigError, check_flags
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
-from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError, listed
+from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError, parameters_have
 from lightning_eff.core.technique import NEW_PARAMETERS, TRANSFORM, Facts, Outcome, name_of
 from lightning_eff.core.text import human_bytes
 
@@ -156,10 +156,10 @@ class PeftAdapter(Managed):
         """Return that parameters are added, and what the method cannot be combined with."""
         return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=method_rules(self.method))
 
-    def keeps_trainable(self, model: nn.Module, names: Iterable[str]) -> set[str]:
+    def trainable_modules(self, model: nn.Module, names: Iterable[str]) -> set[str]:
         """Return the modules that will be trained in full, or are inside one; adapters freeze the others."""
         if adapted_layers(model):
-            return model_surgery.trainable(model, names)
+            return model_surgery.trained_modules(model, names)
         saved = [*as_list(self.modules_to_save), *task_heads(model, (self.options or {}).get("task_type"))]
         return {name for name in names if is_in_module(name, saved)}
 
@@ -171,7 +171,7 @@ class PeftAdapter(Managed):
         for when, change in self.changes():
             model_surgery.queue(trainer, pl_module, when, change)
 
-    def changes(self, *, base: bool = True) -> list[tuple[Stage, model_surgery.Change]]:
+    def changes(self, *, base: bool = True) -> list[tuple[Stage, model_surgery.ModelChange]]:
         """Return the changes of the model between `configure_model` and the restore of a checkpoint.
 
         Args:
@@ -249,7 +249,7 @@ class PeftAdapter(Managed):
         # a strategy that flattens parameters optimizes none of the module's own
         if missing and any(id(p) in optimized for p in module.parameters()):
             remedy = "self.parameters() in configure_optimizers, or OptimizerChoice"
-            text = f"{listed(missing)} no optimizer\n  try: {remedy}"
+            text = f"{parameters_have(missing)} no optimizer\n  try: {remedy}"
             raise GradientError(text)
 
     @override

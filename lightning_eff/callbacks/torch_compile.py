@@ -31,10 +31,10 @@ from typing_extensions import override
 from lightning_eff.callbacks._compilation import Compilations
 from lightning_eff.core import model_surgery
 from lightning_eff.core.compiled_call import CompiledCall
-from lightning_eff.core.errors import ConfigError, NoEffectWarning, nearest
+from lightning_eff.core.errors import ConfigError, NoEffectWarning, suggest_name
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.model_surgery import Blocks, Stage
-from lightning_eff.core.technique import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.model_surgery import BlockSelector, Stage
+from lightning_eff.core.technique import MEMORY_BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 RECOMPILATIONS_PER_PART = 8
@@ -46,7 +46,7 @@ GRAPH_REPLAY_MODES = ("reduce-overhead", "max-autotune")
 
 
 def compile_in_place(
-    model: nn.Module, target: str | Sequence[str] = "blocks", *, blocks: Blocks = None, **options: Any
+    model: nn.Module, target: str | Sequence[str] = "blocks", *, blocks: BlockSelector = None, **options: Any
 ) -> dict[str, Callable[[], None]]:
     """Compile parts of a model from now on; for Fabric, or your own training loop.
 
@@ -90,10 +90,10 @@ def _uncompile(owner: nn.Module, attribute: str, before: Any) -> None:
         vars(owner)[attribute] = before
 
 
-def _resolve(model: nn.Module, target: str, blocks: Blocks) -> dict[str, Any]:
+def _resolve(model: nn.Module, target: str, blocks: BlockSelector) -> dict[str, Any]:
     """Return the modules or methods that a target stands for, by name."""
     if target == "blocks":
-        return dict(model_surgery.select(model, blocks))
+        return dict(model_surgery.select_blocks(model, blocks))
     if target == "forward":
         if type(model).forward is pl.LightningModule.forward:
             names = ", ".join(name for name, _ in model.named_children())
@@ -106,7 +106,7 @@ def _resolve(model: nn.Module, target: str, blocks: Blocks) -> dict[str, Any]:
             children = [child for child, _ in part.named_children()] if isinstance(part, nn.Module) else []
             methods = {method for method in dir(type(part)) if not method.startswith("_")}
             own = methods - set(dir(pl.LightningModule))  # not what PyTorch and Lightning give every module
-            similar = nearest(name, {"blocks", "forward", *children, *own})
+            similar = suggest_name(name, {"blocks", "forward", *children, *own})
             raise ConfigError(key="target", value=target, allowed=f"blocks, forward, or a part; {similar}")
         part = getattr(part, name)
     if not callable(part):
@@ -145,7 +145,7 @@ class TorchCompile(Managed):
         self,
         *,
         target: str | Sequence[str] = "blocks",
-        blocks: Blocks = None,
+        blocks: BlockSelector = None,
         backend: str = "inductor",
         mode: str | None = None,
         dynamic: bool | None = None,
@@ -153,7 +153,7 @@ class TorchCompile(Managed):
     ) -> None:
         backends: list[str] = torch.compiler.list_backends(exclude_tags=())
         if backend not in backends:
-            allowed = f"a backend of torch.compile; {nearest(backend, backends)}"
+            allowed = f"a backend of torch.compile; {suggest_name(backend, backends)}"
             raise ConfigError(key="backend", value=backend, allowed=allowed)
         if mode is not None and (mode not in MODES or backend != "inductor"):
             modes = f"one of {', '.join(MODES)}, or None"
@@ -185,7 +185,7 @@ class TorchCompile(Managed):
             reason = f"mode={self.mode} replays CUDA graphs, which cannot hold what a recomputation allocates"
             remedy = "callbacks.torch_compile.mode=max-autotune-no-cudagraphs"
             excludes.append(Rule(name=RECOMPUTE, reason=reason, remedies=(remedy,)))
-        provides = (TRANSFORM, BUDGET) if self.backend in BUDGET_BACKENDS else (TRANSFORM,)
+        provides = (TRANSFORM, MEMORY_BUDGET) if self.backend in BUDGET_BACKENDS else (TRANSFORM,)
         return Facts(provides=provides, needs=tuple(needs), excludes=tuple(excludes))
 
     @override

@@ -24,18 +24,18 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_eff.core import model_surgery
-from lightning_eff.core.dtypes import dtype_of, product_dtype
+from lightning_eff.core.dtypes import layer_matmul_dtype, matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.model_surgery import Blocks, Stage
-from lightning_eff.core.shards import shape_of
+from lightning_eff.core.model_surgery import BlockSelector, Stage
+from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.language import INTERPRETED
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.microbatching import lightning_loop
-from lightning_eff.microbatching.fitting import is_count
+from lightning_eff.microbatching.micro_batch_size import is_count
 from lightning_eff.report import tile_explanation
 
 
@@ -43,7 +43,7 @@ def swap(
     model: nn.Module,
     *,
     min_features: int = 128,
-    blocks: Blocks = None,
+    blocks: BlockSelector = None,
     backend: str = "auto",
     accumulation: Accumulation | None = None,
 ) -> dict[str, TritonLinear]:
@@ -64,7 +64,7 @@ def swap(
         >>> list(swap(model))
         ['0']
     """
-    selected = {"": model} if blocks is None else model_surgery.select(model, blocks)
+    selected = {"": model} if blocks is None else model_surgery.select_blocks(model, blocks)
     swapped: dict[str, TritonLinear] = {}
     for prefix, block in selected.items():
         for name, module in block.named_modules(prefix=prefix):
@@ -117,7 +117,7 @@ class TritonGemm(Managed):
         self,
         *,
         min_features: int = 128,
-        blocks: Blocks = None,
+        blocks: BlockSelector = None,
         accumulate: bool = True,
         backend: str = "auto",
     ) -> None:
@@ -189,7 +189,7 @@ class TritonGemm(Managed):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the rows of each layer's input for the report, and add weight gradients in place."""
         self._device = trainer.strategy.root_device
-        self._dtype = dtype_of(str(trainer.precision_plugin.precision), self._device.type)
+        self._dtype = matmul_dtype(str(trainer.precision_plugin.precision), self._device.type)
         for name, layer in self._swapped.items():
             self._record_rows(name, layer)
         step = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -221,8 +221,8 @@ class TritonGemm(Managed):
         backends: dict[str, str] = {}
         for name, rows in self._rows.items():
             weight = self._swapped[name].weight
-            n, k = shape_of(weight)
-            shape = Shape.packed(max(rows, 1), n, k, product_dtype(weight.dtype, self._dtype))
+            n, k = full_shape(weight)
+            shape = Shape.packed(max(rows, 1), n, k, layer_matmul_dtype(weight.dtype, self._dtype))
             backends[name] = dispatch.describe_backend(shape, self._device, self.backend)
         counts = {backend: list(backends.values()).count(backend) for backend in backends.values()}
         added = self._accumulation.num_added

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.shards import is_part, shape_of
+from lightning_eff.core.shards import full_shape, is_sharded
 
 COUNTS = ("step",)
 """Optimizer state that is one number per parameter, even if the parameter is a scalar too."""
@@ -93,7 +93,7 @@ def load_state_dict(
         raise CheckpointError(text)
     common = [name for name in own if name in state]
     for name in common:
-        saved_shape, shape = tuple(state[name].shape), tuple(shape_of(own[name]))
+        saved_shape, shape = tuple(state[name].shape), tuple(full_shape(own[name]))
         if saved_shape != shape:
             text = f"the checkpoint does not fit the model: {name} has shape {saved_shape}, expected {shape}"
             raise CheckpointError(text)
@@ -161,7 +161,7 @@ def load_optimizer_state_dict(
 
 
 def _kept(tensor: Tensor, *, keep: bool) -> Tensor:
-    if is_part(tensor):  # LocalDTensorState: every rank saves its shard
+    if is_sharded(tensor):  # LocalDTensorState: every rank saves its shard
         return tensor.detach()
     if not keep:
         return torch.empty_like(tensor, device="meta")

@@ -48,7 +48,7 @@ from lightning_eff.checkpoint.lazy_tensor import materialize
 from lightning_eff.checkpoint.safe_load import load_plain
 from lightning_eff.core import checkpoint_stamp, rules
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning, check_flags
-from lightning_eff.core.technique import FOLDERS, SHARDING, Facts, Outcome, Rule, Verdict
+from lightning_eff.core.technique import PLACES_STATE, SHARDED_CHECKPOINTS, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Durable(CheckpointIO):
         lightning_eff.core.errors.CheckpointError: checkpoint ...one.ckpt is not loaded: it is cut off or ...
     """
 
-    __repr__ = rules.repr_of_plugin
+    __repr__ = rules.plugin_repr
 
     def __init__(self, *, asynchronous: bool = False, require_digest: bool = False) -> None:
         check_flags(asynchronous=asynchronous, require_digest=require_digest)
@@ -127,12 +127,14 @@ class Durable(CheckpointIO):
         """Warn of strategies that write their checkpoints without this plugin."""
         reason = "sharded checkpoints are folders that the strategy writes itself; they are neither verified"
         reason += " nor removed here"
-        names = [rule.name for rule in SHARDING if rule.name.startswith("lightning/")]
+        names = [rule.name for rule in PLACES_STATE if rule.name.startswith("lightning/")]
         rules = [Rule(name=name, reason=reason, verdict=Verdict.WARNED) for name in names]
         if self.asynchronous:
             reason = "ranks write their shards at the call: asynchronous=True has no effect on these saves"
             remedies = ("checkpoint_io.asynchronous=false", "strategy.checkpoints=full")
-            rules.append(Rule(name=FOLDERS, reason=reason, remedies=remedies, verdict=Verdict.WARNED))
+            rules.append(
+                Rule(name=SHARDED_CHECKPOINTS, reason=reason, remedies=remedies, verdict=Verdict.WARNED)
+            )
         return Facts(excludes=tuple(rules))
 
     @override
@@ -147,7 +149,7 @@ class Durable(CheckpointIO):
             raise TypeError(text)
         start = time.perf_counter()
         target = _local(path)
-        checkpoint = checkpoint_stamp.with_plugin(checkpoint, self)
+        checkpoint = checkpoint_stamp.add_plugin_stamp(checkpoint, self)
         self._writer.wait()
         self._clean_up(target.parent)
         if self.asynchronous and not self._is_run_over:

@@ -155,10 +155,10 @@ def _measure(options: argparse.Namespace, device: torch.device) -> GemmReport:
     effort = candidates.Effort(every_row=options.tune)
     if options.quick:
         effort = candidates.Effort(every_row=options.tune, round_s=QUICK_ROUND_S)
-    environment = machine.describe(device) | {"triton": machine.version("triton")}
-    environment |= {"clocks before": machine.clocks(device)} if on_gpu else {}
+    environment = machine.machine_info(device) | {"triton": machine.package_version("triton")}
+    environment |= {"clocks before": machine.gpu_clocks(device)} if on_gpu else {}
     comparisons = _compare(_cases(options, on_gpu=on_gpu), device, effort, options.out)
-    environment |= {"clocks after": machine.clocks(device)} if on_gpu else {}
+    environment |= {"clocks after": machine.gpu_clocks(device)} if on_gpu else {}
     reason = assembly.why_not_compiled()
     configs = () if on_gpu or reason else CONFIGS[:QUICK_TILES] if options.quick else CONFIGS
     return GemmReport(

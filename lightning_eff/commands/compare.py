@@ -22,7 +22,7 @@ from lightning_eff.config import composition
 from lightning_eff.config.overrides import parse_overrides, recipe_and_overrides
 from lightning_eff.config.recipes import Place
 from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, PRE_RUN_ERRORS, UsageError, root_cause_line
-from lightning_eff.report.report import plain
+from lightning_eff.report.summary import json_safe
 
 USAGE = """lightning-eff compare RECIPE [overrides] [options]
 
@@ -152,7 +152,9 @@ class _Work:
             values = composition.compose_recipe(self._given.recipe, self.overrides(trial), self._place).values
             with redirect_stdout(sys.stderr):
                 trainer = build_trainer(values)
-            rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
+            rules.raise_rejected(
+                rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
+            )
         except PRE_RUN_ERRORS as error:
             return root_cause_line(error).removeprefix("error: ").splitlines()[0]
         return None
@@ -167,8 +169,8 @@ class _Work:
 
     def predict(self, tried: Sequence[Trial], comparison: Comparison) -> None:
         """Predict each trial's peak: beside what was measured, and where it could not be."""
-        from lightning_eff.planner.dry_run import dry_run, example_of, on_device
-        from lightning_eff.planner.room import Expectation, Room
+        from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
+        from lightning_eff.planner.dry_run import dry_run, example_batch_of, resolve_precision
         from lightning_eff.run import build_trainer
 
         for trial in tried:
@@ -177,9 +179,9 @@ class _Work:
                 trainer = build_trainer(values)
             if trainer.world_size > 1:
                 continue  # a share of it is what `plan` tells by arithmetic
-            room = Room.of("", trainer.strategy.root_device)
-            found = dry_run(on_device(values, room), example_of(values))
-            comparison.predict(trial.name, Expectation(found, room).num_bytes)
+            room = DeviceMemory.of("", trainer.strategy.root_device)
+            found = dry_run(resolve_precision(values, room), example_batch_of(values))
+            comparison.predict(trial.name, MemoryForecast(found, room).num_bytes)
 
 
 def train(words: Sequence[str], folder: Path) -> int:
@@ -276,7 +278,7 @@ def _write(given: argparse.Namespace, command: Sequence[str], folder: Path, comp
         "rows": [each.as_dict() for each in comparison.rows()],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESULT_FILE).write_text(json.dumps(plain(found), indent=1), encoding="utf-8")
+    (folder / RESULT_FILE).write_text(json.dumps(json_safe(found), indent=1), encoding="utf-8")
     (folder / PAGE_FILE).write_text(page.page(found, comparison.rows()), encoding="utf-8")
 
 

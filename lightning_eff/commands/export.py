@@ -93,7 +93,9 @@ def _find(run: str, root: Path, which: str) -> tuple[Path, Path]:
             recipes = _recipes(root) | ({run} & _folders(root))
             allowed = f"a run's folder (it has a {RESOLVED}), or a recipe with runs in {root}"
             hint = (
-                f"{root / run} has no checkpoint that is whole" if run in recipes else suggest_name(run, recipes)
+                f"{root / run} has no checkpoint that is whole"
+                if run in recipes
+                else suggest_name(run, recipes)
             )
             raise ConfigError(key="RUN", value=run, allowed=f"{allowed}; {hint}")
         folder = newest.parent.parent
@@ -187,7 +189,7 @@ def _write(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, ada
                 return notes
             if adapted:
                 notes += _merge(model)
-            adapter_export.save_whole(model, folder)
+            adapter_export.save_full_model(model, folder)
     except OSError as error:
         text = f"{out} was not written: {error.strerror or error}; nothing is left of it"
         raise CheckpointError(text) from error
@@ -195,16 +197,16 @@ def _write(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, ada
 
 
 def _load(model: Any, path: Path, *, adapted: bool) -> list[str]:
-    from lightning_eff.adapters import state as adapter_state
+    from lightning_eff.adapters import adapter_checkpoint as adapter_state
     from lightning_eff.adapters.base_fingerprint import Fingerprint
 
     checkpoint = _checkpoint(path)
     fingerprint = Fingerprint(exact=False)
     try:
         if adapted:
-            adapter_state.load(model, checkpoint, fingerprint)
+            adapter_state.load_adapter(model, checkpoint, fingerprint)
         else:
-            adapter_state.load_weights(model, checkpoint.get("state_dict") or {})
+            adapter_state.load_base_weights(model, checkpoint.get("state_dict") or {})
     except CheckpointError as error:
         text = f"checkpoint {path} is not exported: {error}"
         raise CheckpointError(text) from error
@@ -234,7 +236,7 @@ def _merge(model: Any) -> list[str]:
     if isinstance(model.trainer.precision_plugin, CastsFrozen):
         model.float()  # in 16 bits the adapter's own digits would be lost
         notes.append("all in float32: the base's weights as the run had them, in 16 bits, and the adapter's")
-    untied = adapter_export.merge(model)
+    untied = adapter_export.merge_adapters(model)
     if untied:
         how = "a Hugging Face config says so, GPT has tie_word_embeddings=false"
         notes.append(f"untied: {' and '.join(untied)} were one weight, and are several when merged; {how}")

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_eff.planner.advice import Advice
+    from lightning_eff.planner.advised_recipe import Compose
+    from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
     from lightning_eff.planner.linear_layers import LinearLayers
-    from lightning_eff.planner.recipes import Compose
-    from lightning_eff.planner.room import Expectation, Room
-    from lightning_eff.report.division import Division
+    from lightning_eff.report.sharding_table import ShardingTable
 
 USAGE = """lightning-eff plan RECIPE [overrides] [options]
 
@@ -83,19 +83,19 @@ class _Looks:
         devices: How many the run has.
     """
 
-    expected: Expectation
+    expected: MemoryForecast
     layers: LinearLayers
-    division: Division
+    division: ShardingTable
     advice: Advice | None
     devices: int
 
     @classmethod
     def at(cls, values: dict[str, Any], trainer: pl.Trainer, device: str, compose: Compose | None) -> _Looks:
         """Look; with `compose`, which takes more words, for advice too."""
-        from lightning_eff.planner.forecast import division_of
+        from lightning_eff.planner.sharding import sharding_table_of
 
-        division = division_of(values, trainer)
-        expected = replace(_expected(values, trainer, device), undivided=bool(division.shares))
+        division = sharding_table_of(values, trainer)
+        expected = replace(_expected(values, trainer, device), unsharded=bool(division.shares))
         passing = None if expected.peak is None else expected.peak.passing_bytes
         division = replace(division, passing_bytes=passing if division.shares else None)
         with redirect_stdout(sys.stderr):
@@ -188,22 +188,22 @@ def _named_device(words: Sequence[str]) -> tuple[str, list[str]]:
     return known_device("device=", names[0]), rest
 
 
-def _expected(values: dict[str, Any], trainer: pl.Trainer, device: str) -> Expectation:
+def _expected(values: dict[str, Any], trainer: pl.Trainer, device: str) -> MemoryForecast:
     """Predict the peak of a step on a device."""
-    from lightning_eff.planner.dry_run import dry_run, on_device
-    from lightning_eff.planner.room import Expectation, Room
+    from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
+    from lightning_eff.planner.dry_run import dry_run, resolve_precision
 
-    room = Room.of(device, trainer.strategy.root_device)
-    return Expectation(dry_run(on_device(values, room)), room)
+    room = DeviceMemory.of(device, trainer.strategy.root_device)
+    return MemoryForecast(dry_run(resolve_precision(values, room)), room)
 
 
-def _advice(compose: Compose, room: Room) -> Advice:
+def _advice(compose: Compose, room: DeviceMemory) -> Advice:
     """Try techniques on a recipe."""
     from lightning_eff.planner.advice import Advice, advise
-    from lightning_eff.planner.recipes import Recipe
+    from lightning_eff.planner.advised_recipe import AdvisedRecipe
 
     sys.stderr.write(" looking for advice, for about a minute at most\n")
-    recipe = Recipe.of(compose, room)
+    recipe = AdvisedRecipe.of(compose, room)
     return Advice(reason="the data gives no batch") if recipe is None else advise(recipe)
 
 
@@ -214,7 +214,9 @@ def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearL
     from lightning_eff.planner import linear_layers
     from lightning_eff.run import model_without_memory
 
-    takers = [each for each in trainer_components(trainer) if isinstance(each, linear_layers.TakesLayers)]
+    takers = [
+        each for each in trainer_components(trainer) if isinstance(each, linear_layers.ReplacesLinearLayers)
+    ]
     if not takers:
         return linear_layers.LinearLayers()
     try:
@@ -224,10 +226,12 @@ def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearL
         return linear_layers.LinearLayers(
             f"linear layers: the model cannot be built without memory: {reason}"
         )
-    where = linear_layers.Where.of(device, trainer.strategy.root_device, str(trainer.precision))
+    where = linear_layers.LayerTarget.of(device, trainer.strategy.root_device, str(trainer.precision))
     name = name_of(takers[0])
     try:
-        return linear_layers.look(takers[0], name, model, where, linear_layers.Tokens.of(values))
+        return linear_layers.describe_layers(
+            takers[0], name, model, where, linear_layers.InputRows.of(values)
+        )
     except ConfigError as error:
         raise error.under(name.replace("/", ".")) from error
 

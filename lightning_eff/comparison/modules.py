@@ -55,7 +55,7 @@ def compare(
         ConfigError: `max_steps` or `rounds` are too small, or `build` cannot be called in another process.
 
     Example:
-        >>> compare(list, {}, max_steps=2)  # in a script: compare(build, {"bf16": {"plugins": [Mixed()]}})
+        >>> compare(list, {}, max_steps=2)  # in a script: compare(build, {"bf16": {"plugins": [AutoPrecision()]}})
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: max_steps=2: expected at least 6
     """

@@ -8,12 +8,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_eff.adapters import state as adapter_state
+from lightning_eff.adapters import adapter_checkpoint as adapter_state
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.checkpoint import sharded as parts
 from lightning_eff.checkpoint.digest import check_regular, verify_path
-from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.checkpoint.safe_load import LIGHTNING_VERSION, load_plain
+from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.config.reading import read
 from lightning_eff.core.checkpoint_stamp import nested_dict
 from lightning_eff.core.errors import CheckpointError, ConfigError, UsageError, check_path
@@ -169,7 +169,9 @@ def _outline(path: Path) -> Any:
 
 def _refuse_adapter(saved: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> None:
     """Refuse an adapter for a model without: PyTorch would name each key that it does not have."""
-    if adapter_state.KEY not in saved or any(isinstance(c, PeftAdapter) for c in callbacks_of(trainer)):
+    if adapter_state.CHECKPOINT_KEY not in saved or any(
+        isinstance(c, PeftAdapter) for c in callbacks_of(trainer)
+    ):
         return
     text = (
         f"checkpoint {path} is not loaded: it holds an adapter, and this run has none\n"

@@ -263,7 +263,11 @@ def _check_keys(cfg: DictConfig) -> None:
     for key in content:
         if key not in (*TOP_LEVEL, "hydra"):
             group, _, option = str(key).partition("/")
-            remedy = [f"{group}=[{option}] or +{group}={option}"] if option and group in MULTI_CHOICE_GROUPS else []
+            remedy = (
+                [f"{group}=[{option}] or +{group}={option}"]
+                if option and group in MULTI_CHOICE_GROUPS
+                else []
+            )
             allowed = f"a known key; {suggest_name(str(key), TOP_LEVEL)}"
             raise ConfigError(str(key), content[key], allowed=allowed, remedies=remedy)
     for group in MULTI_CHOICE_GROUPS:

@@ -59,7 +59,9 @@ def _check_hydra_target(path: str, target: object) -> None:
     if kind is not None:
         known = [f"{each.__module__}.{each.__name__}" for each in Plugins.instance().discover(kind)]
         if target not in known:
-            allowed = f"a {kind.__name__} that is installed as Hydra's plugin; {suggest_name(str(target), known)}"
+            allowed = (
+                f"a {kind.__name__} that is installed as Hydra's plugin; {suggest_name(str(target), known)}"
+            )
             raise ConfigError(key=f"{path}._target_", value=target, allowed=allowed)
         return
     base = HYDRA_BASES.get(re.sub(r"^hydra\.callbacks\.[^.]+$", "hydra.callbacks", path))

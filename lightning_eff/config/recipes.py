@@ -200,7 +200,7 @@ def listed_options(defaults: Sequence[Any], group: str) -> list[str] | None:
     """Return the options of a group that a list of defaults names; None where it does not name the group.
 
     Example:
-        >>> listed_options(["lm", {"callbacks": ["a", "b"]}, {"override precision": "mixed"}], "callbacks")
+        >>> listed_options(["lm", {"callbacks": ["a", "b"]}, {"override precision": "auto"}], "callbacks")
         ['a', 'b']
     """
     for entry in reversed(defaults):
@@ -214,4 +214,6 @@ def listed_options(defaults: Sequence[Any], group: str) -> list[str] | None:
 
 def listed_groups(chain: Chain) -> set[str]:
     """Return the groups of many options that a recipe lists, itself or by what it builds on."""
-    return {group for group in MULTI_CHOICE_GROUPS if any(listed_options(d, group) is not None for _, d in chain)}
+    return {
+        group for group in MULTI_CHOICE_GROUPS if any(listed_options(d, group) is not None for _, d in chain)
+    }

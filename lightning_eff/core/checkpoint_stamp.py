@@ -30,8 +30,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.optimization.factories import layout
-from lightning_eff.core.optimization.kept_schedule import OF_SCHEDULES
+from lightning_eff.core.optimization.factories import state_layout
+from lightning_eff.core.optimization.kept_schedule import SCHEDULE_KEYS
 from lightning_eff.core.technique import name_of, non_default_config, techniques
 
 KEY = "lightning_eff"
@@ -195,7 +195,7 @@ def _check_options(optimizer: Any, groups: Sequence[Any]) -> None:
     """Detect the state of another class by its options; a newer release of the same class only adds some."""
     for group, saved in zip(optimizer.param_groups, groups, strict=False):
         missing = [key for key in optimizer.defaults if key not in saved]
-        extra = [key for key in saved if key not in group and key not in OF_SCHEDULES]
+        extra = [key for key in saved if key not in group and key not in SCHEDULE_KEYS]
         if missing and extra:
             options = f"with the option {_shorten(extra[0])} and without {missing[0]}"
             expected = f"an optimizer {options}, with which the checkpoint was saved"
@@ -210,7 +210,7 @@ def _mismatch(value: str, expected: str) -> ConfigError:
 
 def _optimizer_class(optimizer: Any) -> str:
     """Return the class whose state an optimizer has: that of the wrapped one for a wrapper."""
-    return layout(getattr(optimizer, "kind_behind", None) or type(optimizer))
+    return state_layout(getattr(optimizer, "kind_behind", None) or type(optimizer))
 
 
 def _technique_configs(objects: Iterable[object]) -> dict[str, dict[str, Any]]:

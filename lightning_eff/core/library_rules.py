@@ -20,7 +20,7 @@ from lightning_eff.core.technique import (
 _LATE_CONVERSION = Rule(
     name=TRANSFORM,
     reason="it replaces layers after the checkpoint was restored, so earlier changes of them are lost",
-    remedies=("precision=mixed",),
+    remedies=("precision=auto",),
 )
 _SEARCH = Rule(
     name=SUITE,
@@ -48,7 +48,7 @@ _SHARDED_8BIT = tuple(
 _LATE_UNSCALING = Rule(
     name="run/clipping_by_lightnings_mixed",
     reason="a fused optimizer unscales gradients itself, so Lightning's own plugin cannot clip them",
-    remedies=("precision=mixed", "optimizer.fused=false"),
+    remedies=("precision=auto", "optimizer.fused=false"),
 )
 _NO_SCALER = Rule(
     name="run/scaler",

@@ -31,9 +31,9 @@ from typing_extensions import override
 from lightning_eff.core import machine, rules
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.technique import Technique, asked, name_of, techniques
+from lightning_eff.core.technique import Technique, config_of, name_of, techniques
 from lightning_eff.microbatching.lightning_loop import ExactStep
-from lightning_eff.report import report
+from lightning_eff.report import summary
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.report.losses import Losses
 from lightning_eff.report.meter import Meter
@@ -81,12 +81,12 @@ class EfficiencyReport(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Record the techniques' arguments before any `auto` is replaced by a value."""
-        rules.refuse_legacy(self, trainer)
+        rules.reject_legacy_trainer(self, trainer)
         if stage == "fit":
             self.report = {}
             strategy = trainer.strategy
             candidates = [strategy.precision_plugin, strategy, strategy.checkpoint_io, *_callbacks(trainer)]
-            self._asked = [(technique, asked(technique)) for technique in techniques(candidates)]
+            self._asked = [(technique, config_of(technique)) for technique in techniques(candidates)]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -161,7 +161,7 @@ class EfficiencyReport(pl.Callback):
             try:
                 teardown()
             finally:
-                self.report["ledger"] = report.plain(self._ledger(trainer))
+                self.report["ledger"] = summary.json_safe(self._ledger(trainer))
                 self._write(meter)
                 self._print()
 
@@ -188,10 +188,10 @@ class EfficiencyReport(pl.Callback):
             "losses": self._losses.curve(),
             "memory": {} if held is None else held.as_dict(),
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            "environment": machine.describe(meter.device),
+            "environment": machine.machine_info(meter.device),
             "command": _command(),
         }
-        self.report = report.plain(findings)
+        self.report = summary.json_safe(findings)
         self._write(meter)
 
     def _ledger(self, trainer: pl.Trainer) -> list[dict[str, Any]]:
@@ -218,11 +218,11 @@ class EfficiencyReport(pl.Callback):
         (folder / LEDGER_FILE).write_text(json.dumps(self.report, indent=1, allow_nan=False))
         resolved = folder / CONFIG_FILE
         config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
-        page = report.page(self.report, meter.throughput, config)
+        page = summary.report_page(self.report, meter.throughput, config)
         (folder / PAGE_FILE).write_text(page, encoding="utf-8")
 
     def _print(self) -> None:
-        rank_zero_info("\n%s\n report: %s", report.text(self.report), self._folder / PAGE_FILE)
+        rank_zero_info("\n%s\n report: %s", summary.report_text(self.report), self._folder / PAGE_FILE)
 
     def outcome_of(self, name: str) -> dict[str, Any]:
         """Return the ledger's row of one technique after `fit`.

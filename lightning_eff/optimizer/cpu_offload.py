@@ -30,7 +30,7 @@ from lightning_eff.core.optimization.composite import (
     call_closure,
     inner_factory,
 )
-from lightning_eff.core.technique import SHARDING, Facts, Outcome, Rule, Verdict
+from lightning_eff.core.technique import PLACES_STATE, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes
 
 HOST = torch.device("cpu")
@@ -94,7 +94,7 @@ class CpuOffload(PerParameter):
             remedies=("optimizer=adamw",),
             verdict=Verdict.WARNED,
         )
-        return Facts(excludes=(no_effect, *SHARDING))
+        return Facts(excludes=(no_effect, *PLACES_STATE))
 
     @override
     def host_copy(self, parameter: Tensor) -> Tensor:

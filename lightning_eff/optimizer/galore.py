@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.optimization.composite import WrapperOptimizer
 from lightning_eff.core.optimization.parameter_groups import split_hidden
-from lightning_eff.core.technique import FLATTENED, PROJECTS, Facts, Outcome
+from lightning_eff.core.technique import NEEDS_MATRICES, PROJECTS_GRADIENTS, Facts, Outcome
 
 PROJECTOR = "projector"
 """Under which pytorch-optimizer keeps the projection object in a parameter's state."""
@@ -92,7 +92,7 @@ class GaLore(pytorch_optimizer.GaLore):
     @staticmethod
     def facts() -> Facts:
         """Return what its mathematics cannot be combined with."""
-        return Facts(excludes=(*FLATTENED, PROJECTS))
+        return Facts(excludes=(*NEEDS_MATRICES, PROJECTS_GRADIENTS))
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing_extensions import override
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.optimization.composite import CompositeOptimizer
 from lightning_eff.core.optimization.parameter_groups import split_hidden
-from lightning_eff.core.technique import FLATTENED, Facts, Outcome
+from lightning_eff.core.technique import NEEDS_MATRICES, Facts, Outcome
 
 
 class Muon(CompositeOptimizer):
@@ -95,7 +95,7 @@ class Muon(CompositeOptimizer):
     @staticmethod
     def facts() -> Facts:
         """Return what its mathematics cannot be combined with."""
-        return Facts(excludes=FLATTENED)
+        return Facts(excludes=NEEDS_MATRICES)
 
     def outcome(self) -> Outcome:
         """Return how many parameters Muon and AdamW step."""

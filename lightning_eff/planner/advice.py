@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from lightning_eff.core.errors import REFUSALS
+from lightning_eff.core.errors import PRE_RUN_ERRORS
 from lightning_eff.core.text import human_bytes, text_table
 from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
 
@@ -198,7 +198,7 @@ def _try(
     """Predict the step with a candidate in addition to the options before it."""
     try:
         then = training.forecast((*before, *candidate))
-    except REFUSALS as error:
+    except PRE_RUN_ERRORS as error:
         return Saving(candidate, None, why=str(error).splitlines()[0]), None
     if then.num_bytes is None or now.num_bytes is None or then.peak is None:
         return Saving(candidate, None, why=f"not predicted: {then.prediction.reason}"), None

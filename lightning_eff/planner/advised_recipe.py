@@ -72,7 +72,7 @@ class AdvisedRecipe:
         """Compose with further overrides and predict the step; raise the errors that `train` would raise."""
         values = resolve_precision(self.compose(options), self.memory)
         trainer = build_trainer(values)
-        rules.raise_refused(rules.check(rules.objects_of(trainer), rules.run_facts(trainer)))
+        rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
         return self._forecast(values, self.example)
 
     def mutually_exclusive(self, first: Options, second: Options) -> bool:

@@ -18,21 +18,21 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core import rules
-from lightning_eff.core.technique import Technique, arguments
+from lightning_eff.core.technique import Technique, constructor_arguments
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.planner.advice import AdvisedTraining, Options, default_micro_batch
 from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
 from lightning_eff.planner.prediction import predict
-from lightning_eff.precision.mixed import Mixed
+from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.report.meter import samples_and_tokens
 
 CANDIDATES: dict[str, Callable[[], Any]] = {
     "GradientCheckpointing()": GradientCheckpointing,
     'GradientCheckpointing(policy="selective")': partial(GradientCheckpointing, policy="selective"),
-    'Mixed(precision="bf16-mixed")': partial(Mixed, precision="bf16-mixed"),
-    'Mixed(precision="bf16-true")': partial(Mixed, precision="bf16-true"),
+    'AutoPrecision(precision="bf16-mixed")': partial(AutoPrecision, precision="bf16-mixed"),
+    'AutoPrecision(precision="bf16-true")': partial(AutoPrecision, precision="bf16-true"),
     "OptimizerChoice(optimizer=partial(InBackward, lr=...))": partial(
         OptimizerChoice, optimizer=partial(InBackward, lr=1e-3)
     ),
@@ -86,7 +86,7 @@ class AdvisedScript(AdvisedTraining):
         factories = self._factories()
         added = [factories[option]() for option in options]
         check = self._rebuilt_trainer(added)
-        rules.raise_refused(rules.check(rules.objects_of(check), rules.run_facts(check)))
+        rules.raise_rejected(rules.check_rules(rules.trainer_components(check), rules.run_facts(check)))
         num_batches = self.trainer.num_training_batches
         batch_size = getattr(self.trainer.train_dataloader, "batch_size", None)
         found = predict(
@@ -136,4 +136,4 @@ def _changes_memory(plugin: object) -> bool:
 
 
 def _new_instance(technique: object) -> Any:
-    return type(technique)(**arguments(technique))
+    return type(technique)(**constructor_arguments(technique))

@@ -59,7 +59,12 @@ class DeviceMemory:
 
     @classmethod
     def of(
-        cls, device: str, root: torch.device, *, held_bytes: int = 0, limit: host_memory.Limit | None = None
+        cls,
+        device: str,
+        root: torch.device,
+        *,
+        held_bytes: int = 0,
+        limit: host_memory.HostMemoryLimit | None = None,
     ) -> DeviceMemory:
         """Look up a device.
 
@@ -76,7 +81,7 @@ class DeviceMemory:
         """
         found = devices.named(device) if device else devices.of(root)
         if not found.capability:
-            limit = limit or host_memory.memory()
+            limit = limit or host_memory.host_memory_limit()
             name = f"{found.name} ({limit.name})" if limit.name else found.name
             taken = max(0, limit.taken_bytes - held_bytes)
             return cls(name, limit.num_bytes, device=found, taken_bytes=taken)

@@ -14,12 +14,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from lightning_eff.core.dtypes import dtype_of, product_dtype
+from lightning_eff.core.dtypes import layer_matmul_dtype, matmul_dtype
 from lightning_eff.core.text import text_table
 from lightning_eff.kernels import devices, dispatch
 from lightning_eff.kernels.devices import Device
-from lightning_eff.kernels.table import Shape
-from lightning_eff.kernels.tiles import explain
+from lightning_eff.kernels.tile_configs import Shape
+from lightning_eff.kernels.tiles import explain_tiles
 from lightning_eff.report.sharding_table import BATCH_SIZE_KEY
 
 ASSUMED_ROWS = 8192
@@ -67,7 +67,7 @@ class LayerTarget:
         if precision == "auto" and device.capability >= 80:  # without a query of a GPU that is not present
             precision = "bf16-mixed"
         kind = torch_device.type if torch_device is not None else "cuda"
-        return cls(device=device, torch_device=torch_device, dtype=dtype_of(precision, kind))
+        return cls(device=device, torch_device=torch_device, dtype=matmul_dtype(precision, kind))
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class InputRows:
         """Return the smallest micro-batch of a config times the tokens of a sample.
 
         Example:
-            >>> InputRows.of({"data": {"micro_batch_size": 16, "context_length": 256}}).M
+            >>> InputRows.of({"data": {"batch_size": 16, "context_length": 256}}).M
             4096
         """
         data, callbacks = values.get("data") or {}, values.get("callbacks") or {}
@@ -172,7 +172,7 @@ def describe_layers(
     """
     shapes: dict[tuple[int, int, torch.dtype], list[str]] = {}
     for layer_name, layer in technique.layers_of(model).items():
-        key = (layer.out_features, layer.in_features, product_dtype(layer.weight.dtype, target.dtype))
+        key = (layer.out_features, layer.in_features, layer_matmul_dtype(layer.weight.dtype, target.dtype))
         shapes.setdefault(key, []).append(layer_name)
     if not shapes:
         return LinearLayers(f"{name} replaces no linear layer of this model")
@@ -186,7 +186,7 @@ def describe_layers(
             N=shape.N,
             K=shape.K,
             dtype=str(shape.dtype).removeprefix("torch."),
-            computed_by=dispatch.words(shape, target.torch_device, technique.backend),
+            computed_by=dispatch.describe_backend(shape, target.torch_device, technique.backend),
             tiles=_tile_notes(shape, target.device),
         )
         groups.append(group)
@@ -196,16 +196,16 @@ def describe_layers(
 def _tile_notes(shape: Shape, device: Device) -> list[str]:
     """Return wave quantization, tile quantization and missing TMA alignment of a GEMM."""
     try:
-        found = explain(shape.M, shape.N, shape.K, shape.dtype, device)
+        found = explain_tiles(shape.M, shape.N, shape.K, shape.dtype, device)
     except ValueError:
         return ["no Triton kernel for this dtype"]
     if not device.capability:
         return list(found.sentences())[1:]
     cost = found.cost
     better_m = "" if shape.M in found.fitting_m else f" (M={_either(found.fitting_m)} would fit)"
-    notes = [f"{cost.waves:.2f} waves, {cost.idle_share:.0%} idle{better_m}"]
-    if cost.beyond_share >= 0.0005:  # prints as 0.1 % or more
-        notes.append(f"{cost.beyond_share:.1%} tile quantization")
+    notes = [f"{cost.waves:.2f} waves, {cost.wave_quantization:.0%} idle{better_m}"]
+    if cost.tile_quantization >= 0.0005:  # prints as 0.1 % or more
+        notes.append(f"{cost.tile_quantization:.1%} tile quantization")
     for letter, size, aligned in (("N", shape.N, found.aligned_n), ("K", shape.K, found.aligned_k)):
         if size not in aligned:
             notes.append(f"no TMA, pad {letter} to {_either(aligned)}")

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 
-from lightning_eff.core.errors import REFUSALS, RunOutOfMemoryError
-from lightning_eff.core.host_memory import Limit
+from lightning_eff.core.errors import PRE_RUN_ERRORS, RunOutOfMemoryError
+from lightning_eff.core.host_memory import HostMemoryLimit
 from lightning_eff.core.text import human_bytes
 from lightning_eff.planner.advice import Options, advise
 from lightning_eff.planner.advised_recipe import AdvisedRecipe, Compose
@@ -55,7 +55,9 @@ BUDGET_S = 60.0
 """Seconds after which no further override is tried."""
 
 
-def explain_out_of_memory(error: BaseException, compose: Compose, limit: Limit) -> RunOutOfMemoryError:
+def explain_out_of_memory(
+    error: BaseException, compose: Compose, limit: HostMemoryLimit
+) -> RunOutOfMemoryError:
     """Free the memory of a failed run, and return the error to show instead.
 
     Args:
@@ -104,7 +106,7 @@ def free(error: BaseException | None) -> None:
     gc.collect()
 
 
-def _lines(phase: str, compose: Compose, limit: Limit) -> list[str]:
+def _lines(phase: str, compose: Compose, limit: HostMemoryLimit) -> list[str]:
     """Return the lines after the first: what holds the memory, and advice."""
     trainer = build_trainer(compose(()))
     if trainer.world_size > 1:
@@ -181,7 +183,7 @@ def _peak_bytes(recipe: AdvisedRecipe, options: Options) -> int | None:
     """Predict the step with an override; return None if it conflicts or cannot be predicted."""
     try:
         return recipe.forecast(options).num_bytes
-    except REFUSALS:
+    except PRE_RUN_ERRORS:
         return None
 
 

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.core.model_surgery import LowersFrozen, select
+from lightning_eff.core.model_surgery import CastsFrozen, select_blocks
 from lightning_eff.core.optimization.build import build
 from lightning_eff.core.rules import ddp_options
 from lightning_eff.core.technique import name_of
@@ -52,7 +52,7 @@ def sharding_table_of(values: Mapping[str, Any], trainer: pl.Trainer) -> Shardin
     try:
         module = model_without_memory(values, adapted_by=trainer)
         model = ModelWeights.of(
-            module, select(module, getattr(trainer.strategy, "blocks", None)).values(), cast
+            module, select_blocks(module, getattr(trainer.strategy, "blocks", None)).values(), cast
         )
         failure = "the optimizer cannot step on a sample"
         own = next((p.dtype for p in module.parameters() if p.requires_grad), torch.float32)
@@ -62,7 +62,7 @@ def sharding_table_of(values: Mapping[str, Any], trainer: pl.Trainer) -> Shardin
     count, micro_batches = micro_batches_per_step(values, trainer.world_size)
     about = f"memory per device with {name_of(trainer.strategy)}, by arithmetic: {model}, {trainer.precision}"
     assumed = scheme.assumptions()
-    if isinstance(trainer.precision_plugin, LowersFrozen):
+    if isinstance(trainer.precision_plugin, CastsFrozen):
         assumed.append("frozen weights are counted in their original dtype, not quantized")
     shares = shares_by_devices(scheme, model, state, count, also=trainer.world_size)
     return ShardingTable(f"{about}; {micro_batches}; {state}", shares, tuple(assumed))

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff.core import checkpoint_stamp, rules
-from lightning_eff.core.dtypes import choose, support
+from lightning_eff.core.dtypes import auto_precision, dtype_support
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes, human_count
@@ -115,7 +115,7 @@ class AutoPrecision(Precision):
         lightning_eff.core.errors.ConfigError: precision='bf16': expected one of auto, bf16-mixed, ...
     """
 
-    __repr__ = rules.repr_of_plugin
+    __repr__ = rules.plugin_repr
 
     def __init__(
         self,
@@ -157,10 +157,10 @@ class AutoPrecision(Precision):
         """Choose format and device, convert the weights in place if the format requires it, and count."""
         trainer: pl.Trainer | None = getattr(module, "_trainer", None)
         if trainer is not None and trainer.ckpt_path is not None:
-            checkpoint_stamp.watch(trainer)
+            checkpoint_stamp.compare_on_restore(trainer)
         device_type = self._settle_device(module)
         if self.precision == "auto":
-            self.precision, self._reason = choose(device_type)
+            self.precision, self._reason = auto_precision(device_type)
         dtype = COMPUTE_DTYPES[self.precision]
         self._warn_if_emulated(device_type, dtype)
         if self.precision == "16-mixed" and self.scaler is None:
@@ -183,10 +183,10 @@ class AutoPrecision(Precision):
         return self.device
 
     def _warn_if_emulated(self, device_type: str, dtype: torch.dtype) -> None:
-        answer = support(device_type, dtype)
+        answer = dtype_support(device_type, dtype)
         if not answer.native:
             text = f"precision={self.precision!r} will be slow: {answer.why}; precision='auto' would choose "
-            warnings.warn(f"{text}{choose(device_type)[0]!r}", SlowPathWarning, stacklevel=2)
+            warnings.warn(f"{text}{auto_precision(device_type)[0]!r}", SlowPathWarning, stacklevel=2)
 
     def _set_tf32(self, device_type: str) -> None:
         if self.tf32 is None or self._switches is not None:
@@ -286,7 +286,7 @@ class AutoPrecision(Precision):
         state = checkpoint.pop(type(self).__qualname__, None)
         if state is not None:
             checkpoint[LIGHTNING_KEY] = state
-        checkpoint |= checkpoint_stamp.with_plugin(checkpoint, self)
+        checkpoint |= checkpoint_stamp.add_plugin_stamp(checkpoint, self)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

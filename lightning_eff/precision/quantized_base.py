@@ -36,10 +36,18 @@ from typing_extensions import override
 from lightning_eff.adapters.module_tree import plain_name
 from lightning_eff.adapters.quantized import is_quantized, storage_bytes
 from lightning_eff.core import model_surgery, rules
-from lightning_eff.core.dtypes import choose, support
+from lightning_eff.core.dtypes import auto_precision, dtype_support
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, SlowPathWarning
 from lightning_eff.core.model_surgery import Stage
-from lightning_eff.core.technique import NEW_PARAMETERS, SHARDING, TRANSFORM, Facts, Outcome, Rule, Verdict
+from lightning_eff.core.technique import (
+    NEW_PARAMETERS,
+    PLACES_STATE,
+    TRANSFORM,
+    Facts,
+    Outcome,
+    Rule,
+    Verdict,
+)
 from lightning_eff.core.text import human_bytes
 from lightning_eff.precision._frozen_parts import linear_layers, matrices, reject_trained
 from lightning_eff.precision.auto import COMPUTE_DTYPES, AutoPrecision
@@ -86,7 +94,7 @@ class QuantizedBase(AutoPrecision):
         lightning_eff.core.errors.ConfigError: quant_type='int4': expected one of nf4, fp4, int8, bf16, fp16
     """
 
-    __repr__ = rules.repr_of_plugin
+    __repr__ = rules.plugin_repr
     stage = Stage.QUANTIZE
 
     def __init__(
@@ -129,7 +137,7 @@ class QuantizedBase(AutoPrecision):
     def facts(self) -> Facts:
         """Return what cannot be combined with quantized weights."""
         reason = "it shards parameters of one dtype, and quantized ones have scales too"
-        sharded = [replace(rule, reason=reason, remedies=("strategy=ddp",)) for rule in SHARDING]
+        sharded = [replace(rule, reason=reason, remedies=("strategy=ddp",)) for rule in PLACES_STATE]
         finetuning = Rule(
             name="lightning/BaseFinetuning",
             reason="it unfreezes weights that have too few bits to be trained",
@@ -138,9 +146,9 @@ class QuantizedBase(AutoPrecision):
         if self.quant_type in CAST:
             return Facts(provides=(TRANSFORM,), excludes=(*sharded, finetuning))
         kernels = Rule(
-            name="callbacks/triton_linear",
+            name="callbacks/triton_gemm",
             reason="it replaces only the layers that are not quantized",
-            remedies=("~callbacks.triton_linear",),
+            remedies=("~callbacks.triton_gemm",),
             verdict=Verdict.WARNED,
         )
         return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=(*sharded, finetuning, kernels))
@@ -155,7 +163,7 @@ class QuantizedBase(AutoPrecision):
         layers = linear_layers(model, self.skip_modules or ())
         if self.quant_type in CAST:
             return 0
-        frozen = model_surgery.staying_frozen(model, layers)
+        frozen = model_surgery.frozen_modules(model, layers)
         new = {name: layer for name, layer in layers.items() if name in frozen}
         present = {name: layer for name, layer in model.named_modules() if is_quantized(layer)}
         if not new and not present:
@@ -221,8 +229,6 @@ class QuantizedBase(AutoPrecision):
             count += is_changed
         return count
 
-    lower = cast_frozen  # the name in core.model_surgery's protocol until it is CastsFrozen
-
     def _settle_precision(self, model: nn.Module) -> None:
         """Choose the dtype of matrix products: that of a model that was loaded in 16 bits."""
         device_type = self._settle_device(model)
@@ -235,7 +241,7 @@ class QuantizedBase(AutoPrecision):
                 allowed = f"{name}, in which the model was loaded: its norms reject inputs of another dtype"
                 raise ConfigError(key=f"precision.{key}", value=getattr(self, key), allowed=allowed)
         if self.precision == "auto":
-            self.precision, self._reason = choose(device_type)
+            self.precision, self._reason = auto_precision(device_type)
 
     def _quant_type_error(self, allowed: str, remedies: Sequence[str] = ADAPTERS) -> ConfigError:
         return ConfigError(
@@ -257,7 +263,7 @@ class QuantizedBase(AutoPrecision):
 
     @override
     def _warn_if_emulated(self, device_type: str, dtype: torch.dtype) -> None:
-        answer = support(device_type, dtype)
+        answer = dtype_support(device_type, dtype)
         if not answer.native:
             text = f"matrix products in {self.precision} will be slow: {answer.why}"
             warnings.warn(text, SlowPathWarning, stacklevel=2)

@@ -15,7 +15,7 @@ import torch
 
 from lightning_eff.core import host_memory
 from lightning_eff.core.catalog import CONSTRAINTS
-from lightning_eff.core.dtypes import support
+from lightning_eff.core.dtypes import dtype_support
 from lightning_eff.core.machine import find_compiler
 from lightning_eff.core.text import human_bytes
 
@@ -105,10 +105,10 @@ def _accelerator() -> Iterator[CheckResult]:
 def _dtypes() -> Iterator[CheckResult]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for dtype in (torch.bfloat16, torch.float16):
-        answer = support(device, dtype)
+        answer = dtype_support(device, dtype)
         name = str(dtype).removeprefix("torch.")
         yield check_result(
-            name, answer.native, answer.why, answer.why, "precision=mixed (chooses what is fast)"
+            name, answer.native, answer.why, answer.why, "precision=auto (chooses what is fast)"
         )
 
 
@@ -132,7 +132,7 @@ def _communication() -> Iterator[CheckResult]:
 
 
 def _memory_and_disk() -> Iterator[CheckResult]:
-    limit, installed = host_memory.memory(), human_bytes(host_memory.installed_bytes())
+    limit, installed = host_memory.host_memory_limit(), human_bytes(host_memory.installed_bytes())
     limited = f"{human_bytes(limit.num_bytes)} by {limit.name}, of {installed}"
     yield CheckResult("memory", limited if limit.name else installed)
     cwd, shared = Path.cwd(), Path("/dev/shm")  # noqa: S108 - inspected, not written to

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core.optimization.composite import PerParameter
-from lightning_eff.core.recompute import HostMemory
+from lightning_eff.core.recompute import HostOffload
 from lightning_eff.report.live_bytes import LiveBytes, tensors_in
 from lightning_eff.report.module_tracker import BACKWARD, FORWARD, ModuleTracker
 from lightning_eff.report.roofline import Call, Work, call_of
@@ -105,8 +105,8 @@ class Recorder(LiveBytes):
         if self._tracker is None:
             self._tracker = ModuleTracker(module)
         self._tracker.open()
-        HostMemory.heard.append(self._mark_on_host)
-        self._hooks.callback(HostMemory.heard.remove, self._mark_on_host)
+        HostOffload.observers.append(self._mark_on_host)
+        self._hooks.callback(HostOffload.observers.remove, self._mark_on_host)
         super().begin(batch, module, self._optimizers)
         # In any order: `_mark` keeps the category of higher precedence.
         self._mark([batch], BATCH)
@@ -204,7 +204,7 @@ class Recorder(LiveBytes):
             if not isinstance(optimizer, PerParameter):
                 continue
             # An optimizer that steps on host copies keeps them, their gradients and its state on the host.
-            pairs = [(parameter, optimizer.stand_in(parameter)) for parameter in optimizer.parameters()]
+            pairs = [(parameter, optimizer.host_copy(parameter)) for parameter in optimizer.parameters()]
             copies = [copy for parameter, copy in pairs if copy is not parameter]
             self._mark(copies, STATE)
             gradients = [copy.grad for copy in copies]

@@ -199,7 +199,7 @@ def micro_batches_per_step(values: Mapping[str, Any], devices: int) -> tuple[int
     """Return the micro-batches of an optimizer step on each device from a config, and a text of it.
 
     Example:
-        >>> values = {"data": {"micro_batch_size": 4}, "trainer": {"accumulate_grad_batches": 2}}
+        >>> values = {"data": {"batch_size": 4}, "trainer": {"accumulate_grad_batches": 2}}
         >>> micro_batches_per_step(values, 8)
         (2, '2 micro-batches per step on each device')
     """

@@ -16,7 +16,7 @@ Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), an
     parameter without a gradient on any rank gets a gradient of 0, so weight decay and momentum move it. Ranks
     must run the same modules; they compare that, 16 bytes per step.
 Conflicts: one device without offload. LBFGS, Muon, Adafactor and other optimizers that are not elementwise.
-    Clipping by value. Compiled blocks. micro_batch_size=auto. Several optimizers, FrozenLow. Scalar, empty,
+    Clipping by value. Compiled blocks. micro_batch_size=auto. Several optimizers, QuantizedBase. Scalar, empty,
     float64 or complex parameters. Weight averaging in 16 bits, or under stage 3.
 Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; https://www.deepspeed.ai/docs/config-json/
 """
@@ -40,7 +40,7 @@ from typing_extensions import override
 
 from lightning_eff.checkpoint import full_state
 from lightning_eff.core import rules
-from lightning_eff.core.shards import shape_of
+from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import Facts, Outcome
 from lightning_eff.core.text import human_count
 from lightning_eff.strategy._shared.checks import ZERO
@@ -83,7 +83,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
         lightning_eff.core.errors.ConfigError: stage=4: expected 1 (optimizer state), 2 (and gradients) or ...
     """
 
-    __repr__ = rules.repr_of_plugin
+    __repr__ = rules.plugin_repr
     whole_checkpoints = True
     """Checkpoints have the layout of a single device, whatever the stage."""
 
@@ -335,7 +335,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
         if not self.optimizers:
             return Outcome(did="nothing trained", effective=False)
         sharded = ("optimizer state", "gradients", "weights")[: self.stage]
-        numel = sum(shape_of(parameter).numel() for group in self._groups for parameter in group)
+        numel = sum(full_shape(parameter).numel() for group in self._groups for parameter in group)
         offloaded = {"optimizer state": self.offload_optimizer, "weights": self.offload_parameters}
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         texts = [f"{', '.join(sharded)} of {human_count(numel)} parameters sharded across {ranks}"]

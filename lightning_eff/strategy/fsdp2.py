@@ -16,7 +16,7 @@ Costs: 1.5 times the communication of DDP; a block's full weights at a time; in 
     rank reads all of it; a folder does neither. Ranks must run the same modules; they compare that, 16 bytes
     per step (_shared/collectives.py).
 Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights
-    tied across blocks. FrozenLow. Weight averaging. Hooks on parameters.
+    tied across blocks. QuantizedBase. Weight averaging. Hooks on parameters.
 Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277;
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -41,9 +41,9 @@ from lightning_eff.checkpoint import full_state, sharded, sharded_write
 from lightning_eff.core import checkpoint_stamp, rules
 from lightning_eff.core.errors import CheckpointError, ConfigError
 from lightning_eff.core.model_surgery import Stage, queue
-from lightning_eff.core.technique import FOLDERS, Facts, Outcome, Rule, Technique
+from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Rule, Technique
 from lightning_eff.core.text import human_bytes, human_count
-from lightning_eff.report.sharded_memory import FullySharded
+from lightning_eff.report.sharded_memory import FSDP2Memory
 from lightning_eff.strategy._fsdp2 import checkpoint as fsdp2_checkpoint
 from lightning_eff.strategy._fsdp2 import shard
 from lightning_eff.strategy._fsdp2.checkpoint import DTensorState, LocalDTensorState
@@ -93,7 +93,7 @@ class FSDP2(ModelParallelStrategy):
         lightning_eff.core.errors.ConfigError: param_dtype='int4': expected bf16, fp16, fp32 or None
     """
 
-    __repr__ = rules.repr_of_plugin
+    __repr__ = rules.plugin_repr
     whole_checkpoints = True
     """Checkpoints have the layout of a single device, so techniques may read them in their hooks."""
 
@@ -263,7 +263,7 @@ class FSDP2(ModelParallelStrategy):
             raise CheckpointError(text)
         io = self.checkpoint_io
         if isinstance(io, Technique):  # as its own save_checkpoint, not called here, does
-            checkpoint = checkpoint_stamp.with_plugin(checkpoint, io)
+            checkpoint = checkpoint_stamp.add_plugin_stamp(checkpoint, io)
         saved = fsdp2_checkpoint.save(checkpoint, Path(filepath).expanduser(), Ranks(self.root_device))
         if isinstance(io, sharded.CheckpointListener):
             io.folder_saved(saved.path, saved.num_bytes, saved.duration_s)
@@ -306,13 +306,13 @@ class FSDP2(ModelParallelStrategy):
 
     def facts(self) -> Facts:
         """State that one device shards nothing, and that sharded checkpoints are folders."""
-        provides = (FOLDERS,) if self.checkpoints == "sharded" else ()
+        provides = (SHARDED_CHECKPOINTS,) if self.checkpoints == "sharded" else ()
         return Facts(provides=provides, excludes=(*_AVERAGES, *(() if self.cpu_offload else (_ONE_DEVICE,))))
 
-    def scheme(self) -> FullySharded:
+    def scheme(self) -> FSDP2Memory:
         """Return the memory arithmetic, for any number of devices."""
         param_dtype, reduce_dtype = DTYPES[self.param_dtype], DTYPES[self.reduce_dtype]
-        return FullySharded(
+        return FSDP2Memory(
             compute_itemsize=param_dtype.itemsize if param_dtype is not None else None,
             reduce_itemsize=reduce_dtype.itemsize if reduce_dtype is not None else None,
             on_host=self.cpu_offload,

@@ -222,7 +222,9 @@ def test_a_model_that_recomputes_on_its_own_is_refused(deep: Callable[..., Deep]
     model = deep()
     model.blocks[1].gradient_checkpointing = True
     trainer = make_trainer(callbacks=[GradientCheckpointing()], max_steps=1)
-    with pytest.raises(ConflictError, match=r"of the model's own \(blocks.1\): .*recomputed twice"):
+    with pytest.raises(
+        ConflictError, match=r"the model's own gradient checkpointing \(blocks.1\): .*recomputed twice"
+    ):
         trainer.fit(model, make_loader())
     assert "configure_model" not in model.__dict__
     model.blocks[1].gradient_checkpointing = False
@@ -298,7 +300,7 @@ def test_hugging_faces_layers_are_recomputed_without_filling_their_cache_twice(
     assert [name for name, hook in hooks.items() if hook.num_recomputed == 1] == [
         f"model.layers.{i}" for i in range(3)
     ]
-    assert all(hook.left_cache_empty == use_cache for hook in hooks.values())
+    assert all(hook.is_cache_disabled == use_cache for hook in hooks.values())
     if use_cache:
         assert out.past_key_values.get_seq_length() == 0
 

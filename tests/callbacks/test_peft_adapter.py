@@ -41,7 +41,7 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.torch_compile import TorchCompile
-from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.core.optimization.first_gradients import GradientError
@@ -526,12 +526,12 @@ def test_adalora_needs_an_end_gradients_and_no_scaler() -> None:
 
     with pytest.raises(ConfigError, match=r"options.total_step=None: .* this run has no end"):
         fit(max_steps=-1)
-    scaled = rules.check([PeftAdapter(method="adalora")], {"run/scaler": "a gradient scaler"})
+    scaled = rules.check_rules([PeftAdapter(method="adalora")], {"run/scaler": "a gradient scaler"})
     assert "which a scaler multiplies" in str(scaled[0])
     for strategy in (FSDP2(), DeepSpeedZero()):
-        (divided,) = rules.check([PeftAdapter(method="adalora"), strategy], {})
+        (divided,) = rules.check_rules([PeftAdapter(method="adalora"), strategy], {})
         assert divided.rule.remedies == ("callbacks.peft_adapter.method=lora",)
-        assert rules.check([PeftAdapter(), strategy], {}) == []
+        assert rules.check_rules([PeftAdapter(), strategy], {}) == []
     with pytest.raises(ConflictError, match="which it frees"):
         fit(InBackward)
 
@@ -546,7 +546,7 @@ def test_callbacks_that_cannot_meet_adapters_are_refused(other: pl.Callback) -> 
 
 @pytest.mark.parametrize(("method", "r"), [("lora", 4), ("vera", 8)])
 def test_tile_comes_after_adapters_and_compile_last(method: str, r: int) -> None:
-    tiled = TritonLinear(min_features=8)
+    tiled = TritonGemm(min_features=8)
     compiled = TorchCompile(backend="aot_eager")
     technique = PeftAdapter(method=method, options={"r": r})
     model, plain = Deep(dropout=0.0), Deep(dropout=0.0)
@@ -804,7 +804,7 @@ def test_the_head_of_a_task_is_known_before_adapters_are_in_and_is_in_the_checkp
 
     technique = PeftAdapter(target_modules=["first"], options={"r": 2, "task_type": "SEQ_CLS"})
     model = Classifier()
-    assert technique.keeps_trainable(model, ["first", "second", "classifier"]) == {"classifier"}
+    assert technique.trainable_modules(model, ["first", "second", "classifier"]) == {"classifier"}
     before = model.classifier.weight.detach().clone()
     trainer = make_trainer(callbacks=[technique], max_steps=2)
     trainer.fit(model, make_loader())

@@ -18,7 +18,7 @@ from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.config import ckpt_path
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
 from tests.support.models import make_trainer
-from tests.support.ranks import same
+from tests.support.ranks import is_equal
 
 NUM_RANKS = 3
 
@@ -82,7 +82,7 @@ def test_a_sharded_checkpoint_loads_as_full_tensors(num_ranks: int, tmp_path: Pa
     assert names(path) == ["index.ckpt", *parts]
     for load in (Durable().load_checkpoint, stored_weights.checkpoint):
         found = load(path)
-        assert same(found, checkpoint())
+        assert is_equal(found, checkpoint())
         assert list(found) == list(checkpoint())
         state = found["state_dict"]
         assert state["head.weight"] is state["embedding.weight"], "tied"
@@ -135,7 +135,7 @@ def test_every_flipped_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=file.name):
             Durable().load_checkpoint(path)
         file.write_bytes(content)
-    assert same(Durable().load_checkpoint(path), checkpoint()), "negative control"
+    assert is_equal(Durable().load_checkpoint(path), checkpoint()), "negative control"
 
 
 def test_a_shard_that_is_missing_or_of_another_save_is_named(tmp_path: Path) -> None:
@@ -278,8 +278,8 @@ def test_a_kill_at_any_step_leaves_the_previous_checkpoint(first: bool, tmp_path
             ends.add("none")
         else:
             found = Durable().load_checkpoint(path)
-            old = not first and same(found, checkpoint(1.0))
-            assert old or same(found, checkpoint(2.0))
+            old = not first and is_equal(found, checkpoint(1.0))
+            assert old or is_equal(found, checkpoint(2.0))
             ends.add("old" if old else "new")
         sharded_write.remove_leftovers(tmp_path)
         if path.exists():
@@ -310,7 +310,7 @@ def test_an_error_removes_the_files_of_the_save(tmp_path: Path, monkeypatch: pyt
             save(path, checkpoint(2.0))
     assert {file: file.read_bytes() for file in path.iterdir()} == before
     save(path, checkpoint(2.0))
-    assert same(Durable().load_checkpoint(path), checkpoint(2.0))
+    assert is_equal(Durable().load_checkpoint(path), checkpoint(2.0))
 
 
 def test_locked_shards_stay_and_leftovers_go(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_cleaning_up_while_a_save_ends_removes_none_of_its_files(
 
         monkeypatch.setattr(sharded_write, "token_of", late)
         sharded_write.clean_up(path)
-    assert same(Durable().load_checkpoint(path), checkpoint(2.0))
+    assert is_equal(Durable().load_checkpoint(path), checkpoint(2.0))
 
 
 def test_an_error_after_the_index_removes_no_shard(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_an_error_after_the_index_removes_no_shard(tmp_path: Path) -> None:
     sharded_write.write_index(path, "0" * 16, [shard.digest], rest, rows)
     late = OSError(5, "late")
     assert not written.__exit__(OSError, late, None)
-    assert same(Durable().load_checkpoint(path), checkpoint())
+    assert is_equal(Durable().load_checkpoint(path), checkpoint())
 
 
 def test_rank_0_must_see_the_shards_of_all_ranks(tmp_path: Path) -> None:

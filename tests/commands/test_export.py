@@ -28,9 +28,9 @@ from transformers import (
 )
 
 from lightning_eff import run
+from lightning_eff.adapters import adapter_checkpoint as adapter_state
 from lightning_eff.adapters import export as adapter_export
 from lightning_eff.adapters import inject as adapters
-from lightning_eff.adapters import state as adapter_state
 from lightning_eff.callbacks.peft_adapter import adapt
 from lightning_eff.checkpoint import atomic_write, stored_weights
 from lightning_eff.core.errors import CheckpointError, ConfigError
@@ -107,7 +107,7 @@ def logits_of(run_dir: Path) -> torch.Tensor:
     values = yaml.safe_load((run_dir / run.RESOLVED).read_text())
     model = run.model_again(values)
     (path,) = (run_dir / "checkpoints").glob("step-2.ckpt")
-    adapter_state.load(model, stored_weights.checkpoint(path))
+    adapter_state.load_adapter(model, stored_weights.checkpoint(path))
     with torch.inference_mode():
         return model.eval()(torch.arange(2, 26).reshape(2, 12))
 
@@ -189,7 +189,7 @@ def test_any_module_and_tied_weights(tiny: list[str], command: Command) -> None:
     load_model(model, str(folder / "export" / "model" / "model.safetensors"))
     adapted = run.model_again(values)
     (path,) = (folder / "checkpoints").glob("step-2.ckpt")
-    adapter_state.load(adapted, stored_weights.checkpoint(path))
+    adapter_state.load_adapter(adapted, stored_weights.checkpoint(path))
     ids = torch.randint(0, 256, (2, 8))
     torch.testing.assert_close(model.eval()(ids), adapted.eval()(ids), rtol=0.0, atol=1e-5)
     bare = run.make("model", values["model"])
@@ -210,15 +210,15 @@ def test_a_merged_head_is_tied_no_more_and_the_embedding_stays(tiny: list[str], 
     values = yaml.safe_load((folder / run.RESOLVED).read_text())
     adapted = run.model_again(values)
     (path,) = (folder / "checkpoints").glob("step-2.ckpt")
-    adapter_state.load(adapted, stored_weights.checkpoint(path))
+    adapter_state.load_adapter(adapted, stored_weights.checkpoint(path))
     written = folder / "export" / "model" / "model.safetensors"
     apart = run.make("model", values["model"] | {"tie_word_embeddings": False})
     load_model(apart, str(written))
     ids = torch.randint(0, 256, (2, 8))
     torch.testing.assert_close(apart.eval()(ids), adapted.eval()(ids), rtol=0.0, atol=1e-5)
     assert torch.equal(apart.embedding.weight, adapted.embedding.weight)
-    with pytest.raises(CheckpointError, match=r"several values of what is one weight .*'head.weight'"):
-        adapter_state.load_weights(run.make("model", values["model"]), stored_weights.weights(written))
+    with pytest.raises(CheckpointError, match=r"different values for one tied weight: .*'head.weight'"):
+        adapter_state.load_base_weights(run.make("model", values["model"]), stored_weights.weights(written))
 
 
 @pytest.mark.parametrize("targets", ["[lm_head,q_proj]", "[embed_tokens]"])
@@ -273,7 +273,7 @@ def test_every_method_is_written_as_peft_reads_it_and_merged(named: str, tmp_pat
     expected, before = model(x), bare.eval()(x)
     assert (expected - before).abs().max() > 1e-3
     merged = copy.deepcopy(model)
-    assert adapter_export.merge(merged) == []
+    assert adapter_export.merge_adapters(merged) == []
     assert merged.state_dict().keys() == bare.state_dict().keys()
     torch.testing.assert_close(merged(x), expected, rtol=0.0, atol=1e-5)
     adapter_export.save_adapter(model, tmp_path / "adapter")
@@ -329,8 +329,8 @@ def test_merging_leaves_the_layer_alone_that_shares_the_weight(
     """A merge in place would change the embedding with the head: logits are then wrong by whole numbers."""
     model, ids = trained(Llama(), **keywords), torch.arange(8)[None]
     expected = model(ids)
-    adapter_export.merge(model)
-    adapter_export.save_whole(model, tmp_path)
+    adapter_export.merge_adapters(model)
+    adapter_export.save_full_model(model, tmp_path)
     torch.testing.assert_close(model(ids), expected, rtol=0.0, atol=1e-5)
     again: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=0.0, atol=1e-5)
@@ -338,7 +338,7 @@ def test_merging_leaves_the_layer_alone_that_shares_the_weight(
 
 @pytest.mark.filterwarnings("ignore:.*tied")
 def test_what_a_shared_weight_cannot_stand_for_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.embed_tokens shares its weight(.|\n)*try: --merge"):
+    with pytest.raises(ConfigError, match=r"model.embed_tokens has a tied weight(.|\n)*try: --merge"):
         adapter_export.save_adapter(trained(Llama(), **TOKENS), tmp_path)
 
 
@@ -350,7 +350,7 @@ def test_the_head_of_a_task_is_written_as_plain_peft_writes_it(tmp_path: Path) -
 
     options = {"r": 2, "task_type": "TOKEN_CLS"}
     config = LoraConfig(target_modules=["query", "value"], **options)
-    with adapters.without_noise():
+    with adapters.ignore_peft_warnings():
         get_peft_model(make(), config).save_pretrained(tmp_path / "theirs")
     model, ids = trained(make(), target_modules=["query", "value"], options=options), torch.arange(8)[None]
     expected, head = model(input_ids=ids).logits, model.classifier.modules_to_save.default.weight.detach()
@@ -358,7 +358,7 @@ def test_the_head_of_a_task_is_written_as_plain_peft_writes_it(tmp_path: Path) -
     ours, theirs = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("ours", "theirs"))
     assert set(ours) == set(theirs)
     assert torch.equal(ours["base_model.model.classifier.weight"], head), "as it was trained"
-    with adapters.without_noise():
+    with adapters.ignore_peft_warnings():
         again: Any = PeftModel.from_pretrained(make(), tmp_path / "ours")
     torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=0.0, atol=1e-6)
 
@@ -372,7 +372,7 @@ def test_an_adapter_is_written_for_the_layers_that_have_one(tmp_path: Path) -> N
     assert sorted(names) == [f"base_model.model.linear.lora_{each}.weight" for each in "AB"]
 
 
-QUANTIZED = ["precision=frozen_low", "precision.compute=fp32"]
+QUANTIZED = ["precision=quantized_base", "precision.compute_dtype=fp32"]
 
 
 @pytest.mark.parametrize("weights", ["nf4", "int8", "bf16"])
@@ -380,7 +380,10 @@ def test_the_adapter_of_a_base_in_few_bits_is_exported(
     texts: None, tiny_llama: Path, command: Command, tmp_path: Path, weights: str
 ) -> None:
     """What PEFT reads are the adapter's own values, to the bit; a merge is exact or refused."""
-    words = [f"precision.weights={weights}", *(["precision.compute=auto"] if weights == "bf16" else [])]
+    words = [
+        f"precision.quant_type={weights}",
+        *(["precision.compute_dtype=auto"] if weights == "bf16" else []),
+    ]
     folder = train_llama(command, tiny_llama, *LORA, *QUANTIZED, *words)
     code, out, err = command("export", str(folder))
     assert code == 0, err
@@ -394,7 +397,7 @@ def test_the_adapter_of_a_base_in_few_bits_is_exported(
     code, out, err = command("export", str(folder), "--merge")
     if weights != "bf16":
         assert code == 2
-        assert "expected an adapter of a base in full precision" in err
+        assert "expected a base that is not quantized" in err
         assert "merge_and_unload()" in err
         return
     assert code == 0, err
@@ -402,7 +405,7 @@ def test_the_adapter_of_a_base_in_few_bits_is_exported(
     merged = elsewhere(MERGED, folder.resolve() / "export" / "model", tiny_llama, tmp_path)
     values = yaml.safe_load((folder / run.RESOLVED).read_text())
     model = run.model_again(values)
-    adapter_state.load(model, {"state_dict": saved, **_record(folder)})
+    adapter_state.load_adapter(model, {"state_dict": saved, **_record(folder)})
     with torch.inference_mode():
         exact = model.float().eval()(torch.arange(2, 26).reshape(2, 12))
     torch.testing.assert_close(merged, exact, rtol=0.0, atol=1e-5)
@@ -410,7 +413,7 @@ def test_the_adapter_of_a_base_in_few_bits_is_exported(
 
 def _record(folder: Path) -> dict[str, Any]:
     saved = stored_weights.checkpoint(folder / "checkpoints" / "step-2.ckpt")
-    return {adapter_state.KEY: saved[adapter_state.KEY]}
+    return {adapter_state.CHECKPOINT_KEY: saved[adapter_state.CHECKPOINT_KEY]}
 
 
 def test_a_base_that_was_quantized_on_another_device_is_said_and_another_base_refused(
@@ -421,7 +424,7 @@ def test_a_base_that_was_quantized_on_another_device_is_said_and_another_base_re
 
     def other(name: str) -> Callable[[Any], Any]:
         def change(checkpoint: Any) -> None:
-            base = checkpoint[adapter_state.KEY]["base"]
+            base = checkpoint[adapter_state.CHECKPOINT_KEY]["base"]
             form = base["tensors"][name].partition(" ")[0]
             base["tensors"] |= {name: f"{form} 0123456789abcdef"}
             base["sha256"] = "0" * 64

@@ -40,7 +40,7 @@ def test_every_technique_has_a_row_and_who_set_it(command: Command) -> None:
         "optimizer.lr=0.1",
     )
     assert {name: row["set_by"] for name, row in found.items()} == {
-        "precision/mixed": "recipe lm",
+        "precision/auto": "recipe lm",
         "callbacks/optimizer_choice": "recipe baseline, optimizer.lr=0.1",
         "checkpoint_io/durable": "recipe baseline",
         "callbacks/empty_cache": "recipe lm, callbacks.empty_cache.every_n_steps=7",
@@ -74,11 +74,11 @@ def test_what_a_device_emulates_is_adjusted_or_warned(
 ) -> None:
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": False})
     cpu = "trainer.accelerator=cpu"
-    assert rows(command, "lm", cpu)["precision/mixed"]["will_be"] == "adjusted"
-    assert rows(command, "lm", cpu, "precision=bf16_mixed")["precision/mixed"]["will_be"] == "warned"
-    assert rows(command, "lm", cpu, "precision=fp32")["precision/mixed"]["will_be"] == "on"
+    assert rows(command, "lm", cpu)["precision/auto"]["will_be"] == "adjusted"
+    assert rows(command, "lm", cpu, "precision=bf16_mixed")["precision/auto"]["will_be"] == "warned"
+    assert rows(command, "lm", cpu, "precision=fp32")["precision/auto"]["will_be"] == "on"
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": True})
-    assert rows(command, "lm", cpu)["precision/mixed"]["will_be"] == "on"
+    assert rows(command, "lm", cpu)["precision/auto"]["will_be"] == "on"
 
 
 BUDGET = ["+callbacks=gradient_checkpointing", "callbacks.gradient_checkpointing.policy=budget"]
@@ -148,7 +148,7 @@ def test_bad_words_are_a_usage_error(command: Command, words: list[str], message
     assert message in err
 
 
-TILED = "+callbacks=triton_linear"
+TILED = "+callbacks=triton_gemm"
 
 
 def layers(command: Command, *words: str) -> tuple[list[dict[str, Any]], str]:
@@ -178,14 +178,14 @@ def test_linear_layers_are_shown_by_shape(command: Command) -> None:
 
 
 def test_the_techniques_own_filter_decides(command: Command) -> None:
-    wide = layers(command, "baseline", TILED, "callbacks.triton_linear.min_features=193")
-    assert wide == ([], "callbacks/triton_linear takes no linear layer of this model")
-    only = "callbacks.triton_linear.blocks=['blocks.*.mlp']"
+    wide = layers(command, "baseline", TILED, "callbacks.triton_gemm.min_features=193")
+    assert wide == ([], "callbacks/triton_gemm takes no linear layer of this model")
+    only = "callbacks.triton_gemm.blocks=['blocks.*.mlp']"
     names = [row["example"] for row in layers(command, "baseline", TILED, only)[0]]
     assert names == ["blocks.0.mlp.up", "blocks.0.mlp.down"]
-    code, _, err = command("plan", "baseline", TILED, "callbacks.triton_linear.blocks=TransformerBlok")
+    code, _, err = command("plan", "baseline", TILED, "callbacks.triton_gemm.blocks=TransformerBlok")
     assert code == 2
-    assert "callbacks.triton_linear.blocks='TransformerBlok'" in err
+    assert "callbacks.triton_gemm.blocks='TransformerBlok'" in err
     assert "did you mean 'TransformerBlock'?" in err
 
 
@@ -202,7 +202,7 @@ def test_here_is_the_device_at_hand(command: Command) -> None:
 
 
 def test_rows_that_nobody_knows_are_assumed_aloud(command: Command) -> None:
-    found, about = layers(command, "images", TILED, "callbacks.triton_linear.min_features=10", "device=h200")
+    found, about = layers(command, "images", TILED, "callbacks.triton_gemm.min_features=10", "device=h200")
     assert [(row["M"], row["N"], row["K"]) for row in found] == [(None, 10, 64)]
     assert "M=8192 is assumed" in about
     assert "no TMA, pad N to 16 or" in found[0]["tiles"][-1]

@@ -197,8 +197,8 @@ DEFAULTS: dict[str, tuple[str, str]] = {
         "mine/own.yaml:1: baselin: no such recipe; did you mean 'baseline'?",
     ),
     "an option that is not there": (
-        "defaults:\n  - lm\n  - override precision: mixd\n",
-        "mine/own.yaml:3: precision=mixd: no such option; did you mean 'mixed'?",
+        "defaults:\n  - lm\n  - override precision: atuo\n",
+        "mine/own.yaml:3: precision=atuo: no such option; did you mean 'auto'?",
     ),
     "two recipes that choose": (
         "defaults: [lm, baseline]\n",

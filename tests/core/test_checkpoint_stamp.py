@@ -22,7 +22,7 @@ from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core import checkpoint_stamp
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.data.corpus.resumable_loader import ResumableLoader
-from lightning_eff.precision.mixed import Mixed
+from lightning_eff.precision.auto import AutoPrecision
 from tests.support.models import Net, make_loader, make_trainer
 
 pytestmark = [
@@ -61,7 +61,7 @@ def _listen(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_is_not_the_default_is_stored_under_one_key(net: Maker, tmp_path: Path) -> None:
-    plugins = [Durable(), Mixed(precision="bf16-true")]
+    plugins = [Durable(), AutoPrecision(precision="bf16-true")]
     callbacks = [
         EmptyCache(every_n_steps=1),
         MicroBatch(micro_batch_size=2, splitter=lambda batch, _: [batch]),
@@ -70,7 +70,7 @@ def test_what_is_not_the_default_is_stored_under_one_key(net: Maker, tmp_path: P
     own = state[checkpoint_stamp.KEY]
     assert own["techniques"]["callbacks/empty_cache"] == {"every_n_steps": 1}
     assert own["techniques"]["checkpoint_io/durable"] == {}
-    assert own["techniques"]["precision/mixed"]["precision"] == "bf16-true"
+    assert own["techniques"]["precision/auto"]["precision"] == "bf16-true"
     assert own["optimizers"] == ["torch.SGD"]
     splitter = own["techniques"]["callbacks/micro_batch"]["splitter"]
     assert "lambda" in splitter
@@ -111,7 +111,7 @@ def test_a_difference_is_said_once_and_no_difference_is_not(
     def same() -> dict[str, Any]:
         return {
             "callbacks": [EmptyCache(every_n_steps=1), MicroBatch()],
-            "plugins": [Mixed(precision="auto")],
+            "plugins": [AutoPrecision(precision="auto")],
         }
 
     saved(net(), tmp_path / "a.ckpt", **same())
@@ -122,18 +122,18 @@ def test_a_difference_is_said_once_and_no_difference_is_not(
         net(), tmp_path / "a.ckpt", callbacks=[EmptyCache(every_n_steps=2), OptimizerChoice(optimizer=SGD)]
     )
     assert logged_diffs(caplog) == [
-        "not as saved: without precision/mixed, without callbacks/micro_batch, "
+        "not as saved: without precision/auto, without callbacks/micro_batch, "
         "with callbacks/optimizer_choice, callbacks/empty_cache (every_n_steps: 1, now 2)"
     ]
 
 
 def test_a_plugin_alone_says_it_too(net: Maker, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saved(net(), tmp_path / "a.ckpt", plugins=[Mixed(precision="16-mixed")])
-    resumed(net(), tmp_path / "a.ckpt", plugins=[Mixed(precision="bf16-mixed")])
-    assert logged_diffs(caplog) == ["not as saved: precision/mixed (precision: '16-mixed', now 'bf16-mixed')"]
+    saved(net(), tmp_path / "a.ckpt", plugins=[AutoPrecision(precision="16-mixed")])
+    resumed(net(), tmp_path / "a.ckpt", plugins=[AutoPrecision(precision="bf16-mixed")])
+    assert logged_diffs(caplog) == ["not as saved: precision/auto (precision: '16-mixed', now 'bf16-mixed')"]
     saved(net(), tmp_path / "b.ckpt", plugins=[Durable()])
-    resumed(net(), tmp_path / "b.ckpt", plugins=[Durable(), Mixed(precision="32-true")])
-    assert logged_diffs(caplog) == ["not as saved: with precision/mixed"]
+    resumed(net(), tmp_path / "b.ckpt", plugins=[Durable(), AutoPrecision(precision="32-true")])
+    assert logged_diffs(caplog) == ["not as saved: with precision/auto"]
 
 
 def test_a_stock_checkpoint_is_said_to_name_nothing(
@@ -149,14 +149,14 @@ def test_a_stock_checkpoint_is_said_to_name_nothing(
 
 
 def test_lightnings_mixed_precision_and_ours_go_on_from_each_other(net: Maker, tmp_path: Path) -> None:
-    ours, stock = Mixed(precision="16-mixed"), MixedPrecision("16-mixed", "cpu")
+    ours, stock = AutoPrecision(precision="16-mixed"), MixedPrecision("16-mixed", "cpu")
     saved(net(), tmp_path / "ours.ckpt", plugins=[ours])
     saved(net(), tmp_path / "stock.ckpt", plugins=[stock])
     for name in ("ours", "stock"):
         state = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
         state["MixedPrecision"]["scale"] = 512.0
         torch.save(state, tmp_path / "small.ckpt")
-        for plugin in (Mixed(precision="16-mixed"), MixedPrecision("16-mixed", "cpu")):
+        for plugin in (AutoPrecision(precision="16-mixed"), MixedPrecision("16-mixed", "cpu")):
             resumed(net(), tmp_path / "small.ckpt", plugins=[plugin])
             assert plugin.scaler.get_scale() == 512.0
 
@@ -168,7 +168,9 @@ def test_another_optimizers_state_is_refused_by_name(net: Maker, tmp_path: Path,
     state = torch.load(tmp_path / "named.ckpt", weights_only=True)
     del state[checkpoint_stamp.KEY]
     torch.save(state, tmp_path / "unnamed.ckpt")
-    keywords: dict[str, Any] = {"callbacks": alone} if alone else {"plugins": [Mixed(precision="32-true")]}
+    keywords: dict[str, Any] = (
+        {"callbacks": alone} if alone else {"plugins": [AutoPrecision(precision="32-true")]}
+    )
     for name, words in (
         ("named", r"expected torch\.AdamW, with"),
         ("unnamed", "option betas and without mom"),

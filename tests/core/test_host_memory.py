@@ -12,7 +12,7 @@ import torch
 
 from lightning_eff.core import allocator, host_memory
 from lightning_eff.core.host_memory import HostMemoryLimit
-from lightning_eff.planner.room import Room
+from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.report import installation
 
 MIB = 2**20
@@ -81,9 +81,11 @@ def test_everyone_who_asks_for_host_memory_is_told_the_limit(monkeypatch: pytest
         host_memory, "host_memory_limit", lambda: HostMemoryLimit("ulimit -d", 700 * MIB, 200 * MIB)
     )
     cpu = torch.device("cpu")
-    room = Room.of("", cpu)
+    room = DeviceMemory.of("", cpu)
     assert (room.name, room.memory_bytes, room.free_bytes) == ("CPU (ulimit -d)", 700 * MIB, 500 * MIB)
-    assert Room.of("", cpu, held_bytes=150 * MIB).free_bytes == 650 * MIB, "held is what a step counts too"
+    assert DeviceMemory.of("", cpu, held_bytes=150 * MIB).free_bytes == 650 * MIB, (
+        "held is what a step counts too"
+    )
     assert allocator.total_bytes(cpu) == 700 * MIB
     found = {each.what: each.found for each in installation.inspect_machine()}
     assert found["memory"].startswith("700.0 MiB by ulimit -d, of ")

@@ -151,7 +151,7 @@ def test_no_override_is_left_in_a_plain_trainer() -> None:
         ("strategy=deepspeed_zero", "DeepSpeedZero()"),
         ("optimizer=adamw", "OptimizerChoice(optimizer=partial(torch.optim.AdamW, lr=0.003))"),
         ("optimizer.fused=false", "fused=False"),  # several optimizers have it
-        ("precision=tf32", 'Mixed(precision="32-true", tf32=True)'),
+        ("precision=tf32", 'AutoPrecision(precision="32-true", tf32=True)'),
         ("scheduler=none", "no scheduler"),
         ("checkpoint_io=torch", "TorchCheckpointIO()"),
         ("optimizer=unknown", "optimizer=unknown"),

@@ -21,7 +21,7 @@ from lightning_eff.core.errors import ConflictError, ConflictWarning, Environmen
 from lightning_eff.core.technique import SUITE, Facts, Outcome, Rule, Verdict
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
-from lightning_eff.precision.mixed import Mixed
+from lightning_eff.precision.auto import AutoPrecision
 from tests.support.models import Deep, Net, make_loader, make_trainer
 
 
@@ -151,7 +151,7 @@ class Replacing(Stating):
     [
         ({"accumulate_grad_batches": 2}, "run/accumulation"),
         ({"gradient_clip_val": 1.0}, "run/clipping"),
-        ({"plugins": [Mixed(precision="16-mixed")]}, "run/scaler"),
+        ({"plugins": [AutoPrecision(precision="16-mixed")]}, "run/scaler"),
         ({}, "run/one_device"),
         ({}, "run/cpu"),
         ({"strategy": DDPStrategy(static_graph=True)}, "run/static_graph"),

@@ -12,7 +12,7 @@ import torch
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.core.technique import Outcome, Technique, config_of, name_of, techniques
 from lightning_eff.monitors.progress import Progress
-from lightning_eff.precision.mixed import Mixed
+from lightning_eff.precision.auto import AutoPrecision
 
 
 class Foreign(pl.Callback):
@@ -29,7 +29,7 @@ class Foreign(pl.Callback):
 
 def test_ours_are_named_by_their_module() -> None:
     assert name_of(EmptyCache()) == "callbacks/empty_cache"
-    assert name_of(Mixed(precision="32-true")) == "precision/mixed"
+    assert name_of(AutoPrecision(precision="32-true")) == "precision/auto"
 
 
 def test_foreign_ones_are_named_by_their_class() -> None:

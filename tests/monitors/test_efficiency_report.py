@@ -18,7 +18,7 @@ from lightning_eff.checkpoint_io import durable
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.monitors.efficiency_report import LEDGER_FILE, PAGE_FILE, EfficiencyReport
-from lightning_eff.precision.mixed import Mixed
+from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.report import throughput
 from tests.support.models import Net, make_loader, make_trainer
 
@@ -31,11 +31,11 @@ def fit(model: Net, folder: Path, *extra: Any, **keywords: Any) -> dict[str, Any
 
 
 def test_ledger_says_asked_applied_and_done(net: Callable[..., Net], tmp_path: Path) -> None:
-    report = fit(net(), tmp_path, EmptyCache(every_n_steps=4), plugins=[Mixed()])
+    report = fit(net(), tmp_path, EmptyCache(every_n_steps=4), plugins=[AutoPrecision()])
     rows = {row["technique"]: row for row in report["ledger"]}
-    assert list(rows) == ["precision/mixed", "callbacks/empty_cache"]
-    assert rows["precision/mixed"]["asked"]["precision"] == "auto"
-    assert rows["precision/mixed"]["numbers"]["precision"] in ("32-true", "bf16-mixed")
+    assert list(rows) == ["precision/auto", "callbacks/empty_cache"]
+    assert rows["precision/auto"]["asked"]["precision"] == "auto"
+    assert rows["precision/auto"]["numbers"]["precision"] in ("32-true", "bf16-mixed")
     assert rows["callbacks/empty_cache"]["status"] == "applied"
     assert rows["callbacks/empty_cache"]["numbers"]["times"] == 2
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_eff.core.optimization.first_gradients import GradientError
 from lightning_eff.monitors.gradient_check import GradientCheck
-from lightning_eff.precision.mixed import Mixed
+from lightning_eff.precision.auto import AutoPrecision
 from tests.support.models import Net, make_loader, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning")
@@ -65,7 +65,7 @@ def test_many_names_are_cut_and_counted(net: Callable[..., Net]) -> None:
 
 def test_a_step_that_the_scaler_skips_is_no_step(net: Callable[..., Net]) -> None:
     """The first losses overflow float16 at the scaler's first scale, as they are meant to."""
-    plugin = Mixed(precision="16-mixed")
+    plugin = AutoPrecision(precision="16-mixed")
     plugin.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     model = net()
     fit(model, plugins=[plugin], max_steps=40)

@@ -21,7 +21,7 @@ from lightning_eff.core.optimization.first_gradients import GradientError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.gradient_check import GradientCheck
 from lightning_eff.optimizer.in_backward import InBackward
-from lightning_eff.precision.mixed import Mixed
+from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.report.live_bytes import LiveBytes
 from tests.support.models import Deep, Net, make_loader, make_trainer
 
@@ -139,7 +139,7 @@ def test_afterwards_backward_leaves_gradients_alone(end: str) -> None:
             {"gradient_clip_val": 1.0},
             r"partial\(InBackward, max_parameter_norm=1.0\) and Trainer\(gradient_clip_val=None\)",
         ),
-        ({"plugins": [Mixed(precision="16-mixed")]}, "a gradient scaler"),
+        ({"plugins": [AutoPrecision(precision="16-mixed")]}, "a gradient scaler"),
         ({"strategy": "ddp", "devices": 2}, "2 devices"),
         (
             {"callbacks": [pl.callbacks.GradientAccumulationScheduler(scheduling={1: 2})]},
@@ -182,7 +182,7 @@ def test_the_report_says_what_it_saved_and_when_it_saves_nothing(
     deep: Callable[..., Deep], tmp_path: Path
 ) -> None:
     """With a wide model and few samples gradients are the peak; with many samples activations are."""
-    from lightning_eff.report.report import verdict
+    from lightning_eff.report.summary import run_verdict
 
     saved = []
     for width, num_samples in ((256, 2), (16, 4096)):
@@ -193,7 +193,7 @@ def test_the_report_says_what_it_saved_and_when_it_saves_nothing(
         measured = report.report["measured"]
         saved.append(measured["peak_if_gradients_were_held_bytes"] - measured["peak_bytes"])
         expected = "lowered the peak by" if saved[-1] > 1024 else "did not lower the peak"
-        assert expected in verdict(report.report)
+        assert expected in run_verdict(report.report)
     assert saved[0] > 2 * 256 * 256 * 4, "more than two of its three blocks' gradients"
     assert saved[1] < 1024
 

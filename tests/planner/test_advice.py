@@ -43,7 +43,7 @@ def composer(*words: str) -> Any:
 
 @pytest.mark.slow
 def test_nothing_is_chosen_if_it_fits_and_the_largest_batch_is_exact() -> None:
-    compose = composer("data.micro_batch_size=4")
+    compose = composer("data.batch_size=4")
     taken = dry_run(compose([])).peak
     assert taken is not None
     memory = DeviceMemory("here", 5 * taken.num_bytes)
@@ -51,10 +51,10 @@ def test_nothing_is_chosen_if_it_fits_and_the_largest_batch_is_exact() -> None:
     assert found.fits
     assert found.chosen == []
     assert "the batch fits: techniques that save memory only pay off with a larger batch" in str(found)
-    size = next(each.value for each in found.largest if each.typed == "data.micro_batch_size")
+    size = next(each.value for each in found.largest if each.typed == "data.batch_size")
 
     def peak(rows: int) -> int:
-        values = composer(f"data.micro_batch_size={rows}")([])
+        values = composer(f"data.batch_size={rows}")([])
         prediction = dry_run(values, ExampleBatch.of(values)).peak
         assert prediction is not None
         return prediction.num_bytes
@@ -64,7 +64,7 @@ def test_nothing_is_chosen_if_it_fits_and_the_largest_batch_is_exact() -> None:
     (length,) = (each.value for each in found.largest if each.typed == "data.context_length")
 
     def peak_of(tokens: int) -> int:
-        values = composer("data.micro_batch_size=4", f"data.context_length={tokens}")([])
+        values = composer("data.batch_size=4", f"data.context_length={tokens}")([])
         prediction = dry_run(values, ExampleBatch.of(values)).peak
         assert prediction is not None
         return prediction.num_bytes
@@ -76,7 +76,7 @@ def test_nothing_is_chosen_if_it_fits_and_the_largest_batch_is_exact() -> None:
 @pytest.mark.slow
 def test_the_best_candidate_comes_first_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "_measure_cpu", lambda: FIXED)  # times by arithmetic, not by a clock
-    compose = composer("data.micro_batch_size=16")
+    compose = composer("data.batch_size=16")
     taken = dry_run(compose([])).peak
     assert taken is not None
     found = advise(compose, DeviceMemory("here", taken.num_bytes // 2, device=this_cpu()))
@@ -95,7 +95,7 @@ def test_the_best_candidate_comes_first_until_it_fits(monkeypatch: pytest.Monkey
 def test_checkpointing_saves_nothing_if_the_peak_is_in_the_update() -> None:
     """With a batch of one token there is nothing to recompute, and the optimizer's state is what counts."""
     found = advise(
-        composer("data.micro_batch_size=1", "data.context_length=2"),
+        composer("data.batch_size=1", "data.context_length=2"),
         DeviceMemory("here", 2**40),
         budget_s=900.0,
     )
@@ -107,7 +107,7 @@ def test_checkpointing_saves_nothing_if_the_peak_is_in_the_update() -> None:
 
 
 def test_time_is_bounded() -> None:
-    found = advise(composer("data.micro_batch_size=1"), DeviceMemory("here", 2**40), budget_s=0.0)
+    found = advise(composer("data.batch_size=1"), DeviceMemory("here", 2**40), budget_s=0.0)
     assert found.unfinished
     assert found.first == []
     assert "time ran out" in str(found)

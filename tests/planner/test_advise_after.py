@@ -66,7 +66,7 @@ def test_advice_is_printed_and_the_training_is_the_same(caplog: pytest.LogCaptur
     words = logged(caplog)
     assert "predicted peak of a step" in words
     assert "GradientCheckpointing()" in words
-    assert 'Mixed(precision="bf16-mixed")' in words
+    assert 'AutoPrecision(precision="bf16-mixed")' in words
     assert "time (estimate)" in words
 
 

@@ -19,7 +19,11 @@ RUNS = {
         "callbacks.micro_batch.micro_batch_size=2",
         "data.context_length=16",
     ],
-    "baseline": ["+callbacks=[data_preload,peft_adapter]", "precision=frozen_low", "precision.compute=fp32"],
+    "baseline": [
+        "+callbacks=[data_preload,peft_adapter]",
+        "precision=quantized_base",
+        "precision.compute_dtype=fp32",
+    ],
 }
 
 

@@ -21,7 +21,7 @@ from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.planner.prediction import predict
-from lightning_eff.precision.mixed import Mixed
+from lightning_eff.precision.auto import AutoPrecision
 from tests.support.prediction import CNN_OF, GPT_OF, Encoder, Llama, choice, loader_for, trainer_of
 
 Plugins = dict[str, Any]
@@ -43,8 +43,8 @@ RECOMPUTING: dict[str, Callable[[], Plugins]] = {
 }
 PRECISIONS: dict[str, Callable[[], Plugins]] = {
     "fp32": dict,
-    "bf16-mixed": lambda: {"plugins": [Mixed(precision="bf16-mixed")]},
-    "bf16-true": lambda: {"plugins": [Mixed(precision="bf16-true")]},
+    "bf16-mixed": lambda: {"plugins": [AutoPrecision(precision="bf16-mixed")]},
+    "bf16-true": lambda: {"plugins": [AutoPrecision(precision="bf16-true")]},
     "lightning's bf16": lambda: {"precision": "bf16-mixed"},
 }
 OPTIMIZERS: dict[str, Callable[[], Plugins]] = {

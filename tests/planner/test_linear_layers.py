@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.devices import DEVICES
-from lightning_eff.kernels.table import TILES, Shape
+from lightning_eff.kernels.tile_configs import CONFIGS, Shape
 from lightning_eff.planner.linear_layers import (
     InputRows,
     LayerTarget,
@@ -31,10 +31,10 @@ def model() -> nn.Module:
 
 
 def looked(tokens: int | None, target: LayerTarget = H200, backend: str = "auto") -> LinearLayers:
-    technique = TritonLinear(backend=backend)
+    technique = TritonGemm(backend=backend)
     assert isinstance(technique, ReplacesLinearLayers)
     return describe_layers(
-        technique, "callbacks/triton_linear", model(), target, InputRows(tokens, "as a test says")
+        technique, "callbacks/triton_gemm", model(), target, InputRows(tokens, "as a test says")
     )
 
 
@@ -46,7 +46,7 @@ def test_layers_of_a_shape_are_one_row_with_their_tile_waste() -> None:
     assert (second.num_layers, second.example, second.N, second.dtype) == (1, "1", 50257, "bfloat16")
     assert second.tiles[-1] == "no TMA, pad N to 50264 or 50304"
     text = str(looked(4352))
-    assert "linear layers of callbacks/triton_linear on H200, forward; as a test says\n" in text
+    assert "linear layers of callbacks/triton_gemm on H200, forward; as a test says\n" in text
     assert " 2       0            4352 x 4096 x 4096 bfloat16 " in text
 
 
@@ -66,8 +66,8 @@ def test_an_unknown_number_of_rows_is_not_printed() -> None:
 
 
 def test_a_model_without_such_layers_is_one_line() -> None:
-    found = describe_layers(TritonLinear(), "callbacks/triton_linear", nn.ReLU(), H200, InputRows(8, ""))
-    assert str(found) == "callbacks/triton_linear replaces no linear layer of this model"
+    found = describe_layers(TritonGemm(), "callbacks/triton_gemm", nn.ReLU(), H200, InputRows(8, ""))
+    assert str(found) == "callbacks/triton_gemm replaces no linear layer of this model"
 
 
 def test_a_dtype_without_a_kernel_is_a_note() -> None:
@@ -78,22 +78,22 @@ def test_a_dtype_without_a_kernel_is_a_note() -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"data": {"micro_batch_size": 16, "context_length": 256}}, 4096),
+        ({"data": {"batch_size": 16, "context_length": 256}}, 4096),
         (
             {
-                "data": {"micro_batch_size": 16, "context_length": 256},
+                "data": {"batch_size": 16, "context_length": 256},
                 "callbacks": {"micro_batch": {"micro_batch_size": 4}, "empty_cache": {}},
             },
             1024,
         ),
         (
             {
-                "data": {"micro_batch_size": 16, "context_length": 256},
+                "data": {"batch_size": 16, "context_length": 256},
                 "callbacks": {"micro_batch": {"micro_batch_size": "auto"}},
             },
             4096,
         ),
-        ({"data": {"micro_batch_size": 64}}, None),
+        ({"data": {"batch_size": 64}}, None),
         ({"data": {"context_length": 256}, "callbacks": None}, None),
         ({}, None),
     ],
@@ -123,10 +123,11 @@ def test_measured_choices_are_only_of_the_gpu_that_is_present(
     monkeypatch.setenv("LIGHTNING_EFF_CACHE", str(tmp_path))
     monkeypatch.setattr(dispatch, "identity", lambda device: "some-gpu")
     dispatch.choices.cache_clear()
-    dispatch.remember("some-gpu", {dispatch.bucket(Shape(M=4096, N=4096, K=4096)): str(TILES[1])})
+    dispatch.save_choices("some-gpu", {dispatch.bucket(Shape(M=4096, N=4096, K=4096)): str(CONFIGS[1])})
     target = LayerTarget(device=DEVICES["h200"], torch_device=GPU, dtype=torch.bfloat16)
     assert (
-        looked(4096, target).rows[0].computed_by == f"{TILES[1]}: measured to be faster than torch's library"
+        looked(4096, target).rows[0].computed_by
+        == f"{CONFIGS[1]}: measured to be faster than torch's library"
     )
     assert "nothing was measured" in looked(4096, target).rows[1].computed_by
     assert looked(4096, target, "triton").rows[0].computed_by == "our kernels: asked for"

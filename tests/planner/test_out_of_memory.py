@@ -75,7 +75,9 @@ def test_an_override_that_fits_is_named_and_trains_to_the_end(
     tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sample takes seven arrays of 256 KiB in the backward pass, and five in the forward pass."""
-    monkeypatch.setattr(host_memory, "host_memory_limit", lambda: HostMemoryLimit("cgroup /box", 105 * MIB, 100 * MIB))
+    monkeypatch.setattr(
+        host_memory, "host_memory_limit", lambda: HostMemoryLimit("cgroup /box", 105 * MIB, 100 * MIB)
+    )
     words = words_for("SmallTwo", tiny)
     code, _, err = command(*words)
     assert code == 4

@@ -17,15 +17,15 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
-from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.recompute import HostOffload
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.planner.prediction import Prediction, predict, predict_step
-from lightning_eff.precision.frozen_low import FrozenLow
-from lightning_eff.precision.mixed import Mixed
+from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.precision.quantized_base import QuantizedBase
 from lightning_eff.report.meter import Probe
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import Recorder
@@ -56,16 +56,22 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
     ),
     "recomputed in part": (GPT_OF, lambda: {"callbacks": [GradientCheckpointing(policy="selective")]}),
     "offloaded": (GPT_OF, lambda: {"callbacks": [GradientCheckpointing(policy="offload")]}),
-    "bf16-mixed": (GPT_OF, lambda: {"plugins": [Mixed(precision="bf16-mixed")]}),
-    "16-mixed": (GPT_OF, lambda: {"plugins": [Mixed(precision="16-mixed")], "gradient_clip_val": 1.0}),
-    "bf16-true": (GPT_OF, lambda: {"plugins": [Mixed(precision="bf16-true")]}),
+    "bf16-mixed": (GPT_OF, lambda: {"plugins": [AutoPrecision(precision="bf16-mixed")]}),
+    "16-mixed": (
+        GPT_OF,
+        lambda: {"plugins": [AutoPrecision(precision="16-mixed")], "gradient_clip_val": 1.0},
+    ),
+    "bf16-true": (GPT_OF, lambda: {"plugins": [AutoPrecision(precision="bf16-true")]}),
     "lightning's bf16": (GPT_OF, lambda: {"precision": "bf16-mixed"}),
     "adapters": (GPT_OF, lambda: {"callbacks": [PeftAdapter()]}),
     "adapters on 4 bits": (
         GPT_OF,
-        lambda: {"callbacks": [PeftAdapter()], "plugins": [FrozenLow(weights="nf4", compute="fp32")]},
+        lambda: {
+            "callbacks": [PeftAdapter()],
+            "plugins": [QuantizedBase(quant_type="nf4", compute_dtype="fp32")],
+        },
     ),
-    "tiled": (GPT_OF, lambda: {"callbacks": [TritonLinear(min_features=16)]}),
+    "tiled": (GPT_OF, lambda: {"callbacks": [TritonGemm(min_features=16)]}),
     "in backward": (GPT_OF, lambda: {"callbacks": [choice(InBackward)]}),
     "on the host": (GPT_OF, lambda: {"callbacks": [choice(CpuOffload)]}),
     "fused": (
@@ -85,7 +91,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
                 GradientCheckpointing(),
                 PeftAdapter(),
             ],
-            "plugins": [Mixed(precision="bf16-mixed")],
+            "plugins": [AutoPrecision(precision="bf16-mixed")],
         },
     ),
     "batch norm": (CNN_OF, dict),

@@ -28,7 +28,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.torch_compile import TorchCompile
-from lightning_eff.callbacks.triton_linear import TritonLinear
+from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core import model_surgery, rules
 from lightning_eff.core.errors import ConfigError, ConflictError, EnvironmentLacksError
 from lightning_eff.core.model_surgery import Stage
@@ -512,7 +512,7 @@ TECHNIQUES: dict[str, Callable[[], list[Any]]] = {
     "offloaded": lambda: [GradientCheckpointing(policy="offload")],
     "accumulated": lambda: [GradientAccumulation(global_batch_size=4)],
     "cut": lambda: [MicroBatch(micro_batch_size=4)],
-    "swapped": lambda: [TritonLinear(min_features=1)],
+    "swapped": lambda: [TritonGemm(min_features=1)],
 }
 
 
@@ -556,7 +556,7 @@ def test_compiled_blocks_train_alike(quant_type: str) -> None:
 def test_strategies_that_shard_and_callbacks_that_thaw_are_refused() -> None:
     for other in (FSDPStrategy(), BackboneFinetuning()):
         for quant_type in ("nf4", "bf16"):
-            findings = rules.check([QuantizedBase(quant_type=quant_type), other], {})
+            findings = rules.check_rules([QuantizedBase(quant_type=quant_type), other], {})
             assert [f.rule.verdict for f in findings] == [Verdict.REFUSED]
     with pytest.raises(ConflictError, match="few bits to be trained"):
         fitted(QuantizedBase(), PeftAdapter(options=LORA), BackboneFinetuning())
@@ -587,7 +587,7 @@ def test_head_embeddings_and_norms_of_a_hugging_face_model_stay(tiny_llama: Path
     casting = QuantizedBase(quant_type="bf16", device="cpu", skip_modules=["embed_tokens"])
     casting.apply(bf16)
     bf16.model.model.norm.requires_grad_(True)
-    model_surgery.apply(bf16, [(Stage.LOWER, casting.cast_frozen)])
+    model_surgery.apply(bf16, [(Stage.CAST_FROZEN, casting.cast_frozen)])
     assert bf16.model.model.embed_tokens.weight.dtype == torch.float32
     assert bf16.model.lm_head.weight.dtype == torch.bfloat16
 

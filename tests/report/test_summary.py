@@ -24,7 +24,7 @@ MEASURED = {
 
 def make_report(**changes: Any) -> dict[str, Any]:
     ledger = [
-        {"technique": "precision/mixed", "asked": {}, "status": "applied", "did": "16 layers in bf16"},
+        {"technique": "precision/auto", "asked": {}, "status": "applied", "did": "16 layers in bf16"},
         {"technique": "callbacks/empty_cache", "asked": {}, "status": "no effect", "did": "never"},
     ]
     outcome = {"status": "finished", "reason": "", "num_steps": 100, "measured": MEASURED, "ledger": ledger}
@@ -38,7 +38,7 @@ def test_the_text_of_a_finished_run() -> None:
         " time per batch 12.3 ms | samples/s 1300.0 | tokens/s 166.4k | FLOP/s per device 2.5T | MFU 45.7%"
         " | peak memory 1.5 GiB | data wait 2.1%",
         " technique              status     what it did",
-        " precision/mixed        applied    16 layers in bf16",
+        " precision/auto         applied    16 layers in bf16",
         " callbacks/empty_cache  no effect  never",
     ]
 
@@ -48,7 +48,7 @@ def test_a_failed_run_says_after_how_many_steps_and_why() -> None:
     expected = "Failed after 6 optimizer steps: OSError: the disk is full"
     assert summary.run_verdict(failed) == expected
     assert summary.report_text(failed).startswith(f"Efficiency report. {expected}\n")
-    assert "precision/mixed" in summary.report_text(failed), "the ledger is there all the same"
+    assert "precision/auto" in summary.report_text(failed), "the ledger is there all the same"
 
 
 def test_a_run_too_short_to_time_says_so_and_shows_what_was_counted() -> None:

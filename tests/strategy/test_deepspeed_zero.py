@@ -27,9 +27,9 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError, ConflictError, EnvironmentLacksError
-from lightning_eff.core.technique import asked
-from lightning_eff.precision.frozen_low import FrozenLow
-from lightning_eff.precision.mixed import Mixed
+from lightning_eff.core.technique import config_of
+from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.precision.quantized_base import QuantizedBase
 from lightning_eff.strategy._zero.optimizer import single_optimizer
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from tests.support.models import Net, make_trainer
@@ -71,13 +71,17 @@ def test_config_is_passed_to_deepspeed_and_not_changed() -> None:
     zero = strategy.config["zero_optimization"]
     assert (zero["stage"], zero["reduce_bucket_size"], zero["offload_param"]["device"]) == (3, 1000, "cpu")
     assert repr(given) == before
-    assert asked(strategy)["config"] == before
+    assert config_of(strategy)["config"] == before
 
 
 def test_a_precision_plugin_becomes_deepspeeds_own() -> None:
     strategy = DeepSpeedZero()
     trainer = pl.Trainer(
-        strategy=strategy, devices=2, accelerator="cpu", logger=False, plugins=[Mixed(precision="bf16-mixed")]
+        strategy=strategy,
+        devices=2,
+        accelerator="cpu",
+        logger=False,
+        plugins=[AutoPrecision(precision="bf16-mixed")],
     )
     assert isinstance(trainer.precision_plugin, DeepSpeedPrecision)
     assert trainer.precision == "bf16-mixed"
@@ -125,7 +129,7 @@ def test_incompatible_lightning_callbacks_are_rejected(
     other: Any, options: dict[str, Any], *, refused: bool
 ) -> None:
     trainer = make_trainer(strategy=DeepSpeedZero(**options), devices=2, callbacks=[other])
-    findings = rules.check(rules.objects_of(trainer), {})
+    findings = rules.check_rules(rules.trainer_components(trainer), {})
     assert bool(findings) is refused
     assert all(finding.rule.remedies for finding in findings)
 
@@ -134,7 +138,7 @@ def test_averages_of_16_bit_weights_are_rejected() -> None:
     trainer = make_trainer(
         strategy=DeepSpeedZero(stage=1), devices=2, callbacks=[WeightAveraging()], precision="bf16-true"
     )
-    assert rules.check(rules.objects_of(trainer), {})
+    assert rules.check_rules(rules.trainer_components(trainer), {})
 
 
 def test_rules_also_apply_in_a_plain_trainer() -> None:
@@ -174,16 +178,16 @@ def test_a_missing_deepspeed_names_the_install_command(monkeypatch: pytest.Monke
         DeepSpeedZero()
 
 
-@pytest.mark.parametrize("other", [TorchCompile(), FrozenLow(), MicroBatch(micro_batch_size="auto")])
+@pytest.mark.parametrize("other", [TorchCompile(), QuantizedBase(), MicroBatch(micro_batch_size="auto")])
 def test_incompatible_techniques_are_rejected(other: Any) -> None:
-    findings = rules.check([DeepSpeedZero(), other], MACHINE)
+    findings = rules.check_rules([DeepSpeedZero(), other], MACHINE)
     assert [finding.rule.verdict.value for finding in findings] == ["refused"]
     assert findings[0].rule.remedies
 
 
 def test_lightning_accumulates_instead_of_deepspeed() -> None:
     assert not DeepSpeedZero().handles_gradient_accumulation
-    assert rules.check([DeepSpeedZero(), MicroBatch(micro_batch_size=2)], {}) == []
+    assert rules.check_rules([DeepSpeedZero(), MicroBatch(micro_batch_size=2)], {}) == []
 
 
 ALONE = """

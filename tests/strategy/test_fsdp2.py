@@ -12,7 +12,7 @@ from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError, ConflictError
-from lightning_eff.precision.frozen_low import FrozenLow
+from lightning_eff.precision.quantized_base import QuantizedBase
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Net, make_trainer
 
@@ -41,26 +41,26 @@ def test_one_device_is_rejected_with_remedies() -> None:
         assert f"try: {remedy}" in str(raised.value)
 
 
-@pytest.mark.parametrize("other", [FrozenLow(), MicroBatch(micro_batch_size="auto")])
+@pytest.mark.parametrize("other", [QuantizedBase(), MicroBatch(micro_batch_size="auto")])
 def test_incompatible_techniques_are_rejected(other: Any) -> None:
-    findings = rules.check([FSDP2(), other], MACHINE)
+    findings = rules.check_rules([FSDP2(), other], MACHINE)
     assert [finding.rule.verdict.value for finding in findings] == ["refused"]
     assert findings[0].rule.remedies
 
 
 def test_durable_accepts_folders_but_does_not_write_them_in_its_thread() -> None:
     late = Durable(asynchronous=True)
-    assert rules.check([FSDP2(), late], MACHINE) == []
-    assert rules.check([FSDP2(checkpoints="sharded"), Durable()], MACHINE) == []
-    (finding,) = rules.check([FSDP2(checkpoints="sharded"), late], MACHINE)
+    assert rules.check_rules([FSDP2(), late], MACHINE) == []
+    assert rules.check_rules([FSDP2(checkpoints="sharded"), Durable()], MACHINE) == []
+    (finding,) = rules.check_rules([FSDP2(checkpoints="sharded"), late], MACHINE)
     assert finding.rule.verdict.value == "warned"
     assert "asynchronous=True has no effect" in str(finding)
 
 
 def test_compiled_blocks_and_fixed_micro_batches_are_fine() -> None:
-    assert rules.check([FSDP2(), MicroBatch(micro_batch_size=2)], {}) == []
+    assert rules.check_rules([FSDP2(), MicroBatch(micro_batch_size=2)], {}) == []
     refused = [
-        f for f in rules.check([FSDP2(), TorchCompile()], MACHINE) if f.rule.verdict.value == "refused"
+        f for f in rules.check_rules([FSDP2(), TorchCompile()], MACHINE) if f.rule.verdict.value == "refused"
     ]
     assert refused == []
 

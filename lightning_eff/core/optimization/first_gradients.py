@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_eff.core.errors import EXIT_FAILED, ConfigError, HasRemedies, nearest
+from lightning_eff.core.errors import EXIT_FAILED, ConfigError, HasRemedies, suggest_name
 from lightning_eff.core.optimization.composite import FreesGradients
 
 MAX_NAMES = 5
@@ -46,7 +46,7 @@ class FirstGradients:
         names = [name for name, _ in module.named_parameters()]
         for pattern in self.unused:
             if not any(fnmatchcase(name, pattern) for name in names):
-                allowed = f"a pattern of parameter names; {nearest(pattern, names)}"
+                allowed = f"a pattern of parameter names; {suggest_name(pattern, names)}"
                 raise ConfigError(key="unused", value=pattern, allowed=allowed)
 
     def watch(self, module: nn.Module, optimizers: Iterable[Any]) -> None:

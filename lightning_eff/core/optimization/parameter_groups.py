@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_eff.core.errors import ConfigError, nearest
+from lightning_eff.core.errors import ConfigError, suggest_name
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -77,7 +77,7 @@ def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set
     names = [name for name, _ in module.named_parameters()]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            allowed = f"a parameter's name; {nearest(pattern, names)}"
+            allowed = f"a parameter's name; {suggest_name(pattern, names)}"
             raise ConfigError(key="optimizer.rest", value=pattern, allowed=allowed)
     tables = [layer for layer in module.modules() if isinstance(layer, EMBEDDINGS)]
     vocabulary = max((table.num_embeddings for table in tables), default=0)

@@ -26,7 +26,7 @@ from lightning_eff.checkpoint.atomic_write import save_error
 from lightning_eff.checkpoint.full_state import COUNTS
 from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, RowShard, split_shards
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.shards import rows_here, together
+from lightning_eff.core.shards import full_tensor, local_rows
 from lightning_eff.strategy._shared.collectives import Ranks
 
 
@@ -42,7 +42,7 @@ class DTensorState:
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """Return a tensor unsharded: an all-gather of all ranks."""
-        return together(tensor)
+        return full_tensor(tensor)
 
     def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
         """Set this rank's shard of a tensor from its full value."""
@@ -82,7 +82,7 @@ class LocalDTensorState(DTensorState):
 
 def _shard_like(value: Tensor, like: DTensor) -> DTensor:
     """Return this rank's shard of a full value, laid out like `like`; every rank has it, so none sends."""
-    local = rows_here(like)
+    local = local_rows(like)
     if isinstance(value, LazyShardedTensor) and local is not None:
         rows = value.rows(*local).to(like.device, copy=True)  # the other rows are not read
         mesh, placements = like.device_mesh, like.placements
@@ -167,9 +167,9 @@ def _local_shard(tensor: Tensor) -> RowShard | Tensor:
     """Return this rank's rows; a tensor that is not sharded by rows in full, which all ranks gather."""
     if not isinstance(tensor, DTensor):
         return tensor
-    local = rows_here(tensor)
+    local = local_rows(tensor)
     if local is None:
-        return together(tensor).to("cpu")
+        return full_tensor(tensor).to("cpu")
     rows = tensor.to_local()
     is_view = rows.untyped_storage().nbytes() != rows.nbytes  # torch.save would write the whole storage
     return local[0], rows.clone() if is_view else rows

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from lightning_eff.core.model_surgery import Blocks, select
+from lightning_eff.core.model_surgery import BlockSelector, select_blocks
 from lightning_eff.strategy._shared import checks
 
 _MIXED = "got mixed torch.Tensor and DTensor"
@@ -27,7 +27,7 @@ def shard(
     model: nn.Module,
     mesh: Any,
     *,
-    blocks: Blocks = None,
+    blocks: BlockSelector = None,
     policy: MixedPrecisionPolicy | None = None,
     offload: bool = False,
     reshard_after_forward: bool = True,
@@ -58,7 +58,9 @@ def shard(
         if offload
         else OffloadPolicy(),
     }
-    selected = [block for block in select(model, blocks).values() if any(True for _ in block.parameters())]
+    selected = [
+        block for block in select_blocks(model, blocks).values() if any(True for _ in block.parameters())
+    ]
     checks.check_sizes(checks.FSDP2, model)
     checks.check_hooks(model)
     checks.check_groups(model, selected)

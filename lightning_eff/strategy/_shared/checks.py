@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_eff.core.errors import ConflictError
-from lightning_eff.core.shards import shape_of
+from lightning_eff.core.shards import full_shape
 
 FSDP2 = "strategy/fsdp2"
 ZERO = "strategy/deepspeed_zero"
@@ -35,7 +35,7 @@ def check_sizes(strategy: str, model: nn.Module) -> None:
         model: Before it is sharded.
     """
     for name, parameter in model.named_parameters():
-        shape = tuple(shape_of(parameter))
+        shape = tuple(full_shape(parameter))
         if 0 in shape:
             size = " x ".join(map(str, shape))
             problem = f"{name} is {size}; a parameter without elements cannot be sharded"

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.shards import is_part
+from lightning_eff.core.shards import is_sharded
 from lightning_eff.strategy._shared.checks import conflict
 
 _MAX_HASH = 2**62 - 1
@@ -44,13 +44,13 @@ def broadcast_from_rank0(tensors: Iterable[Tensor], device: torch.device) -> Non
 
     def plain(tensor: Any) -> list[Tensor]:
         """Return the tensors inside a tensor subclass: a quantized tensor's codes and scales."""
-        if is_part(tensor) or not hasattr(tensor, "__tensor_flatten__"):
+        if is_sharded(tensor) or not hasattr(tensor, "__tensor_flatten__"):
             return [tensor]
         names, _ = tensor.__tensor_flatten__()
         return [inner for name in names for inner in plain(getattr(tensor, name))]
 
     for target in [inner for tensor in tensors for inner in plain(tensor)]:
-        if target.is_meta or is_part(target) or not target.numel():
+        if target.is_meta or is_sharded(target) or not target.numel():
             continue
         sent = target.detach().to(device, copy=True).contiguous()
         # All ranks of the default group; as bytes, since backends do not support every dtype.

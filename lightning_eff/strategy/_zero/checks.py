@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from lightning_eff.core.dtypes import choose
+from lightning_eff.core.dtypes import auto_precision
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.core.technique import Rule
 from lightning_eff.strategy._shared import checks
@@ -172,7 +172,7 @@ def precision_like(plugin: Precision, device_type: str) -> DeepSpeedPrecision:
         ConfigError: DeepSpeed has no such precision.
     """
     requested: Any = plugin.precision
-    precision: Any = choose(device_type)[0] if requested == "auto" else requested
+    precision: Any = auto_precision(device_type)[0] if requested == "auto" else requested
     try:
         return DeepSpeedPrecision(precision)
     except ValueError as error:

@@ -22,8 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_eff.core.text import human_count
-from lightning_eff.report.division import RING, Share, part
-from lightning_eff.report.weights import Model, OptimizerState, num_bytes
+from lightning_eff.report.model_weights import ModelWeights, OptimizerState, weight_bytes
+from lightning_eff.report.sharding_table import RING, DeviceShare, shard_numel
 
 FLOAT32 = 4
 """Bytes."""
@@ -67,14 +67,18 @@ class Zero:
 
     own_weights = True
 
-    def share(self, model: Model, state: OptimizerState, devices: int, micro_batches: int) -> Share:
-        """Return the bytes of one device; see `Scheme`."""
+    def share(
+        self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int
+    ) -> DeviceShare:
+        """Return the bytes of one device; see `ShardingScheme`."""
         count = self._stage_3 if self.stage == 3 else self._stage_1_or_2
         return count(model, state, devices, micro_batches)
 
-    def _stage_1_or_2(self, model: Model, state: OptimizerState, devices: int, micro_batches: int) -> Share:
+    def _stage_1_or_2(
+        self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int
+    ) -> DeviceShare:
         total = sum(weight.numel for weight in model.trained)
-        local, size = part(total, devices), self.itemsize
+        local, size = shard_numel(total, devices), self.itemsize
         # float32 weights and optimizer state of this rank's slice of all trained elements
         optimizer = local * FLOAT32 + state.bytes_of(model.trained) * local / max(total, 1)
         gradient_size = self.accumulate_itemsize if self.stage == 1 else size
@@ -92,8 +96,8 @@ class Zero:
         # once per step, stage 2 once per micro-batch. Then updated slices are all-gathered.
         num_reductions = micro_batches if self.stage == 2 else 1
         reduced = (2 if self.all_reduce else 1) * (devices - 1) / devices * total * self.reduce_itemsize
-        return Share(
-            weights=num_bytes(model.weights, size) + model.buffers_bytes,
+        return DeviceShare(
+            weights=weight_bytes(model.weights, size) + model.buffers_bytes,
             gradients=gradients,
             optimizer=0 if is_offloaded else optimizer,
             buffers=buckets + largest if is_offloaded else max(buckets, step),
@@ -101,13 +105,15 @@ class Zero:
             sent=num_reductions * reduced + (devices - 1) * local * size,
         )
 
-    def _stage_3(self, model: Model, state: OptimizerState, devices: int, micro_batches: int) -> Share:
+    def _stage_3(
+        self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int
+    ) -> DeviceShare:
         size = self.itemsize
-        local = sum(part(weight.numel, devices) for weight in model.trained)
-        weights = sum(part(weight.numel, devices) for weight in model.weights) * size
+        local = sum(shard_numel(weight.numel, devices) for weight in model.trained)
+        weights = sum(shard_numel(weight.numel, devices) for weight in model.weights) * size
         unsharded = sum(weight.numel for weight in model.weights if weight.numel <= self.persistent) * size
         has_copies = size != FLOAT32 or self.optimizer_on or self.weights_on
-        optimizer = state.bytes_of(model.trained, lambda weight: part(weight.numel, devices))
+        optimizer = state.bytes_of(model.trained, lambda weight: shard_numel(weight.numel, devices))
         optimizer += local * FLOAT32 if has_copies else 0
         gradients, step = local * self.accumulate_itemsize, min(local, self.step_elements) * FLOAT32
         offloaded = {"": 0.0, "cpu": 0.0, "nvme": 0.0}
@@ -120,7 +126,7 @@ class Zero:
         gathered *= size
         total = sum(weight.numel for weight in model.trained)
         scattered = min(self.bucket, total) * self.reduce_itemsize * (1 + 1 / devices)  # input and output
-        return Share(
+        return DeviceShare(
             weights=offloaded[""] + unsharded + model.buffers_bytes,
             gradients=gradients,
             optimizer=optimizer,
@@ -132,7 +138,7 @@ class Zero:
             sent=(devices - 1) * sent,
         )
 
-    def _gathered_and_sent(self, model: Model, devices: int, micro_batches: int) -> tuple[int, float]:
+    def _gathered_and_sent(self, model: ModelWeights, devices: int, micro_batches: int) -> tuple[int, float]:
         """Return elements of sharded weights gathered at a time, and bytes sent to each other device."""
         # Layers whose weights stay gathered from forward to backward: the last ones. Between forward and
         # backward of a layer each later layer runs twice.
@@ -150,11 +156,11 @@ class Zero:
             gathers = micro_batches * (1 if weight.layer in kept else 2)
             gathers = 1 if weight.numel <= self.persistent else gathers
             reduced = micro_batches * self.reduce_itemsize if weight.trained else 0
-            sent += part(weight.numel, devices) * (gathers * self.itemsize + reduced)
+            sent += shard_numel(weight.numel, devices) * (gathers * self.itemsize + reduced)
         return stay + min(sum(rest), max(rest, default=0) + self.prefetch), sent
 
     def assumptions(self) -> list[str]:
-        """Return what was assumed; see `Scheme`."""
+        """Return what was assumed; see `ShardingScheme`."""
         buckets = f"{self.num_buckets} bucket{'s' if self.num_buckets > 1 else ''} of gradients"
         lines = [
             f"{buckets} of {human_count(self.bucket)} elements, however small the model "

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_eff.core.errors import ConflictWarning
-from lightning_eff.core.shards import is_part
+from lightning_eff.core.shards import is_sharded
 from lightning_eff.strategy._shared.checks import ZERO, conflict
 
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
@@ -38,7 +38,7 @@ class ParameterGuard:
         self._versions = [
             (name, p, p._version)  # noqa: SLF001
             for name, p, is_trained in self._parameters
-            if is_trained or is_part(p)
+            if is_trained or is_sharded(p)
         ]
 
     def check(self) -> None:
@@ -108,7 +108,7 @@ class PreservedDtypes:
             for name, buffer in owner.named_buffers(recurse=False)
             if keeps_all or buffer.is_complex()
         ]
-        frozen = [p for p in module.parameters() if not (p.requires_grad or is_part(p))]
+        frozen = [p for p in module.parameters() if not (p.requires_grad or is_sharded(p))]
         self._frozen = [(parameter, parameter.data) for parameter in frozen if keeps_all]
 
     def restore(self) -> None:

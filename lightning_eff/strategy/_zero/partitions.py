@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_eff.checkpoint.full_state import COUNTS
-from lightning_eff.core.shards import gathered, shape_of, together
+from lightning_eff.core.shards import full_shape, full_tensor, unsharded
 
 
 class PartitionedState:
@@ -42,14 +42,14 @@ class PartitionedState:
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """Return a tensor unsharded, from the float32 vectors if it is trained; a collective of all ranks."""
         if not self._is_trained(tensor):
-            return together(tensor)
+            return full_tensor(tensor)
         with self._partition(tensor) as flat:
             return self._unflatten(tensor, flat)
 
     def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
         """Set a tensor, and its slice of the float32 vectors; a collective of all ranks."""
         if hasattr(tensor, "ds_id"):
-            with gathered(tensor, modifier_rank=0):  # all ranks: rank 0's change is broadcast at the end
+            with unsharded(tensor, modifier_rank=0):  # all ranks: rank 0's change is broadcast at the end
                 if dist.get_rank() == 0:
                     tensor.data.copy_(value)
         else:
@@ -75,7 +75,7 @@ class PartitionedState:
         """Set this rank's slice of the optimizer's state of a parameter."""
         if not (state and self._is_trained(parameter)):
             return
-        shape = shape_of(parameter)
+        shape = full_shape(parameter)
         with self._partition(parameter) as flat:
             own = self._optimizer_state.setdefault(flat, {})
             for key, value in state.items():

@@ -76,7 +76,9 @@ def check(config: Mapping[str, Any], path: str = "") -> None:
             )
         if not path and key not in FREE:
             raise ConfigError(
-                key=f"config.{key}", value=value, allowed=f"one of DeepSpeed's keys; {suggest_name(key, FREE)}"
+                key=f"config.{key}",
+                value=value,
+                allowed=f"one of DeepSpeed's keys; {suggest_name(key, FREE)}",
             )
         if isinstance(value, Mapping) and full in _NESTED:
             nested: Mapping[str, Any] = value

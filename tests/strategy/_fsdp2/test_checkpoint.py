@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_eff.checkpoint.lazy_tensor import from_shards
-from lightning_eff.core.shards import rows_here
+from lightning_eff.core.shards import local_rows
 from lightning_eff.strategy._fsdp2.checkpoint import DTensorState, LocalDTensorState
 
 NUM_RANKS = 3
@@ -30,7 +30,7 @@ def test_local_rows_match_torch_and_only_they_are_read(rank: int, num_rows: int)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     full = torch.arange(num_rows * 2.0).reshape(num_rows, 2)
     theirs = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
-    here = rows_here(theirs)
+    here = local_rows(theirs)
     assert here is not None
     assert torch.equal(full[here[0] : here[1]], theirs.to_local())
     cuts = [(0, full[:1].clone()), (1, full[1:].clone())] if num_rows else []
@@ -53,7 +53,7 @@ def test_other_placements_have_no_local_rows(rank: int) -> None:
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     full = torch.ones(6, 6)
     for placement in (Shard(1), Replicate()):
-        assert rows_here(distribute_tensor(full, mesh, [placement], src_data_rank=None)) is None
+        assert local_rows(distribute_tensor(full, mesh, [placement], src_data_rank=None)) is None
     square = init_device_mesh("cpu", (1, NUM_RANKS))
     divided = distribute_tensor(full, square, [Replicate(), Shard(0)], src_data_rank=None)
-    assert rows_here(divided) is None
+    assert local_rows(divided) is None
