@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.core.text import text_table
 from lightning_eff.microbatching import lightning_loop
-from lightning_eff.microbatching.fitting import Fitting
+from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
 
 WARM_UP = 200
 """Steps of each loop that are not counted."""
@@ -88,7 +88,7 @@ def measure(num_steps: int) -> dict[str, list[float]]:
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     plain = epoch_loop.automatic_optimization
     exact, cut, auto = (lightning_loop.ExactStep(trainer, plain) for _ in range(3))
-    cut.fitting, auto.fitting = Fitting(4, adapts=False), Fitting(None, adapts=True)
+    cut.fitting, auto.fitting = MicroBatchSize(4, adapts=False), MicroBatchSize(None, adapts=True)
     names = ("lightning", "lightning again", "loop.py", "MicroBatch(4)", "MicroBatch()")
     turns = Turns(dict(zip(names, (plain, plain, exact, cut, auto), strict=True)))
     epoch_loop.automatic_optimization = turns

@@ -83,7 +83,7 @@ def adapt_low_by_hand(model: Deep) -> None:
 CASES = {
     "empty_cache by the clock": Case(lambda: EmptyCache(every_n_steps=2), "callbacks"),
     "empty_cache by need": Case(
-        lambda: EmptyCache(every_n_steps=None, max_cached_share=0.0, check_every_n_steps=2), "callbacks"
+        lambda: EmptyCache(every_n_steps=None, max_cached_fraction=0.0, check_every_n_steps=2), "callbacks"
     ),
     "optimizer_choice": Case(lambda: OptimizerChoice(optimizer=SGD), "callbacks"),
     "data_preload": Case(lambda: DataPreload(num_workers=1), "callbacks"),

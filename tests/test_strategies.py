@@ -37,9 +37,9 @@ from lightning_eff.precision.mixed import Mixed
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support import covering
-from tests.support.language import plain, speaker, texts
+from tests.support.language import train_reference, language_model, token_rows
 from tests.support.models import make_trainer
-from tests.support.ranks import same, start
+from tests.support.ranks import is_equal, run_two_ranks
 
 STEPS = 20
 OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
@@ -142,13 +142,13 @@ def loader(trainer: pl.Trainer, dataset: Any, *, size: int = 8) -> DataLoader[An
 
 def parity(name: str, case: tuple[Any, ...]) -> dict[str, Tensor]:
     weighted, clip, window, size = case
-    model = speaker(weighted).float()
+    model = language_model(weighted).float()
     model.on_before_optimizer_step = lambda optimizer: None  # it reads gradients that are elsewhere
     callbacks: list[Any] = [GradientAccumulation(global_batch_size=window * 16)]
     callbacks += [MicroBatch(micro_batch_size=size)] if size else []
     options = TOGETHER | {"strategy": STRATEGIES[name](), "gradient_clip_val": clip}
     trainer = make_trainer(callbacks=callbacks, max_steps=STEPS, **options)
-    trainer.fit(model, loader(trainer, TensorDataset(*texts(60))))
+    trainer.fit(model, loader(trainer, TensorDataset(*token_rows(60))))
     return trainer.strategy.lightning_module_state_dict()
 
 
@@ -351,7 +351,7 @@ def evaluated(trainer: pl.Trainer) -> float:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return where two ranks have left their checkpoints and results."""
     folder = tmp_path_factory.mktemp("strategies")
-    done = start("tests.test_strategies", folder)
+    done = run_two_ranks("tests.test_strategies", folder)
     assert all((folder / f"rank{rank}.pt").exists() for rank in range(2)), done.stderr[-4000:]
     return folder
 
@@ -376,7 +376,7 @@ def checkpoint(folder: Path, name: str) -> dict[str, Any]:
 def test_steps_are_those_of_one_device(results: dict[str, Any], name: str, index: int) -> None:
     """SGD with momentum, T2: a window that is divided twice is 94 % off, a sum in another order 1e-6."""
     weighted, clip, window, _ = CASES[index]
-    expected = plain(weighted, 4 * window, clip, STEPS, 15, ranks=2)
+    expected = train_reference(weighted, 4 * window, clip, STEPS, 15, ranks=2)
     ours = results["parity"][name, index]
     for key, value in expected.named_parameters():
         torch.testing.assert_close(ours[key].double(), value.data, rtol=2e-5, atol=2e-6)
@@ -451,7 +451,7 @@ def test_a_checkpoint_is_laid_out_as_that_of_ddp(folder: Path, name: str) -> Non
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_a_checkpoint_goes_from_one_to_the_other_unchanged(folder: Path, one: str, other: str) -> None:
-    assert same(checkpoint(folder, f"{one}-{other}"), checkpoint(folder, one))
+    assert is_equal(checkpoint(folder, f"{one}-{other}"), checkpoint(folder, one))
 
 
 @pytest.mark.parametrize("one", EVERY)
@@ -459,11 +459,11 @@ def test_a_checkpoint_of_two_ranks_is_loaded_on_one(folder: Path, one: str, tmp_
     path = str(folder / f"{one}.ckpt")
     alone = trained("ddp", 3, seed=2, ckpt_path=path, strategy="auto", devices=1)
     saved(alone, tmp_path / "alone.ckpt")
-    assert same(checkpoint(tmp_path, "alone"), checkpoint(folder, one))
+    assert is_equal(checkpoint(tmp_path, "alone"), checkpoint(folder, one))
 
 
 def test_a_folder_holds_what_the_file_holds(folder: Path) -> None:
-    assert same(checkpoint(folder, "in_parts"), checkpoint(folder, "fsdp2"))
+    assert is_equal(checkpoint(folder, "in_parts"), checkpoint(folder, "fsdp2"))
     assert list(checkpoint(folder, "in_parts")["state_dict"]) == list(checkpoint(folder, "ddp")["state_dict"])
     state = checkpoint(folder, "in_parts")["state_dict"]
     assert state["head.weight"] is state["embedding.weight"]
@@ -528,7 +528,7 @@ def test_adapters_begin_train_and_come_back(folder: Path, results: dict[str, Any
         torch.testing.assert_close(ours["state_dict"][key], theirs["state_dict"][key], rtol=1e-4, atol=1e-5)
         assert bool(ours["state_dict"][key].any()), "trained, and not empty"
     again = checkpoint(folder, f"{name}-lora-again")
-    assert same(again, ours)
+    assert is_equal(again, ours)
     whole = [read(folder / f"{each}-lora.ckpt") for each in (name, "ddp")]
     assert whole[0]["peft_adapter"] == whole[1]["peft_adapter"], "the same fingerprint of the base"
     assert results["evaluated"][name] == pytest.approx(results["evaluated"]["ddp"], rel=1e-4)

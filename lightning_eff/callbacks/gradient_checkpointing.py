@@ -35,7 +35,7 @@ from typing_extensions import override
 from lightning_eff.core import checkpoint_stamp, model_surgery, rules
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.model_surgery import Blocks, Stage
-from lightning_eff.core.recompute import Contexts, HostMemory, Recomputed, noop_context_fn
+from lightning_eff.core.recompute import ContextFn, HostOffload, RecomputedBlock, noop_context_fn
 from lightning_eff.core.technique import BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 
 POLICIES = ("full", "every_n", "selective", "budget", "offload")
@@ -109,7 +109,7 @@ def _parts(values: Iterable[Any]) -> list[Any]:
 
 def recompute(
     model: nn.Module, *, policy: str = "full", every_n_blocks: int = 2, blocks: Blocks = None
-) -> dict[str, Recomputed]:
+) -> dict[str, RecomputedBlock]:
     """Have blocks of a model recomputed from now on; for Fabric, or a loop of one's own.
 
     Args:
@@ -131,16 +131,16 @@ def recompute(
     found = model_surgery.select(model, blocks)
     if policy == "every_n":
         found = dict(list(found.items())[::every_n_blocks])
-    keep: Contexts = noop_context_fn
+    keep: ContextFn = noop_context_fn
     if policy == "selective":
         own = getattr(torch.ops.lightning_eff, "gemm", None)  # there as soon as a layer uses it
         kept = [*KEPT_OPERATIONS, *([own.default] if own is not None else [])]
         keep = functools.partial(keep_outputs, kept)
-    host = HostMemory() if policy == "offload" else None
+    host = HostOffload() if policy == "offload" else None
     return {
-        name: Recomputed(block, contexts=keep, host=host)
+        name: RecomputedBlock(block, contexts=keep, host=host)
         for name, block in found.items()
-        if not Recomputed.of(block)
+        if not RecomputedBlock.of(block)
     }
 
 
@@ -194,7 +194,7 @@ class GradientCheckpointing(pl.Callback):
         self.memory_budget = memory_budget
         self.blocks = blocks
         self._num_blocks = 0
-        self._recomputed: dict[str, Recomputed] = {}
+        self._recomputed: dict[str, RecomputedBlock] = {}
         self._budget = ExitStack()
         self._budget_set = False
 
@@ -281,7 +281,7 @@ class GradientCheckpointing(pl.Callback):
             return Outcome(did=did, effective=self._budget_set)
         names, count = list(self._recomputed), self._num_recomputations()
         did = f"{len(names)} of {self._num_blocks} blocks recomputed ({self.policy}), {count} times"
-        if any(recomputed.left_cache_empty for recomputed in self._recomputed.values()):
+        if any(recomputed.is_cache_disabled for recomputed in self._recomputed.values()):
             did += "; their key-value cache stays empty"
         return Outcome(
             did=did,

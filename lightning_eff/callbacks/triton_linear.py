@@ -35,7 +35,7 @@ from lightning_eff.kernels import linear as layers
 from lightning_eff.kernels.matmul import INTERPRETED
 from lightning_eff.kernels.table import Shape
 from lightning_eff.microbatching import lightning_loop
-from lightning_eff.microbatching.fitting import is_count
+from lightning_eff.microbatching.micro_batch_size import is_count
 from lightning_eff.report import tile_explanation
 
 

@@ -1,12 +1,13 @@
-"""A block whose activations are computed again in the backward pass instead of being kept.
+"""A block whose activations are recomputed in the backward pass instead of being kept.
 
 Two hooks around the block's forward drive PyTorch's non-reentrant checkpoint, so the block keeps its class,
 its name and its keys, and a compiled forward inside stays compiled. Beyond what PyTorch does for a block:
-buffers that its forward changes (batch statistics, counters) change once and are recomputed from what they
-were; tensors passed by keyword are treated like the others; and the block's inputs may wait in host memory.
+buffers that its forward changes (batch statistics, counters) change once and are recomputed from their
+earlier values; tensors passed by keyword are treated like positional ones; and the block's inputs may be
+offloaded to host memory.
 
-Why not `torch.distributed._composable.checkpoint`, which drives the same generator: its hooks cannot be taken
-off, a second backward through a kept graph fails in it, and tensors passed by keyword escape it.
+Why not `torch.distributed._composable.checkpoint`, which drives the same generator: its hooks cannot be
+removed, a second backward through a retained graph fails in it, and it ignores tensors passed by keyword.
 """
 
 from __future__ import annotations
@@ -24,37 +25,39 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+# Private, as of torch 2.13: runs up to the forward, and past it when it is resumed.
 _checkpoint: Any = checkpoint._checkpoint_without_reentrant_generator  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Makes what surrounds a forward and its recomputation, as `torch.utils.checkpoint` takes it."""
-
-
-_MARK = "_recomputed_by"
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Returns contexts around a forward and its recomputation; `context_fn` of `torch.utils.checkpoint`."""
 CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Under which names Hugging Face's layers take a key-value cache."""
+"""Keywords under which Hugging Face's layers take a key-value cache."""
+STATISTICS = ("running_mean", "running_var")
+"""Buffers that batch normalization changes without increasing their version."""
+_MARK = "_recomputed_by"
 
 
-class Recomputed:
-    """Has a block's activations recomputed until `remove`.
+class RecomputedBlock:
+    """Recomputes a block's activations until `remove` is called.
 
     Args:
         block: Any module.
-        contexts: What surrounds forward and recomputation; for selective checkpointing.
-        host: Keeps the block's inputs until they are needed; None leaves them where they are.
+        contexts: Contexts around forward and recomputation; for selective checkpointing.
+        host: Offloads the block's inputs until they are needed; None leaves them where they are.
     """
 
     def __init__(
-        self, block: nn.Module, *, contexts: Contexts = noop_context_fn, host: HostMemory | None = None
+        self, block: nn.Module, *, contexts: ContextFn = noop_context_fn, host: HostOffload | None = None
     ) -> None:
         self.num_recomputed = 0
-        self.left_cache_empty = False
+        self.is_cache_disabled = False
         self._block = block
         self._contexts = contexts
         self._host = host
-        self._names = _positional_names(block)
+        parameters = inspect.signature(block.forward).parameters.values()
+        self._names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         self._frames: list[tuple[Generator[None], AbstractContextManager[Any]]] = []
-        self._recomputing = False
+        self._is_recomputing = False
         untraced: Any = torch.compiler.disable  # what is inside the block may be compiled, the hooks not
         self._handles = [
             block.register_forward_pre_hook(untraced(self._before), with_kwargs=True),
@@ -63,12 +66,12 @@ class Recomputed:
         block.__dict__[_MARK] = self
 
     @staticmethod
-    def of(block: nn.Module) -> Recomputed | None:
-        """Return what has a block recomputed, if something has."""
+    def of(block: nn.Module) -> RecomputedBlock | None:
+        """Return the object that recomputes a block, or None."""
         return block.__dict__.get(_MARK)
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._block.__dict__.pop(_MARK, None)
         for handle in self._handles:
             handle.remove()
@@ -76,83 +79,72 @@ class Recomputed:
     def _before(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._recomputing or not torch.is_grad_enabled():
+        if self._is_recomputing or not torch.is_grad_enabled():
             return args, kwargs
-        args, kwargs = self._positional(args, self._without_cache(kwargs))
-        frame = _checkpoint(block, *self._options(block), *args, **kwargs)
-        # The host's hooks see the inputs alone: inside the block, the checkpoint's own lie above them.
-        moving = self._host.keeping() if self._host else nullcontext()
-        moving.__enter__()
+        # By position, as far as possible: only positional tensors are saved like activations.
+        positional, keywords = list(args), self._without_cache(kwargs)
+        while len(positional) < len(self._names) and self._names[len(positional)] in keywords:
+            positional.append(keywords.pop(self._names[len(positional)]))
+        # preserve_rng_state, context_fn, determinism_check, debug and early_stop, by position
+        options = (True, lambda: self._context_fn(block), "default", False, True)
+        frame = _checkpoint(block, *options, *positional, **keywords)
+        # Offloading applies to the inputs alone: inside the block, the checkpoint's own hooks are innermost.
+        offloading = self._host.offload_saved() if self._host else nullcontext()
+        offloading.__enter__()
         next(frame)
-        self._frames.append((frame, moving))
-        return args, kwargs
+        self._frames.append((frame, offloading))
+        return tuple(positional), keywords
 
     def _after(self, *_: Any) -> None:
-        if self._recomputing or not self._frames:
+        if self._is_recomputing or not self._frames:
             return
-        frame, moving = self._frames.pop()
-        exhausted = next(frame, True)
-        moving.__exit__(None, None, None)
-        if not exhausted:
+        frame, offloading = self._frames.pop()
+        is_exhausted = next(frame, True)
+        offloading.__exit__(None, None, None)
+        if not is_exhausted:
             msg = "the checkpoint of a block did not end with its forward"
             raise RuntimeError(msg)
 
-    def _options(self, block: nn.Module) -> tuple[Any, ...]:
-        """Return preserve_rng_state, context_fn, determinism_check, debug and early_stop, by position."""
-        return (True, lambda: self._around(block), "default", False, True)
-
-    def _around(self, block: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def _context_fn(
+        self, block: nn.Module
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         forward, recomputation = self._contexts()
         changed: list[tuple[nn.Module, str, Tensor]] = []
 
         @contextmanager
         def first() -> Generator[None]:
-            with remembered_buffers(block, changed), forward:
+            with record_changed_buffers(block, changed), forward:
                 yield
 
         @contextmanager
         def again() -> Generator[None]:
             self.num_recomputed += 1
-            self._recomputing = True
+            self._is_recomputing = True
             try:
                 with swapped_buffers(changed), recomputation:
                     yield
             finally:
-                self._recomputing = False
+                self._is_recomputing = False
 
         return _Repeatable(first), _Repeatable(again)
 
-    def _positional(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass by position what can be: only positional tensors are saved like activations."""
-        moved, rest = list(args), dict(kwargs)
-        while len(moved) < len(self._names) and self._names[len(moved)] in rest:
-            moved.append(rest.pop(self._names[len(moved)]))
-        return tuple(moved), rest
-
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Leave a key-value cache empty, which would be filled once more by each recomputation.
+        """Return the keywords without a key-value cache, which each recomputation would fill again.
 
-        Hugging Face's models hand one to their layers, also in training.
+        Hugging Face's models pass one to their layers, also in training.
         """
-        given = {name: kwargs[name] for name in CACHES if kwargs.get(name) is not None}
-        for name, cache in given.items():
+        caches = {name: kwargs[name] for name in CACHES if kwargs.get(name) is not None}
+        for name, cache in caches.items():
             if len(cache) > 0 and getattr(cache, "get_seq_length", lambda: 1)() > 0:
-                msg = f"a recomputed block cannot go on from a filled cache ({name}), as in prefix tuning"
+                msg = f"a recomputed block cannot continue a filled cache ({name}), as in prefix tuning"
                 raise ValueError(msg)
-        self.left_cache_empty = self.left_cache_empty or bool(given)
+        self.is_cache_disabled = self.is_cache_disabled or bool(caches)
         off = {"use_cache": False} if "use_cache" in kwargs else {}
-        return kwargs | dict.fromkeys(given) | off
-
-
-def _positional_names(block: nn.Module) -> list[str]:
-    parameters = inspect.signature(block.forward).parameters.values()
-    return [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        return kwargs | dict.fromkeys(caches) | off
 
 
 class _Repeatable(AbstractContextManager[None]):
-    """A context that may be entered again, as a second backward through a kept graph does."""
+    """A context that may be entered again, as a second backward through a retained graph does."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -168,13 +160,9 @@ class _Repeatable(AbstractContextManager[None]):
         return self._entered.pop().__exit__(kind, error, trace)
 
 
-STATISTICS = ("running_mean", "running_var")
-"""Buffers that batch normalisation writes to without telling autograd."""
-
-
 @contextmanager
-def remembered_buffers(block: nn.Module, changed: list[tuple[nn.Module, str, Tensor]]) -> Generator[None]:
-    """Put copies of the buffers that a forward changes into `changed`, as they were before it."""
+def record_changed_buffers(block: nn.Module, changed: list[tuple[nn.Module, str, Tensor]]) -> Generator[None]:
+    """Put copies of the buffers that a forward changes into `changed`, with their values before it."""
     before = [
         (module, name, buffer, buffer._version, buffer.detach().clone())  # noqa: SLF001
         for module in block.modules()
@@ -192,7 +180,7 @@ def remembered_buffers(block: nn.Module, changed: list[tuple[nn.Module, str, Ten
 
 @contextmanager
 def swapped_buffers(earlier: list[tuple[nn.Module, str, Tensor]]) -> Generator[None]:
-    """Have modules see copies of earlier buffers; theirs come back untouched."""
+    """Replace buffers by copies of earlier ones; afterwards the modules have theirs, unchanged."""
     current = [(module, name, getattr(module, name)) for module, name, _ in earlier]
     for module, name, copy in earlier:
         setattr(module, name, copy.clone())
@@ -203,57 +191,52 @@ def swapped_buffers(earlier: list[tuple[nn.Module, str, Tensor]]) -> Generator[N
             setattr(module, name, buffer)
 
 
-class HostMemory:
-    """Where the inputs of recomputed blocks wait: pinned host memory, filled and read on a stream of its own.
+class HostOffload:
+    """Offloads the inputs of recomputed blocks to pinned host memory, on a CUDA stream of its own.
 
-    On CUDA the copy to the host runs beside the next block's forward, and the copy back of one block beside
-    the recomputation of the block after it. On the CPU they are plain copies, which save and change nothing.
+    On CUDA the copy to the host overlaps the next block's forward, and the copy back of one block the
+    recomputation of the block after it. On the CPU they are plain copies, which save and change nothing.
     """
 
-    heard: ClassVar[list[Callable[[Tensor], object]]] = []
-    """Called with every tensor that is now on the host: for who counts what a device would hold."""
+    observers: ClassVar[list[Callable[[Tensor], object]]] = []
+    """Called with every tensor that is now on the host: for forecasts of what a device would hold."""
 
     def __init__(self) -> None:
         self.moved_bytes = 0
-        self._waiting: list[weakref.ref[_Parked]] = []
+        self._waiting: list[weakref.ref[_Offloaded]] = []
         self._stream: torch.cuda.Stream | None = None
 
-    def keeping(self) -> AbstractContextManager[Any]:
-        """Return a context in which saved tensors are moved out."""
+    def offload_saved(self) -> AbstractContextManager[Any]:
+        """Return a context in which tensors saved for the backward pass are offloaded."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> _Parked | Tensor:
+    def _pack(self, tensor: Tensor) -> _Offloaded | Tensor:
         if not tensor.is_floating_point():
             return tensor  # masks and positions are small, and shared by all blocks
         self.moved_bytes += tensor.nbytes
-        parked = _Parked(tensor, self._side_stream(tensor.device))
-        self._waiting = [known for known in self._waiting if known() is not None]
-        self._waiting.append(weakref.ref(parked))
-        return parked
+        is_cuda = tensor.device.type == "cuda"
+        if is_cuda and self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+        offloaded = _Offloaded(tensor, self._stream if is_cuda else None)
+        self._waiting = [reference for reference in self._waiting if reference() is not None]
+        self._waiting.append(weakref.ref(offloaded))
+        return offloaded
 
-    def _unpack(self, packed: _Parked | Tensor) -> Tensor:
+    def _unpack(self, packed: _Offloaded | Tensor) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         tensor = packed.fetch()
-        self._bring_next(packed)
+        # Prefetch what was packed before it: the backward pass goes in the opposite direction.
+        while self._waiting and self._waiting.pop()() is not packed:
+            pass
+        previous = self._waiting[-1]() if self._waiting else None
+        if previous is not None:
+            previous.start()
         return tensor
 
-    def _bring_next(self, last: _Parked) -> None:
-        """Begin to fetch what was packed before `last`: the backward pass goes the other way."""
-        while self._waiting and self._waiting.pop()() is not last:
-            pass
-        before = self._waiting[-1]() if self._waiting else None
-        if before is not None:
-            before.start()
 
-    def _side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        if device.type == "cuda" and self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        return self._stream if device.type == "cuda" else None
-
-
-class _Parked:
-    """One tensor on the host, and the way back."""
+class _Offloaded:
+    """One tensor on the host."""
 
     def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None) -> None:
         self._device = tensor.device
@@ -261,17 +244,17 @@ class _Parked:
         self._back: Tensor | None = None
         if stream is None:
             self._host = tensor.detach().to("cpu", copy=True)
-            for hear in HostMemory.heard:
-                hear(self._host)
+            for observe in HostOffload.observers:
+                observe(self._host)
             return
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._host.copy_(tensor.detach(), non_blocking=True)
-        tensor.record_stream(stream)
+        tensor.record_stream(stream)  # its memory must not be reused before the copy is done
 
     def start(self) -> None:
-        """Begin to bring the tensor back, without waiting for it."""
+        """Start to copy the tensor back, without waiting for it."""
         if self._back is not None:
             return
         if self._stream is None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core.optimization.composite import PerParameter
-from lightning_eff.core.recompute import HostMemory
+from lightning_eff.core.recompute import HostOffload
 from lightning_eff.report.live_bytes import LiveBytes, tensors_in
 from lightning_eff.report.roofline import Call, Work, call_of
 from lightning_eff.report.whereabouts import BACKWARD, FORWARD, Whereabouts
@@ -103,8 +103,8 @@ class Recorder(LiveBytes):
         if self._where is None:
             self._where = Whereabouts(module)
         self._where.open()
-        HostMemory.heard.append(self._parked)
-        self._hooks.callback(HostMemory.heard.remove, self._parked)
+        HostOffload.observers.append(self._parked)
+        self._hooks.callback(HostOffload.observers.remove, self._parked)
         super().begin(batch, module, self._optimizers)
         self._mark([batch], BATCH)
         for name, buffer in module.named_buffers():

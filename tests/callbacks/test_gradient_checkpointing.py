@@ -298,7 +298,7 @@ def test_hugging_faces_layers_are_recomputed_without_filling_their_cache_twice(
     assert [name for name, each in hooks.items() if each.num_recomputed == 1] == [
         f"model.layers.{i}" for i in range(3)
     ]
-    assert all(each.left_cache_empty == use_cache for each in hooks.values())
+    assert all(each.is_cache_disabled == use_cache for each in hooks.values())
     if use_cache:
         assert out.past_key_values.get_seq_length() == 0
 

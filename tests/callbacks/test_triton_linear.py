@@ -16,7 +16,7 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.triton_linear import TritonLinear, swap, unswap
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.kernels import dispatch, linear
-from tests.support.language import Speaker, assert_t1, speaker, texts
+from tests.support.language import LanguageModel, assert_same_training, language_model, token_rows
 from tests.support.models import Net, make_loader, make_trainer
 
 
@@ -55,9 +55,9 @@ def test_a_swap_is_taken_back() -> None:
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
 
-def fit(model: Speaker, callbacks: list[Any], num_steps: int = 50, batch_size: int = 4) -> pl.Trainer:
+def fit(model: LanguageModel, callbacks: list[Any], num_steps: int = 50, batch_size: int = 4) -> pl.Trainer:
     trainer = make_trainer(callbacks=callbacks, max_steps=num_steps, gradient_clip_val=0.5)
-    trainer.fit(model, DataLoader(TensorDataset(*texts(40)), batch_size=batch_size))
+    trainer.fit(model, DataLoader(TensorDataset(*token_rows(40)), batch_size=batch_size))
     return trainer
 
 
@@ -74,11 +74,11 @@ def fit(model: Speaker, callbacks: list[Any], num_steps: int = 50, batch_size: i
 @pytest.mark.parametrize("weighted", [True, False])
 def test_a_step_of_several_passes_is_what_it_is_without(others: Any, added: int, weighted: bool) -> None:
     """T1 in float64; a gradient that was added twice or lost would be off by a half."""
-    plain, ours = speaker(weighted), speaker(weighted)
+    plain, ours = language_model(weighted), language_model(weighted)
     fit(plain, others())
     technique = TritonLinear(min_features=1)
     fit(ours, [technique, *others()])
-    assert_t1(ours, plain, None)
+    assert_same_training(ours, plain, None)
     outcome = technique.outcome()
     num_added = outcome.numbers["added_in_place"]
     assert num_added == added if not weighted else 0 <= num_added <= added, "some parts weigh nothing"
@@ -88,7 +88,7 @@ def test_a_step_of_several_passes_is_what_it_is_without(others: Any, added: int,
 
 def test_accumulation_can_be_left_out() -> None:
     technique = TritonLinear(min_features=1, accumulate=False)
-    ours, plain = speaker(True), speaker(True)
+    ours, plain = language_model(True), language_model(True)
     fit(ours, [technique, GradientAccumulation(global_batch_size=8)], num_steps=5)
     fit(plain, [GradientAccumulation(global_batch_size=8)], num_steps=5)
     for one, other in zip(ours.parameters(), plain.parameters(), strict=True):

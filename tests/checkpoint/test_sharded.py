@@ -18,7 +18,7 @@ from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.config import ckpt_path
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
 from tests.support.models import make_trainer
-from tests.support.ranks import same
+from tests.support.ranks import is_equal
 
 NUM_RANKS = 3
 
@@ -83,7 +83,7 @@ def test_what_ranks_saved_is_loaded_whole(num_ranks: int, tmp_path: Path) -> Non
     assert names(path) == ["index.ckpt", *parts]
     for load in (Durable().load_checkpoint, stored_weights.checkpoint):
         found = load(path)
-        assert same(found, checkpoint())
+        assert is_equal(found, checkpoint())
         assert list(found) == list(checkpoint())
         state = found["state_dict"]
         assert state["head.weight"] is state["embedding.weight"], "tied"
@@ -132,7 +132,7 @@ def test_every_flipped_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=file.name):
             Durable().load_checkpoint(path)
         file.write_bytes(content)
-    assert same(Durable().load_checkpoint(path), checkpoint()), "negative control"
+    assert is_equal(Durable().load_checkpoint(path), checkpoint()), "negative control"
 
 
 def test_a_part_that_is_missing_or_of_another_save_is_named(tmp_path: Path) -> None:
@@ -271,8 +271,8 @@ def test_a_kill_at_any_step_leaves_the_checkpoint_before(first: bool, tmp_path: 
             ends.add("none")
         else:
             found = Durable().load_checkpoint(path)
-            old = not first and same(found, checkpoint(1.0))
-            assert old or same(found, checkpoint(2.0))
+            old = not first and is_equal(found, checkpoint(1.0))
+            assert old or is_equal(found, checkpoint(2.0))
             ends.add("old" if old else "new")
         saving.remove_orphans(tmp_path)
         if path.exists():
@@ -303,7 +303,7 @@ def test_an_error_leaves_nothing_of_the_save(tmp_path: Path, monkeypatch: pytest
             save(path, checkpoint(2.0))
     assert {file: file.read_bytes() for file in path.iterdir()} == before
     save(path, checkpoint(2.0))
-    assert same(Durable().load_checkpoint(path), checkpoint(2.0))
+    assert is_equal(Durable().load_checkpoint(path), checkpoint(2.0))
 
 
 def test_parts_that_are_being_written_stay_and_left_ones_go(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_who_tidies_up_while_a_save_ends_takes_nothing_of_it(
 
         monkeypatch.setattr(saving, "token_of", late)
         saving.tidy(path)
-    assert same(Durable().load_checkpoint(path), checkpoint(2.0))
+    assert is_equal(Durable().load_checkpoint(path), checkpoint(2.0))
 
 
 def test_an_error_behind_the_index_takes_no_part_of_it(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_an_error_behind_the_index_takes_no_part_of_it(tmp_path: Path) -> None:
     saving.write_index(path, "0" * 16, [part.digest], rest, rows)
     late = OSError(5, "late")
     assert not written.__exit__(OSError, late, None)
-    assert same(Durable().load_checkpoint(path), checkpoint())
+    assert is_equal(Durable().load_checkpoint(path), checkpoint())
 
 
 def test_rank_0_must_see_what_the_others_wrote(tmp_path: Path) -> None:

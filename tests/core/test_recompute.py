@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_eff.core.recompute import HostMemory, Recomputed
+from lightning_eff.core.recompute import HostOffload, RecomputedBlock
 from lightning_eff.report.live_bytes import LiveBytes
 
 WIDTH = 8
@@ -39,10 +39,10 @@ class Block(nn.Module):
         return {"y": x + y if how == "add" else y, "aux": [y.mean()]}
 
 
-def make(recomputed: bool, **keywords: Any) -> tuple[Block, Recomputed | None]:
+def make(recomputed: bool, **keywords: Any) -> tuple[Block, RecomputedBlock | None]:
     torch.manual_seed(0)
     block = Block()
-    return block, Recomputed(block, **keywords) if recomputed else None
+    return block, RecomputedBlock(block, **keywords) if recomputed else None
 
 
 def train(block: nn.Module, call: Callable[[nn.Module, Tensor], Any], steps: int = 3) -> list[Tensor]:
@@ -71,7 +71,7 @@ CALLS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 @pytest.mark.parametrize("host", [False, True])
 def test_gradients_and_buffers_are_those_of_the_plain_block(call: str, host: bool) -> None:
     plain, _ = make(False)
-    block, recomputed = make(True, host=HostMemory() if host else None)
+    block, recomputed = make(True, host=HostOffload() if host else None)
     expected, found = train(plain, CALLS[call]), train(block, CALLS[call])
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     times = 2 if call == "twice in a forward" else 1
@@ -88,7 +88,7 @@ def test_statistics_change_once_whatever_their_momentum(momentum: float | None) 
         torch.manual_seed(0)
         block = Block(momentum)
         if recomputed:
-            Recomputed(block)
+            RecomputedBlock(block)
         results.append(train(block, CALLS["by position"]))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -100,7 +100,7 @@ def test_what_a_forward_reads_and_changes_is_recomputed_from_what_it_was() -> No
         torch.manual_seed(0)
         layer = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
         if recomputed:
-            Recomputed(layer)
+            RecomputedBlock(layer)
         x = torch.randn(4, WIDTH, requires_grad=True)
         for _ in range(3):
             layer(x).square().sum().backward()
@@ -123,7 +123,7 @@ def test_a_second_backward_through_a_kept_graph_recomputes_again() -> None:
 
 
 def test_without_gradients_nothing_is_recomputed_and_no_input_moved() -> None:
-    host = HostMemory()
+    host = HostOffload()
     block, recomputed = make(True, host=host)
     with torch.no_grad():
         block(torch.randn(4, WIDTH))
@@ -155,9 +155,9 @@ def test_remove_leaves_the_block_as_it_was() -> None:
     plain, _ = make(False)
     block, recomputed = make(True)
     assert recomputed is not None
-    assert Recomputed.of(block) is recomputed
+    assert RecomputedBlock.of(block) is recomputed
     recomputed.remove()
-    assert Recomputed.of(block) is None
+    assert RecomputedBlock.of(block) is None
     assert block.__dict__.keys() == plain.__dict__.keys()
     assert not block._forward_hooks
     assert not block._forward_pre_hooks
@@ -169,7 +169,7 @@ def test_what_is_inside_a_block_is_not_alive_between_forward_and_backward() -> N
         torch.manual_seed(0)
         block = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
         if recomputed:
-            Recomputed(block)
+            RecomputedBlock(block)
         x = torch.randn(4, WIDTH, requires_grad=True)
         with LiveBytes() as live:
             y = block(x)
@@ -179,17 +179,17 @@ def test_what_is_inside_a_block_is_not_alive_between_forward_and_backward() -> N
 
 
 def test_inputs_on_the_host_are_counted_and_masks_stay() -> None:
-    host = HostMemory()
+    host = HostOffload()
     block = nn.Module()
     block.forward = lambda x, mask: x * mask
-    Recomputed(block, host=host)
+    RecomputedBlock(block, host=host)
     x = torch.randn(4, WIDTH, requires_grad=True)
     block(x, torch.ones(WIDTH, dtype=torch.long)).sum().backward()
     assert host.moved_bytes == x.nbytes
 
 
 def test_forwards_without_a_backward_do_not_pile_up_on_the_host() -> None:
-    host = HostMemory()
+    host = HostOffload()
     block, _ = make(True, host=host)
     for _ in range(5):
         block(torch.randn(4, WIDTH, requires_grad=True))
@@ -259,7 +259,7 @@ def test_odd_blocks_give_the_same_bits(make_block: Callable[[], nn.Module], time
     for recomputed in (False, True):
         torch.manual_seed(0)
         block = make_block()
-        hooks = Recomputed(block) if recomputed else None
+        hooks = RecomputedBlock(block) if recomputed else None
         x = h = torch.randn(4, WIDTH, requires_grad=True)
         for _ in range(times):
             h = block(h)
@@ -276,7 +276,7 @@ def test_second_derivatives_go_through_a_recomputed_block() -> None:
         torch.manual_seed(0)
         block = Plain()
         if recomputed:
-            Recomputed(block)
+            RecomputedBlock(block)
         x = torch.randn(4, WIDTH, requires_grad=True)
         (gradient,) = torch.autograd.grad(block(x).sum(), x, create_graph=True)
         gradient.square().sum().backward()

@@ -18,7 +18,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_linear import TritonLinear
-from lightning_eff.core.recompute import HostMemory
+from lightning_eff.core.recompute import HostOffload
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.cpu_offload import CpuOffload
@@ -269,4 +269,4 @@ def test_what_waits_on_the_host_is_not_on_the_device() -> None:
     assert offload is not None
     kept = [sum(each.by_phase["forward"].values()) for each in (full, offload)]
     assert kept[0] - kept[1] >= 6 * batch[0].numel() * 32 * 4
-    assert HostMemory.heard == []
+    assert HostOffload.observers == []

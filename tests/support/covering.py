@@ -21,7 +21,7 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.core import model_surgery
 from lightning_eff.precision.mixed import Mixed
-from tests.support.language import Speaker, texts, windows
+from tests.support.language import LanguageModel, token_rows, window_batches
 from tests.support.models import make_trainer
 
 STEPS, NUM_BATCHES, BATCH = 20, 15, 8
@@ -70,7 +70,7 @@ class Layer(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-class Deep(Speaker):
+class Deep(LanguageModel):
     """The speaker with two layers in the middle."""
 
     def __init__(self, weighted: bool) -> None:
@@ -132,7 +132,7 @@ def ours(case: Case, strategy: Any) -> dict[str, Tensor]:
         callbacks=callbacks, plugins=plugins, max_steps=STEPS, strategy=strategy, devices=2,
         use_distributed_sampler=False, enable_checkpointing=False, gradient_clip_val=case.clip,
     )  # fmt: skip
-    dataset = TensorDataset(*texts(NUM_BATCHES * BATCH * 2))
+    dataset = TensorDataset(*token_rows(NUM_BATCHES * BATCH * 2))
     rank = range(trainer.global_rank, len(dataset), 2)
     trainer.fit(model, DataLoader(dataset, batch_size=BATCH, sampler=rank))
     return trainer.strategy.lightning_module_state_dict()
@@ -145,9 +145,9 @@ def expected(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         model_surgery.apply(model, adapter().changes())
         draw(model)
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    x, y = texts(NUM_BATCHES * BATCH * 2)
+    x, y = token_rows(NUM_BATCHES * BATCH * 2)
     (optimizer,), (schedule,) = model.configure_optimizers()
-    for batches in itertools.islice(windows(case.window, NUM_BATCHES), STEPS):
+    for batches in itertools.islice(window_batches(case.window, NUM_BATCHES), STEPS):
         rows = [row for b in batches for row in range(b * BATCH * 2, (b + 1) * BATCH * 2)]
         loss, _ = model.loss((x[rows], y[rows]))
         optimizer.zero_grad()
