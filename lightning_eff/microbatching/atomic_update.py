@@ -65,7 +65,7 @@ class _AtomicStep:
         self._loss: Any = None
 
     def run(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        closure = keywords.get("closure", args[0] if args else None)
+        closure: Any = keywords.get("closure", args[0] if args else None)
 
         def evaluate() -> Any:
             self._snapshot = None  # memory that runs out in the closure is not the update's
@@ -98,7 +98,7 @@ class _AtomicStep:
         try:
             return call(lambda: self._loss)  # the gradients are those of the first evaluation
         except Exception as error:
-            if is_out_of_memory(error) and self._snapshot is not None:
+            if is_out_of_memory(error):
                 error.add_note("the optimizer's update does not fit; micro_batch_size does not change that")
                 _restore(self._snapshot, error)
             raise

@@ -51,7 +51,7 @@ def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> f
     parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     num_ranks = dist.get_world_size(model.process_group)
     has_gradient = [float(parameter.grad is not None) for parameter in parameters]
-    counts = torch.tensor([also, *has_gradient], dtype=torch.float64).to(_device(model, parameters))
+    counts = torch.tensor([also, *has_gradient], dtype=torch.float64).to(next(model.parameters()).device)
     dist.all_reduce(counts, group=model.process_group)
     total, *counts_by_parameter = counts.tolist()
     used = [parameter for parameter, count in zip(parameters, counts_by_parameter, strict=True) if count]
@@ -72,13 +72,9 @@ def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> f
 
 def extremes(value: float, model: DistributedDataParallel) -> tuple[float, float]:
     """Return the smallest and the largest of a number on all ranks; every rank must call it."""
-    numbers = torch.tensor([-value, value], dtype=torch.float64).to(_device(model, model.parameters()))
+    numbers = torch.tensor([-value, value], dtype=torch.float64).to(next(model.parameters()).device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=model.process_group)
     return -float(numbers[0]), float(numbers[1])
-
-
-def _device(model: DistributedDataParallel, parameters: Iterable[Tensor]) -> torch.device:
-    return next((parameter.device for parameter in parameters), torch.device(model.device_type))
 
 
 def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -124,7 +124,9 @@ class ExactStep(_AutomaticOptimization):
             if self._num_batches == 1 and self._is_simple and self.micro_batch_size is None:
                 return self._run_single_batch(optimizer, batch_idx, kwargs)
             self._position = 0
-            self._begin_window(kwargs)
+            self._window.begin(self._num_batches)
+            if self.micro_batch_size is not None:
+                self._begin_micro_batches(kwargs, self.micro_batch_size)
         self._is_skipped = False
         self._position += 1
         self._is_complete = self._position >= self._num_batches
@@ -135,12 +137,9 @@ class ExactStep(_AutomaticOptimization):
         self._state_before_batch = self._window.state()
         return super().run(optimizer, batch_idx, kwargs)
 
-    def _begin_window(self, kwargs: Arguments) -> None:
-        self._window.begin(self._num_batches)
-        if self.micro_batch_size is None:
-            return
+    def _begin_micro_batches(self, kwargs: Arguments, micro_batch_size: MicroBatchSize) -> None:
         if self._runner is None:
-            self._runner = MicroBatchRunner(self.trainer, self.micro_batch_size, self._window)
+            self._runner = MicroBatchRunner(self.trainer, micro_batch_size, self._window)
         self._runner.search, self.search = self.search, None
         self._runner.begin(kwargs, lambda arguments: self._training_output(arguments)[0].closure_loss)
 

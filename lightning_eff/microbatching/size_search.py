@@ -249,7 +249,8 @@ class SizeTrials:
     @contextmanager
     def _without_trace(self) -> Generator[None]:
         """Restore everything afterwards, and hide the passes from counters of operations and memory."""
-        gradients = [_to_host(parameter.grad) for parameter in self._parameters]
+        current = [parameter.grad for parameter in self._parameters]
+        gradients = [None if grad is None else grad.detach().to("cpu", copy=True) for grad in current]
         optimizer_snapshot = OptimizerSnapshot(self._optimizer)
         self._snapshot.keep()
         for parameter in self._parameters:
@@ -264,7 +265,3 @@ class SizeTrials:
             self._snapshot.restore()
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
-
-
-def _to_host(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.detach().to("cpu", copy=True)

@@ -45,10 +45,6 @@ class _Buffer:
     values: Tensor | None
     version: int
 
-    def is_unchanged(self) -> bool:
-        is_registered = getattr(self.owner, self.name, None) is self.tensor
-        return is_registered and _version(self.tensor) == self.version
-
     def restore(self) -> None:
         if self.values is not None:  # whatever the version: batch norm kernels write without counting
             with torch.no_grad():
@@ -125,8 +121,10 @@ class StepSnapshot:
     def mark_constants(self) -> None:
         """Take the buffers that did not change for constants; call it after a complete step."""
         for buffer in self._buffers:
+            is_registered = getattr(buffer.owner, buffer.name, None) is buffer.tensor
+            is_unchanged = is_registered and _version(buffer.tensor) == buffer.version
             key = (id(buffer.owner), buffer.name)
-            (self._constants.add if buffer.is_unchanged() else self._constants.discard)(key)
+            (self._constants.add if is_unchanged else self._constants.discard)(key)
 
     def _copied_buffers(self) -> Iterator[_Buffer]:
         for owner in self._module.modules():

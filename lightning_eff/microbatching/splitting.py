@@ -63,6 +63,7 @@ def num_samples(batch: Any) -> int | None:
     """Return the number of samples of a batch; None if it has none or its tensors disagree.
 
     Example:
+        >>> import torch
         >>> num_samples({"tokens": torch.zeros(4, 7), "mask": torch.zeros(1, 7), "task": "copy"})
         4
         >>> num_samples([torch.zeros(5), torch.zeros(3)]), num_samples((torch.zeros(5, 2), torch.zeros(3)))
@@ -89,6 +90,7 @@ def split(
         ConfigError: The batch is ambiguous, or the splitter returned nothing.
 
     Example:
+        >>> import torch
         >>> [part.batch["x"].tolist() for part in split({"x": torch.arange(5)}, 2)]
         [[0, 1], [2, 3], [4]]
     """
@@ -137,6 +139,7 @@ class BatchLayout:
             AmbiguousBatchError: They agree in none.
 
         Example:
+            >>> import torch
             >>> BatchLayout.read({"x": torch.zeros(4, 2), "boxes": [torch.zeros(1, 4)] * 4}).num_samples
             4
         """

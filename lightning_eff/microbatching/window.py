@@ -126,8 +126,8 @@ class Window:
         # the bits of Lightning's `loss / accumulate_grad_batches`.
         if self._first_batch_samples is None and num_samples is not None:
             self._first_batch_samples = round(num_samples / fraction)
-        is_counted = num_samples is not None and self._first_batch_samples
-        counted = num_samples / self._first_batch_samples if is_counted else fraction
+        first = self._first_batch_samples
+        counted = num_samples / first if num_samples is not None and first else fraction
         self._num_counted += counted
         divisor = self._num_batches / counted
         return loss if divisor == 1.0 else loss / divisor

@@ -36,7 +36,7 @@ def test_a_name_shows_costs_conflicts_source_and_every_option(command: Command) 
             "Conflicts:",
             "Source:",
             "every_n_steps",
-            "max_cached_share",
+            "max_cached_fraction",
             "+callbacks=empty_cache",
         ):
             assert word in out
