@@ -146,7 +146,7 @@ FAULTS = {
         "microbatching/merging.py",
         "metric._forward_cache = _reduced(",
         "_reduced(",
-        f"{CUT}::test_what_is_logged_is_that_of_the_full_batch",
+        "tests/microbatching/test_merging.py::test_what_is_logged_is_that_of_the_full_batch",
     ),
     "find: a size that failed": (
         "microbatching/size_search.py",

@@ -39,7 +39,7 @@ def without_collectives(model: DistributedDataParallel) -> Generator[None]:
 
 
 def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> float:
-    """Replace each gradient by its mean over the ranks; every rank must call it.
+    """Replace gradients by their mean over the ranks; every rank must call it.
 
     Args:
         model: As DDP wraps it.

@@ -131,8 +131,9 @@ class StepSnapshot:
             if isinstance(owner, Metric):
                 continue
             for name, tensor in owner.named_buffers(recurse=False, remove_duplicate=False):
-                is_constant = (id(owner), name) in self._constants and tensor.nbytes > SMALL_BYTES
-                values = tensor.detach().clone() if _is_dense(tensor) and not is_constant else None
+                is_known = (id(owner), name) in self._constants
+                is_constant = not _is_dense(tensor) or (is_known and tensor.nbytes > SMALL_BYTES)
+                values = None if is_constant else tensor.detach().clone()
                 yield _Buffer(owner, name, tensor, values, _version(tensor))
 
     def _random_restorers(self) -> Iterator[Callable[[], None]]:
@@ -203,7 +204,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether each element has its own memory, so that values can be copied back."""
+    """Return whether no two elements share memory, so that values can be copied back."""
     if tensor.layout != torch.strided or tensor.is_inference():
         return False
     return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

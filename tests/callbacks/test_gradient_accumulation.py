@@ -1,4 +1,4 @@
-"""GradientAccumulation: how many micro-batches make a step, when they change, and what is refused."""
+"""GradientAccumulation: how many batches make a step, when that changes, and what is rejected."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ def test_a_remainder_is_refused_with_the_numbers_that_fit(
 ) -> None:
     with pytest.raises(ConfigError, match="a multiple of 4") as error:
         make_trainer(callbacks=[GradientAccumulation(global_batch_size=size)]).fit(net(), make_loader())
-    words = f": {fits[0]}\n  try: GradientAccumulation(global_batch_size={fits[1]})"
-    assert words in str(error.value)
+    message = f": {fits[0]}\n  try: GradientAccumulation(global_batch_size={fits[1]})"
+    assert message in str(error.value)
 
 
 class Stream(IterableDataset[Any]):
-    """Yields whole batches, and says nothing of their size."""
+    """Yields full batches, without a batch_size."""
 
     def __iter__(self) -> Any:
         yield torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
@@ -144,7 +144,7 @@ def test_several_loaders_are_refused(net: Callable[..., Net]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "words"),
+    ("keywords", "message"),
     [
         ({}, "global_batch_size=None"),
         ({"global_batch_size": 8, "schedule": {0: 8}}, "global_batch_size=8"),
@@ -156,8 +156,8 @@ def test_several_loaders_are_refused(net: Callable[..., Net]) -> None:
         ({"global_batch_size": 8, "schedule_by": "batch"}, "one of epoch, step"),
     ],
 )
-def test_invalid_options_are_rejected(keywords: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_options_are_rejected(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         GradientAccumulation(**keywords)
 
 

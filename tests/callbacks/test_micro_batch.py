@@ -9,22 +9,20 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, MetricCollection
-from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassAccuracy
+from torchmetrics import MeanMetric
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning, NoEffectWarning
 from lightning_eff.kernels.devices import DEVICES
-from lightning_eff.microbatching.merging import BatchMetrics
 from tests.support.faults import (
+    BATCH,
     Fault,
     ScriptedMicroBatch,
     StatefulModel,
+    data,
     final_state,
     out_of_memory,
     stateful_model,
@@ -32,18 +30,8 @@ from tests.support.faults import (
 from tests.support.language import assert_same_training, language_model, loader, train_reference
 from tests.support.models import make_trainer
 
-BATCH = 12
 PHASES = ("forward", "backward", "update")
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning")
-
-
-def data(num_samples: int = 4 * BATCH + 5) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(num_samples, 6, generator=generator)
-    y = torch.randint(0, 3, (num_samples,), generator=generator)
-    w = torch.rand(num_samples, generator=generator) + 0.1
-    rows = [{"x": x[i], "y": y[i], "w": w[i], "ids": f"row {i}"} for i in range(num_samples)]
-    return DataLoader(rows, batch_size=BATCH)
 
 
 def train(callback: Any, fault: Fault | None = None, **keywords: Any) -> tuple[StatefulModel, pl.Trainer]:
@@ -161,236 +149,6 @@ def test_windows_of_cut_batches_are_exact_too(weighted: bool, clip: float | None
     trainer = make_trainer(callbacks=callbacks, max_steps=50, gradient_clip_val=clip)
     trainer.fit(model, DataLoader(loader(13).dataset, batch_size=4))
     assert_same_training(model, train_reference(weighted, 6, clip, 50, 13), clip)
-
-
-@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
-def test_what_is_logged_is_that_of_the_full_batch() -> None:
-    class Logs(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 1)
-            self.seen: list[dict[str, float]] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            losses = self.layer(batch["x"]).square()
-            self.log("mean", losses.mean(), on_step=True, on_epoch=True)
-            self.log("sum", losses.sum(), on_step=True, on_epoch=True, reduce_fx="sum")
-            self.log("most", losses.max(), on_step=True, on_epoch=True, reduce_fx="max")
-            self.log("least", losses.min(), on_step=True, on_epoch=True, reduce_fx="min")
-            return {"loss": losses.mean(), "rows": losses.detach(), "mean": losses.mean().detach()}
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            values = {k: float(v) for k, v in self.trainer.callback_metrics.items()}
-            self.seen.append(values | {"loss": float(outputs["loss"]), "kept": float(outputs["mean"])})
-            assert outputs["rows"].shape == (len(batch["x"]), 1)
-
-        def on_train_epoch_end(self) -> None:
-            self.seen.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.0)
-
-    seen = []
-    for callbacks in ([], [MicroBatch(micro_batch_size=5)]):
-        torch.manual_seed(0)
-        model = Logs()
-        make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=2).fit(model, data())
-        seen.append(model.seen)
-    for plain_values, ours in zip(*seen, strict=True):
-        assert ours == pytest.approx(plain_values, rel=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
-def test_with_weights_an_epochs_mean_is_by_weight_too() -> None:
-    seen = []
-    for callbacks in ([], [MicroBatch(micro_batch_size=5)], [auto := MicroBatch()]):
-        if len(seen) == 2:
-            auto.load_state_dict({"micro_batch_size": 4})
-
-        class Logs(StatefulModel):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                w = batch["w"]
-                loss = (batch["x"].sum(1) * w).sum() / w.sum() + 0.0 * self.first.weight.sum()
-                self.log("both", loss, on_step=True, on_epoch=True, batch_size=len(w))
-                self.log("epoch", loss, on_step=False, on_epoch=True, batch_size=len(w))
-                return {"loss": loss, "weight": w.sum(), "ids": batch["ids"]}
-
-            def on_train_epoch_end(self) -> None:
-                self.logged.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
-
-        model = Logs()
-        make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=2).fit(model, data())
-        seen.append(model.logged)
-    for ours in seen[1:]:
-        for one, other in zip(ours, seen[0], strict=True):
-            assert one == pytest.approx(other, rel=1e-5)
-
-
-class Measures(pl.LightningModule):
-    """Logs metrics in each way: accuracies of a fixed guess, and some that are no mean over samples."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__()
-        self.fault = fault
-        torch.manual_seed(3)
-        self.layer = nn.Linear(6, 1)
-        accuracy = {"num_classes": 3, "average": "micro"}
-        self.step = MulticlassAccuracy(**accuracy)
-        self.both = MulticlassAccuracy(**accuracy)
-        self.epoch = MulticlassAccuracy(**accuracy)
-        self.twice = MulticlassAccuracy(**accuracy) * 2
-        self.again = MulticlassAccuracy(**accuracy)
-        self.error = MeanSquaredError()  # keeps the graph of what it is given
-        self.largest = MaxMetric()  # needs its state of the epoch in each update
-        self.many = MetricCollection({"f1": BinaryF1Score(), "auc": BinaryAUROC()})
-        self.logged: list[dict[str, float]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch["x"], batch["y"]
-        guess = torch.full_like(y, 1)
-        for metric in (self.step, self.both, self.epoch, self.twice):
-            metric(guess, y)
-        self.again((guess + 1) % 3, y)
-        self.log("first", self.again, on_step=True, on_epoch=True)
-        self.again(guess, y)
-        self.log("second", self.again, on_step=True, on_epoch=True)
-        self.error(self.layer(x)[:, 0], x[:, 0])
-        self.log("error", self.error, on_step=True, on_epoch=True)
-        self.largest(x)
-        self.many(x[:, 0].sigmoid(), y > 0)
-        self.log("step", self.step, on_step=True, on_epoch=False)
-        self.log("both", self.both, on_step=True, on_epoch=True)
-        self.log("epoch", self.epoch, on_step=False, on_epoch=True)
-        self.log("twice", self.twice, on_step=True, on_epoch=False)
-        self.log("largest", self.largest, on_step=True, on_epoch=True)
-        self.log_dict(self.many, on_step=True, on_epoch=True)
-        self.fault.meet("forward", len(x))
-        return self.layer(x).square().mean()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.logged.append({key: float(value) for key, value in self.trainer.callback_metrics.items()})
-
-    def on_train_epoch_end(self) -> None:
-        self.on_train_batch_end(None, None, 0)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)  # windows step less often
-
-
-@pytest.mark.filterwarnings("ignore:No (negative|positive) samples in targets")
-@pytest.mark.parametrize(
-    ("callbacks", "fault"),
-    [
-        ([MicroBatch(micro_batch_size=5)], Fault()),
-        ([MicroBatch(micro_batch_size=1)], Fault()),
-        ([MicroBatch()], Fault("forward", limit=5)),
-        ([MicroBatch()], Fault("forward", limit=5, at=9)),
-        ([GradientAccumulation(global_batch_size=2 * BATCH), MicroBatch()], Fault("forward", at=1)),
-        ([GradientAccumulation(global_batch_size=2 * BATCH), MicroBatch(micro_batch_size=5)], Fault()),
-    ],
-)
-def test_a_metric_is_logged_of_the_full_batch(callbacks: list[Any], fault: Fault) -> None:
-    expected, model = Measures(Fault()), Measures(fault)
-    make_trainer(max_epochs=2, max_steps=-1).fit(expected, data())
-    make_trainer(callbacks=callbacks, max_epochs=2, max_steps=-1).fit(model, data())
-    first: Any = next(iter(data()))
-    assert model.logged[0]["step"] == float((first["y"] == 1).float().mean())
-    assert len(model.logged) == len(expected.logged)
-    for ours, theirs in zip(model.logged, expected.logged, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-def test_the_value_of_a_batch_is_not_synchronized_unless_the_metric_asks_for_it() -> None:
-    def meet(*_: Any, **__: Any) -> Any:
-        raise AssertionError
-
-    metric = MeanMetric(distributed_available_fn=lambda: True, dist_sync_fn=meet)
-    metrics = BatchMetrics(nn.ModuleList([metric]))
-    metrics.begin()
-    with metrics.observe():
-        metric(torch.tensor([1.0, 2.0]))
-    with metrics.observe():
-        last_value = metric(torch.tensor([6.0]))
-        assert float(last_value) == 6.0
-    assert float(metrics.value(metric, last_value)) == 3.0
-    not_observed = metric(torch.tensor([9.0]))
-    assert float(metrics.value(metric, not_observed)) == 9.0
-
-
-class Reader(pl.LightningModule):
-    """An LSTM over packed sequences; its loss is a mean over samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 5, batch_first=True)
-        self.out = nn.Linear(5, 1)
-        self.gradients: list[Tensor] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        packed, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
-        output, (last, _) = self.lstm(packed)
-        assert torch.equal(pad_packed_sequence(output)[1], pad_packed_sequence(packed)[1])
-        return F.mse_loss(self.out(last[0]).squeeze(1), y)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters()]).clone())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-def packed_loader(form: str, batch_size: int) -> DataLoader[Any]:
-    """Serve 24 sequences of 1 to 7 places, packed in the order they came in, or sorted beforehand."""
-    generator = torch.Generator().manual_seed(6)
-    lengths = torch.randint(1, 8, (24,), generator=generator).tolist()
-    if form == "sorted":
-        lengths = sorted(lengths, reverse=True)
-    rows = [torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in lengths]
-
-    def pack(samples: list[Tensor]) -> Any:
-        packed = pack_sequence(samples, enforce_sorted=form == "sorted")
-        y = torch.stack([sample.sum() for sample in samples])
-        return {"x": packed, "y": y} if form == "dict" else (packed, y)
-
-    return DataLoader(rows, batch_size=batch_size, collate_fn=pack)  # pyright: ignore[reportArgumentType]
-
-
-def read_by(callbacks: list[Any], form: str = "tuple", batch_size: int = 12) -> Reader:
-    torch.manual_seed(1)
-    model = Reader().double()
-    trainer = make_trainer(callbacks=callbacks, max_steps=50)
-    trainer.fit(model, packed_loader(form, batch_size))
-    assert trainer.global_step == len(model.gradients) == 50
-    return model
-
-
-def halves(batch: Any, size: int) -> list[Any]:
-    """Cut packed sequences in the order they came in, the long ones first."""
-    packed, y = batch
-    rows, lengths = pad_packed_sequence(packed, batch_first=True)
-    cuts = [slice(first, first + size) for first in range(0, len(y), size)]
-    each = [pack_padded_sequence(rows[c], lengths[c], batch_first=True, enforce_sorted=False) for c in cuts]
-    return [(part, y[c]) for part, c in zip(each, cuts, strict=True)]
-
-
-@pytest.mark.parametrize("form", ["tuple", "dict", "sorted"])
-@pytest.mark.parametrize("size", [1, 5, "auto"])
-def test_packed_sequences_are_cut_by_their_samples(form: str, size: Any) -> None:
-    """T1. Lengths are uneven, so that counting their places in place of samples is off by 1e-2."""
-    auto = MicroBatch(micro_batch_size=size)
-    if size == "auto":
-        auto.load_state_dict({"micro_batch_size": 7})
-    assert_same_training(read_by([auto], form), read_by([], form), None)
-
-
-def test_a_splitter_may_cut_packed_sequences() -> None:
-    assert_same_training(read_by([MicroBatch(micro_batch_size=5, splitter=halves)]), read_by([]), None)
-
-
-def test_packed_batches_are_accumulated_and_cut() -> None:
-    accumulation = GradientAccumulation(global_batch_size=12)
-    model = read_by([accumulation, MicroBatch(micro_batch_size=4)], batch_size=6)
-    assert_same_training(model, read_by([]), None)
 
 
 class Counting(torch.optim.SGD):
@@ -565,7 +323,7 @@ def test_a_second_fit_begins_with_the_size_that_was_found() -> None:
 
 
 def test_a_failed_attempt_frees_its_memory() -> None:
-    """Nothing of a failed try is kept: no graph, no exception, no second copy of the model."""
+    """Nothing of a failed attempt is kept: no graph, no exception, no second copy of the model."""
 
     def live() -> int:
         gc.collect()
@@ -740,7 +498,7 @@ def test_find_fails_if_not_one_sample_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "words"),
+    ("keywords", "message"),
     [
         ({"micro_batch_size": -1}, "micro_batch_size=-1: expected 'auto' or a whole number"),
         ({"micro_batch_size": True}, "micro_batch_size=True"),
@@ -754,8 +512,8 @@ def test_find_fails_if_not_one_sample_fits() -> None:
         ({"micro_batch_size": 4, "find": "largest"}, "null with micro_batch_size=4"),
     ],
 )
-def test_invalid_options_are_rejected(keywords: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_options_are_rejected(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         MicroBatch(**keywords)
 
 
@@ -776,7 +534,7 @@ class Opens(StatefulModel):
         """Lightning cannot count the samples either."""
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """There is nothing beside the loss."""
+        """The only output is the loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch.batch, batch_idx)["loss"]

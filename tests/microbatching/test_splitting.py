@@ -74,7 +74,7 @@ BATCHES: dict[str, Any] = {
     "named tuple": Pair(x(3), x()),
     "frozen dataclass": Row(x(2), "a"),
     "slots": Slots(x(2)),
-    "words": {"x": x(2), "text": list("abcde")},
+    "strings": {"x": x(2), "text": list("abcde")},
     "mask for all": {"x": x(2), "mask": torch.ones(1, 7), "temperature": torch.tensor(0.5)},
     "numpy": {"x": np.arange(B * 2).reshape(B, 2)},
     "ragged rows": ragged(),
@@ -218,7 +218,7 @@ def test_slices_are_views_and_containers_are_new() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "words"),
+    ("batch", "message"),
     [
         ((torch.ones(4), torch.ones(3)), "batch[0] has 4, batch[1] has 3"),
         ((torch.ones(4, 3), torch.ones(8, 8)), "batch[0] has 4, batch[1] has 8"),
@@ -239,11 +239,11 @@ def test_slices_are_views_and_containers_are_new() -> None:
         (torch.ones(0, 3), "no sample"),
     ],
 )
-def test_an_ambiguous_batch_is_rejected_with_its_paths(batch: Any, words: str) -> None:
+def test_an_ambiguous_batch_is_rejected_with_its_paths(batch: Any, message: str) -> None:
     assert num_samples(batch) is None
     with pytest.raises(ConfigError, match=r"splitter=None: expected a function of batch and size") as error:
         split(batch, 2)
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_splitter_cuts_what_is_left() -> None:

@@ -11,9 +11,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_eff.callbacks.micro_batch import MicroBatch
+
+BATCH = 12
+"""Samples of a batch of `data`; its last batch has five."""
 
 
 def out_of_memory() -> torch.OutOfMemoryError:
@@ -120,6 +124,16 @@ class StatefulModel(pl.LightningModule):
         optimizer = SGD(self.parameters(), self.fault)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def data(num_samples: int = 4 * BATCH + 5) -> DataLoader[Any]:
+    """Return batches of BATCH samples, for `StatefulModel`."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(num_samples, 6, generator=generator)
+    y = torch.randint(0, 3, (num_samples,), generator=generator)
+    w = torch.rand(num_samples, generator=generator) + 0.1
+    rows = [{"x": x[i], "y": y[i], "w": w[i], "ids": f"row {i}"} for i in range(num_samples)]
+    return DataLoader(rows, batch_size=BATCH)
 
 
 def stateful_model(fault: Fault | None = None) -> StatefulModel:
