@@ -17,7 +17,7 @@ LOOP, TWO, CUT = (
     "tests/callbacks/test_micro_batch.py",
 )
 STEP = f"{LOOP}::test_a_step_is_that_of_the_window_as_one_batch"
-WHOLE = f"{CUT}::test_the_step_is_that_of_the_whole_batch"
+WHOLE = f"{CUT}::test_the_step_is_that_of_the_full_batch"
 TRACE = f"{CUT}::test_running_out_in_a_later_step_leaves_no_trace"
 WINDOWS = f"{CUT}::test_windows_of_cut_batches_are_exact_too"
 TOGETHER = f"{TWO}::test_two_ranks_step_as_one_would_on_all_samples"
@@ -27,25 +27,25 @@ FAULTS = {
     "no division": ("microbatching/window.py", "loss if divisor == 1.0 else loss / divisor", "loss", STEP),
     "mean of means": (
         "microbatching/window.py",
-        "counted = part / self._samples if part is not None and self._samples else share",
+        "counted = num_samples / first if num_samples is not None and first else fraction",
         "counted = 1.0",
         WHOLE,
     ),
     "weights ignored": (
         "microbatching/window.py",
         "loss * (weight / self.reference) if",
-        "loss / self._length if",
+        "loss / self._num_batches if",
         STEP,
     ),
     "a cut window divided by its nominal length": (
         "microbatching/window.py",
-        "self._length / self._count if self._count else 1.0",
+        "self._num_batches / self._num_counted if self._num_counted else 1.0",
         "1.0",
         STEP,
     ),
     "a reference of each rank's own": (
         "microbatching/window.py",
-        "self._over_ranks(expected) / self._num_ranks",
+        "self._sum_over_ranks(expected) / self._num_ranks",
         "expected",
         f"{LOOP}::test_two_ranks_step_as_one_would_on_all_samples",
     ),
@@ -56,15 +56,15 @@ FAULTS = {
         WHOLE,
     ),
     "gradients cleared in each micro-batch": (
-        "microbatching/in_parts.py",
-        "if first and passes.zero_grad is not None",
-        "if passes.zero_grad is not None",
+        "microbatching/micro_batch_runner.py",
+        "if is_first and functions.zero_grad is not None",
+        "if functions.zero_grad is not None",
         WHOLE,
     ),
     "clipped in each micro-batch": (
-        "microbatching/in_parts.py",
-        "                    passes.backward(result.closure_loss)\n",
-        "                    passes.backward(result.closure_loss)\n"
+        "microbatching/micro_batch_runner.py",
+        "                    functions.backward(result.closure_loss)\n",
+        "                    functions.backward(result.closure_loss)\n"
         "                    import torch\n"
         "                    torch.nn.utils.clip_grad_norm_(self._model.parameters(), 0.05)\n",
         WHOLE,
@@ -77,20 +77,20 @@ FAULTS = {
     ),
     "scheduler in each batch": (
         "microbatching/lightning_loop.py",
-        "return not self._complete or self._skipped",
-        "return self._skipped",
+        "return not self._is_complete or self._is_skipped",
+        "return self._is_skipped",
         STEP,
     ),
     "a skipped step counts": (
         "microbatching/lightning_loop.py",
-        "            self._take_back_the_step()\n",
+        "            self._uncount_step()\n",
         "            pass\n",
         LOOP,
     ),
     "synchronized in the wrong micro-batch": (
-        "microbatching/in_parts.py",
-        "synchronize=last and passes.complete",
-        "synchronize=first and passes.complete",
+        "microbatching/micro_batch_runner.py",
+        "synchronize=is_last and functions.is_last",
+        "synchronize=is_first and functions.is_last",
         TOGETHER,
     ),
     "gradients not averaged": (
@@ -106,8 +106,8 @@ FAULTS = {
         f"{TWO}::test_batches_that_fit_train_as_under_plain_ddp",
     ),
     "the others keep their size": (
-        "microbatching/fitting.py",
-        "self.size = int(ddp.extremes(self.size or self.largest, model)[0])",
+        "microbatching/micro_batch_size.py",
+        "self.current = int(ddp.extremes(self.current or self.largest, model)[0])",
         "pass",
         f"{TWO}::test_a_rank_that_runs_out_of_memory_leaves_no_trace",
     ),
@@ -126,37 +126,37 @@ FAULTS = {
     ),
     "weights of a failed try counted": (
         "microbatching/oom_retry.py",
-        "self._window.back(self._mark)",
+        "self._window.restore(self._window_state)",
         "pass",
         TRACE,
     ),
     "gradients of a failed try kept": (
-        "microbatching/in_parts.py",
+        "microbatching/micro_batch_runner.py",
         "        zero_grad()\n",
-        "        self._zeroed or zero_grad()\n",
+        "        self._is_zeroed or zero_grad()\n",
         TRACE,
     ),
     "update not undone": (
-        "microbatching/update.py",
+        "microbatching/snapshot.py",
         "tensor.copy_(value)",
         "pass",
         f"{CUT}::test_running_out_in_the_update_leaves_no_trace",
     ),
     "step logged as of the last micro-batch": (
-        "microbatching/logged.py",
-        "metric._forward_cache = _combined(",
-        "_combined(",
-        f"{CUT}::test_what_is_logged_is_that_of_the_whole_batch",
+        "microbatching/merging.py",
+        "metric._forward_cache = _reduced(",
+        "_reduced(",
+        "tests/microbatching/test_merging.py::test_what_is_logged_is_that_of_the_full_batch",
     ),
     "find: a size that failed": (
         "microbatching/size_search.py",
         "best = max(fitting,",
         "best = max(trials,",
-        "tests/microbatching/test_fitting.py",
+        "tests/microbatching/test_micro_batch_size.py",
     ),
     "find: the state stays": (
-        "microbatching/trials.py",
-        "            undo.restore()\n",
+        "microbatching/size_search.py",
+        "            optimizer_snapshot.restore()\n",
         "",
         f"{CUT}::test_find_gives_the_largest_and_leaves_no_trace",
     ),

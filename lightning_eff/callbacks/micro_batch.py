@@ -1,21 +1,23 @@
-"""A batch in micro-batches that fit, with the gradient of the whole; when memory runs out, in smaller ones.
+"""Split each batch into micro-batches that fit in memory, with the gradient of the full batch.
 
-The loader yields what an optimizer step is to see; here it is cut along its samples
-(microbatching/splitting.py says what can be cut; a `splitter` cuts the rest). Micro-batches count by their
-samples, or by the weight that `training_step` returns beside the mean loss, so the step is that of the whole
-batch. With `auto` the batch is tried as a whole; when memory runs out in the forward or the backward pass,
-everything that the step has changed is brought back (random states, buffers, metrics) and the step is
-computed in half the size. The result is to the bit that of a run which began with that size. The size is kept
-in the checkpoint.
+A batch of the loader is the batch of an optimizer step; this callback splits it along its samples
+(microbatching/splitting.py has the rules; a `splitter` handles other batches). Micro-batches count by their
+samples, or by the weight that `training_step` returns next to the mean loss, so the step is that of the full
+batch. With `auto` the full batch is tried first; when memory runs out in the forward or backward pass,
+everything that the step has changed (random states, buffers, metrics) is restored and the step is computed
+again in half the size. The result equals to the bit that of a run with this size from the start. The size is
+saved in checkpoints.
 
-`find` runs sizes for real before the first step, with an optimizer step, and brings everything back: the
-`largest` that fits, or the `fastest`; `search()` does so once more, after layers were unfrozen, say.
+`find` runs several sizes before the first step, with an optimizer step each, and restores everything: the
+`largest` that fits, or the `fastest`. `search()` does so again during training, for example after layers were
+unfrozen.
 
 Costs: a micro-batch that is too small for the device is slow. `auto` keeps a copy of random states and
     buffers each step, the batches of a window, and parameters, gradients and optimizer state in host memory
     around updates (on a GPU the first); on several ranks the gradients are averaged after the backward pass
-    in place of during it. An OOM costs the step that is run again, hooks included (`on_after_backward`, and
-    those around zero_grad). What normalizes over a batch (batch norms) sees the micro-batch.
+    in place of during it. After an out-of-memory error the step is run again, hooks included
+    (`on_after_backward`, and those around zero_grad). Layers that normalize over a batch (batch norms) use
+    the micro-batch.
 Conflicts: manual optimization, DeepSpeed's own accumulation and optimizers that step in the backward pass;
     `auto` on several ranks under anything but DDP, with synchronized batch norms, a communication hook or a
     static graph.
@@ -31,40 +33,44 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_eff.core import checkpoint_stamp, dataloaders, rules
-from lightning_eff.core.dtypes import matmul_dtype
+from lightning_eff.core import dataloaders
+from lightning_eff.core.dtypes import dtype_of
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.microbatching import lightning_loop
-from lightning_eff.microbatching.fitting import Fitting, is_count, rounding
-from lightning_eff.microbatching.in_parts import Search
-from lightning_eff.microbatching.size_search import OBJECTIVES, Found
+from lightning_eff.microbatching.micro_batch_runner import SizeSearch
+from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, is_count, resolve_multiple
+from lightning_eff.microbatching.size_search import OBJECTIVES, FoundSize
 from lightning_eff.microbatching.splitting import Splitter
 from lightning_eff.report import tile_explanation
 
+FIXED_SIZE = "callbacks.micro_batch.micro_batch_size=8"
+
 
 def explain(device: str) -> str:
-    """Say which sizes suit a device: multiples by format, and tokens that fill it."""
-    return tile_explanation.explain_micro_batches(device)
+    """Return which sizes suit a device: multiples by dtype, and tokens that fill it."""
+    return tile_explanation.of_micro_batches(device)
 
 
-class MicroBatch(pl.Callback):
+class MicroBatch(Managed):
     """Train on each batch in micro-batches.
 
     Args:
-        micro_batch_size: Samples of a micro-batch on one device; `auto` begins with the whole batch.
-        find: Look for a size before the first step, with `auto`: `largest` or `fastest`; None does not.
-        headroom: Share of the device's memory that `find` leaves at the peak, where a device tells its peak.
+        micro_batch_size: Samples of a micro-batch on one device; `auto` begins with the full batch.
+        find: Search for a size before the first step, with `auto`: `largest` or `fastest`; None does not.
+        headroom: Fraction of the device's memory that `find` leaves free at the peak, on devices that report
+            it.
         multiple_of: Sizes above it that `auto` and `find` choose are its multiples; its own `auto` is
-            what the device's tensor cores like in the format of the run (8 in 16 bits), and 1 on a CPU.
-        grow_after_n_steps: Double the size after so many steps without running out of memory; None never.
-        splitter: Cuts a batch in place of the built-in way, `splitter(batch, micro_batch_size)`.
+            that of the device's tensor cores in the run's precision (8 in 16 bits), and 1 on a CPU.
+        grow_after_n_steps: Double the size after so many steps without an out-of-memory error; None never.
+        splitter: Splits a batch in place of the built-in rules, `splitter(batch, micro_batch_size)`.
 
     Raises:
         ConfigError: A number is outside its range, or `find` without `auto`.
 
     Warns:
-        NoEffectWarning: No batch was larger than the size that was asked for.
+        NoEffectWarning: No batch was larger than `micro_batch_size`.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[MicroBatch(micro_batch_size=8)], logger=False, accelerator="cpu")
@@ -72,9 +78,6 @@ class MicroBatch(pl.Callback):
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: micro_batch_size=0: expected 'auto' or a whole number ...
     """
-
-    on_save_checkpoint = checkpoint_stamp.save_stamp
-    on_load_checkpoint = checkpoint_stamp.load_stamp
 
     def __init__(
         self,
@@ -86,197 +89,166 @@ class MicroBatch(pl.Callback):
         grow_after_n_steps: int | None = None,
         splitter: Splitter | None = None,
     ) -> None:
-        self._check(micro_batch_size, find, grow_after_n_steps)
-        if not 0.0 <= headroom < 1.0:
-            raise ConfigError(key="headroom", value=headroom, allowed="a share from 0 up to 1")
-        if multiple_of != "auto" and not is_count(multiple_of):
-            allowed = "'auto' or a whole number of at least 1"
-            raise ConfigError(key="multiple_of", value=multiple_of, allowed=allowed)
-        if not (splitter is None or callable(splitter)):
-            allowed = "a function of a batch and a micro-batch size"
-            raise ConfigError(key="splitter", value=splitter, allowed=allowed)
         self.micro_batch_size = micro_batch_size
         self.find = find
         self.headroom = headroom
         self.multiple_of = multiple_of
         self.grow_after_n_steps = grow_after_n_steps
         self.splitter = splitter
-        self._remembered: int | None = None
+        self._check()
+        self._initial_size: int | None = None
         self._rounding = ""
-        self._found: Found | None = None
-        self._fitting: Fitting | None = None
+        self._found: FoundSize | None = None
+        self._size: MicroBatchSize | None = None
         self._loop: lightning_loop.ExactStep | None = None
 
-    @staticmethod
-    def _check(size: int | str, find: str | None, grow_after_n_steps: int | None) -> None:
-        if size != "auto" and not is_count(size):
-            allowed = "'auto' or a whole number of at least 1"
-            raise ConfigError(key="micro_batch_size", value=size, allowed=allowed)
-        if find is not None and find not in OBJECTIVES:
-            raise ConfigError(key="find", value=find, allowed=f"one of {', '.join(OBJECTIVES)}, or None")
-        if not (grow_after_n_steps is None or is_count(grow_after_n_steps)):
-            allowed = "a whole number of at least 1"
-            raise ConfigError(key="grow_after_n_steps", value=grow_after_n_steps, allowed=allowed)
-        for name, value in (("find", find), ("grow_after_n_steps", grow_after_n_steps)):
-            if size != "auto" and value is not None:
-                allowed = f"null beside micro_batch_size={size}"
-                raise ConfigError(
-                    name, value, allowed=allowed, remedies=["callbacks.micro_batch.micro_batch_size=auto"]
-                )
+    def _check(self) -> None:
+        size, grow = self.micro_batch_size, self.grow_after_n_steps
+        count = "a whole number of at least 1"
+        for name, is_valid, allowed in (
+            ("micro_batch_size", size == "auto" or is_count(size), f"'auto' or {count}"),
+            ("find", self.find in (*OBJECTIVES, None), f"one of {', '.join(OBJECTIVES)}, or None"),
+            ("grow_after_n_steps", grow is None or is_count(grow), count),
+            ("headroom", 0.0 <= self.headroom < 1.0, "a fraction from 0 up to 1"),
+            ("multiple_of", self.multiple_of == "auto" or is_count(self.multiple_of), f"'auto' or {count}"),
+            (
+                "splitter",
+                self.splitter is None or callable(self.splitter),
+                "a function of a batch and a size",
+            ),
+        ):
+            if not is_valid:
+                raise ConfigError(name, getattr(self, name), allowed=allowed)
+        for name in ("find", "grow_after_n_steps"):
+            if size != "auto" and getattr(self, name) is not None:
+                allowed = f"null with micro_batch_size={size}, which is fixed"
+                remedies = ["callbacks.micro_batch.micro_batch_size=auto"]
+                raise ConfigError(name, getattr(self, name), allowed=allowed, remedies=remedies)
 
     @property
-    def adapts(self) -> bool:
+    def is_auto(self) -> bool:
         """Whether the size changes when memory runs out."""
         return self.micro_batch_size == "auto"
 
     @property
     def current_size(self) -> int | None:
-        """Samples of a micro-batch as they are now; None while batches fit as a whole."""
-        return self._fitting.size if self._fitting is not None else self._remembered
+        """The current micro-batch size in samples; None while full batches fit."""
+        return self._size.current if self._size is not None else self._initial_size
 
     def facts(self) -> Facts:
-        """State who else steps, and what a second try of a batch would break."""
+        """Return what else steps, and what a second attempt at a batch would break."""
         reasons = {
             "lightning/DeepSpeedStrategy": "DeepSpeed counts each backward pass as a batch of its own",
             "run/manual_optimization": "the module runs its backward passes itself",
             "run/dataloader_iter": "the module fetches its batches itself",
         }
-        rules = [
-            Rule(name=name, reason=reason, remedies=("~callbacks.micro_batch",))
-            for name, reason in reasons.items()
-        ]
-        rules.append(
-            Rule(
-                name="run/batch_norm",
-                reason="their statistics are those of a micro-batch, so the result depends on its size",
-                verdict=Verdict.WARNED,
-            )
-        )
-        return Facts(excludes=(*rules, *(_adapting_rules() if self.adapts else ())))
+        remedies = ("~callbacks.micro_batch",)
+        rules = [Rule(name=name, reason=reason, remedies=remedies) for name, reason in reasons.items()]
+        batch_norm = "their statistics are those of a micro-batch, so the result depends on its size"
+        rules.append(Rule(name="run/batch_norm", reason=batch_norm, verdict=Verdict.WARNED))
+        return Facts(excludes=(*rules, *(_auto_rules() if self.is_auto else ())))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        rules.enforce(self, trainer, pl_module)
-        size = self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
+        super().setup(trainer, pl_module, stage)
         self._found = None
-        self._remembered = self.current_size if self.adapts else None  # of a fit before, or of a checkpoint
-        multiple_of = self._settle_rounding(trainer)
-        self._fitting = Fitting(
-            size,
-            adapts=self.adapts,
+        self._initial_size = self.current_size if self.is_auto else None  # of an earlier fit or a checkpoint
+        device = trainer.strategy.root_device
+        dtype = dtype_of(str(trainer.precision_plugin.precision), device.type)
+        self._size = MicroBatchSize(
+            self.micro_batch_size if isinstance(self.micro_batch_size, int) else None,
+            is_auto=self.is_auto,
             splitter=self.splitter,
-            multiple_of=multiple_of,
+            multiple_of=resolve_multiple(self.multiple_of, device, dtype),
             grow_after_n_steps=self.grow_after_n_steps,
         )
-        self._loop = lightning_loop.install(trainer)
-        self._loop.fitting = self._fitting
-
-    def _settle_rounding(self, trainer: pl.Trainer) -> int:
-        device = trainer.strategy.root_device
-        dtype = matmul_dtype(str(trainer.precision_plugin.precision), device.type)
-        multiple_of = rounding(self.multiple_of, device, dtype)
         name = str(dtype).removeprefix("torch.")
-        self._rounding = f"sizes in multiples of {multiple_of} ({name} on {device.type})"
-        return multiple_of
-
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        rules.enforce(self, trainer, pl_module)
+        self._rounding = f"sizes in multiples of {self._size.multiple_of} ({name} on {device.type})"
+        self._loop = lightning_loop.install(trainer)
+        self._loop.micro_batch_size = self._size
+        self.cleanup.callback(lightning_loop.uninstall, trainer)
+        self.cleanup.callback(setattr, self, "_loop", None)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        dataloaders.restore_loader_state(trainer)
-        if self._fitting is not None and self.adapts:
-            self._fitting.size = self._remembered
-        if self.find is not None and self._remembered is None:
+        dataloaders.place(trainer)
+        if self._size is not None and self.is_auto:
+            self._size.current = self._initial_size  # a checkpoint was loaded after `setup`
+        if self.find is not None and self._initial_size is None:
             self.search(self.find)
 
     def search(self, objective: str = "largest") -> None:
-        """Look for a size before the next step; call it while training, from a callback or the module.
+        """Search for a size before the next step; call it while training, from a callback or the module.
 
         Args:
             objective: `largest` or `fastest`.
 
         Raises:
-            ConfigError: The size does not adapt, or no training is going on.
+            ConfigError: The size is fixed, or no training is running.
         """
-        if self._loop is None or not self.adapts:
-            allowed = "a training that goes on with micro_batch_size=auto"
+        if self._loop is None or not self.is_auto:
+            allowed = "a running training with micro_batch_size=auto"
             raise ConfigError(key="search", value=objective, allowed=allowed)
         if objective not in OBJECTIVES:
             raise ConfigError(key="search", value=objective, allowed=f"one of {', '.join(OBJECTIVES)}")
-        self._loop.search = Search(objective, self.headroom, self._take)
 
-    def _take(self, found: Found) -> None:
-        self._found = found
+        def on_found(found: FoundSize) -> None:
+            self._found = found
+
+        self._loop.search = SizeSearch(objective, self.headroom, on_found)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the size, so that a run that goes on does not run out of memory once more."""
-        return {"micro_batch_size": self.current_size if self.adapts else None}
+        """Return the size, so that a resumed run does not run out of memory again."""
+        return {"micro_batch_size": self.current_size if self.is_auto else None}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         size = state_dict.get("micro_batch_size")
-        self._remembered = size if is_count(size) else None
+        self._initial_size = size if is_count(size) else None
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self.adapts and self._fitting is not None and not self._fitting.num_split:
-            text = f"MicroBatch did nothing: no batch had more than {self.micro_batch_size} samples"
+        if not self.is_auto and self._size is not None and not self._size.num_split:
+            text = f"MicroBatch had no effect: no batch had more than {self.micro_batch_size} samples"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._restore(trainer)
-
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        self._restore(trainer)
-
-    def _restore(self, trainer: pl.Trainer) -> None:
-        if self._loop is not None:
-            self._loop = None
-            lightning_loop.uninstall(trainer)
-
     def outcome(self) -> Outcome:
-        """Say how batches were cut, and how often memory ran out."""
-        fitting = self._fitting
-        if fitting is None:
+        """Return how batches were split, and how often memory ran out."""
+        size, found = self._size, self._found
+        if size is None:
             return Outcome(did="no training data yet", effective=False)
-        size = f"micro-batches of {fitting.size}" if fitting.size is not None else "batches as a whole"
-        words = [f"{size}; {fitting.num_split} batches cut"]
+        parts = [
+            "full batches" if size.current is None else f"micro-batches of {size.current}",
+            f"{size.num_split} batch{'es' * (size.num_split != 1)} split",
+        ]
         if self.multiple_of == "auto":
-            words.append(self._rounding)
-        if fitting.halvings:
-            sizes = [fitting.halvings[0].before, *(halving.after for halving in fitting.halvings)]
-            words.append(f"out of memory {len(fitting.halvings)} times: {' -> '.join(map(str, sizes))}")
-        if self._found is not None:
-            found = self._found
-            words.append(f"found {found.micro_batch_size} in {len(found.trials)} trials")
+            parts.append(self._rounding)
+        if size.halvings:
+            often = "once" if len(size.halvings) == 1 else f"{len(size.halvings)} times"
+            sizes = [size.halvings[0].before, *(halving.after for halving in size.halvings)]
+            parts.append(f"out of memory {often}: {' -> '.join(map(str, sizes))}")
+        trials = found.trials if found is not None else ()
+        if found is not None:
+            num_trials = f"{len(trials)} trial{'s' * (len(trials) != 1)}"
+            parts.append(f"found {found.micro_batch_size} in {num_trials}")
         return Outcome(
-            did="; ".join(words),
-            effective=bool(fitting.num_split or fitting.halvings or self._found),
+            did="; ".join(parts),
+            effective=bool(size.num_split or size.halvings or found),
             numbers={
-                "micro_batch_size": fitting.size,
-                "multiple_of": fitting.multiple_of,
-                "batches_cut": fitting.num_split,
-                "out_of_memory": [[each.before, each.after, each.reason] for each in fitting.halvings],
-                "trials": [
-                    [each.micro_batch_size, each.fits, each.seconds_per_sample]
-                    for each in (self._found.trials if self._found is not None else ())
-                ],
+                "micro_batch_size": size.current,
+                "multiple_of": size.multiple_of,
+                "batches_cut": size.num_split,
+                "out_of_memory": [[h.before, h.after, h.reason] for h in size.halvings],
+                "trials": [[t.micro_batch_size, t.fits, t.seconds_per_sample] for t in trials],
             },
         )
 
 
-def _adapting_rules() -> list[Rule]:
-    """Return what must not meet a step that one rank may compute twice, and the others once."""
-    fixed = ("callbacks.micro_batch.micro_batch_size=8",)
+def _auto_rules() -> list[Rule]:
+    """Return what excludes a step that one rank may compute twice, and the others once."""
     sharded = "a rank that runs out of memory would leave the others waiting in the middle of a forward pass"
     reasons = {
         "lightning/FSDPStrategy": sharded,
@@ -285,13 +257,13 @@ def _adapting_rules() -> list[Rule]:
         "strategy/deepspeed_zero": sharded,
         "run/sync_batch_norm": sharded,
         "run/comm_hook": "the gradients are averaged without DDP, which alone would call the hook",
-        "run/static_graph": "DDP learns its graph in a first backward pass that is synchronized",
+        "run/static_graph": "DDP records its graph in a first backward pass that is synchronized",
     }
-    rules = [Rule(name=name, reason=reason, remedies=fixed) for name, reason in reasons.items()]
+    rules = [Rule(name=name, reason=reason, remedies=(FIXED_SIZE,)) for name, reason in reasons.items()]
     compiled = Rule(
         name="callbacks/torch_compile",
-        reason="each new size is compiled anew, and compiling needs memory too",
-        remedies=fixed,
+        reason="each new size is compiled again, and compiling needs memory too",
+        remedies=(FIXED_SIZE,),
         verdict=Verdict.WARNED,
     )
     return [*rules, compiled]

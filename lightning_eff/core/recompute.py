@@ -1,13 +1,13 @@
 """A block whose activations are recomputed in the backward pass instead of being kept.
 
 Two hooks around the block's forward drive PyTorch's non-reentrant checkpoint, so the block keeps its class,
-its name and its keys, and a compiled forward inside stays compiled. In addition to what PyTorch does for a
-block, buffers that its forward changes (batch statistics, counters) change once and are recomputed from their
-earlier values; tensors passed by keyword are saved like the others; and the block's inputs may be offloaded
-to host memory.
+its name and its keys, and a compiled forward inside stays compiled. Beyond what PyTorch does for a block:
+buffers that its forward changes (batch statistics, counters) change once and are recomputed from their
+earlier values; tensors passed by keyword are treated like positional ones; and the block's inputs may be
+offloaded to host memory.
 
 Why not `torch.distributed._composable.checkpoint`, which drives the same generator: its hooks cannot be
-removed, a second backward through a kept graph fails in it, and tensors passed by keyword escape it.
+removed, a second backward through a retained graph fails in it, and it ignores tensors passed by keyword.
 """
 
 from __future__ import annotations
@@ -25,29 +25,25 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-# Private in torch 2.13: the generator behind `checkpoint(use_reentrant=False)`, suspended during the forward.
+# Private, as of torch 2.13: runs up to the forward, and past it when it is resumed.
 _checkpoint: Any = checkpoint._checkpoint_without_reentrant_generator  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Returns the contexts of a forward and of its recomputation, as `torch.utils.checkpoint` takes it."""
-
-Buffers = list[tuple[nn.Module, str, Tensor]]
-"""Owner, name and value of buffers."""
-
-_MARK = "_recomputed_by"
-KV_CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Keywords by which Hugging Face's layers take a key-value cache."""
+"""Returns contexts around a forward and its recomputation; `context_fn` of `torch.utils.checkpoint`."""
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Keywords under which Hugging Face's layers take a key-value cache."""
 STATISTICS = ("running_mean", "running_var")
-"""Buffers that batch normalisation changes without increasing their version counter."""
+"""Buffers that batch normalization changes without increasing their version."""
+_MARK = "_recomputed_by"
 
 
 class RecomputedBlock:
-    """Recomputes a block's activations in the backward pass, until `remove`.
+    """Recomputes a block's activations until `remove` is called.
 
     Args:
         block: Any module.
-        contexts: Contexts of forward and recomputation; for selective checkpointing.
-        host: Keeps the block's inputs until they are needed; None leaves them on their device.
+        contexts: Contexts around forward and recomputation; for selective checkpointing.
+        host: Offloads the block's inputs until they are needed; None leaves them where they are.
     """
 
     def __init__(
@@ -62,7 +58,7 @@ class RecomputedBlock:
         self._names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         self._frames: list[tuple[Generator[None], AbstractContextManager[Any]]] = []
         self._is_recomputing = False
-        untraced: Any = torch.compiler.disable  # the forward inside may be compiled, the hooks must not be
+        untraced: Any = torch.compiler.disable  # what is inside the block may be compiled, the hooks not
         self._handles = [
             block.register_forward_pre_hook(untraced(self._before), with_kwargs=True),
             block.register_forward_hook(untraced(self._after), prepend=True, always_call=True),
@@ -85,36 +81,35 @@ class RecomputedBlock:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._is_recomputing or not torch.is_grad_enabled():
             return args, kwargs
+        # By position, as far as possible: only positional tensors are saved like activations.
         positional, keywords = list(args), self._without_cache(kwargs)
-        # Only positional tensors are saved like activations, so what can be passed by position is.
         while len(positional) < len(self._names) and self._names[len(positional)] in keywords:
             positional.append(keywords.pop(self._names[len(positional)]))
-        # preserve_rng_state, context_fn, determinism_check, debug, early_stop
-        options = (True, lambda: self._contexts_of(block), "default", False, True)
+        # preserve_rng_state, context_fn, determinism_check, debug and early_stop, by position
+        options = (True, lambda: self._context_fn(block), "default", False, True)
         frame = _checkpoint(block, *options, *positional, **keywords)
-        # The offload hooks see the inputs alone: inside the block, the checkpoint's hooks lie above them.
-        offload = self._host.offloading() if self._host else nullcontext()
-        offload.__enter__()
+        # Offloading applies to the inputs alone: inside the block, the checkpoint's own hooks are innermost.
+        offloading = self._host.offload_saved() if self._host else nullcontext()
+        offloading.__enter__()
         next(frame)
-        self._frames.append((frame, offload))
+        self._frames.append((frame, offloading))
         return tuple(positional), keywords
 
     def _after(self, *_: Any) -> None:
         if self._is_recomputing or not self._frames:
             return
-        frame, offload = self._frames.pop()
+        frame, offloading = self._frames.pop()
         is_exhausted = next(frame, True)
-        offload.__exit__(None, None, None)
+        offloading.__exit__(None, None, None)
         if not is_exhausted:
             msg = "the checkpoint of a block did not end with its forward"
             raise RuntimeError(msg)
 
-    def _contexts_of(
+    def _context_fn(
         self, block: nn.Module
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts of one forward and of its recomputations."""
         forward, recomputation = self._contexts()
-        changed: Buffers = []
+        changed: list[tuple[nn.Module, str, Tensor]] = []
 
         @contextmanager
         def first() -> Generator[None]:
@@ -131,25 +126,25 @@ class RecomputedBlock:
             finally:
                 self._is_recomputing = False
 
-        return _ReentrantContext(first), _ReentrantContext(again)
+        return _Repeatable(first), _Repeatable(again)
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the keywords without a key-value cache, to which every recomputation would append again.
+        """Return the keywords without a key-value cache, which each recomputation would fill again.
 
         Hugging Face's models pass one to their layers, also in training.
         """
-        caches = {name: kwargs[name] for name in KV_CACHES if kwargs.get(name) is not None}
+        caches = {name: kwargs[name] for name in CACHES if kwargs.get(name) is not None}
         for name, cache in caches.items():
             if len(cache) > 0 and getattr(cache, "get_seq_length", lambda: 1)() > 0:
-                msg = f"a block with a filled cache ({name}), as in prefix tuning, cannot be recomputed"
+                msg = f"a recomputed block cannot continue a filled cache ({name}), as in prefix tuning"
                 raise ValueError(msg)
         self.is_cache_disabled = self.is_cache_disabled or bool(caches)
         off = {"use_cache": False} if "use_cache" in kwargs else {}
         return kwargs | dict.fromkeys(caches) | off
 
 
-class _ReentrantContext(AbstractContextManager[None]):
-    """A context that may be entered again, as a second backward through a kept graph does."""
+class _Repeatable(AbstractContextManager[None]):
+    """A context that may be entered again, as a second backward through a retained graph does."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -166,10 +161,10 @@ class _ReentrantContext(AbstractContextManager[None]):
 
 
 @contextmanager
-def record_changed_buffers(block: nn.Module, changed: Buffers) -> Generator[None]:
-    """Fill `changed` with copies of the buffers that a forward changes, as they were before it."""
+def record_changed_buffers(block: nn.Module, changed: list[tuple[nn.Module, str, Tensor]]) -> Generator[None]:
+    """Put copies of the buffers that a forward changes into `changed`, with their values before it."""
     before = [
-        (module, name, buffer, buffer._version, buffer.detach().clone())  # noqa: SLF001 - counts in-place writes
+        (module, name, buffer, buffer._version, buffer.detach().clone())  # noqa: SLF001
         for module in block.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
@@ -184,8 +179,8 @@ def record_changed_buffers(block: nn.Module, changed: Buffers) -> Generator[None
 
 
 @contextmanager
-def swapped_buffers(earlier: Buffers) -> Generator[None]:
-    """Replace buffers by copies of their earlier values; the current ones are restored untouched."""
+def swapped_buffers(earlier: list[tuple[nn.Module, str, Tensor]]) -> Generator[None]:
+    """Replace buffers by copies of earlier ones; afterwards the modules have theirs, unchanged."""
     current = [(module, name, getattr(module, name)) for module, name, _ in earlier]
     for module, name, copy in earlier:
         setattr(module, name, copy.clone())
@@ -197,51 +192,51 @@ def swapped_buffers(earlier: Buffers) -> Generator[None]:
 
 
 class HostOffload:
-    """Keeps the inputs of recomputed blocks in pinned host memory, copied on a separate CUDA stream.
+    """Offloads the inputs of recomputed blocks to pinned host memory, on a CUDA stream of its own.
 
-    On CUDA the copy to the host overlaps the next block's forward, and the copy back of a block overlaps the
-    recomputation of the block after it. On the CPU both are plain copies, which save nothing.
+    On CUDA the copy to the host overlaps the next block's forward, and the copy back of one block the
+    recomputation of the block after it. On the CPU they are plain copies, which save and change nothing.
     """
 
     observers: ClassVar[list[Callable[[Tensor], object]]] = []
-    """Called with every tensor that was copied to the host: to count what a device would no longer hold."""
+    """Called with every tensor that is now on the host: for forecasts of what a device would hold."""
 
     def __init__(self) -> None:
         self.moved_bytes = 0
-        self._waiting: list[weakref.ref[_OffloadedTensor]] = []
+        self._waiting: list[weakref.ref[_Offloaded]] = []
         self._stream: torch.cuda.Stream | None = None
 
-    def offloading(self) -> AbstractContextManager[Any]:
-        """Return a context in which tensors saved for backward are offloaded."""
+    def offload_saved(self) -> AbstractContextManager[Any]:
+        """Return a context in which tensors saved for the backward pass are offloaded."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> _OffloadedTensor | Tensor:
+    def _pack(self, tensor: Tensor) -> _Offloaded | Tensor:
         if not tensor.is_floating_point():
             return tensor  # masks and positions are small, and shared by all blocks
         self.moved_bytes += tensor.nbytes
         is_cuda = tensor.device.type == "cuda"
         if is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
-        offloaded = _OffloadedTensor(tensor, self._stream if is_cuda else None)
+        offloaded = _Offloaded(tensor, self._stream if is_cuda else None)
         self._waiting = [reference for reference in self._waiting if reference() is not None]
         self._waiting.append(weakref.ref(offloaded))
         return offloaded
 
-    def _unpack(self, packed: _OffloadedTensor | Tensor) -> Tensor:
+    def _unpack(self, packed: _Offloaded | Tensor) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         tensor = packed.fetch()
-        # Prefetch the tensor that was packed before this one: the backward pass runs in reverse order.
+        # Prefetch what was packed before it: the backward pass goes in the opposite direction.
         while self._waiting and self._waiting.pop()() is not packed:
             pass
-        before = self._waiting[-1]() if self._waiting else None
-        if before is not None:
-            before.prefetch()
+        previous = self._waiting[-1]() if self._waiting else None
+        if previous is not None:
+            previous.start()
         return tensor
 
 
-class _OffloadedTensor:
-    """One tensor in host memory."""
+class _Offloaded:
+    """One tensor on the host."""
 
     def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None) -> None:
         self._device = tensor.device
@@ -256,10 +251,10 @@ class _OffloadedTensor:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._host.copy_(tensor.detach(), non_blocking=True)
-        tensor.record_stream(stream)  # its memory must not be reused before the copy has run
+        tensor.record_stream(stream)  # its memory must not be reused before the copy is done
 
-    def prefetch(self) -> None:
-        """Start the copy back to the device, without waiting for it."""
+    def start(self) -> None:
+        """Start to copy the tensor back, without waiting for it."""
         if self._back is not None:
             return
         if self._stream is None:
@@ -270,9 +265,9 @@ class _OffloadedTensor:
 
     def fetch(self) -> Tensor:
         """Return the tensor on its device, ready for the current stream."""
-        self.prefetch()
+        self.start()
         back, self._back = self._back, None
-        assert back is not None  # noqa: S101 - prefetch() set it
+        assert back is not None  # noqa: S101 - start() made it
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)

@@ -1,1 +1,8 @@
-"""An optimizer step in parts: windows, micro-batches, retries when memory runs out, on one rank or many."""
+"""How an optimizer step is made: accumulation, micro-batches, and retries after out-of-memory errors.
+
+To change accumulation: callbacks/gradient_accumulation.py (number of batches), lightning_loop.py (what
+Lightning calls), window.py (the scale factors), splitting.py (what counts as a sample).
+To change micro-batches: callbacks/micro_batch.py, micro_batch_runner.py (under Lightning) or fabric.py
+(without), oom_retry.py (second attempts), micro_batch_size.py (the size), snapshot.py and atomic_update.py
+(undoing), merging.py (what is returned and logged), ddp.py (collectives), size_search.py (`find`).
+"""

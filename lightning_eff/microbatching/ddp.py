@@ -1,9 +1,9 @@
-"""Gradients of several ranks averaged once, after all of them have computed theirs.
+"""Average the gradients of several ranks once, after all of them have computed theirs.
 
-DDP averages while the backward pass runs. A rank that runs out of memory in there leaves the others waiting,
-and its own reducer in pieces. So where a rank may have to compute its batch once more, every micro-batch
-runs without synchronization and the gradients are averaged at the end, in buckets as DDP's are. The result
-is DDP's: a parameter that no rank has used keeps no gradient, and buffers are the first rank's.
+DDP averages during the backward pass. A rank that runs out of memory there leaves the others waiting, and its
+own reducer in an undefined state. So with `micro_batch_size=auto`, every micro-batch runs without
+synchronization and the gradients are averaged at the end of the step, in buckets like DDP's. The result is
+DDP's: a parameter that no rank has used keeps no gradient, and buffers are the first rank's.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 BUCKET_BYTES = 25 * 2**20
-"""As in DDP; a larger gradient is a bucket of its own, and is averaged where it is."""
+"""As in DDP; a larger gradient is a bucket of its own, and is averaged in place."""
 
 
 def take_buffers(model: DistributedDataParallel) -> None:
-    """Take over the first rank's buffers where DDP would, at the beginning of a step."""
+    """Broadcast the first rank's buffers at the start of a step, when DDP would; every rank must call it."""
     if not (model.broadcast_buffers and model.training):
         return
     for buffer in model.module.buffers():
@@ -29,59 +29,61 @@ def take_buffers(model: DistributedDataParallel) -> None:
 
 
 @contextmanager
-def alone(model: DistributedDataParallel) -> Generator[None]:
+def without_collectives(model: DistributedDataParallel) -> Generator[None]:
     """Run forward and backward passes that no other rank takes part in."""
     with model.no_sync():
-        model.require_forward_param_sync = False  # else the forward pass would broadcast the buffers
+        # Private to DDP, as of torch 2.13: else the forward pass would broadcast the buffers. DDP sets it
+        # again after its next forward pass that synchronizes.
+        model.require_forward_param_sync = False
         yield
 
 
 def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> float:
-    """Replace each gradient by its mean over the ranks; every rank must call it.
+    """Replace gradients by their mean over the ranks; every rank must call it.
 
     Args:
         model: As DDP wraps it.
-        also: A number that is summed over the ranks on the way, and returned.
+        also: A number that is summed over the ranks in the same collective.
+
+    Returns:
+        The sum of `also`.
     """
     parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     num_ranks = dist.get_world_size(model.process_group)
-    present = [float(parameter.grad is not None) for parameter in parameters]
-    counts = torch.tensor([also, *present], dtype=torch.float64).to(_device(model, parameters))
+    has_gradient = [float(parameter.grad is not None) for parameter in parameters]
+    counts = torch.tensor([also, *has_gradient], dtype=torch.float64).to(next(model.parameters()).device)
     dist.all_reduce(counts, group=model.process_group)
-    total, *present = counts.tolist()
-    used = [parameter for parameter, count in zip(parameters, present, strict=True) if count]
+    total, *counts_by_parameter = counts.tolist()
+    used = [parameter for parameter, count in zip(parameters, counts_by_parameter, strict=True) if count]
     for parameter in used:
-        if parameter.grad is None:
+        if parameter.grad is None:  # another rank has one, and all take part in its all-reduce
             parameter.grad = torch.zeros_like(parameter)
     for bucket in _buckets([parameter.grad for parameter in used if parameter.grad is not None]):
         flat = bucket[0] if len(bucket) == 1 else torch.cat([gradient.reshape(-1) for gradient in bucket])
         flat = flat if flat.is_contiguous() else flat.contiguous()
+        # gradient = sum over ranks of gradient / num_ranks, divided first as DDP does
         dist.all_reduce(flat.div_(num_ranks), group=model.process_group)
-        pieces = flat.split([gradient.numel() for gradient in bucket]) if len(bucket) > 1 else [flat]
-        for gradient, piece in zip(bucket, pieces, strict=True):
-            if gradient is not piece:
-                gradient.copy_(piece.view_as(gradient))
+        averaged = flat.split([gradient.numel() for gradient in bucket]) if len(bucket) > 1 else [flat]
+        for gradient, values in zip(bucket, averaged, strict=True):
+            if gradient is not values:
+                gradient.copy_(values.view_as(gradient))
     return total
 
 
 def extremes(value: float, model: DistributedDataParallel) -> tuple[float, float]:
-    """Return the smallest and the largest of a number on all ranks."""
-    numbers = torch.tensor([-value, value], dtype=torch.float64).to(_device(model, model.parameters()))
+    """Return the smallest and the largest of a number on all ranks; every rank must call it."""
+    numbers = torch.tensor([-value, value], dtype=torch.float64).to(next(model.parameters()).device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=model.process_group)
     return -float(numbers[0]), float(numbers[1])
 
 
-def _device(model: DistributedDataParallel, parameters: Iterable[Tensor]) -> torch.device:
-    return next((parameter.device for parameter in parameters), torch.device(model.device_type))
-
-
 def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield gradients of one format and device together, up to the size of a bucket."""
+    """Yield gradients of one dtype and device, up to the size of a bucket."""
     bucket: list[Tensor] = []
     for gradient in gradients:
-        num_bytes = sum(each.nbytes for each in bucket) + gradient.nbytes
-        same = not bucket or (bucket[0].dtype, bucket[0].device) == (gradient.dtype, gradient.device)
-        if bucket and not (same and num_bytes <= BUCKET_BYTES):
+        num_bytes = sum(member.nbytes for member in bucket) + gradient.nbytes
+        is_alike = not bucket or (bucket[0].dtype, bucket[0].device) == (gradient.dtype, gradient.device)
+        if bucket and not (is_alike and num_bytes <= BUCKET_BYTES):
             yield bucket
             bucket = []
         bucket.append(gradient)

@@ -1,9 +1,9 @@
-"""The exact gradient of a step in a loop of one's own, under Lightning Fabric or in plain PyTorch.
+"""The exact gradient of a step in a hand-written loop, under Lightning Fabric or in plain PyTorch.
 
-The same arithmetic and the same second tries as GradientAccumulation and MicroBatch, as one object: it runs
-forward and backward passes of all batches of a step in micro-batches that fit, and leaves the gradient of
-their samples as one batch, on all ranks, in the parameters. Without weights, ranks count alike. Clipping and
-stepping stay with the loop; no `zero_grad` is needed.
+The arithmetic and the retries of GradientAccumulation and MicroBatch as one object: it runs forward and
+backward passes of all batches of a step in micro-batches that fit, and leaves in the parameters the gradient
+of their samples as one batch, on all ranks. Without weights, ranks count alike. Clipping and stepping stay
+with the loop; no `zero_grad` is needed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_eff.core.dtypes import matmul_dtype
+from lightning_eff.core.dtypes import dtype_of
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.microbatching import update
-from lightning_eff.microbatching.fitting import Fitting, is_count, rounding
-from lightning_eff.microbatching.oom_retry import MicroBatches
-from lightning_eff.microbatching.size_search import Found
-from lightning_eff.microbatching.snapshot import Rollback
-from lightning_eff.microbatching.splitting import Part, Splitter, mean
-from lightning_eff.microbatching.trials import Trials
+from lightning_eff.microbatching.atomic_update import atomic_update
+from lightning_eff.microbatching.merging import mean
+from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, is_count, resolve_multiple
+from lightning_eff.microbatching.oom_retry import OomRetry
+from lightning_eff.microbatching.size_search import FoundSize, SizeTrials
+from lightning_eff.microbatching.snapshot import StepSnapshot
+from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
 from lightning_eff.microbatching.window import Window, weight_of
 
 Step = Callable[[Any], Any]
@@ -34,20 +34,20 @@ Step = Callable[[Any], Any]
 
 
 class ExactGradient:
-    """Computes the gradient of one optimizer step after the other.
+    """Computes the gradient of one optimizer step after another.
 
     Args:
-        model: What is trained, as Fabric or DDP has wrapped it.
+        model: The trained model, as wrapped by Fabric or DDP.
         fabric: Runs the backward passes, with its precision's scaling; None for plain PyTorch.
-        micro_batch_size: Samples of a micro-batch; `auto` halves it when memory runs out; None for batches
-            as they are.
-        multiple_of: Sizes above it that `auto` and `find` choose are its multiples; its own `auto` is
-            what the device's tensor cores like, in Fabric's precision, without Fabric in the weights' format.
-        grow_after_n_steps: Double the size after so many steps without running out of memory; None never.
-        splitter: Cuts a batch in place of the built-in way, `splitter(batch, micro_batch_size)`.
+        micro_batch_size: Samples of a micro-batch; `auto` halves it when memory runs out; None for full
+            batches.
+        multiple_of: Sizes above it that `auto` and `find` choose are its multiples; its own `auto` is that of
+            the device's tensor cores, for Fabric's precision, without Fabric for the weights' dtype.
+        grow_after_n_steps: Double the size after so many steps without an out-of-memory error; None never.
+        splitter: Splits a batch in place of the built-in rules, `splitter(batch, micro_batch_size)`.
 
     Raises:
-        ConfigError: A size below 1.
+        ConfigError: A size below 1, or a model without parameters.
 
     Example:
         >>> import torch
@@ -69,47 +69,42 @@ class ExactGradient:
         grow_after_n_steps: int | None = None,
         splitter: Splitter | None = None,
     ) -> None:
-        for name, value, others in (
+        for name, value, alternatives in (
             ("micro_batch_size", micro_batch_size, ("auto", None)),
             ("multiple_of", multiple_of, ("auto",)),
             ("grow_after_n_steps", grow_after_n_steps, (None,)),
         ):
-            if not (is_count(value) or value in others):
-                words = [repr(other) for other in others]
-                raise ConfigError(name, value, allowed=" or ".join(["a whole number of at least 1", *words]))
-        if not any(True for _ in model.parameters()):
+            if not (is_count(value) or value in alternatives):
+                allowed = " or ".join(["a whole number of at least 1", *map(repr, alternatives)])
+                raise ConfigError(name, value, allowed=allowed)
+        weight = next(model.parameters(), None)
+        if weight is None:
             raise ConfigError(key="model", value=type(model).__name__, allowed="a model with parameters")
         self._model = model
         self._fabric = fabric
-        parts = list(model.modules())
-        replicas = [part for part in parts if isinstance(part, DistributedDataParallel)]
+        self._device = weight.device
+        replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._wrapped: nn.Module = replicas[0] if replicas else model
         original: Any = model
         while is_wrapped(original) or isinstance(original, DistributedDataParallel):
             original = original.module
-        weight = next(model.parameters())
-        self._device = weight.device
         precision = str(fabric.strategy.precision.precision) if fabric is not None else ""
-        dtype = matmul_dtype(precision, self._device.type) if precision else weight.dtype
-        self.fitting = Fitting(
+        dtype = dtype_of(precision, self._device.type) if precision else weight.dtype
+        self.size = MicroBatchSize(
             micro_batch_size if isinstance(micro_batch_size, int) else None,
-            adapts=micro_batch_size == "auto",
+            is_auto=micro_batch_size == "auto",
             splitter=splitter,
-            multiple_of=rounding(multiple_of, self._device, dtype),
+            multiple_of=resolve_multiple(multiple_of, self._device, dtype),
             grow_after_n_steps=grow_after_n_steps,
         )
-        self._window = Window(model.parameters, num_ranks=self._num_ranks(is_replica=bool(replicas)))
-        self._rollback = Rollback(original, self._device)
-        self._micro = MicroBatches(self.fitting, self._window, self._rollback, self._wrapped, self._device)
+        num_ranks = dist.get_world_size() if replicas else 1
+        self._window = Window(model.parameters, num_ranks=fabric.world_size if fabric else num_ranks)
+        self._snapshot = StepSnapshot(original, self._device)
+        self._retry = OomRetry(self.size, self._window, self._snapshot, self._wrapped, self._device)
         self._num_updates = 0
 
-    def _num_ranks(self, *, is_replica: bool) -> int:
-        if self._fabric is not None:
-            return self._fabric.world_size
-        return dist.get_world_size() if is_replica else 1
-
     def backward(self, step: Step, *batches: Any) -> Tensor:
-        """Put the gradient of a step into the parameters; what they had is cleared first.
+        """Compute the gradient of a step, in place of the one that the parameters have.
 
         Args:
             step: Called with each micro-batch; calls the model.
@@ -119,7 +114,7 @@ class ExactGradient:
             The mean loss of this rank, by weight or by samples, without a graph.
 
         Raises:
-            MemoryError, RuntimeError: As the allocator does, when nothing smaller is left to try.
+            MemoryError, RuntimeError: The allocator's own, when no smaller size is left.
             ValueError: A weight is negative or not finite, or only some micro-batches have one.
         """
         if not batches:
@@ -128,36 +123,39 @@ class ExactGradient:
         for parameter in self._model.parameters():
             parameter.grad = None
         self._window.begin(len(batches))
-        self._micro.begin()
+        self._retry.begin()
         runs = [
-            self._micro.run(batch, self._pass(step, complete=index == len(batches) - 1))
+            self._retry.run(batch, self._run_part(step, is_last_batch=index == len(batches) - 1))
             for index, batch in enumerate(batches)
         ]
-        self._micro.finish()
+        self._retry.finish()
         self._window.correct()
-        done: list[tuple[Part, tuple[Tensor, float | None]]] = [each for run in runs for each in run]
-        weights = [weight for _, (_, weight) in done]
-        shares = [part.num_samples for part, _ in done] if None in weights else weights
-        return mean([loss for _, (loss, _) in done], shares)
+        outputs: list[tuple[MicroBatchPart, tuple[Tensor, float | None]]] = [o for run in runs for o in run]
+        weights = [weight for _, (_, weight) in outputs]
+        weights = [part.num_samples for part, _ in outputs] if None in weights else weights
+        return mean([loss for _, (loss, _) in outputs], weights)
 
-    def _pass(self, step: Step, *, complete: bool) -> Any:
+    def _run_part(self, step: Step, *, is_last_batch: bool) -> Any:
         def run_part(
-            part: Part, whole: int | None, *, first: bool, last: bool
+            part: MicroBatchPart, batch_samples: int | None, *, is_first: bool, is_last: bool
         ) -> tuple[Tensor, float | None]:
-            del first
-            with self._quiet(synchronize=last and complete):
+            del is_first
+            with self._sync_context(synchronize=is_last and is_last_batch):
                 output = step(part.batch)
                 loss, weight = _loss_of(output), weight_of(output)
                 del output
-                scaled = self._window.scale(loss, weight=weight, part=part.num_samples, whole=whole)
-                self._run_backward(scaled)
+                self._run_backward(
+                    self._window.scale(
+                        loss, weight=weight, num_samples=part.num_samples, batch_samples=batch_samples
+                    )
+                )
             return loss.detach().clone(), weight
 
         return run_part
 
-    def _quiet(self, *, synchronize: bool) -> AbstractContextManager[Any]:
-        """Keep the gradients from being averaged in the backward pass, but for a step's last one."""
-        if synchronize or self._micro.replica is not None:
+    def _sync_context(self, *, synchronize: bool) -> AbstractContextManager[Any]:
+        """Keep DDP or FSDP from averaging gradients, except in the last backward pass of a step."""
+        if synchronize or self._retry.replica is not None:
             return nullcontext()
         if self._fabric is not None:
             return self._fabric.no_backward_sync(self._model)  # pyright: ignore[reportArgumentType]
@@ -171,13 +169,13 @@ class ExactGradient:
             loss.backward()
 
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Let the optimizer's next `step` happen wholly or not at all, should memory run out in it.
+        """Make the optimizer's next `step` atomic: if memory runs out in it, it is undone and retried.
 
         Args:
-            optimizer: As Fabric has wrapped it, or not.
+            optimizer: As wrapped by Fabric, or not.
         """
         self._num_updates += 1
-        return update.whole(_bare(optimizer), self._device, first=self._num_updates == 1)
+        return atomic_update(_unwrapped(optimizer), self._device, is_first=self._num_updates == 1)
 
     def find(
         self,
@@ -187,37 +185,35 @@ class ExactGradient:
         *,
         objective: str = "largest",
         headroom: float = 0.1,
-    ) -> Found:
-        """Set the micro-batch size to what suits best, out of sizes that are really run; leaves no trace.
+    ) -> FoundSize:
+        """Set the micro-batch size to the best of several that are run, without a trace.
 
         Args:
             step: As in `backward`.
-            batch: What is cut; no size above its samples is tried.
-            optimizer: Steps in each trial, and is brought back.
+            batch: Is split; no size above its samples is tried.
+            optimizer: Steps in each trial, and is restored.
             objective: `largest` or `fastest`.
-            headroom: Share of the device's memory to leave at the peak, where a device tells it.
+            headroom: Fraction of the device's memory to leave free at the peak, on devices that report it.
 
         Raises:
-            ConfigError: An objective that there is not, or a batch whose samples cannot be counted.
-            MemoryError: Not even a single sample fits.
+            ConfigError: An unknown objective, or a batch without countable samples.
+            MemoryError: Not even one sample fits.
         """
-        trials = Trials(
+        trials = SizeTrials(
             batch,
             forward=lambda part: _loss_of(step(part.batch)),
             backward=self._run_backward,
-            optimizer=_bare(optimizer),
+            optimizer=_unwrapped(optimizer),
             model=self._wrapped,
-            fitting=self.fitting,
-            rollback=self._rollback,
+            micro_batch_size=self.size,
+            snapshot=self._snapshot,
             headroom=headroom,
-            timed=objective == "fastest",
+            is_timed=objective == "fastest",
         )
-        found = trials.find(objective)
-        self.fitting.size = found.micro_batch_size
-        return found
+        return trials.find(objective)
 
 
-def _bare(optimizer: Any) -> Optimizer:
+def _unwrapped(optimizer: Any) -> Optimizer:
     return optimizer.optimizer if is_wrapped(optimizer) else optimizer
 
 

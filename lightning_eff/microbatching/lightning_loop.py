@@ -1,25 +1,28 @@
-"""One optimizer step of one or several micro-batches, exactly: the one subclass of Lightning's own loop.
+"""One optimizer step, exactly, of one or several batches: the only subclass of Lightning's own loop.
 
-The gradient of a step is that of one large batch, whatever the step is cut into: over the batches of a window
-(GradientAccumulation, or the Trainer's own `accumulate_grad_batches`), over the micro-batches that a batch is
-cut into (MicroBatch), and over all ranks. window.py has the arithmetic, oom_retry.py the second
-try when memory runs out; here is what Lightning calls. `training_step` may return a weight beside the
-mean loss, `{"loss": loss, "weight": num_tokens}`; without it samples weigh the same.
+The gradient of a step is that of one large batch, over the batches of a window (GradientAccumulation, or the
+Trainer's own `accumulate_grad_batches`), over the micro-batches that a batch is split into (MicroBatch), and
+over all ranks. window.py has the scale factors, micro_batch_runner.py splits batches; this module has what
+Lightning calls. `training_step` may return a weight next to the mean loss,
+`{"loss": loss, "weight": num_tokens}`; without it samples weigh the same.
 
-A window that the end of an epoch cuts short is divided by what it has. A step that a loss scaler skips is
-none: neither the schedule nor `global_step` advances.
+The way of the batch size: `GradientAccumulation(global_batch_size=...)` sets the Trainer's
+`accumulate_grad_batches`, which `run` reads where a window begins and passes to `Window.begin(num_batches)`.
+A window that the end of an epoch cuts short is divided by what it has. A step that a loss scaler skips does
+not count: neither the schedule nor `global_step` advances.
 
 Why a subclass: Lightning divides by the window's nominal length before the backward pass, when neither the
-weights nor the real length are known, and offers no hook between the last backward pass and the clipping.
-Private names of Lightning's (`_AutomaticOptimization`, `_should_accumulate`) are used here and nowhere else.
+weights nor the real length are known, and has no hook between the last backward pass and the clipping.
+Private names (`_AutomaticOptimization`, `_should_accumulate`, ...) are those of Lightning 2.6.6, used only
+here.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
@@ -35,18 +38,32 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.microbatching.fitting import Fitting
-from lightning_eff.microbatching.in_parts import Arguments, InParts, Passes, Search
-from lightning_eff.microbatching.splitting import Part, num_samples
+from lightning_eff.microbatching.micro_batch_runner import (
+    Arguments,
+    MicroBatchRunner,
+    SizeSearch,
+    StepFunctions,
+)
+from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
+from lightning_eff.microbatching.splitting import MicroBatchPart, num_samples
 from lightning_eff.microbatching.window import Window, weight_of
+
+
+@runtime_checkable
+class ScalesGradients(Protocol):
+    """A strategy that keeps gradients elsewhere than in `.grad`."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients of the current step, before they are clipped."""
+        ...
 
 
 class ExactStep(_AutomaticOptimization):
     """Runs each batch, and steps with an exact gradient when a window is complete.
 
     Args:
-        trainer: Whose `accumulate_grad_batches` is the length of a window, and may change between windows.
-        replaced: The loop that it stands for; its progress goes on.
+        trainer: Its `accumulate_grad_batches` is the length of a window, and may change between windows.
+        replaced: The loop that it replaces; its progress continues.
     """
 
     def __init__(self, trainer: pl.Trainer, replaced: _AutomaticOptimization) -> None:
@@ -56,87 +73,93 @@ class ExactStep(_AutomaticOptimization):
         self.num_skipped_steps = 0
         self.num_cut_steps = 0
         """Steps with fewer batches than `accumulate_grad_batches`, at the end of an epoch."""
-        self.fitting: Fitting | None = None
-        """How batches are cut; None for as they are."""
-        self.search: Search | None = None
-        """A search that the next step is to begin with."""
+        self.micro_batch_size: MicroBatchSize | None = None
+        """How batches are split; None for not at all."""
+        self.search: SizeSearch | None = None
+        """A search that the next step begins with."""
         self.around_backward: Callable[[], AbstractContextManager[None]] | None = None
         """Entered around each backward pass of a step of several."""
-        self._parts: InParts | None = None
-        strategy: object = trainer.strategy
+        self._runner: MicroBatchRunner | None = None
+        strategy: Any = trainer.strategy
+
+        def sum_over_ranks(value: float) -> float:
+            # All ranks take part: once per window with weights, and once more in the first window.
+            number = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
+            return float(strategy.reduce(number, reduce_op="sum"))
+
         self._window = Window(
-            self._trained,
+            self._trained_parameters,
             num_ranks=trainer.world_size,
-            sum_over_ranks=partial(_sum_over_ranks, trainer),
+            sum_over_ranks=sum_over_ranks,
             scale_gradients=strategy.scale_gradients if isinstance(strategy, ScalesGradients) else None,
         )
-        self._mark = self._window.mark()
-        one_batch = _OneBatch(trainer, self._window.nothing)
-        one_batch.optim_progress = self.optim_progress
-        self._run_one_batch = one_batch.run  # a loop kept as attribute would be in checkpoints
-        self._length = 1
-        self._position = 0
-        self._complete = True
-        self._skipped = False
+        self._state_before_batch = self._window.state()
+        single_batch = _SingleBatchLoop(trainer, self._window.zero_loss)
+        single_batch.optim_progress = self.optim_progress
+        self._run_single_batch = single_batch.run  # a loop kept as attribute would be in checkpoints
+        self._num_batches = 1
+        self._position = 0  # of the current batch in its window, from 1
+        self._is_complete = True
+        self._is_skipped = False
 
     @cached_property
     def _scaler(self) -> Any:
-        """The loss scaler, or None; a precision plugin may make it only when a fit begins."""
+        """The loss scaler or None; a precision plugin may create it only when a fit begins."""
         return getattr(self.trainer.precision_plugin, "scaler", None)
 
     @cached_property
     def _is_simple(self) -> bool:
-        """Whether a step of one batch is nothing special: one rank, and no scaler that may skip it."""
+        """Whether a step of one batch is Lightning's own: one rank, and no scaler that may skip it."""
         return self.trainer.world_size == 1 and self._scaler is None
 
-    def _trained(self) -> Iterator[Tensor]:
+    def _trained_parameters(self) -> Iterator[Tensor]:
         for group in self.trainer.optimizers[0].param_groups:
             yield from group["params"]
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch; step if it completes its window."""
-        if self._complete:
-            self._length = self.trainer.accumulate_grad_batches
-            if self._length == 1 and self._is_simple and self.fitting is None:
-                return self._run_one_batch(optimizer, batch_idx, kwargs)
+        if self._is_complete:
+            self._num_batches = self.trainer.accumulate_grad_batches
+            if self._num_batches == 1 and self._is_simple and self.micro_batch_size is None:
+                return self._run_single_batch(optimizer, batch_idx, kwargs)
             self._position = 0
-            self._begin_window(kwargs)
-        self._skipped = False
+            self._window.begin(self._num_batches)
+            if self.micro_batch_size is not None:
+                self._begin_micro_batches(kwargs, self.micro_batch_size)
+        self._is_skipped = False
         self._position += 1
-        self._complete = self._position >= self._length
-        if not self._complete:
+        self._is_complete = self._position >= self._num_batches
+        if not self._is_complete:
             epoch_loop: Any = self.trainer.fit_loop.epoch_loop
-            self._complete = epoch_loop._num_ready_batches_reached()  # noqa: SLF001
-            self.num_cut_steps += self._complete
-        self._mark = self._window.mark()  # a closure may be evaluated more than once
+            self._is_complete = epoch_loop._num_ready_batches_reached()  # noqa: SLF001
+            self.num_cut_steps += self._is_complete
+        self._state_before_batch = self._window.state()
         return super().run(optimizer, batch_idx, kwargs)
 
-    def _begin_window(self, kwargs: Arguments) -> None:
-        self._window.begin(self._length)
-        if self.fitting is None:
-            return
-        if self._parts is None:
-            self._parts = InParts(self.trainer, self.fitting, self._window)
-        self._parts.search, self.search = self.search, None
-        self._parts.begin(kwargs, lambda arguments: self._training_output(arguments)[0].closure_loss)
+    def _begin_micro_batches(self, kwargs: Arguments, micro_batch_size: MicroBatchSize) -> None:
+        if self._runner is None:
+            self._runner = MicroBatchRunner(self.trainer, micro_batch_size, self._window)
+        self._runner.search, self.search = self.search, None
+        self._runner.begin(kwargs, lambda arguments: self._training_output(arguments)[0].closure_loss)
 
     def should_accumulate(self) -> bool:
-        """Say whether the batch at hand made no step: the window goes on, or a scaler skipped its step."""
-        return not self._complete or self._skipped
+        """Return whether the current batch made no step: the window continues, or a scaler skipped it."""
+        return not self._is_complete or self._is_skipped
 
     @override
     def _make_closure(self, kwargs: Arguments, optimizer: Optimizer, batch_idx: int) -> Closure:
-        parts = self._parts
-        if parts is None:
+        runner = self._runner
+        if runner is None:
             return super()._make_closure(kwargs, optimizer, batch_idx)
         zero_grad, backward = self._make_zero_grad_fn(batch_idx, optimizer), self._make_backward_fn(optimizer)
-        passes = Passes(self._weighted, zero_grad, backward, self._complete)
+        functions = StepFunctions(self._forward, zero_grad, backward, self._is_complete)
 
         def step() -> ClosureResult:
-            self._window.back(self._mark)
-            parts.back_to(self._position - 1)
-            return parts.run(kwargs, passes)
+            # An optimizer may evaluate its closure again: count this batch once.
+            self._window.restore(self._state_before_batch)
+            runner.truncate(self._position - 1)
+            return runner.run(kwargs, functions)
 
         return Closure(step)
 
@@ -146,42 +169,11 @@ class ExactStep(_AutomaticOptimization):
         if backward is None or around is None:
             return backward
 
-        def inside(loss: Tensor) -> None:
+        def backward_inside(loss: Tensor) -> None:
             with around():
                 backward(loss)
 
-        return inside
-
-    @override
-    def _training_step(self, kwargs: Arguments) -> ClosureResult:
-        result, weight = self._training_output(kwargs)
-        if result.closure_loss is None:
-            return result
-        self._window.back(self._mark)
-        samples = num_samples(kwargs.get("batch")) if self._length > 1 else None
-        result.closure_loss = self._window.scale(
-            result.closure_loss, weight=weight, part=samples, whole=samples
-        )
-        return result
-
-    def _weighted(self, arguments: Arguments, part: Part, whole: int | None) -> ClosureResult:
-        """Run a forward pass, and weigh its loss as a part of the window."""
-        result, weight = self._training_output(arguments)
-        if result.closure_loss is not None:
-            result.closure_loss = self._window.scale(
-                result.closure_loss, weight=weight, part=part.num_samples, whole=whole
-            )
-        return result
-
-    def _training_output(self, arguments: Arguments) -> tuple[ClosureResult, float | None]:
-        output = _call_strategy_hook(self.trainer, "training_step", *arguments.values())
-        self.trainer.strategy.post_training_step()
-        if isinstance(output, Tensor):
-            return self.output_result_cls.from_training_step_output(output), None
-        if output is None and self.trainer.world_size > 1:
-            text = "training_step returned None on one of several ranks, which would leave the others waiting"
-            raise RuntimeError(text)
-        return self.output_result_cls.from_training_step_output(output), weight_of(output)
+        return backward_inside
 
     @override
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
@@ -195,26 +187,52 @@ class ExactStep(_AutomaticOptimization):
         return zero_grad
 
     @override
+    def _training_step(self, kwargs: Arguments) -> ClosureResult:
+        self._window.restore(self._state_before_batch)
+        batch = kwargs.get("batch")
+        samples = num_samples(batch) if self._num_batches > 1 else None
+        return self._forward(kwargs, MicroBatchPart(batch, samples), samples)
+
+    def _forward(
+        self, arguments: Arguments, part: MicroBatchPart, batch_samples: int | None
+    ) -> ClosureResult:
+        """Run a forward pass, and scale its loss as a summand of the window's."""
+        result, weight = self._training_output(arguments)
+        if result.closure_loss is not None:
+            result.closure_loss = self._window.scale(
+                result.closure_loss, weight=weight, num_samples=part.num_samples, batch_samples=batch_samples
+            )
+        return result
+
+    def _training_output(self, arguments: Arguments) -> tuple[ClosureResult, float | None]:
+        # As Lightning's `_training_step`, but for its division by `accumulate_grad_batches`.
+        output = _call_strategy_hook(self.trainer, "training_step", *arguments.values())
+        self.trainer.strategy.post_training_step()
+        if isinstance(output, Tensor):
+            return self.output_result_cls.from_training_step_output(output), None
+        if output is None and self.trainer.world_size > 1:
+            text = "training_step returned None on one of several ranks, which would leave the others waiting"
+            raise RuntimeError(text)
+        return self.output_result_cls.from_training_step_output(output), weight_of(output)
+
+    @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Any]) -> None:
-        def finished() -> Any:
+        def closure() -> Any:
             loss = train_step_and_backward_closure()
-            if self._parts is not None:
-                self._parts.finish()
+            if self._runner is not None:
+                self._runner.finish()
             self._window.correct()
             return loss
 
         scaler = self._scaler
         scale = scaler.get_scale() if scaler is not None else 0.0
-        if self._parts is None:
-            super()._optimizer_step(batch_idx, finished)
-        else:
-            with self._parts.update():
-                super()._optimizer_step(batch_idx, finished)
-        self._skipped = scaler is not None and scaler.get_scale() < scale
-        if self._skipped:
-            self._take_back_the_step()
+        with self._runner.update() if self._runner is not None else nullcontext():
+            super()._optimizer_step(batch_idx, closure)
+        self._is_skipped = scaler is not None and scaler.get_scale() < scale
+        if self._is_skipped:
+            self._uncount_step()
 
-    def _take_back_the_step(self) -> None:
+    def _uncount_step(self) -> None:
         self.num_skipped_steps += 1
         progress = self.optim_progress.optimizer.step
         for counts in (progress.total, progress.current):
@@ -231,58 +249,39 @@ class ExactStep(_AutomaticOptimization):
         self.num_skipped_steps = int(state_dict.get("num_skipped_steps", 0))
 
 
-@runtime_checkable
-class ScalesGradients(Protocol):
-    """A strategy under which gradients are elsewhere than in `.grad`."""
+class _SingleBatchLoop(_AutomaticOptimization):
+    """Lightning's own loop, for steps of one batch on one rank, where no loss is scaled.
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients of the step at hand, before they are clipped."""
-        ...
-
-
-class _OneBatch(_AutomaticOptimization):
-    """Lightning's own loop for steps that are one batch on one rank, where there is nothing to weigh.
-
-    Only a batch that weighs nothing is looked after: its mean is over nothing, and not a number. Each method
-    on the way costs microseconds a step, so that these steps do not go through ExactStep's.
-
-    Args:
-        trainer: Whose model is trained.
-        nothing: Makes a loss whose gradient is 0.
+    Only a batch of weight 0 is handled, since its mean over nothing is NaN. `ExactStep`'s methods would add
+    microseconds to each of these steps.
     """
 
-    def __init__(self, trainer: pl.Trainer, nothing: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, trainer: pl.Trainer, zero_loss: Callable[[Tensor], Tensor]) -> None:
         super().__init__(trainer)
-        self._nothing = nothing
+        self._zero_loss = zero_loss
 
     @override
     def _training_step(self, kwargs: Arguments) -> ClosureResult:
         result = super()._training_step(kwargs)
         loss = result.closure_loss
         if result.extra and loss is not None and weight_of(result.extra) == 0.0:
-            result.closure_loss = self._nothing(loss)
+            result.closure_loss = self._zero_loss(loss)
         return result
 
 
-def _sum_over_ranks(trainer: pl.Trainer, value: float) -> float:
-    number = torch.tensor(value, dtype=torch.float64, device=trainer.strategy.root_device)
-    return float(trainer.strategy.reduce(number, reduce_op="sum"))
-
-
 def install(trainer: pl.Trainer) -> ExactStep:
-    """Put the loop into a Trainer; one that is there already is returned.
+    """Replace a Trainer's loop by `ExactStep`, or return the one that it has.
 
     Raises:
-        ConfigError: Somebody else has replaced Lightning's loop.
+        ConfigError: A third-party loop is installed.
     """
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     present = epoch_loop.automatic_optimization
     if isinstance(present, ExactStep):
         return present
     if type(present) is not _AutomaticOptimization:
-        raise ConfigError(
-            key="loop", value=type(present).__name__, allowed="Lightning's own loop in this Trainer"
-        )
+        allowed = "Lightning's own loop in this Trainer"
+        raise ConfigError(key="loop", value=type(present).__name__, allowed=allowed)
     loop = ExactStep(trainer, present)
     epoch_loop.automatic_optimization = loop
     epoch_loop._should_accumulate = loop.should_accumulate  # noqa: SLF001
@@ -290,7 +289,7 @@ def install(trainer: pl.Trainer) -> ExactStep:
 
 
 def uninstall(trainer: pl.Trainer) -> None:
-    """Give the Trainer its own loop back; a second call does nothing."""
+    """Restore the Trainer's own loop; a second call has no effect."""
     epoch_loop = trainer.fit_loop.epoch_loop
     present = epoch_loop.automatic_optimization
     if isinstance(present, ExactStep):

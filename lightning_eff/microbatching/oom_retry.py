@@ -1,19 +1,18 @@
-"""A batch in micro-batches, and once more in smaller ones when memory runs out: the same step all the same.
+"""Run the batches of a step in micro-batches, and again in smaller ones when memory runs out.
 
-`MicroBatches.run` cuts a batch and runs each part. When one does not fit, everything that the step has
-changed so far is brought back (random states, buffers, metrics, gradients) and the step is computed once
-more from its first sample, in smaller parts. What comes out is to the bit what would have come out with that
-size from the start. Where a step has several batches, those before are computed once more too, without
-logging anything twice.
+When a micro-batch does not fit, everything that the step has changed (random states, buffers, metrics,
+gradients) is restored and the step is computed again from its first sample in half the size. The result
+equals to the bit that of a run with this size from the start. In a step of several batches the earlier ones
+are computed again too, without logging anything twice.
 
-Across ranks (DDP) nothing is synchronized until a rank has all its gradients, so that a rank which runs out
-of memory only takes longer, and the others wait for it where the gradients are averaged.
+Under DDP nothing is synchronized until a rank has all its gradients: a rank that runs out of memory only
+takes longer, and the others wait for it where the gradients are averaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,167 +23,174 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_eff.core.errors import is_out_of_memory
 from lightning_eff.microbatching import ddp
-from lightning_eff.microbatching.fitting import Fitting
-from lightning_eff.microbatching.samples import leaves
-from lightning_eff.microbatching.snapshot import Rollback
-from lightning_eff.microbatching.splitting import Part
+from lightning_eff.microbatching.batch_tree import leaves
+from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
+from lightning_eff.microbatching.snapshot import StepSnapshot
+from lightning_eff.microbatching.splitting import MicroBatchPart
 from lightning_eff.microbatching.window import Window
 
 
 class RunPart(Protocol):
     """Forward and backward pass of one micro-batch."""
 
-    def __call__(self, part: Part, whole: int | None, *, first: bool, last: bool) -> Any:
-        """Return what is to be known of it; must not keep the graph.
+    def __call__(
+        self, part: MicroBatchPart, batch_samples: int | None, *, is_first: bool, is_last: bool
+    ) -> Any:
+        """Return the output, without its graph.
 
         Args:
             part: The micro-batch.
-            whole: Samples of the batch that it is a part of.
-            first: Whether it is the first of its batch.
-            last: Whether it is the last of its batch.
+            batch_samples: Samples of its batch; None if unknown, 0 if only those of its slices are.
+            is_first: Whether it is the first of its batch.
+            is_last: Whether it is the last of its batch.
         """
         ...
 
 
+PartOutputs = list[tuple[MicroBatchPart, Any]]
+"""The micro-batches of a batch, with what `RunPart` returned for each."""
+
+
 @dataclass
 class _Batch:
-    """A batch of the step, and what came of it."""
+    """A batch of the current step, and its outputs so far."""
 
     batch: Any
-    whole: int | None
+    num_samples: int | None
     run_part: RunPart
     versions: list[int]
-    done: list[tuple[Part, Any]] = field(default_factory=list[tuple[Part, Any]])
+    outputs: PartOutputs = field(default_factory=PartOutputs)
 
 
-class MicroBatches:
-    """Runs the batches of a step in parts that fit. One object serves step after step.
+class OomRetry:
+    """Runs the batches of a step in micro-batches that fit. One object serves step after step.
 
     Args:
-        fitting: How large they are.
-        window: The arithmetic of the step.
-        rollback: What a step changes; used where `fitting` adapts.
-        model: What is trained, wrapped by DDP or not.
+        micro_batch_size: The current size.
+        window: Scales the losses of the step.
+        snapshot: Of what a step changes; used if the size is `auto`.
+        model: The trained model, wrapped by DDP or not.
         device: Where it is.
     """
 
     def __init__(
-        self, fitting: Fitting, window: Window, rollback: Rollback, model: nn.Module, device: torch.device
+        self,
+        micro_batch_size: MicroBatchSize,
+        window: Window,
+        snapshot: StepSnapshot,
+        model: nn.Module,
+        device: torch.device,
     ) -> None:
-        self.fitting = fitting
+        self._size = micro_batch_size
         self._window = window
-        self._rollback = rollback
+        self._snapshot = snapshot
         self._model = model
         self._device = device
-        self.replica = model if isinstance(model, DistributedDataParallel) and fitting.adapts else None
-        """Set where this rank's gradients are averaged with the others' at the end of a step alone."""
+        is_ddp = isinstance(model, DistributedDataParallel)
+        self.replica = model if is_ddp and micro_batch_size.is_auto else None
+        """Set if this rank's gradients are averaged at the end of a step, in place of by DDP."""
         self.begin()
 
     def begin(self) -> None:
         """Start a step."""
-        self._before: list[_Batch] = []
-        self._again = False
-        self._finished = False
-        if not self.fitting.adapts:
+        self._earlier: list[_Batch] = []
+        self._is_retry = False
+        self._is_finished = False
+        if not self._size.is_auto:
             return
         if self.replica is not None:
             ddp.take_buffers(self.replica)
-        self._rollback.keep()
-        self._mark = self._window.mark()
+        self._snapshot.keep()
+        self._window_state = self._window.state()
         self._had_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
 
-    def back_to(self, num_batches: int) -> None:
-        """Forget the batches after so many: an optimizer evaluates its closure once more."""
-        del self._before[num_batches:]
+    def truncate(self, num_batches: int) -> None:
+        """Discard the batches after the first `num_batches`: an optimizer evaluates its closure again."""
+        del self._earlier[num_batches:]
 
-    def run(self, batch: Any, run_part: RunPart) -> list[tuple[Part, Any]]:
-        """Run one batch of the step, and return its parts with what each has returned.
+    def run(self, batch: Any, run_part: RunPart) -> PartOutputs:
+        """Run one batch of the step, and return its micro-batches with their outputs.
 
-        The list is changed later on, if a later batch of the step does not fit and this one is run again.
+        The list changes later on, if a later batch of the step does not fit and this one is run again.
         """
-        fitting = self.fitting
-        one = _Batch(batch, fitting.samples(batch), run_part, _versions(batch))
-        if self._finished or not fitting.adapts:  # the second evaluation of a closure has no way back
-            try:
-                one.done = self._run_parts(one, fitting.size)
-            except Exception as error:
-                if is_out_of_memory(error) and not fitting.adapts:
-                    error.add_note("micro_batch_size=auto would have halved the micro-batch and gone on")
-                raise
-            fitting.num_split += len(one.done) > 1
-            return one.done
-        self._again = False
-        if self._before:
-            self._rollback.keep_visible()
+        size = self._size
+        current = _Batch(batch, size.num_samples(batch), run_part, _versions(batch))
+        # After `finish` an optimizer evaluates its closure again, when its parameters have changed: no retry.
+        if self._is_finished or not size.is_auto:
+            current.outputs = self._run_once(current)
+        else:
+            current.outputs = self._run_until_it_fits(current)
+            self._earlier.append(current)
+        size.num_split += len(current.outputs) > 1
+        return current.outputs
 
-        def attempt(size: int | None) -> list[tuple[Part, Any]]:
-            if self._again:
-                self._run_those_before(size)
-            return self._run_parts(one, size)
+    def _run_once(self, current: _Batch) -> PartOutputs:
+        try:
+            return self._run_parts(current, self._size.current)
+        except Exception as error:
+            if is_out_of_memory(error) and not self._size.is_auto:
+                error.add_note("micro_batch_size=auto would halve the micro-batch and retry")
+            raise
 
-        def undo() -> None:
-            self._undo([*self._before, one])
+    def _run_until_it_fits(self, current: _Batch) -> PartOutputs:
+        self._is_retry = False
+        if self._earlier:
+            self._snapshot.keep_visible()
 
-        with self._alone():
-            one.done = fitting.attempt(
-                attempt, whole=lambda: fitting.count(batch), undo=undo, device=self._device
+        def attempt(micro_batch_size: int | None) -> PartOutputs:
+            if self._is_retry:
+                for earlier in self._earlier:
+                    earlier.outputs[:] = self._run_parts(earlier, micro_batch_size)
+                self._snapshot.restore_visible()  # they have logged already
+            return self._run_parts(current, micro_batch_size)
+
+        with nullcontext() if self.replica is None else ddp.without_collectives(self.replica):
+            return self._size.attempt(
+                attempt,
+                count=lambda: self._size.num_samples(current.batch, by_splitting=True),
+                undo=lambda: self._undo([*self._earlier, current]),
+                device=self._device,
             )
-        fitting.num_split += len(one.done) > 1
-        self._before.append(one)
-        return one.done
 
-    def _run_parts(self, one: _Batch, size: int | None) -> list[tuple[Part, Any]]:
-        parts = self.fitting.parts(one.batch, size)
-        whole = _total(parts, one.whole)
+    def _run_parts(self, current: _Batch, micro_batch_size: int | None) -> PartOutputs:
+        parts = self._size.split(current.batch, micro_batch_size)
+        batch_samples = _total(parts, current.num_samples)
         last = len(parts) - 1
         return [
-            (part, one.run_part(part, whole, first=index == 0, last=index == last))
+            (part, current.run_part(part, batch_samples, is_first=index == 0, is_last=index == last))
             for index, part in enumerate(parts)
         ]
 
-    def _run_those_before(self, size: int | None) -> None:
-        for one in self._before:
-            one.done[:] = self._run_parts(one, size)
-        self._rollback.restore_visible()
-
-    def _undo(self, batches: Iterable[_Batch]) -> None:
-        self._again = True
-        self._window.back(self._mark)
-        self._rollback.restore()
+    def _undo(self, batches: Sequence[_Batch]) -> None:
+        self._is_retry = True
+        self._window.restore(self._window_state)
+        self._snapshot.restore()
         if not self._had_gradients:
             for parameter in self._model.parameters():
                 parameter.grad = None
-        if any(_versions(one.batch) != one.versions for one in batches):
-            text = "out of memory, and training_step changes its batch in place: no second try is possible"
+        if any(_versions(current.batch) != current.versions for current in batches):
+            text = "out of memory, and training_step changes its batch in place, so it cannot be run again"
             raise RuntimeError(text)
 
-    @contextmanager
-    def _alone(self) -> Generator[None]:
-        if self.replica is None:
-            yield
-        else:
-            with ddp.alone(self.replica):
-                yield
-
     def finish(self) -> None:
-        """End a step's gradients: average them over the ranks, let go of its batches."""
-        self._before = []
-        self._finished = True
-        self.fitting.finish_step(self.replica)
-        if self.fitting.adapts:
-            self._rollback.learn()
+        """Average the gradients over the ranks, and free the step's batches."""
+        self._earlier = []
+        self._is_finished = True
+        self._size.finish_step(self.replica)
+        if self._size.is_auto:
+            self._snapshot.mark_constants()
 
 
-def _total(parts: Sequence[Part], whole: int | None) -> int | None:
-    """Return the samples of all parts together, as a splitter has made them."""
+def _total(parts: Sequence[MicroBatchPart], batch_samples: int | None) -> int | None:
+    """Return the samples of all micro-batches, since a splitter may make more or fewer than the batch had."""
     counts = [part.num_samples for part in parts]
     if None in counts:
-        return whole if len(parts) == 1 else 0
+        return batch_samples if len(parts) == 1 else 0
     return sum(count for count in counts if count is not None)
 
 
 def _versions(batch: Any) -> list[int]:
-    """Return how often each tensor of a batch was changed in place."""
+    """Return how often each tensor of a batch was changed in place, as torch counts it (private)."""
     values = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves(batch)]
     tensors = [value for value in values if isinstance(value, Tensor)]
     return [tensor._version for tensor in tensors if not tensor.is_inference()]  # noqa: SLF001

@@ -1,13 +1,16 @@
-"""What a training step changes beside the gradients, kept so that a second try is as if it were the first.
+"""Snapshots of what a training step changes, so that a second attempt runs as if it were the first.
 
-Random states (torch on the CPU and on the device, Python, NumPy, and torch's generators that the model or one
-of its modules holds), buffers, torchmetrics' states, what Lightning has logged, and of the LightningModule
-itself its attributes and what lists hold (`self.count += 1`, `self.losses.append(...)`). Not kept: attributes
-of other modules, what is done to objects of one's own, to files, and to the batch. A frozen parameter that a
-step changes in place (a momentum encoder) is told: it would be changed once a micro-batch.
+`StepSnapshot`: random states (torch on the CPU and on the device, Python, NumPy, and torch's generators that
+the model or one of its modules holds), buffers, torchmetrics' states, what Lightning has logged, and of the
+LightningModule its attributes and the items of its lists (`self.count += 1`, `self.losses.append(...)`). Not
+kept: attributes of other modules, changes to custom objects, files and the batch. A frozen parameter that a
+step changes in place (a momentum encoder) is an error, since it would change once per micro-batch. A large
+buffer that a full step leaves unchanged, a mask or a table, is not copied from then on; if it changes after
+all, `restore` raises.
 
-A large buffer that a whole step leaves alone, a mask or a table, is taken for a constant and not copied from
-then on; should it change later after all, `restore` says so.
+`OptimizerSnapshot`: parameters, gradients and optimizer state, in host memory.
+
+`Tensor._version`, torch's count of changes in place, is private; as of torch 2.13.
 """
 
 from __future__ import annotations
@@ -16,22 +19,25 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
-LONG = 1000
-"""Items of a list above which its length alone is kept."""
+from lightning_eff.report.live_bytes import tensors_in
+
+MAX_LIST_ITEMS = 1000
+"""Items of a list above which only its length is kept."""
 SMALL_BYTES = 2**20
 """Buffers up to this size are always copied."""
 
 
 @dataclass
 class _Buffer:
-    """A buffer, and its values where they may change."""
+    """A buffer, and a copy of its values unless it is taken for a constant."""
 
     owner: nn.Module
     name: str
@@ -39,29 +45,23 @@ class _Buffer:
     values: Tensor | None
     version: int
 
-    def is_there(self) -> bool:
-        """Say whether the module still has this tensor, and not another in its place."""
-        return getattr(self.owner, self.name, None) is self.tensor
-
-    def changed(self) -> bool:
-        return _version(self.tensor) != self.version
-
     def restore(self) -> None:
-        if self.values is not None:  # also where none was counted: batch norms change theirs in a kernel
+        if self.values is not None:  # whatever the version: batch norm kernels write without counting
             with torch.no_grad():
                 self.tensor.copy_(self.values)
-        elif self.changed():
-            text = f"the buffer {self.name} of {type(self.owner).__name__}, a constant so far, was changed"
+        elif _version(self.tensor) != self.version:
+            owner = type(self.owner).__name__
+            text = f"the buffer {self.name} of {owner} changed, and was not copied since it had been constant"
             raise RuntimeError(text)
 
 
-class Rollback:
-    """Keeps the state at one moment.
+class StepSnapshot:
+    """Keeps the state before a step, and restores it.
 
     Args:
         module: The model.
-        device: Whose random state counts, beside the CPU's.
-        logged: Lightning's collection of logged values, or an empty one.
+        device: Whose random state is kept, next to the CPU's.
+        logged: Lightning's collection of logged values; None without a Trainer.
     """
 
     def __init__(
@@ -70,160 +70,221 @@ class Rollback:
         self._module = module
         self._device = device
         self._logged: Any = logged if logged is not None else {}
-        modules = list(module.modules())
-        self._generators = {
-            id(value): value for each in modules for value in vars(each).values() if _is_generator(value)
-        }
-        self._constant: set[tuple[int, str]] = set()
+        held = [value for submodule in module.modules() for value in vars(submodule).values()]
+        self._generators = {id(value): value for value in held if isinstance(value, torch.Generator)}
+        self._constants: set[tuple[int, str]] = set()
         self._buffers: list[_Buffer] = []
-        self._random: list[Callable[[], None]] = []
-        self._visible: list[Callable[[], None]] = []
+        self._restore_random: list[Callable[[], None]] = []
+        self._restore_visible: list[Callable[[], None]] = []
 
     def keep(self) -> None:
-        """Keep everything as it is now."""
+        """Keep the state as it is now."""
         modules = list(self._module.modules())
-        self._metrics = [each for each in modules if isinstance(each, Metric)]
-        self._names = [(each, _buffers_of(each)) for each in modules]
-        self._buffers = list(self._kept_buffers())
-        frozen = [each for each in self._module.parameters() if not each.requires_grad]
-        self._frozen = [(each, _version(each)) for each in frozen]
-        self._random = list(self._kept_random())
+        self._metrics = [module for module in modules if isinstance(module, Metric)]
+        # torch keeps buffers in `_buffers`, the ones that are None too.
+        self._registered = [(vars(module)["_buffers"], dict(vars(module)["_buffers"])) for module in modules]
+        self._buffers = list(self._copied_buffers())
+        frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
+        self._frozen = [(parameter, _version(parameter)) for parameter in frozen]
+        self._restore_random = list(self._random_restorers())
         self.keep_visible()
 
     def keep_visible(self) -> None:
         """Keep what was logged, counted and collected as it is now; the rest stays as it was kept."""
-        self._visible = [_kept_items(self._logged), *map(_kept_metric, self._metrics)]
-        self._visible += [_kept_metric(metric) for metric in self._logged.values()]
-        self._visible += [_kept_attributes(self._module)]
+        metrics = [*self._metrics, *self._logged.values()]
+        self._restore_visible = [_mapping_restorer(self._logged), *map(_metric_restorer, metrics)]
+        self._restore_visible.append(_attributes_restorer(self._module))
 
     def restore(self) -> None:
-        """Bring all of it back.
+        """Restore everything.
 
         Raises:
-            RuntimeError: A frozen parameter, or a buffer that was taken for a constant, was changed.
+            RuntimeError: A frozen parameter, or a buffer that was taken for a constant, has changed.
         """
-        for owner, buffers in self._names:  # those that a try has registered or replaced
-            _buffers_of(owner, buffers)
+        for current, registered in self._registered:  # a failed attempt may have registered or replaced some
+            current.clear()
+            current.update(registered)
         for buffer in self._buffers:
             buffer.restore()
-        for bring_back in self._random:
-            bring_back()
+        for restore in self._restore_random:
+            restore()
         self.restore_visible()
         if any(_version(parameter) != version for parameter, version in self._frozen):
-            text = "out of memory, and training_step changes frozen parameters: do that after the step"
+            text = "out of memory, and training_step changes frozen parameters: change them after the step"
             raise RuntimeError(text)
 
     def restore_visible(self) -> None:
-        """Bring back what was logged, counted and collected."""
-        for bring_back in self._visible:
-            bring_back()
+        """Restore what was logged, counted and collected."""
+        for restore in self._restore_visible:
+            restore()
 
-    def learn(self) -> None:
-        """Take the buffers that stayed as they were kept for constants; call it when a step is complete."""
+    def mark_constants(self) -> None:
+        """Take the buffers that did not change for constants; call it after a complete step."""
         for buffer in self._buffers:
-            same = buffer.is_there() and not buffer.changed()
+            is_registered = getattr(buffer.owner, buffer.name, None) is buffer.tensor
+            is_unchanged = is_registered and _version(buffer.tensor) == buffer.version
             key = (id(buffer.owner), buffer.name)
-            (self._constant.add if same else self._constant.discard)(key)
+            (self._constants.add if is_unchanged else self._constants.discard)(key)
 
-    def _kept_buffers(self) -> Iterator[_Buffer]:
+    def _copied_buffers(self) -> Iterator[_Buffer]:
         for owner in self._module.modules():
             if isinstance(owner, Metric):
                 continue
             for name, tensor in owner.named_buffers(recurse=False, remove_duplicate=False):
-                known = (id(owner), name) in self._constant
-                constant = not _is_dense(tensor) or (known and tensor.nbytes > SMALL_BYTES)
-                values = None if constant else tensor.detach().clone()
+                is_known = (id(owner), name) in self._constants
+                is_constant = not _is_dense(tensor) or (is_known and tensor.nbytes > SMALL_BYTES)
+                values = None if is_constant else tensor.detach().clone()
                 yield _Buffer(owner, name, tensor, values, _version(tensor))
 
-    def _kept_random(self) -> Iterator[Callable[[], None]]:
-        state, drawn, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    def _random_restorers(self) -> Iterator[Callable[[], None]]:
+        state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
         yield lambda: torch.set_rng_state(state)
-        yield lambda: random.setstate(drawn)
+        yield lambda: random.setstate(python_state)
         yield lambda: np.random.set_state(numpy_state)
         if self._device.type != "cpu":
             device, backend = self._device, torch.get_device_module(self._device)
-            on_device = backend.get_rng_state(device)
-            yield lambda: backend.set_rng_state(on_device, device)
-        own = {id(each): each for each in vars(self._module).values() if _is_generator(each)}
-        for generator in (self._generators | own).values():
-            kept = generator.get_state()
-            yield partial(_set_state, generator, kept)
+            device_state = backend.get_rng_state(device)
+            yield lambda: backend.set_rng_state(device_state, device)
+        own = [value for value in vars(self._module).values() if isinstance(value, torch.Generator)]
+        for generator in (self._generators | {id(generator): generator for generator in own}).values():
+            yield partial(generator.set_state, generator.get_state())  # pyright: ignore[reportReturnType]
 
 
-def _set_state(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
-
-
-def _kept_items(items: dict[str, Any]) -> Callable[[], None]:
+def _mapping_restorer(items: dict[str, Any]) -> Callable[[], None]:
     kept = dict(items)
 
-    def bring_back() -> None:
+    def restore() -> None:
         items.clear()
         items.update(kept)
 
-    return bring_back
+    return restore
 
 
-def _kept_metric(metric: Any) -> Callable[[], None]:
-    """Keep a metric: its attributes, and what its tensors and lists hold."""
+def _metric_restorer(metric: Any) -> Callable[[], None]:
+    """Keep a metric's attributes, and the contents of its tensors and lists."""
     attributes = dict(vars(metric))
-    states: dict[str, Any] = {name: attributes.get(name) for name in metric._defaults}  # noqa: SLF001 - the names of its states
+    # `_defaults` names a metric's states, in torchmetrics 1.x.
+    states: dict[str, Any] = {name: attributes.get(name) for name in metric._defaults}  # noqa: SLF001
     values = {name: state.detach().clone() for name, state in states.items() if isinstance(state, Tensor)}
     lists = [(state, list(state)) for state in states.values() if isinstance(state, list)]
 
-    def bring_back() -> None:
+    def restore() -> None:
         vars(metric).clear()
         vars(metric).update(attributes)
         for name, value in values.items():
-            states[name].data = value.clone()  # the object stays, for whoever else holds it
+            states[name].data = value.clone()  # the tensor object stays: others may hold it
         for state, items in lists:
             state[:] = items
 
-    return bring_back
+    return restore
 
 
-def _kept_attributes(module: nn.Module) -> Callable[[], None]:
-    """Keep a module's attributes, and what its lists hold: of long ones, which are appended to, how much."""
+def _attributes_restorer(module: nn.Module) -> Callable[[], None]:
+    """Keep a module's attributes and the items of its lists; of long ones, which only grow, the length."""
     attributes = vars(module)
     kept = dict(attributes)
-    lists = [(value, len(value), value[:LONG]) for value in attributes.values() if isinstance(value, list)]
+    values = [value for value in attributes.values() if isinstance(value, list)]
+    lists = [(value, len(value), value[:MAX_LIST_ITEMS]) for value in values]
 
-    def bring_back() -> None:
+    def restore() -> None:
         for name in attributes.keys() - kept.keys():
             del attributes[name]
         attributes.update(kept)
         for value, length, items in lists:
-            if length <= LONG:
+            if length <= MAX_LIST_ITEMS:
                 value[:] = items
             del value[length:]
 
-    return bring_back
-
-
-def _buffers_of(
-    module: nn.Module, then: Mapping[str, Tensor | None] | None = None
-) -> dict[str, Tensor | None]:
-    """Return a module's buffers by name, those that are None too; set them if others are given."""
-    buffers: dict[str, Any] = vars(module)["_buffers"]
-    kept = dict(buffers)
-    if then is not None:
-        buffers.clear()
-        buffers.update(then)
-    return kept
+    return restore
 
 
 def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place, as autograd counts it."""
+    """Return how often a tensor was changed in place; tensors of inference mode do not count that."""
     return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Say whether each element has a place of its own, so that values can be copied back."""
-    strided = tensor.layout == torch.strided and not tensor.is_inference()
-    return strided and all(
-        step or size <= 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
+    """Return whether no two elements share memory, so that values can be copied back."""
+    if tensor.layout != torch.strided or tensor.is_inference():
+        return False
+    return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _is_generator(value: object) -> bool:
-    return isinstance(value, torch.Generator)
+@runtime_checkable
+class SharesState(Protocol):
+    """An optimizer that wraps others, which hold references to the same state."""
+
+    def share_state(self) -> None:
+        """Pass the current state and groups on to the wrapped optimizers."""
+        ...
+
+
+class OptimizerSnapshot:
+    """Keeps parameters, gradients and state of an optimizer.
+
+    Args:
+        optimizer: Whose update may be undone.
+        copies: Copy the values to host memory; else `restore` can only check that nothing has changed.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(layer.parameters())
+        >>> before = layer.weight.detach().clone()
+        >>> snapshot = OptimizerSnapshot(optimizer)
+        >>> layer(torch.ones(1, 2)).sum().backward()
+        >>> _ = optimizer.step()
+        >>> snapshot.restore()
+        >>> torch.equal(layer.weight, before), len(optimizer.state)
+        (True, 0)
+    """
+
+    def __init__(self, optimizer: Optimizer, *, copies: bool = True) -> None:
+        self._optimizer = optimizer
+        self._groups = [_copy_containers(_options(group)) for group in optimizer.param_groups]
+        self._state = {key: _copy_containers(value) for key, value in optimizer.state.items()}
+        parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        state = [*map(_options, optimizer.param_groups), *optimizer.state.values()]
+        tensors = [*parameters, *gradients, *tensors_in(state)]
+        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        self._versions = [tensor._version for tensor in self._tensors]  # noqa: SLF001
+        self._values = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors] if copies else None
+
+    def restore(self) -> None:
+        """Restore everything.
+
+        Raises:
+            RuntimeError: Something has changed of which no copy was kept.
+        """
+        changed = [t._version != v for t, v in zip(self._tensors, self._versions, strict=True)]  # noqa: SLF001
+        # Only torch's operations count changes in place; custom kernels of other packages do not.
+        package = type(self._optimizer).__module__.partition(".")[0]
+        is_counted = package in ("torch", __name__.partition(".")[0])
+        if self._values is None and (any(changed) or not is_counted):
+            text = f"{sum(changed)} of {len(changed)} tensors have changed, and no copy was kept"
+            raise RuntimeError(text)
+        for tensor, value in zip(self._tensors, self._values or (), strict=self._values is not None):
+            with torch.no_grad():
+                tensor.copy_(value)
+        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for key in _options(group).keys() - options.keys():
+                del group[key]
+            group.update(_copy_containers(options))
+        for key in [key for key in self._optimizer.state if key not in self._state]:
+            del self._optimizer.state[key]
+        for key, value in self._state.items():
+            self._optimizer.state[key] = _copy_containers(value)
+        if isinstance(self._optimizer, SharesState):
+            self._optimizer.share_state()
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _copy_containers(value: Any) -> Any:
+    """Return a value with new dicts and lists, and the same leaves."""
+    if isinstance(value, dict):
+        items: dict[Any, Any] = value
+        return {key: _copy_containers(item) for key, item in items.items()}
+    return [_copy_containers(item) for item in value] if type(value) is list else value

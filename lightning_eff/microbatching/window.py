@@ -1,10 +1,20 @@
-"""The arithmetic of a window: what each micro-batch of an optimizer step weighs, and what that comes to.
+"""Where the gradient of an optimizer step is divided: the scale factors of its losses and gradients.
 
-The gradient of a step is that of one large batch, `sum w_i g_i / sum w_i` over the micro-batches of a window
-and over all ranks. Each loss is multiplied by `w_i / reference` before its backward pass, and the gradients
-once by `ranks * reference / sum w_i` after the last one. The reference is a power of two near a rank's share
-of the window's weight, the same on all ranks: large enough that scaled float16 gradients do not overflow,
-and without rounding of its own. Without weights a sample weighs 1; ranks then count alike.
+A window is the batches of one optimizer step. Its gradient is that of one large batch, over the micro-batches
+i of the window and over all ranks:
+
+    gradient = sum_i(w_i * g_i) / sum_i(w_i)      g_i: gradient of the mean loss of micro-batch i
+
+w_i is the weight that `training_step` returned. The sum of the weights is known only after the last backward
+pass, so the division has two factors:
+
+    loss_i   * w_i / reference                     `Window.scale`, before each backward pass
+    gradient * num_ranks * reference / sum_i(w_i)  `Window.correct`, once, before the gradients are clipped
+
+`num_ranks` cancels the average that DDP and FSDP take over the ranks. `reference` is a power of two near one
+rank's share of the window's weight, the same on all ranks: scaled float16 gradients do not overflow, and a
+power of two does not round. Without weights a sample weighs 1 and ranks count alike: `num_batches` times the
+samples of the window's first batch takes the place of `reference`, without communication.
 """
 
 from __future__ import annotations
@@ -18,19 +28,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+WindowState = tuple[int | None, float, float | None]
+"""What a window has counted: samples of its first batch, batches, and weight."""
+
 
 class Window:
-    """Counts the micro-batches of a step. One object serves step after step.
+    """Scales losses and gradients of a step, which makes accumulated micro-batches one large batch.
+
+    One object serves step after step.
 
     Args:
-        parameters: Returns what is trained.
+        parameters: Returns the trained parameters.
         num_ranks: Processes whose gradients are averaged.
-        sum_over_ranks: Sums a number over them; torch.distributed's default group unless given.
-        scale_gradients: Multiplies all gradients by a number, where they are not in `.grad`; weights are
-            then in parts too.
+        sum_over_ranks: Sums a number over them; by default over torch.distributed's default group.
+        scale_gradients: Multiplies all gradients by a number, for strategies that keep them elsewhere than in
+            `.grad` (DeepSpeed), and shard weights too.
 
     Example:
-        A step of two micro-batches, of 3 and of 1 token, in a loop of one's own:
+        A step of two micro-batches, of 3 and of 1 token, in a hand-written loop:
 
         >>> weight = torch.zeros(1, requires_grad=True)
         >>> window = Window(lambda: [weight])
@@ -52,106 +67,118 @@ class Window:
     ) -> None:
         self._parameters = parameters
         self._num_ranks = num_ranks
-        self._sum = sum_over_ranks or _sum_over_default_group
+        self._sum_over_ranks = (sum_over_ranks or _sum_over_default_group) if num_ranks > 1 else float
         self._scale_gradients = scale_gradients
         self.reference = 0.0
         self.begin(1)
 
     def begin(self, num_batches: int) -> None:
-        """Start a step of so many batches, each of which may come in parts."""
-        self._length = num_batches
-        self._samples: int | None = None
-        self._count = 0.0
-        self._weight: float | None = None
+        """Start a step of `num_batches` batches, each of which may come in micro-batches."""
+        self._num_batches = num_batches
+        self._first_batch_samples: int | None = None
+        self._num_counted = 0.0  # batches so far; one with half the samples of the first counts 0.5
+        self._weight: float | None = None  # sum of the weights so far; None without weights
 
-    def mark(self) -> tuple[int | None, float, float | None]:
-        """Return what was counted so far, to come `back` to when a batch is computed once more."""
-        return self._samples, self._count, self._weight
+    def state(self) -> WindowState:
+        """Return what was counted so far, to `restore` it before a batch is computed again."""
+        return self._first_batch_samples, self._num_counted, self._weight
 
-    def back(self, mark: tuple[int | None, float, float | None]) -> None:
-        """Forget what came after a mark; the reference, on which the ranks have agreed, stays."""
-        self._samples, self._count, self._weight = mark
+    def restore(self, state: WindowState) -> None:
+        """Discard what was counted after `state`; the ranks have agreed on `reference`, which stays."""
+        self._first_batch_samples, self._num_counted, self._weight = state
 
     def scale(
-        self, loss: Tensor, *, weight: float | None = None, part: int | None = None, whole: int | None = None
+        self,
+        loss: Tensor,
+        *,
+        weight: float | None = None,
+        num_samples: int | None = None,
+        batch_samples: int | None = None,
     ) -> Tensor:
-        """Count a micro-batch and return the loss that is differentiated.
+        """Count a micro-batch and return the loss to differentiate.
 
         Args:
             loss: Its mean loss, a scalar.
-            weight: What the mean is over, tokens say; None for samples.
-            part: Samples of the micro-batch; None if nobody can tell.
-            whole: Samples of the batch that it is a part of; 0 if nobody can tell what its parts have.
+            weight: What the mean is over, for example its tokens; None for samples.
+            num_samples: Samples of the micro-batch; None if unknown.
+            batch_samples: Samples of the batch that it is a slice of; 0 if those of its slices are unknown.
 
         Raises:
             ValueError: Some micro-batches of the window have a weight and some have none, or one of several
                 has neither a weight nor a number of samples.
         """
-        if self._count and (weight is None) is not (self._weight is None):
+        if self._num_counted and (weight is None) is not (self._weight is None):
             text = "training_step returned a weight for some micro-batches of a window and none for others"
             raise ValueError(text)
-        if weight is None and whole == 0:
-            text = "micro-batches of a splitter whose samples cannot be counted need a weight"
+        if weight is None and batch_samples == 0:
+            text = (
+                "the splitter's micro-batches have an unknown number of samples: "
+                'return {"loss": ..., "weight": ...} from training_step'
+            )
             raise ValueError(text)
-        share = part / whole if part and whole else 1.0
+        fraction = num_samples / batch_samples if num_samples and batch_samples else 1.0  # of its batch
         if weight is None:
-            return self._by_samples(loss, part, share)
-        self._count += share
-        self._weight = weight + (self._weight or 0.0)
-        if not self.reference:
-            expected = weight / share * self._length
-            # Once, whatever comes of it: ranks may have different numbers of micro-batches.
-            self.reference = _power_of_two(self._over_ranks(expected) / self._num_ranks) or 1.0
-        return loss * (weight / self.reference) if weight else self.nothing(loss)
+            return self._scale_by_samples(loss, num_samples, fraction)
+        return self._scale_by_weight(loss, weight, fraction)
 
-    def _by_samples(self, loss: Tensor, part: int | None, share: float) -> Tensor:
-        """Divide by the window's length in batches of its first one's size, in one operation or in none."""
-        if self._samples is None and part is not None:
-            self._samples = round(part / share)
-        counted = part / self._samples if part is not None and self._samples else share
-        self._count += counted
-        divisor = self._length / counted
+    def _scale_by_samples(self, loss: Tensor, num_samples: int | None, fraction: float) -> Tensor:
+        # loss_i * n_i / (num_batches * n_first), as one division or none: full windows without weights give
+        # the bits of Lightning's `loss / accumulate_grad_batches`.
+        if self._first_batch_samples is None and num_samples is not None:
+            self._first_batch_samples = round(num_samples / fraction)
+        first = self._first_batch_samples
+        counted = num_samples / first if num_samples is not None and first else fraction
+        self._num_counted += counted
+        divisor = self._num_batches / counted
         return loss if divisor == 1.0 else loss / divisor
 
-    def nothing(self, loss: Tensor) -> Tensor:
-        """Return a loss whose gradient is 0, in place of that of a micro-batch that weighs nothing.
-
-        Ranks expect a backward pass of each other. A mean over nothing is not a number, and its gradient
-        times 0 may be none either: then the parameters stand in for it. Where they are sharded (FSDP2, ZeRO)
-        gradients must come from the forward pass; torch's losses have 0 where every target is ignored.
-        """
-        trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        if (
-            bool(loss.isfinite())
-            or self._scale_gradients is not None
-            or any(isinstance(parameter, DTensor) for parameter in trained)
-        ):
-            return loss.nan_to_num() * 0.0
-        return torch.stack([(parameter * 0.0).sum() for parameter in trained]).sum()
+    def _scale_by_weight(self, loss: Tensor, weight: float, fraction: float) -> Tensor:
+        # loss_i * w_i / reference
+        self._num_counted += fraction
+        self._weight = weight + (self._weight or 0.0)
+        if not self.reference:
+            expected = weight / fraction * self._num_batches
+            # All ranks take part, in their first micro-batch and whatever its weight: later ones would not
+            # match, since ranks may have different numbers of micro-batches.
+            self.reference = _power_of_two(self._sum_over_ranks(expected) / self._num_ranks) or 1.0
+        return loss * (weight / self.reference) if weight else self.zero_loss(loss)
 
     def correct(self) -> None:
-        """Divide the gradients by what the window really had, on all ranks; before they are clipped."""
+        """Multiply the gradients by what makes the scaled losses an exact mean; before they are clipped."""
         if self._weight is None:
-            factor = self._length / self._count if self._count else 1.0
+            # num_batches * n_first / sum_i(n_i): 1 but for a window that the end of an epoch cuts short, or
+            # batches of different sizes. DDP's average over the ranks stays, so ranks count alike.
+            factor = self._num_batches / self._num_counted if self._num_counted else 1.0
         else:
-            total = self._over_ranks(self._weight)
+            # num_ranks * reference / sum_i(w_i). All ranks take part in the sum, once per window.
+            total = self._sum_over_ranks(self._weight)
             factor = self._num_ranks * self.reference / total if total else 0.0
             self.reference = _power_of_two(total / self._num_ranks) if total else 0.0
-        if abs(factor - 1.0) <= 1e-14:  # parts of a batch add up to 1 but for the last bit
+        if abs(factor - 1.0) <= 1e-14:  # fractions of a batch add up to 1 but for the last bit
             return
         if self._scale_gradients is not None:
             self._scale_gradients(factor)
-        else:
-            for parameter in self._parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+            return
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
-    def _over_ranks(self, value: float) -> float:
-        return value if self._num_ranks == 1 else self._sum(value)
+    def zero_loss(self, loss: Tensor) -> Tensor:
+        """Return a loss with zero gradients, for a micro-batch of weight 0; ranks expect a backward pass.
+
+        A mean over nothing is NaN, and so may be its gradient times 0: the parameters take its place. Where
+        they are sharded (FSDP2, ZeRO), gradients must come from the forward pass; there, torch's losses have
+        zero gradients where every target is ignored.
+        """
+        trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        is_sharded = self._scale_gradients is not None or any(isinstance(p, DTensor) for p in trained)
+        if is_sharded or bool(loss.isfinite()):
+            return loss.nan_to_num() * 0.0
+        return torch.stack([(parameter * 0.0).sum() for parameter in trained]).sum()
 
 
 def weight_of(output: Any) -> float | None:
-    """Return the weight in what a training step returned.
+    """Return the weight in the output of a training step.
 
     Raises:
         ValueError: It is not a finite number of at least 0.
@@ -177,10 +204,9 @@ def weight_of(output: Any) -> float | None:
 
 
 def _sum_over_default_group(value: float) -> float:
-    """Sum a number over the ranks on the device that their group talks over."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     number = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(number)
+    dist.all_reduce(number)  # all ranks of the default group
     return float(number)
 
 

@@ -1,4 +1,4 @@
-"""EmptyCache: by the clock, by need, together on all ranks, on every kind of device."""
+"""EmptyCache: every n steps, when needed, on all ranks at once, on every kind of device."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_counts_optimizer_steps_not_batches(emptied: list[int], net: Callable[..
     assert emptied == [2, 4]
 
 
-def test_empties_when_the_cache_has_grown_past_its_share(
+def test_empties_when_the_cache_has_grown_past_its_fraction(
     emptied: list[int], fake_allocator: dict[str, int], net: Callable[..., Net]
 ) -> None:
     class Grow(Net):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             fake_allocator["reserved"] += GIB
 
-    callback = EmptyCache(every_n_steps=None, max_cached_share=0.35, check_every_n_steps=1)
+    callback = EmptyCache(every_n_steps=None, max_cached_fraction=0.35, check_every_n_steps=1)
     make_trainer(callbacks=[callback], max_steps=9).fit(Grow(), make_loader())
     # 4 GiB of 10 are more than 0.35; what an emptying could not return does not count again.
     assert emptied == [4, 8]
@@ -84,28 +84,28 @@ def test_empties_when_the_allocator_had_to_flush(
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             fake_allocator["retries"] += self.global_step == 4
 
-    callback = EmptyCache(every_n_steps=None, max_cached_share=0.9, check_every_n_steps=1)
+    callback = EmptyCache(every_n_steps=None, max_cached_fraction=0.9, check_every_n_steps=1)
     make_trainer(callbacks=[callback]).fit(Retry(), make_loader())
     assert emptied == [5]
     assert "expandable_segments" in callback.outcome().did
 
 
 @pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
-def test_looks_at_the_need_only_every_n_steps(
+def test_checks_the_need_only_every_n_steps(
     emptied: list[int],
     fake_allocator: dict[str, int],
     net: Callable[..., Net],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looks: list[bool] = []
+    checks: list[bool] = []
     trainer = make_trainer(
-        callbacks=[EmptyCache(every_n_steps=None, max_cached_share=0.9, check_every_n_steps=4)]
+        callbacks=[EmptyCache(every_n_steps=None, max_cached_fraction=0.9, check_every_n_steps=4)]
     )
     monkeypatch.setattr(
-        trainer.strategy, "reduce_boolean_decision", lambda decision, all: looks.append(all) or decision
+        trainer.strategy, "reduce_boolean_decision", lambda decision, all: checks.append(all) or decision
     )
     trainer.fit(net(), make_loader())
-    assert looks == [False, False], "two looks in ten steps, each asking whether any rank needs it"
+    assert checks == [False, False], "two checks in ten steps, each whether any rank needs it"
 
 
 def test_all_ranks_empty_when_one_needs_it(
@@ -114,18 +114,18 @@ def test_all_ranks_empty_when_one_needs_it(
     net: Callable[..., Net],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    callback = EmptyCache(every_n_steps=None, max_cached_share=0.9, check_every_n_steps=5)
+    callback = EmptyCache(every_n_steps=None, max_cached_fraction=0.9, check_every_n_steps=5)
     trainer = make_trainer(callbacks=[callback])
     monkeypatch.setattr(trainer.strategy, "reduce_boolean_decision", lambda decision, all: not all)
     trainer.fit(net(), make_loader())
     assert emptied == [5, 10]
 
 
-def test_a_device_without_a_cache_is_said(net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_a_cache_warns(net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "has_cache", lambda device: False)
     with pytest.warns(NoEffectWarning, match="the allocator of cpu has no cache"):
         make_trainer(callbacks=[EmptyCache(every_n_steps=1)], max_steps=2).fit(net(), make_loader())
-    with pytest.raises(ValueError, match="has no cache that can be emptied"):
+    with pytest.raises(ValueError, match="has no cache to empty"):
         release("cpu")
 
 
@@ -134,6 +134,7 @@ def test_what_came_back_is_logged_and_reported(emptied: list[int], net: Callable
     trainer = make_trainer(callbacks=[callback])
     trainer.fit(net(), make_loader())
     assert float(trainer.callback_metrics["eff/empty_cache_returned_bytes"]) == 5.0
+    assert callback.outcome().did == "emptied 5 times, returned 25 B in 5 ms"
     assert callback.outcome().numbers == {
         "times": 5,
         "returned_bytes": 25,
@@ -156,8 +157,8 @@ def test_freed_heap_goes_back_to_the_operating_system() -> None:
     ("keywords", "key"),
     [
         ({"every_n_steps": 0}, "every_n_steps"),
-        ({"max_cached_share": 1.5}, "max_cached_share"),
-        ({"max_cached_share": -0.1}, "max_cached_share"),
+        ({"max_cached_fraction": 1.5}, "max_cached_fraction"),
+        ({"max_cached_fraction": -0.1}, "max_cached_fraction"),
         ({"check_every_n_steps": 0}, "check_every_n_steps"),
         ({"every_n_steps": None}, "every_n_steps"),
     ],

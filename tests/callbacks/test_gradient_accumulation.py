@@ -1,4 +1,4 @@
-"""GradientAccumulation: how many micro-batches make a step, when they change, and what is refused."""
+"""GradientAccumulation: how many batches make a step, when that changes, and what is rejected."""
 
 from __future__ import annotations
 
@@ -92,26 +92,26 @@ def test_a_remainder_is_refused_with_the_numbers_that_fit(
 ) -> None:
     with pytest.raises(ConfigError, match="a multiple of 4") as error:
         make_trainer(callbacks=[GradientAccumulation(global_batch_size=size)]).fit(net(), make_loader())
-    words = f": {fits[0]}\n  try: GradientAccumulation(global_batch_size={fits[1]})"
-    assert words in str(error.value)
+    message = f": {fits[0]}\n  try: GradientAccumulation(global_batch_size={fits[1]})"
+    assert message in str(error.value)
 
 
 class Stream(IterableDataset[Any]):
-    """Yields whole batches, and says nothing of their size."""
+    """Yields full batches, without a batch_size."""
 
     def __iter__(self) -> Any:
         yield torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
 
 
 def test_a_loader_without_a_batch_size_is_refused(net: Callable[..., Net]) -> None:
-    with pytest.raises(ConfigError, match="a loader that says its batch_size"):
+    with pytest.raises(ConfigError, match="a training loader with a batch_size"):
         make_trainer(callbacks=[GradientAccumulation(global_batch_size=8)]).fit(
             net(), DataLoader(Stream(), batch_size=None)
         )
 
 
-def test_two_places_for_one_number_are_refused(net: Callable[..., Net]) -> None:
-    with pytest.raises(ConfigError, match="1 beside GradientAccumulation"):
+def test_a_second_setting_of_the_number_is_rejected(net: Callable[..., Net]) -> None:
+    with pytest.raises(ConfigError, match="1 with GradientAccumulation"):
         make_trainer(callbacks=[GradientAccumulation(global_batch_size=8)], accumulate_grad_batches=2).fit(
             net(), make_loader()
         )
@@ -129,22 +129,22 @@ def test_the_loaders_own_batch_is_reported_as_no_effect(net: Callable[..., Net])
     assert not accumulation.outcome().effective
 
 
-def test_epochs_that_are_shorter_than_a_step_are_told(net: Callable[..., Net]) -> None:
+def test_an_epoch_shorter_than_a_step_is_a_warning(net: Callable[..., Net]) -> None:
     accumulation = GradientAccumulation(global_batch_size=80)
-    with pytest.warns(ConflictWarning, match="a step is 20 batches, and an epoch has 10"):
+    with pytest.warns(ConflictWarning, match="a step is 20 batches, but an epoch has only 10"):
         make_trainer(callbacks=[accumulation], max_steps=2).fit(net(), make_loader())
     assert accumulation.outcome().numbers["cut_steps"] == 2
 
 
 def test_several_loaders_are_refused(net: Callable[..., Net]) -> None:
-    with pytest.raises(ConfigError, match="one training loader; with 2 nobody can tell"):
+    with pytest.raises(ConfigError, match="one training loader: batches of 2 loaders"):
         make_trainer(callbacks=[GradientAccumulation(global_batch_size=8)]).fit(
             net(), {"a": make_loader(), "b": make_loader()}
         )
 
 
 @pytest.mark.parametrize(
-    ("keywords", "words"),
+    ("keywords", "message"),
     [
         ({}, "global_batch_size=None"),
         ({"global_batch_size": 8, "schedule": {0: 8}}, "global_batch_size=8"),
@@ -156,8 +156,8 @@ def test_several_loaders_are_refused(net: Callable[..., Net]) -> None:
         ({"global_batch_size": 8, "schedule_by": "batch"}, "one of epoch, step"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(keywords: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_options_are_rejected(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         GradientAccumulation(**keywords)
 
 

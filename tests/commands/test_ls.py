@@ -36,7 +36,7 @@ def test_a_name_shows_costs_conflicts_source_and_every_option(command: Command) 
             "Conflicts:",
             "Source:",
             "every_n_steps",
-            "max_cached_share",
+            "max_cached_fraction",
             "+callbacks=empty_cache",
         ):
             assert word in out
@@ -44,7 +44,7 @@ def test_a_name_shows_costs_conflicts_source_and_every_option(command: Command) 
     assert card["parameters"][0] == {
         "key": "every_n_steps",
         "default": "100",
-        "meaning": "optimizer steps between two emptyings; null = by need alone",
+        "meaning": "optimizer steps between two emptyings; null = only when needed",
     }
 
 

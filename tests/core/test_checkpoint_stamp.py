@@ -94,7 +94,7 @@ def test_a_state_comes_back_from_beside_and_from_among_lightnings(net: Maker, tm
     micro = MicroBatch()
     trainer = make_trainer(callbacks=[micro], max_steps=2)
     trainer.fit(net(), make_loader(8))
-    micro._fitting.size = 2
+    micro._size.current = 2
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     state = torch.load(tmp_path / "a.ckpt", weights_only=True)
     state["callbacks"]["MicroBatch"] = {"micro_batch_size": 1}

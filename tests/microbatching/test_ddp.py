@@ -22,17 +22,17 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.microbatching.fabric import ExactGradient
-from tests.support.faults import Fault, Noisy, Shrinks, everything, noisy
-from tests.support.language import WORDS, Speaker, plain, speaker, texts
+from tests.support.faults import Fault, ScriptedMicroBatch, StatefulModel, final_state, stateful_model
+from tests.support.language import VOCAB_SIZE, LanguageModel, language_model, token_rows, train_reference
 from tests.support.models import make_trainer
-from tests.support.ranks import same, start
+from tests.support.ranks import is_equal, run_two_ranks
 
 STEPS = 5
 # micro-batch size, batches a window, weighted, clipping
 EXACT = [(3, 1, True, None), ("auto", 1, False, 0.05), (3, 2, True, 0.05), ("auto", 2, False, None)]
 SHARDED = [(3, 1, True, None), (3, 2, True, 0.05), (3, 2, False, None)]
 FAULTS = [("forward", 0), ("backward", 2), ("backward", 4), ("update", 1)]
-TOGETHER = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+TWO_RANKS = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
 
 
 class Counts(pl.Callback):
@@ -77,17 +77,17 @@ def rows(num_samples: int, rank: int, batch_size: int) -> DataLoader[Any]:
 
 def exact(size: Any, window: int, weighted: bool, clip: float | None, *others: pl.Callback) -> dict[str, Any]:
     """Rank r has samples r, r + 2, ... in batches of eight: the last batch of an epoch has six."""
-    model, counts = speaker(weighted), Counts()
+    model, counts = language_model(weighted), Counts()
     callbacks = [*others, MicroBatch(micro_batch_size=size), counts]
     callbacks += [GradientAccumulation(global_batch_size=window * 8 * 2)] if window > 1 else []
-    trainer = make_trainer(callbacks=callbacks, max_steps=9, gradient_clip_val=clip, **TOGETHER)
-    dataset = TensorDataset(*texts(60))
+    trainer = make_trainer(callbacks=callbacks, max_steps=9, gradient_clip_val=clip, **TWO_RANKS)
+    dataset = TensorDataset(*token_rows(60))
     sampler = range(trainer.global_rank, len(dataset), 2)
     trainer.fit(model, DataLoader(dataset, batch_size=8, sampler=sampler))
     return {"weights": [p.detach() for p in model.parameters()], "ddp": counts.times}
 
 
-class Sharded(Speaker):
+class Sharded(LanguageModel):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         pass
 
@@ -103,26 +103,26 @@ def sharded(size: int, window: int, weighted: bool, clip: float | None) -> list[
     callbacks: list[Any] = [MicroBatch(micro_batch_size=size)]
     callbacks += [GradientAccumulation(global_batch_size=window * 8 * 2)] if window > 1 else []
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    together = TOGETHER | {"strategy": strategy}
-    trainer = make_trainer(callbacks=callbacks, max_steps=9, gradient_clip_val=clip, **together)
-    dataset = TensorDataset(*texts(60))
+    keywords = TWO_RANKS | {"strategy": strategy}
+    trainer = make_trainer(callbacks=callbacks, max_steps=9, gradient_clip_val=clip, **keywords)
+    dataset = TensorDataset(*token_rows(60))
     trainer.fit(model, DataLoader(dataset, batch_size=8, sampler=range(trainer.global_rank, 60, 2)))
     return [p.full_tensor().detach() for p in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Unweighted(Noisy):
+class Unweighted(StatefulModel):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
         return {"loss": output["loss"], "ids": output["ids"]}
 
 
 def run(callback: MicroBatch | None, fault: Fault | None = None, *, weighted: bool = True) -> dict[str, Any]:
-    model = noisy(fault)
-    model.__class__ = Noisy if weighted else Unweighted
+    model = stateful_model(fault)
+    model.__class__ = StatefulModel if weighted else Unweighted
     model.log = lambda *_, **__: None  # pyright: ignore[reportAttributeAccessIssue]
-    trainer = make_trainer(callbacks=[callback] if callback else [], max_steps=STEPS, **TOGETHER)
+    trainer = make_trainer(callbacks=[callback] if callback else [], max_steps=STEPS, **TWO_RANKS)
     trainer.fit(model, rows(48, trainer.global_rank, 8))
-    left = everything(model, trainer)
+    left = final_state(model, trainer)
     del left["progress"]
     return left | {"size": callback.current_size if callback else None}
 
@@ -135,7 +135,7 @@ def with_fault(phase: str, at: int) -> dict[str, Any]:
     ours = run(auto, Fault(phase, at=at) if rank == 1 else None)
     # In the step of the fault rank 0 is through with its part, in the next one both have the new size.
     step = at // 2 + (rank == 0) if phase != "update" else STEPS
-    return {"ours": ours, "reference": run(Shrinks(4, 2, step))}
+    return {"ours": ours, "reference": run(ScriptedMicroBatch(4, 2, step))}
 
 
 def found(limits: tuple[int, int]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def unused(callbacks: list[Any]) -> list[Tensor]:
     torch.manual_seed(1)
     model = Branches()
     trainer = make_trainer(
-        callbacks=callbacks, max_steps=4, **(TOGETHER | {"strategy": "ddp_find_unused_parameters_true"})
+        callbacks=callbacks, max_steps=4, **(TWO_RANKS | {"strategy": "ddp_find_unused_parameters_true"})
     )
     trainer.fit(model, rows(48, trainer.global_rank, 8))
     return [p.detach() for p in model.parameters()]
@@ -162,16 +162,16 @@ def own_loop(size: Any) -> list[Tensor]:
     from torch.nn.parallel import DistributedDataParallel
 
     rank = int(torch.distributed.get_rank())
-    model = speaker(True)
+    model = language_model(True)
     replica = DistributedDataParallel(model)
     gradient = ExactGradient(replica, micro_batch_size=size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    x, y = texts(20)
+    x, y = token_rows(20)
     own = [slice(rank, 10, 2), slice(10 + rank, 20, 2)]
 
     def step(batch: Any) -> Any:
         rows, targets = batch
-        logits = replica(rows).reshape(-1, WORDS)
+        logits = replica(rows).reshape(-1, VOCAB_SIZE)
         loss = nn.functional.cross_entropy(logits, targets.reshape(-1), ignore_index=-100)
         return {"loss": loss, "weight": (targets >= 0).sum()}
 
@@ -183,14 +183,14 @@ def own_loop(size: Any) -> list[Tensor]:
 
 def adapted(ranks: int) -> dict[str, Any]:
     """AdaLoRA on a window of two batches: both ranks see half of the samples, or one sees all."""
-    model = speaker(False)
+    model = language_model(False)
     model.on_before_optimizer_step = lambda optimizer: None  # it reads gradients that are not there
     options = {"init_r": 4, "target_r": 2, "tinit": 2, "tfinal": 2}
     technique = PeftAdapter(method="adalora", options=options)
     callbacks: list[Any] = [technique, GradientAccumulation(global_batch_size=32)]
-    together = TOGETHER if ranks == 2 else {}
-    trainer = make_trainer(callbacks=callbacks, max_steps=9, **together)
-    dataset = TensorDataset(*texts(64))
+    keywords = TWO_RANKS if ranks == 2 else {}
+    trainer = make_trainer(callbacks=callbacks, max_steps=9, **keywords)
+    dataset = TensorDataset(*token_rows(64))
     sampler = range(trainer.global_rank, 64, ranks)
     torch.manual_seed(3 + trainer.global_rank)  # DDP gives all ranks the first one's adapters
     trainer.fit(model, DataLoader(dataset, batch_size=16 // ranks, sampler=sampler))
@@ -198,15 +198,15 @@ def adapted(ranks: int) -> dict[str, Any]:
     return {"weights": weights, "ranks": model.peft_config["default"].rank_pattern}
 
 
-class Syncs(Noisy):
+class Syncs(StatefulModel):
     def log(self, name: str, value: Any, **keywords: Any) -> None:
         if name == "loss":
             super().log(name, value, on_step=True, sync_dist=True)
 
 
-def refused() -> str:
+def rejected() -> str:
     torch.manual_seed(1)
-    trainer = make_trainer(callbacks=[MicroBatch()], max_steps=1, **TOGETHER)
+    trainer = make_trainer(callbacks=[MicroBatch()], max_steps=1, **TWO_RANKS)
     try:
         trainer.fit(Syncs(), rows(48, trainer.global_rank, 8))
     except ConflictError as error:
@@ -226,7 +226,7 @@ def main(folder: str) -> None:
     results["unused"] = [unused([]), unused([MicroBatch()])]
     results["own"] = [own_loop(size) for size in (None, 2, "auto")]
     rank = int(torch.distributed.get_rank())
-    results["refused"] = refused()
+    results["rejected"] = rejected()
     results["sharded"] = [sharded(*case) for case in SHARDED]  # last: this strategy sets environment up anew
     torch.save(results, Path(folder) / f"rank{rank}.pt")
 
@@ -235,7 +235,7 @@ def main(folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what each rank has saved."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = start("tests.microbatching.test_ddp", folder)
+    done = run_two_ranks("tests.microbatching.test_ddp", folder)
     files = [folder / f"rank{rank}.pt" for rank in range(2)]
     assert all(file.exists() for file in files), done.stderr[-3000:]
     return [torch.load(file, weights_only=False) for file in files]
@@ -244,9 +244,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", range(len(EXACT)))
 def test_two_ranks_step_as_one_would_on_all_samples(ranks: list[dict[str, Any]], case: int) -> None:
     size, window, weighted, clip = EXACT[case]
-    assert same(ranks[0]["exact"][case]["weights"], ranks[1]["exact"][case]["weights"])
+    assert is_equal(ranks[0]["exact"][case]["weights"], ranks[1]["exact"][case]["weights"])
     # All samples of a window as one batch: batches of 16, and a last one of 12.
-    expected = plain(weighted, 4 * window, clip, 9, 15, ranks=2)
+    expected = train_reference(weighted, 4 * window, clip, 9, 15, ranks=2)
     for ours, theirs in zip(ranks[0]["exact"][case]["weights"], expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs.data, rtol=1e-9, atol=1e-11)
     assert ranks[0]["exact"][case]["ddp"] == (9 if size != "auto" else 0), "once a step, or not in DDP at all"
@@ -266,7 +266,7 @@ def test_layers_that_add_their_gradients_leave_ddp_its_own(ranks: list[dict[str,
 def test_adapters_on_two_ranks_are_those_of_one(ranks: list[dict[str, Any]]) -> None:
     """Ranks are allotted alike, by gradients that are averaged already."""
     expected = adapted(1)
-    assert same(ranks[0]["adapted"], ranks[1]["adapted"])
+    assert is_equal(ranks[0]["adapted"], ranks[1]["adapted"])
     assert ranks[0]["adapted"]["ranks"] == expected["ranks"]
     assert sum(map(sum, expected["ranks"].values())) < 4 * len(expected["ranks"]), "some were left out"
     for ours, theirs in zip(ranks[0]["adapted"]["weights"], expected["weights"], strict=True):
@@ -276,7 +276,7 @@ def test_adapters_on_two_ranks_are_those_of_one(ranks: list[dict[str, Any]]) -> 
 @pytest.mark.parametrize("case", range(len(SHARDED)))
 def test_fixed_micro_batches_under_fsdp2_are_exact(ranks: list[dict[str, Any]], case: int) -> None:
     _, window, weighted, clip = SHARDED[case]
-    expected = plain(weighted, 4 * window, clip, 9, 15, ranks=2)
+    expected = train_reference(weighted, 4 * window, clip, 9, 15, ranks=2)
     for rank in ranks:
         for ours, theirs in zip(rank["sharded"][case], expected.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs.data, rtol=1e-9, atol=1e-11)
@@ -286,8 +286,8 @@ def test_fixed_micro_batches_under_fsdp2_are_exact(ranks: list[dict[str, Any]], 
 def test_a_rank_that_runs_out_of_memory_leaves_no_trace(ranks: list[dict[str, Any]], case: int) -> None:
     results = [rank["faults"][case] for rank in ranks]
     for result in results:
-        assert same(result["ours"], result["reference"])
-    assert same(results[0]["ours"]["weights"], results[1]["ours"]["weights"])
+        assert is_equal(result["ours"], result["reference"])
+    assert is_equal(results[0]["ours"]["weights"], results[1]["ours"]["weights"])
     assert (
         results[0]["ours"]["size"] == results[1]["ours"]["size"] == (4 if FAULTS[case][0] == "update" else 2)
     )
@@ -299,16 +299,16 @@ def test_find_agrees_on_what_fits_everywhere(ranks: list[dict[str, Any]], case: 
     assert [result["ours"]["size"] for result in results] == [[3, 2, 8][case]] * 2
     assert [t[:2] for t in results[0]["trials"]] == [t[:2] for t in results[1]["trials"]]
     for result in results:
-        assert same(result["ours"], result["reference"])
+        assert is_equal(result["ours"], result["reference"])
 
 
 def test_batches_that_fit_train_as_under_plain_ddp(ranks: list[dict[str, Any]]) -> None:
     """Buffers too: those of the first rank at the beginning of each step."""
     for rank in ranks:
         theirs, ours = rank["plain"]
-        assert same(ours["weights"], theirs["weights"])
-        assert same(ours["buffers"], theirs["buffers"])
-    assert not same(ranks[0]["plain"][0]["buffers"], ranks[1]["plain"][0]["buffers"]), (
+        assert is_equal(ours["weights"], theirs["weights"])
+        assert is_equal(ours["buffers"], theirs["buffers"])
+    assert not is_equal(ranks[0]["plain"][0]["buffers"], ranks[1]["plain"][0]["buffers"]), (
         "each has its own batch"
     )
 
@@ -316,16 +316,18 @@ def test_batches_that_fit_train_as_under_plain_ddp(ranks: list[dict[str, Any]]) 
 def test_unused_parameters_are_as_in_ddp(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         theirs, ours = rank["unused"]
-        assert same(ours, theirs)
+        assert is_equal(ours, theirs)
 
 
-def test_a_loop_of_ones_own_under_ddp_is_exact(ranks: list[dict[str, Any]]) -> None:
-    expected = plain(True, 10, None, 5, 10)
+def test_a_hand_written_loop_under_ddp_is_exact(ranks: list[dict[str, Any]]) -> None:
+    expected = train_reference(True, 10, None, 5, 10)
     for rank in ranks:
         for weights in rank["own"]:
             for ours, theirs in zip(weights, expected.parameters(), strict=True):
                 torch.testing.assert_close(ours, theirs.data, rtol=1e-9, atol=1e-11)
 
 
-def test_a_value_that_all_ranks_average_while_it_is_logged_is_refused(ranks: list[dict[str, Any]]) -> None:
-    assert all("self.log('loss', on_step=True, sync_dist=True)" in rank["refused"] for rank in ranks)
+def test_a_value_that_is_logged_by_step_and_averaged_over_ranks_is_rejected(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert all("self.log('loss', on_step=True, sync_dist=True)" in rank["rejected"] for rank in ranks)

@@ -1,4 +1,4 @@
-"""ExactGradient: the step of GradientAccumulation and MicroBatch in a loop of one's own."""
+"""ExactGradient: the step of GradientAccumulation and MicroBatch in a hand-written loop."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from torch import Tensor
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.microbatching.fabric import ExactGradient
-from tests.support.faults import Fault, noisy, out_of_memory
-from tests.support.language import assert_t1, plain, speaker, texts, windows
+from tests.support.faults import Fault, out_of_memory, stateful_model
+from tests.support.language import (
+    assert_same_training,
+    language_model,
+    token_rows,
+    train_reference,
+    window_batches,
+)
 
 Size = int | str | None
 
 
 def train(weighted: bool, size: Size, batch_size: int, window: int, fabric: Fabric | None) -> Any:
     """Train as one does under Fabric: 26 samples an epoch, `window` batches a step."""
-    model = speaker(weighted)
-    x, y = texts()
+    model = language_model(weighted)
+    x, y = token_rows()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
     wrapped: Any = model
@@ -36,7 +42,7 @@ def train(weighted: bool, size: Size, batch_size: int, window: int, fabric: Fabr
         return {"loss": loss, "weight": weight} if weighted else loss
 
     num_batches = -(-len(x) // batch_size)
-    steps = windows(window, num_batches)
+    steps = window_batches(window, num_batches)
     for _ in range(50):
         batches = [slice(b * batch_size, (b + 1) * batch_size) for b in next(steps)]
         loss = gradient.backward(step, *((x[rows], y[rows]) for rows in batches))
@@ -53,18 +59,18 @@ def train(weighted: bool, size: Size, batch_size: int, window: int, fabric: Fabr
     ("weighted", "size", "batch_size", "window"),
     [(True, 3, 10, 1), (False, 4, 10, 1), (True, None, 2, 5), (False, "auto", 10, 1), (True, 3, 4, 2)],
 )
-def test_a_loop_of_ones_own_steps_on_the_whole_batch(
+def test_a_hand_written_loop_steps_on_the_full_batch(
     weighted: bool, size: Size, batch_size: int, window: int, wrapped: bool
 ) -> None:
     fabric = Fabric(accelerator="cpu", devices=1, precision="64-true") if wrapped else None
     model = train(weighted, size, batch_size, window, fabric)
-    assert_t1(model, plain(weighted, batch_size * window // 2, None, 50, 13), None)
+    assert_same_training(model, train_reference(weighted, batch_size * window // 2, None, 50, 13), None)
 
 
 def run(
     gradient_of: Callable[[Any], ExactGradient], fault: Fault | None = None, find: str = ""
 ) -> list[Tensor]:
-    model = noisy(fault)
+    model = stateful_model(fault)
     model.log = lambda *_, **__: None  # pyright: ignore[reportAttributeAccessIssue]
     gradient = gradient_of(model)
     optimizer: Any = model.configure_optimizers()[0][0]
@@ -77,7 +83,7 @@ def run(
         x = torch.randn(12, 6, generator=generator)
         w = torch.rand(12, generator=generator)
         batch = {"x": x, "y": torch.arange(12) % 3, "w": w, "ids": list(range(12))}
-        if find and not gradient.fitting.size:
+        if find and not gradient.size.current:
             gradient.find(step, batch, optimizer, objective=find)
         gradient.backward(step, batch, batch)
         with gradient.update(optimizer):
@@ -109,7 +115,7 @@ def test_find_leaves_no_trace() -> None:
         assert torch.equal(one, other)
 
 
-def test_an_update_that_does_not_fit_is_tried_again() -> None:
+def test_an_update_that_does_not_fit_is_retried() -> None:
     ours = run(lambda m: ExactGradient(m, micro_batch_size="auto"), Fault("update", at=2))
     for one, other in zip(ours, run(lambda m: ExactGradient(m, micro_batch_size="auto")), strict=True):
         assert torch.equal(one, other)
@@ -117,17 +123,17 @@ def test_an_update_that_does_not_fit_is_tried_again() -> None:
 
 def test_rounding_goes_by_the_device_and_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = torch.nn.Linear(2, 1)
-    assert ExactGradient(layer, multiple_of="auto").fitting.multiple_of == 1, "a CPU"
+    assert ExactGradient(layer, multiple_of="auto").size.multiple_of == 1, "a CPU"
     monkeypatch.setattr("lightning_eff.kernels.devices.of", lambda _: DEVICES["h200"])
-    assert ExactGradient(layer, multiple_of="auto").fitting.multiple_of == 4
-    assert ExactGradient(layer, multiple_of=3).fitting.multiple_of == 3
-    assert ExactGradient(layer.half(), multiple_of="auto").fitting.multiple_of == 8
+    assert ExactGradient(layer, multiple_of="auto").size.multiple_of == 4
+    assert ExactGradient(layer, multiple_of=3).size.multiple_of == 3
+    assert ExactGradient(layer.half(), multiple_of="auto").size.multiple_of == 8
     fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
     wrapped = fabric.setup(torch.nn.Linear(2, 1))
-    assert ExactGradient(wrapped, fabric=fabric, multiple_of="auto").fitting.multiple_of == 8
+    assert ExactGradient(wrapped, fabric=fabric, multiple_of="auto").size.multiple_of == 8
 
 
-def test_bad_input_is_told() -> None:
+def test_bad_input_is_rejected() -> None:
     layer = torch.nn.Linear(2, 1)
     with pytest.raises(ConfigError, match="micro_batch_size=0: expected a whole number"):
         ExactGradient(layer, micro_batch_size=0)

@@ -20,7 +20,15 @@ from lightning_eff.core.errors import ConfigError, SlowPathWarning
 from lightning_eff.microbatching import lightning_loop
 from lightning_eff.microbatching.window import Window
 from lightning_eff.precision.mixed import Mixed
-from tests.support.language import MICRO, Speaker, assert_t1, loader, plain, speaker, texts
+from tests.support.language import (
+    BATCH_SIZE,
+    LanguageModel,
+    assert_same_training,
+    language_model,
+    loader,
+    token_rows,
+    train_reference,
+)
 from tests.support.models import make_trainer
 
 CASES = [
@@ -45,8 +53,8 @@ def test_a_step_is_that_of_the_window_as_one_batch(
     window: int, num_batches: int, weighted: bool, clip: float | None
 ) -> None:
     """Faults that this kills: no division, mean of means, a cut window divided by its nominal length, ..."""
-    model, num_steps = speaker(weighted), 50
-    accumulation = GradientAccumulation(global_batch_size=window * MICRO)
+    model, num_steps = language_model(weighted), 50
+    accumulation = GradientAccumulation(global_batch_size=window * BATCH_SIZE)
     callbacks = [accumulation] if window > 1 else []
     keywords: dict[str, Any] = {"max_steps": num_steps, "gradient_clip_val": clip}
     trainer = make_trainer(callbacks=callbacks, **keywords)
@@ -55,23 +63,23 @@ def test_a_step_is_that_of_the_window_as_one_batch(
     trainer.fit(model, loader(num_batches))
     assert trainer.global_step == num_steps
     assert len(model.gradients) == num_steps
-    expected = plain(weighted, window, clip, num_steps, num_batches)
-    assert_t1(model, expected, clip)
+    expected = train_reference(weighted, window, clip, num_steps, num_batches)
+    assert_same_training(model, expected, clip)
     schedule: Any = trainer.lr_scheduler_configs[0].scheduler
     assert schedule.last_epoch == num_steps
 
 
 def test_lightnings_own_step_is_another_one() -> None:
     """The control: what this is for. Windows of 4 over 13 batches, uneven weights."""
-    model = speaker(True)
+    model = language_model(True)
     make_trainer(max_steps=4, accumulate_grad_batches=4).fit(model, loader(13))
-    expected = plain(True, 4, None, 4, 13)
+    expected = train_reference(True, 4, None, 4, 13)
     relative = (model.gradients[0] - expected.gradients[0]).norm() / expected.gradients[0].norm()
     assert relative > 0.02 or not torch.isfinite(relative)
 
 
 def test_full_windows_without_weights_are_to_the_bit_lightnings() -> None:
-    ours, theirs = speaker(False), speaker(False)
+    ours, theirs = language_model(False), language_model(False)
     make_trainer(callbacks=[GradientAccumulation(global_batch_size=6)], max_steps=8).fit(ours, loader(12))
     make_trainer(accumulate_grad_batches=3, max_steps=8).fit(theirs, loader(12))
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -80,7 +88,7 @@ def test_full_windows_without_weights_are_to_the_bit_lightnings() -> None:
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_a_weight_that_is_none_is_refused(weight: float) -> None:
-    class Wrong(Speaker):
+    class Wrong(LanguageModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return {"loss": self.loss(batch)[0], "weight": weight}
 
@@ -89,7 +97,7 @@ def test_a_weight_that_is_none_is_refused(weight: float) -> None:
 
 
 def test_weights_for_some_and_none_for_others_are_refused() -> None:
-    class Mixes(Speaker):
+    class Mixes(LanguageModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss, weight = self.loss(batch)
             return {"loss": loss, "weight": weight} if batch_idx % 2 else loss
@@ -100,15 +108,15 @@ def test_weights_for_some_and_none_for_others_are_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_micro_batch_that_is_left_out_does_not_count() -> None:
-    class LeavesOut(Speaker):
+    class LeavesOut(LanguageModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx % 4 == 1 else self.loss(batch)[0]
 
     torch.manual_seed(1)
     model = LeavesOut(False).double()
     make_trainer(callbacks=[GradientAccumulation(global_batch_size=8)], max_steps=1).fit(model, loader(4))
-    expected = speaker(False)
-    x, y = texts(8)
+    expected = language_model(False)
+    x, y = token_rows(8)
     rows = [0, 1, 4, 5, 6, 7]
     expected.loss((x[rows], y[rows]))[0].backward()
     gradient = torch.cat([p.grad.flatten() for p in expected.parameters()])
@@ -116,7 +124,7 @@ def test_a_micro_batch_that_is_left_out_does_not_count() -> None:
 
 
 def test_a_step_that_the_scaler_skips_advances_nothing() -> None:
-    class Overflows(Speaker):
+    class Overflows(LanguageModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss, weight = self.loss(batch)
             broken = self.trainer.fit_loop.total_batch_idx == 5  # in the second window of four
@@ -167,19 +175,19 @@ def test_a_run_that_goes_on_at_a_step_goes_on_exactly(stop: int, counts_steps: b
             if trainer.global_step == stop and not (tmp_path / "stop.ckpt").exists():
                 trainer.save_checkpoint(tmp_path / "stop.ckpt")
 
-    class Counts(Speaker):
+    class Counts(LanguageModel):
         def configure_optimizers(self) -> Any:
             """Ask for the number of steps, for which Lightning makes the loaders early."""
             if counts_steps:
                 assert self.trainer.estimated_stepping_batches == 6
             return super().configure_optimizers()
 
-    whole, rest = speaker(True), speaker(True)
+    whole, rest = language_model(True), language_model(True)
     whole.__class__ = rest.__class__ = Counts
     for model, path in ((whole, None), (rest, tmp_path / "stop.ckpt")):
         callbacks = [GradientAccumulation(global_batch_size=4), *([Save()] if path is None else [])]
         trainer = make_trainer(callbacks=callbacks, max_steps=6, max_epochs=9)
-        data = StatefulDataLoader(TensorDataset(*texts(24)), batch_size=MICRO)
+        data = StatefulDataLoader(TensorDataset(*token_rows(24)), batch_size=BATCH_SIZE)
         trainer.fit(model, data, ckpt_path=path)
     assert len(rest.gradients) == 6 - stop
     for one, other in zip(rest.parameters(), whole.parameters(), strict=True):
@@ -201,12 +209,16 @@ def test_two_ranks_step_as_one_would_on_all_samples(tmp_path: Path) -> None:
         import json, sys
         sys.path.insert(0, {str(Path(__file__).parent.parent.parent)!r})
         import torch
-        from tests.microbatching.test_lightning_loop import *
+        import lightning.pytorch as pl
+        from torch.utils.data import DataLoader, TensorDataset
+        from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+        from tests.support.language import BATCH_SIZE, language_model, token_rows
+        from tests.support.models import make_trainer
 
         results = []
         for window, num_batches, weighted, clip in {cases!r}:
-            model = speaker(weighted)
-            callbacks = [GradientAccumulation(global_batch_size=window * MICRO * 2)]
+            model = language_model(weighted)
+            callbacks = [GradientAccumulation(global_batch_size=window * BATCH_SIZE * 2)]
             trainer = make_trainer(callbacks=callbacks, strategy="ddp", devices=2, max_steps=9,
                                    gradient_clip_val=clip, use_distributed_sampler=False)
             reduced = []
@@ -218,9 +230,9 @@ def test_two_ranks_step_as_one_would_on_all_samples(tmp_path: Path) -> None:
                         return allreduce_hook(None, bucket)
                     trainer.strategy.model.register_comm_hook(None, hook)
             trainer.callbacks.append(Hook())
-            dataset = TensorDataset(*texts(num_batches * MICRO * 2))
+            dataset = TensorDataset(*token_rows(num_batches * BATCH_SIZE * 2))
             sampler = range(trainer.global_rank, len(dataset), 2)
-            data = DataLoader(dataset, batch_size=MICRO, sampler=sampler)
+            data = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
             trainer.fit(model, data)
             if trainer.global_rank == 0:
                 results.append([len(reduced), [p.tolist() for p in model.parameters()]])
@@ -239,7 +251,7 @@ def test_two_ranks_step_as_one_would_on_all_samples(tmp_path: Path) -> None:
     for (window, num_batches, weighted, clip), (syncs, values) in zip(
         cases, json.loads(lines[0][8:]), strict=True
     ):
-        expected = plain(weighted, window, clip, 9, num_batches, ranks=2)
+        expected = train_reference(weighted, window, clip, 9, num_batches, ranks=2)
         assert syncs == 9, "one bucket a window"
         for ours, theirs in zip(values, expected.parameters(), strict=True):
             torch.testing.assert_close(
@@ -249,13 +261,13 @@ def test_two_ranks_step_as_one_would_on_all_samples(tmp_path: Path) -> None:
 
 def test_a_short_last_batch_counts_for_the_samples_that_it_has() -> None:
     """Five samples in batches of two: the last one is not half of the window's second half."""
-    model = speaker(False)
-    x, y = texts(5)
+    model = language_model(False)
+    x, y = token_rows(5)
     accumulation = GradientAccumulation(global_batch_size=6)
     make_trainer(callbacks=[accumulation], max_steps=1).fit(
         model, DataLoader(TensorDataset(x, y), batch_size=2)
     )
-    expected = speaker(False)
+    expected = language_model(False)
     expected.loss((x, y))[0].backward()
     gradient = torch.cat([p.grad.flatten() for p in expected.parameters()])
     torch.testing.assert_close(model.gradients[0], gradient, rtol=1e-12, atol=1e-14)

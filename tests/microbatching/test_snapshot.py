@@ -1,4 +1,4 @@
-"""What a second try brings back, one by one; and an update that is undone."""
+"""What a second attempt restores, one by one; and an update that is undone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
-from lightning_eff.microbatching.snapshot import SMALL_BYTES, Rollback
-from lightning_eff.microbatching.update import Undo, whole
+from lightning_eff.microbatching.atomic_update import atomic_update
+from lightning_eff.microbatching.snapshot import SMALL_BYTES, OptimizerSnapshot, StepSnapshot
 
 CPU = torch.device("cpu")
 
@@ -51,48 +51,48 @@ def change(model: Model) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-def test_everything_comes_back_as_often_as_asked() -> None:
+def test_everything_is_restored_as_often_as_requested() -> None:
     model = Model()
     model.mean(torch.tensor(1.0))
     model.rows(torch.tensor([1.0]))
-    rollback = Rollback(model, CPU)
-    rollback.keep()
+    snapshot = StepSnapshot(model, CPU)
+    snapshot.keep()
     expected = state(model)
     for _ in range(3):
-        rollback.restore()
+        snapshot.restore()
         change(model)
         change(model)
-        rollback.restore()
+        snapshot.restore()
         for one, other in zip(state(model), expected, strict=True):
             assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def test_a_buffer_that_was_replaced_is_put_back() -> None:
+def test_a_replaced_buffer_is_restored() -> None:
     model = Model()
-    rollback = Rollback(model, CPU)
+    snapshot = StepSnapshot(model, CPU)
     before = model.table
-    rollback.keep()
+    snapshot.keep()
     model.table = model.table + 1.0
-    rollback.restore()
+    snapshot.restore()
     assert model.table is before
 
 
-def test_a_large_constant_is_not_copied_and_a_change_of_it_is_told() -> None:
+def test_a_large_constant_is_not_copied_and_a_change_of_it_is_an_error() -> None:
     model = Model(SMALL_BYTES)
-    rollback = Rollback(model, CPU)
-    rollback.keep()
-    rollback.learn()
-    rollback.keep()
-    kept = {each.name: each.values is not None for each in rollback._buffers}
+    snapshot = StepSnapshot(model, CPU)
+    snapshot.keep()
+    snapshot.mark_constants()
+    snapshot.keep()
+    kept = {each.name: each.values is not None for each in snapshot._buffers}
     assert kept == {"table": False, "running_mean": True, "running_var": True, "num_batches_tracked": True}
-    rollback.restore()
+    snapshot.restore()
     model.table.add_(1.0)
-    with pytest.raises(RuntimeError, match="the buffer table of Model, a constant so far, was changed"):
-        rollback.restore()
-    rollback.learn()
-    rollback.keep()
+    with pytest.raises(RuntimeError, match="the buffer table of Model changed, and was not copied"):
+        snapshot.restore()
+    snapshot.mark_constants()
+    snapshot.keep()
     model.table.add_(1.0)
-    rollback.restore()
+    snapshot.restore()
     assert float(model.table[0]) == 1.0
 
 
@@ -108,10 +108,10 @@ def test_an_update_is_undone(name: str, steps: int) -> None:
         for _ in range(steps):
             optimizer.step()
         if undone:
-            undo = Undo(optimizer)
+            before = OptimizerSnapshot(optimizer)
             optimizer.param_groups[0]["lr"] = 3.0
             optimizer.step()
-            undo.restore()
+            before.restore()
         optimizer.step()
         results.append([*layer.parameters(), optimizer.param_groups[0]["lr"], len(optimizer.state)])
     for one, other in zip(*results, strict=True):
@@ -144,14 +144,12 @@ def test_without_a_copy_only_what_has_changed_nothing_is_tried_again() -> None:
         optimizer = Fails(layer.parameters(), after=after)
         expected = layer.weight.detach() - 0.1 * (layer.weight.grad if layer.weight.grad is not None else 0)
         type(optimizer).__module__ = "torch.optim.tested"
-        with whole(optimizer, elsewhere, first=False):
+        with atomic_update(optimizer, elsewhere, is_first=False):
             if after:
                 with pytest.raises(torch.OutOfMemoryError) as error:
                     optimizer.step(lambda: 1.0)
                 (note,) = error.value.__notes__
-                assert (
-                    "2 of 4 tensors were changed already, which cannot be undone" in note
-                )  # not the gradients
+                assert "2 of 4 tensors have changed, and no copy was kept" in note  # not the gradients
             else:
                 assert optimizer.step(lambda: 1.0) == 1.0
                 assert torch.equal(layer.weight, expected)
@@ -163,7 +161,7 @@ def test_a_closure_is_evaluated_once_though_the_update_is_tried_twice() -> None:
     layer(torch.ones(1, 3)).sum().backward()
     calls: list[int] = []
     optimizer = Fails(layer.parameters(), after=True)
-    with whole(optimizer, CPU, first=True):
+    with atomic_update(optimizer, CPU, is_first=True):
         optimizer.step(lambda: calls.append(1))
     assert calls == [1]
     assert optimizer.times == 2
@@ -184,7 +182,7 @@ def test_an_optimizer_that_evaluates_its_closure_several_times_does_so() -> None
             loss.backward()
             return loss
 
-        with whole(lbfgs, CPU, first=True) if wrapped else nullcontext():
+        with atomic_update(lbfgs, CPU, is_first=True) if wrapped else nullcontext():
             lbfgs.step(closure)
         assert "step" not in vars(lbfgs)
         results.append((len(calls), layer.weight.detach()))

@@ -1,4 +1,4 @@
-"""Cutting batches of every kind, and joining what they gave."""
+"""Split batches of every kind, and merge what their micro-batches returned."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.microbatching import samples
-from lightning_eff.microbatching.splitting import Part, join, num_samples, split
+from lightning_eff.microbatching import batch_tree, splitting
+from lightning_eff.microbatching.merging import merge_outputs
+from lightning_eff.microbatching.splitting import MicroBatchPart, num_samples, split
 
 B = 5
 
@@ -73,7 +74,7 @@ BATCHES: dict[str, Any] = {
     "named tuple": Pair(x(3), x()),
     "frozen dataclass": Row(x(2), "a"),
     "slots": Slots(x(2)),
-    "words": {"x": x(2), "text": list("abcde")},
+    "strings": {"x": x(2), "text": list("abcde")},
     "mask for all": {"x": x(2), "mask": torch.ones(1, 7), "temperature": torch.tensor(0.5)},
     "numpy": {"x": np.arange(B * 2).reshape(B, 2)},
     "ragged rows": ragged(),
@@ -198,10 +199,10 @@ def test_jagged_tensors_that_share_offsets_still_do() -> None:
     assert torch.equal(torch.cat([p.values() for p in products]), (batch["x"] * batch["m"]).values())
 
 
-def test_of_long_lists_the_first_items_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_long_lists_the_first_items_are_inspected(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, looks = {"ids": [[1] * 1024] * 256, "y": torch.ones(256)}, []
-    real = samples._is_plain
-    monkeypatch.setattr(samples, "_is_plain", lambda value: looks.append(1) or real(value))
+    real = batch_tree.is_plain
+    monkeypatch.setattr(splitting, "is_plain", lambda value: looks.append(1) or real(value))
     assert len(split(batch, 8)) == 32
     assert len(looks) < 1000, "each of 262,144 numbers, for each part, takes 20 s"
 
@@ -217,7 +218,7 @@ def test_slices_are_views_and_containers_are_new() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "words"),
+    ("batch", "message"),
     [
         ((torch.ones(4), torch.ones(3)), "batch[0] has 4, batch[1] has 3"),
         ((torch.ones(4, 3), torch.ones(8, 8)), "batch[0] has 4, batch[1] has 8"),
@@ -229,20 +230,20 @@ def test_slices_are_views_and_containers_are_new() -> None:
         ([(torch.ones(3, 2), torch.ones(7))] * 5, "batch[0][0] has 3, batch[0][1] has 7"),
         ({"tokens": torch.ones(1, 8, dtype=torch.long), "mask": torch.ones(8, 8)}, "batch.tokens has 1"),
         ({"x": torch.ones(1, 3, 8, 8), "mean": [0.1, 0.2, 0.3]}, "batch.mean has 3"),
-        ([("a", "b", "c"), ("d", "e", "f")], "rows of samples, or of fields"),
+        ([("a", "b", "c"), ("d", "e", "f")], "either rows of samples or columns of fields"),
         ({"x": torch.ones(4, 4).to_sparse()}, "of layout torch.sparse_coo"),
         ({"x": torch.ones(4, 2), "y": torch.ones(3)}, "batch.x has 4, batch.y has 3"),
         ({"x": torch.ones(4), "text": ["a", "b"]}, "batch.x has 4, batch.text has 2"),
-        ({"x": torch.ones(4), "graph": object()}, "batch.graph is of type object, which only a splitter"),
+        ({"x": torch.ones(4), "graph": object()}, "batch.graph has type object, which only a splitter"),
         ({"scale": 1.0}, "no tensor and no list"),
         (torch.ones(0, 3), "no sample"),
     ],
 )
-def test_what_is_not_clear_is_refused_with_its_places(batch: Any, words: str) -> None:
+def test_an_ambiguous_batch_is_rejected_with_its_paths(batch: Any, message: str) -> None:
     assert num_samples(batch) is None
     with pytest.raises(ConfigError, match=r"splitter=None: expected a function of batch and size") as error:
         split(batch, 2)
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_splitter_cuts_what_is_left() -> None:
@@ -256,8 +257,8 @@ def test_a_splitter_cuts_what_is_left() -> None:
         split(torch.ones(4), 2, lambda batch, size: [])
 
 
-def test_outputs_are_joined_as_of_the_whole_batch() -> None:
-    parts = [Part(None, 2), Part(None, 1)]
+def test_outputs_are_merged_as_of_the_full_batch() -> None:
+    parts = [MicroBatchPart(None, 2), MicroBatchPart(None, 1)]
     first = {
         "rows": torch.ones(2, 3),
         "n": 4.0,
@@ -274,9 +275,9 @@ def test_outputs_are_joined_as_of_the_whole_batch() -> None:
         "list": [3],
         "name": "b",
     }
-    joined = join([first, second], parts)
-    assert joined["rows"].tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
-    assert joined["n"] == pytest.approx(3.0)
-    assert int(joined["weight"]) == 8
-    assert (joined["flag"], joined["list"], joined["name"]) == (False, [1, 2, 3], "b")
-    assert join([first], parts[:1]) == first
+    merged = merge_outputs([first, second], parts)
+    assert merged["rows"].tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
+    assert merged["n"] == pytest.approx(3.0)
+    assert int(merged["weight"]) == 8
+    assert (merged["flag"], merged["list"], merged["name"]) == (False, [1, 2, 3], "b")
+    assert merge_outputs([first], parts[:1]) == first

@@ -1,4 +1,4 @@
-"""Run out of memory on purpose, in a model that has everything which a second try must bring back."""
+"""Run out of memory on purpose, in a model that has all state which a second attempt must restore."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_eff.callbacks.micro_batch import MicroBatch
+
+BATCH = 12
+"""Samples of a batch of `data`; its last batch has five."""
 
 
 def out_of_memory() -> torch.OutOfMemoryError:
@@ -39,7 +43,7 @@ class Fault:
 
 
 class _InBackward(torch.autograd.Function):
-    """Meets the fault in the middle of a backward pass, when some gradients are there already."""
+    """Meets the fault in the middle of a backward pass, when some gradients exist already."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fault: Fault) -> Tensor:
@@ -78,8 +82,8 @@ class SGD(torch.optim.SGD):
         return loss
 
 
-class Noisy(pl.LightningModule):
-    """Has everything that a second try must bring back."""
+class StatefulModel(pl.LightningModule):
+    """Has random state, buffers, metrics, lists and attributes that a second attempt must restore."""
 
     def __init__(self, fault: Fault | None = None) -> None:
         super().__init__()
@@ -122,17 +126,27 @@ class Noisy(pl.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def noisy(fault: Fault | None = None) -> Noisy:
+def data(num_samples: int = 4 * BATCH + 5) -> DataLoader[Any]:
+    """Return batches of BATCH samples, for `StatefulModel`."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(num_samples, 6, generator=generator)
+    y = torch.randint(0, 3, (num_samples,), generator=generator)
+    w = torch.rand(num_samples, generator=generator) + 0.1
+    rows = [{"x": x[i], "y": y[i], "w": w[i], "ids": f"row {i}"} for i in range(num_samples)]
+    return DataLoader(rows, batch_size=BATCH)
+
+
+def stateful_model(fault: Fault | None = None) -> StatefulModel:
     torch.manual_seed(1)
-    model = Noisy(fault)
+    model = StatefulModel(fault)
     torch.manual_seed(2)
     random.seed(3)
     np.random.seed(4)
     return model
 
 
-def everything(model: Noisy, trainer: pl.Trainer) -> dict[str, Any]:
-    """Return all that a run leaves behind."""
+def final_state(model: StatefulModel, trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the full state after a run."""
     optimizer = trainer.optimizers[0]
     return {
         "weights": [p.detach().clone() for p in model.parameters()],
@@ -146,8 +160,8 @@ def everything(model: Noisy, trainer: pl.Trainer) -> dict[str, Any]:
     }
 
 
-class Shrinks(MicroBatch):
-    """Changes its size by itself, before a given step: the reference for a fault in the middle of a run."""
+class ScriptedMicroBatch(MicroBatch):
+    """Changes its size before a fixed step: the reference for a fault in the middle of a run."""
 
     def __init__(self, first: int, then: int, step: int) -> None:
         super().__init__()
@@ -155,5 +169,5 @@ class Shrinks(MicroBatch):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         first, then, step = self.plan
-        assert self._fitting is not None
-        self._fitting.size = first if trainer.global_step < step else then
+        assert self._size is not None
+        self._size.current = first if trainer.global_step < step else then

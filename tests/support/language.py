@@ -12,27 +12,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-SAMPLES, MICRO, LENGTH, WORDS = 26, 2, 5, 7
+NUM_SAMPLES, BATCH_SIZE, LENGTH, VOCAB_SIZE = 26, 2, 5, 7
 
 
-def texts(num_samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
+def token_rows(num_samples: int = NUM_SAMPLES) -> tuple[Tensor, Tensor]:
     """Return token rows and targets, uneven numbers of which are to be ignored (-100), in some rows all."""
     generator = torch.Generator().manual_seed(3)
-    x = torch.randint(0, WORDS, (num_samples, LENGTH), generator=generator)
-    y = torch.randint(0, WORDS, (num_samples, LENGTH), generator=generator)
+    x = torch.randint(0, VOCAB_SIZE, (num_samples, LENGTH), generator=generator)
+    y = torch.randint(0, VOCAB_SIZE, (num_samples, LENGTH), generator=generator)
     kept = torch.randint(0, LENGTH + 1, (num_samples,), generator=generator)
     y[torch.arange(LENGTH)[None] >= kept[:, None]] = -100
     y[6:8] = -100
     return x, y
 
 
-class Speaker(pl.LightningModule):
-    """A language model of two layers; returns the mean over tokens, and their number if it is to."""
+class LanguageModel(pl.LightningModule):
+    """A language model of two layers; returns the mean over tokens and, if `weighted`, their number."""
 
     def __init__(self, weighted: bool) -> None:
         super().__init__()
-        self.table = nn.Embedding(WORDS, 6)
-        self.out = nn.Linear(6, WORDS)
+        self.table = nn.Embedding(VOCAB_SIZE, 6)
+        self.out = nn.Linear(6, VOCAB_SIZE)
         self.weighted = weighted
         self.gradients: list[Tensor] = []
 
@@ -41,7 +41,7 @@ class Speaker(pl.LightningModule):
 
     def loss(self, batch: Any) -> tuple[Tensor, int]:
         x, y = batch
-        logits, targets = self(x).reshape(-1, WORDS).double(), y.reshape(-1)
+        logits, targets = self(x).reshape(-1, VOCAB_SIZE).double(), y.reshape(-1)
         if not self.weighted:
             return F.cross_entropy(logits, targets.clamp_min(0)), 1
         return F.cross_entropy(logits, targets, ignore_index=-100), int((targets >= 0).sum())
@@ -59,29 +59,29 @@ class Speaker(pl.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def speaker(weighted: bool) -> Speaker:
+def language_model(weighted: bool) -> LanguageModel:
     torch.manual_seed(1)
-    return Speaker(weighted).double()
+    return LanguageModel(weighted).double()
 
 
-def windows(window: int, num_batches: int) -> Iterator[list[int]]:
+def window_batches(window: int, num_batches: int) -> Iterator[list[int]]:
     """Yield the batches of each step, epoch after epoch; the last window of an epoch has what is left."""
     while True:
         for first in range(0, num_batches, window):
             yield list(range(first, min(first + window, num_batches)))
 
 
-def plain(
+def train_reference(
     weighted: bool, window: int, clip: float | None, num_steps: int, num_batches: int, ranks: int = 1
-) -> Speaker:
-    """Train on each window as one batch: nothing is accumulated, nothing weighed, nothing divided."""
-    model = speaker(weighted)
-    x, y = texts(num_batches * MICRO * ranks)
+) -> LanguageModel:
+    """Train on each window as one batch, without accumulation, weights or division."""
+    model = language_model(weighted)
+    x, y = token_rows(num_batches * BATCH_SIZE * ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
-    for batches in itertools.islice(windows(window, num_batches), num_steps):
+    for batches in itertools.islice(window_batches(window, num_batches), num_steps):
         # With several ranks, sample i of a rank is sample i * ranks + rank of the data.
-        rows = [row for b in batches for row in range(b * MICRO * ranks, (b + 1) * MICRO * ranks)]
+        rows = [row for b in batches for row in range(b * BATCH_SIZE * ranks, (b + 1) * BATCH_SIZE * ranks)]
         loss, _ = model.loss((x[rows], y[rows]))
         optimizer.zero_grad()
         loss.backward()
@@ -94,10 +94,10 @@ def plain(
 
 
 def loader(num_batches: int, ranks: int = 1) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(*texts(num_batches * MICRO * ranks)), batch_size=MICRO)
+    return DataLoader(TensorDataset(*token_rows(num_batches * BATCH_SIZE * ranks)), batch_size=BATCH_SIZE)
 
 
-def assert_t1(ours: Speaker, expected: Speaker, clip: float | None) -> None:
+def assert_same_training(ours: LanguageModel, expected: LanguageModel, clip: float | None) -> None:
     if not clip:  # the hook comes before the clipping
         torch.testing.assert_close(ours.gradients[0], expected.gradients[0], rtol=1e-12, atol=1e-14)
     for one, other in zip(ours.parameters(), expected.parameters(), strict=True):

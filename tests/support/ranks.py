@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.support.processes import ROOT
 
 
-def start(module: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_two_ranks(module: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run `main(folder)` of a module in a process of its own; the Trainer in it starts the other rank."""
     script = folder / "ranks.py"
     path = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
@@ -22,11 +22,11 @@ def start(module: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def same(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        return all(same(one[key], other[key]) for key in one)
+        return all(is_equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(is_equal(a, b) for a, b in zip(one, other, strict=True))
     return one == other

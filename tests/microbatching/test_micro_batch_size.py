@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_eff.core.errors import is_out_of_memory
-from lightning_eff.microbatching.fitting import Fitting, halved
-from lightning_eff.microbatching.size_search import Trial, find
+from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, halved
+from lightning_eff.microbatching.size_search import SizeTrial, find_size
 
 CPU = torch.device("cpu")
 MESSAGES = [
@@ -55,11 +55,11 @@ def test_find_is_exact_for_every_hidden_limit(multiple_of: int) -> None:
         for limit in range(1, 258):
             tried: list[int] = []
 
-            def trial(size: int, limit: int = limit, tried: list[int] = tried) -> Trial:
+            def trial(size: int, limit: int = limit, tried: list[int] = tried) -> SizeTrial:
                 tried.append(size)
-                return Trial(size, fits=size <= limit)
+                return SizeTrial(size, fits=size <= limit)
 
-            found = find(trial, most=most, multiple_of=multiple_of)
+            found = find_size(trial, max_size=most, multiple_of=multiple_of)
             assert found.micro_batch_size == max(size for size in allowed if size <= min(limit, most))
             assert found.micro_batch_size in tried
             assert len(tried) <= 10
@@ -68,13 +68,15 @@ def test_find_is_exact_for_every_hidden_limit(multiple_of: int) -> None:
 
 def test_equally_fast_sizes_are_the_smaller_one() -> None:
     seconds = {1: 1.0, 2: 0.6, 4: 0.501, 8: 0.5, 16: 0.499, 20: 0.7}
-    found = find(
-        lambda size: Trial(size, fits=True, seconds_per_sample=seconds[size]), most=20, objective="fastest"
+    found = find_size(
+        lambda size: SizeTrial(size, fits=True, seconds_per_sample=seconds[size]),
+        max_size=20,
+        objective="fastest",
     )
     assert found.micro_batch_size == 4
-    found = find(
-        lambda size: Trial(size, fits=size < 4, seconds_per_sample=seconds[size]),
-        most=20,
+    found = find_size(
+        lambda size: SizeTrial(size, fits=size < 4, seconds_per_sample=seconds[size]),
+        max_size=20,
         objective="fastest",
     )
     assert (found.micro_batch_size, len(found.trials)) == (2, 3)
@@ -92,7 +94,7 @@ def test_halving_ends_at_one_and_keeps_multiples() -> None:
             assert steps <= 9
 
 
-def test_nothing_of_a_failed_try_is_alive_when_the_next_one_begins() -> None:
+def test_nothing_of_a_failed_attempt_is_alive_when_the_next_one_begins() -> None:
     class Activation:
         alive = 0
 
@@ -113,27 +115,29 @@ def test_nothing_of_a_failed_try_is_alive_when_the_next_one_begins() -> None:
             raise MemoryError
         return size
 
-    assert Fitting(None, adapts=True).attempt(run, whole=lambda: 16, undo=lambda: None, device=CPU) == 2
+    assert (
+        MicroBatchSize(None, is_auto=True).attempt(run, count=lambda: 16, undo=lambda: None, device=CPU) == 2
+    )
     assert seen == [0, 0, 0, 0]
 
 
 def test_a_batch_smaller_than_the_size_is_halved_from_its_own() -> None:
-    fitting = Fitting(64, adapts=True)
+    size = MicroBatchSize(64, is_auto=True)
 
-    def run(size: int | None) -> int:
-        if size is None or size > 2:
+    def run(micro_batch_size: int | None) -> int:
+        if micro_batch_size is None or micro_batch_size > 2:
             raise MemoryError
-        return size
+        return micro_batch_size
 
-    assert fitting.attempt(run, whole=lambda: 5, undo=lambda: None, device=CPU) == 2
-    assert [(h.before, h.after) for h in fitting.halvings] == [(5, 2)]
+    assert size.attempt(run, count=lambda: 5, undo=lambda: None, device=CPU) == 2
+    assert [(h.before, h.after) for h in size.halvings] == [(5, 2)]
 
 
-def test_growing_stops_at_the_whole_batch() -> None:
-    fitting = Fitting(3, adapts=True, grow_after_n_steps=1)
-    fitting.samples(torch.ones(16))
+def test_growing_stops_at_the_full_batch() -> None:
+    size = MicroBatchSize(3, is_auto=True, grow_after_n_steps=1)
+    size.num_samples(torch.ones(16))
     sizes = []
     for _ in range(5):
-        fitting.finish_step()
-        sizes.append(fitting.size)
+        size.finish_step()
+        sizes.append(size.current)
     assert sizes == [6, 12, None, None, None]

@@ -1,0 +1,174 @@
+"""What micro-batches log is what the full batch would log: by step, by epoch, by weight, and metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, MetricCollection
+from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassAccuracy
+
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.microbatching.merging import BatchMetrics
+from tests.support.faults import BATCH, Fault, StatefulModel, data
+from tests.support.models import make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning")
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+def test_what_is_logged_is_that_of_the_full_batch() -> None:
+    class Logs(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 1)
+            self.seen: list[dict[str, float]] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            losses = self.layer(batch["x"]).square()
+            self.log("mean", losses.mean(), on_step=True, on_epoch=True)
+            self.log("sum", losses.sum(), on_step=True, on_epoch=True, reduce_fx="sum")
+            self.log("most", losses.max(), on_step=True, on_epoch=True, reduce_fx="max")
+            self.log("least", losses.min(), on_step=True, on_epoch=True, reduce_fx="min")
+            return {"loss": losses.mean(), "rows": losses.detach(), "mean": losses.mean().detach()}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            values = {k: float(v) for k, v in self.trainer.callback_metrics.items()}
+            self.seen.append(values | {"loss": float(outputs["loss"]), "kept": float(outputs["mean"])})
+            assert outputs["rows"].shape == (len(batch["x"]), 1)
+
+        def on_train_epoch_end(self) -> None:
+            self.seen.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    seen = []
+    for callbacks in ([], [MicroBatch(micro_batch_size=5)]):
+        torch.manual_seed(0)
+        model = Logs()
+        make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=2).fit(model, data())
+        seen.append(model.seen)
+    for plain_values, ours in zip(*seen, strict=True):
+        assert ours == pytest.approx(plain_values, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+def test_with_weights_an_epochs_mean_is_by_weight_too() -> None:
+    seen = []
+    for callbacks in ([], [MicroBatch(micro_batch_size=5)], [auto := MicroBatch()]):
+        if len(seen) == 2:
+            auto.load_state_dict({"micro_batch_size": 4})
+
+        class Logs(StatefulModel):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                w = batch["w"]
+                loss = (batch["x"].sum(1) * w).sum() / w.sum() + 0.0 * self.first.weight.sum()
+                self.log("both", loss, on_step=True, on_epoch=True, batch_size=len(w))
+                self.log("epoch", loss, on_step=False, on_epoch=True, batch_size=len(w))
+                return {"loss": loss, "weight": w.sum(), "ids": batch["ids"]}
+
+            def on_train_epoch_end(self) -> None:
+                self.logged.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
+
+        model = Logs()
+        make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=2).fit(model, data())
+        seen.append(model.logged)
+    for ours in seen[1:]:
+        for one, other in zip(ours, seen[0], strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
+
+
+class Measures(pl.LightningModule):
+    """Logs metrics in each way: accuracies of a fixed guess, and some that are no mean over samples."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self.fault = fault
+        torch.manual_seed(3)
+        self.layer = nn.Linear(6, 1)
+        accuracy = {"num_classes": 3, "average": "micro"}
+        self.step = MulticlassAccuracy(**accuracy)
+        self.both = MulticlassAccuracy(**accuracy)
+        self.epoch = MulticlassAccuracy(**accuracy)
+        self.twice = MulticlassAccuracy(**accuracy) * 2
+        self.again = MulticlassAccuracy(**accuracy)
+        self.error = MeanSquaredError()  # keeps the graph of what it is given
+        self.largest = MaxMetric()  # needs its state of the epoch in each update
+        self.many = MetricCollection({"f1": BinaryF1Score(), "auc": BinaryAUROC()})
+        self.logged: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch["x"], batch["y"]
+        guess = torch.full_like(y, 1)
+        for metric in (self.step, self.both, self.epoch, self.twice):
+            metric(guess, y)
+        self.again((guess + 1) % 3, y)
+        self.log("first", self.again, on_step=True, on_epoch=True)
+        self.again(guess, y)
+        self.log("second", self.again, on_step=True, on_epoch=True)
+        self.error(self.layer(x)[:, 0], x[:, 0])
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        self.largest(x)
+        self.many(x[:, 0].sigmoid(), y > 0)
+        self.log("step", self.step, on_step=True, on_epoch=False)
+        self.log("both", self.both, on_step=True, on_epoch=True)
+        self.log("epoch", self.epoch, on_step=False, on_epoch=True)
+        self.log("twice", self.twice, on_step=True, on_epoch=False)
+        self.log("largest", self.largest, on_step=True, on_epoch=True)
+        self.log_dict(self.many, on_step=True, on_epoch=True)
+        self.fault.meet("forward", len(x))
+        return self.layer(x).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.logged.append({key: float(value) for key, value in self.trainer.callback_metrics.items()})
+
+    def on_train_epoch_end(self) -> None:
+        self.on_train_batch_end(None, None, 0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)  # windows step less often
+
+
+@pytest.mark.filterwarnings("ignore:No (negative|positive) samples in targets")
+@pytest.mark.parametrize(
+    ("callbacks", "fault"),
+    [
+        ([MicroBatch(micro_batch_size=5)], Fault()),
+        ([MicroBatch(micro_batch_size=1)], Fault()),
+        ([MicroBatch()], Fault("forward", limit=5)),
+        ([MicroBatch()], Fault("forward", limit=5, at=9)),
+        ([GradientAccumulation(global_batch_size=2 * BATCH), MicroBatch()], Fault("forward", at=1)),
+        ([GradientAccumulation(global_batch_size=2 * BATCH), MicroBatch(micro_batch_size=5)], Fault()),
+    ],
+)
+def test_a_metric_is_logged_of_the_full_batch(callbacks: list[Any], fault: Fault) -> None:
+    expected, model = Measures(Fault()), Measures(fault)
+    make_trainer(max_epochs=2, max_steps=-1).fit(expected, data())
+    make_trainer(callbacks=callbacks, max_epochs=2, max_steps=-1).fit(model, data())
+    first: Any = next(iter(data()))
+    assert model.logged[0]["step"] == float((first["y"] == 1).float().mean())
+    assert len(model.logged) == len(expected.logged)
+    for ours, theirs in zip(model.logged, expected.logged, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_the_value_of_a_batch_is_not_synchronized_unless_the_metric_asks_for_it() -> None:
+    def meet(*_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+    metric = MeanMetric(distributed_available_fn=lambda: True, dist_sync_fn=meet)
+    metrics = BatchMetrics(nn.ModuleList([metric]))
+    metrics.begin()
+    with metrics.observe():
+        metric(torch.tensor([1.0, 2.0]))
+    with metrics.observe():
+        last_value = metric(torch.tensor([6.0]))
+        assert float(last_value) == 6.0
+    assert float(metrics.value(metric, last_value)) == 3.0
+    not_observed = metric(torch.tensor([9.0]))
+    assert float(metrics.value(metric, not_observed)) == 9.0
