@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.config import composition
-from lightning_eff.config.recipes import Place
+from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core import catalog
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
@@ -55,7 +55,7 @@ BYTES_PER_PARAMETER = {
 
 def option(name: str) -> Any:
     overrides = [f"optimizer={name}", *OVERRIDES.get(name, [])]
-    return composition.compose_recipe("baseline", overrides, Place()).values["optimizer"]
+    return composition.compose_recipe("baseline", overrides, RecipePath()).values["optimizer"]
 
 
 def marked(names: Sequence[str]) -> Iterator[Any]:

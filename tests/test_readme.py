@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_eff.comparison import subprocess_trial
-from lightning_eff.comparison.rows import MEASURED, Result
+from lightning_eff.comparison.result_table import MEASURED, TrialResult
 from tests.support.command_line import TINY, Command
 from tests.support.models import make_trainer
 
@@ -142,7 +142,7 @@ def test_every_command_runs(
     tiny: list[str], tiny_llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = {"measured": {"samples_per_s": 1.0, "peak_bytes": 1}}
-    monkeypatch.setattr(subprocess_trial, "run", lambda *_, **__: Result(MEASURED, report=report))
+    monkeypatch.setattr(subprocess_trial, "run", lambda *_, **__: TrialResult(MEASURED, report=report))
     write_files()
     write_own_data(tiny_llama)
     own_data = [word for word in TINY if word.startswith("trainer.accelerator")]

@@ -127,7 +127,7 @@ class EmptyCache(Managed):
         self._unreturnable_bytes = 0
         self._is_active = allocator.has_cache(device)
         if self._is_active:
-            self._num_alloc_retries = allocator.state(device).num_alloc_retries
+            self._num_alloc_retries = allocator.allocator_state(device).num_alloc_retries
         else:
             text = f"EmptyCache has no effect here: the allocator of {device} has no cache to empty"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
@@ -150,7 +150,7 @@ class EmptyCache(Managed):
         if self.max_cached_fraction is None or step // n == last // n:
             return False
         device = trainer.strategy.root_device
-        state = allocator.state(device)
+        state = allocator.allocator_state(device)
         grown_bytes = state.cached_bytes - self._unreturnable_bytes
         is_needed = grown_bytes > self.max_cached_fraction * allocator.total_bytes(device)
         is_needed = is_needed or state.num_alloc_retries > self._num_alloc_retries
@@ -160,7 +160,7 @@ class EmptyCache(Managed):
     def _empty(self, device: torch.device, pl_module: pl.LightningModule) -> None:
         released = release(device)
         self._released.append(released)
-        after = allocator.state(device)
+        after = allocator.allocator_state(device)
         self._unreturnable_bytes = after.cached_bytes
         self._num_alloc_retries = after.num_alloc_retries
         pl_module.log_dict(

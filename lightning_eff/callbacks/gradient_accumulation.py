@@ -119,7 +119,9 @@ class GradientAccumulation(Managed):
         self._loop = lightning_loop.install(trainer)
         self.cleanup.callback(lightning_loop.uninstall, trainer)
         self.cleanup.callback(setattr, trainer, "accumulate_grad_batches", 1)
-        self.cleanup.callback(dataloaders.hook(trainer, lambda loader: self._see_loader(loader, trainer)))
+        self.cleanup.callback(
+            dataloaders.add_loader_transform(trainer, lambda loader: self._see_loader(loader, trainer))
+        )
 
     def _see_loader(self, loader: Any, trainer: pl.Trainer) -> Any:
         """Set the number of batches as soon as the loader exists, before the number of steps is estimated."""
@@ -169,7 +171,7 @@ class GradientAccumulation(Managed):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Set the number for where a run resumes, in the middle of a schedule or of an epoch."""
-        dataloaders.place(trainer)
+        dataloaders.restore_loader_state(trainer)
         self._set_current(trainer)
         loaders = trainer.train_dataloader
         if isinstance(loaders, (dict, list, tuple)) and len(loaders) > 1:

@@ -34,7 +34,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_eff.core import dataloaders
-from lightning_eff.core.dtypes import dtype_of
+from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
@@ -50,7 +50,7 @@ FIXED_SIZE = "callbacks.micro_batch.micro_batch_size=8"
 
 def explain(device: str) -> str:
     """Return which sizes suit a device: multiples by dtype, and tokens that fill it."""
-    return tile_explanation.of_micro_batches(device)
+    return tile_explanation.explain_micro_batches(device)
 
 
 class MicroBatch(Managed):
@@ -156,7 +156,7 @@ class MicroBatch(Managed):
         self._found = None
         self._initial_size = self.current_size if self.is_auto else None  # of an earlier fit or a checkpoint
         device = trainer.strategy.root_device
-        dtype = dtype_of(str(trainer.precision_plugin.precision), device.type)
+        dtype = matmul_dtype(str(trainer.precision_plugin.precision), device.type)
         self._size = MicroBatchSize(
             self.micro_batch_size if isinstance(self.micro_batch_size, int) else None,
             is_auto=self.is_auto,
@@ -173,7 +173,7 @@ class MicroBatch(Managed):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        dataloaders.place(trainer)
+        dataloaders.restore_loader_state(trainer)
         if self._size is not None and self.is_auto:
             self._size.current = self._initial_size  # a checkpoint was loaded after `setup`
         if self.find is not None and self._initial_size is None:

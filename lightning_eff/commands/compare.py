@@ -15,12 +15,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_eff.comparison import page, rows, subprocess_trial, trials
-from lightning_eff.comparison.rounds import Comparison
-from lightning_eff.comparison.trials import Trial
+from lightning_eff.comparison import html_page, result_table, subprocess_trial, trial_plan
+from lightning_eff.comparison.rounds import TrialRounds
+from lightning_eff.comparison.trial_plan import PlannedTrial
 from lightning_eff.config import composition
 from lightning_eff.config.overrides import parse_overrides, recipe_and_overrides
-from lightning_eff.config.recipes import Place
+from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, PRE_RUN_ERRORS, UsageError, root_cause_line
 from lightning_eff.report.summary import json_safe
 
@@ -60,11 +60,11 @@ OWN_GROUPS = ("callbacks", "precision", "strategy")
 def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
     given = _parse(arguments)
-    place = Place.of(given.config_dir)
+    place = RecipePath.of(given.config_dir)
     values = composition.compose_recipe(given.recipe, given.overrides, place).values
     folder = _folder(given, Path(values["output_root"]))
     work = _Work(given, place)
-    comparison = Comparison(folder, work.run, _tell)
+    comparison = TrialRounds(folder, work.run, _tell)
     started = time.monotonic()
     try:
         _measure(given, values, work, comparison)
@@ -77,24 +77,30 @@ def main(arguments: Sequence[str]) -> int:
     else:
         rounds = f"{given.rounds} round{'s' if given.rounds > 1 else ''}"
         words = f"{given.steps} steps a trial, {rounds}, {time.monotonic() - started:.0f} s"
-        lines = [rows.text(found), *rows.noise(found), f" {words}; {folder / PAGE_FILE}"]
+        lines = [
+            result_table.format_rows(found),
+            *result_table.format_noise(found),
+            f" {words}; {folder / PAGE_FILE}",
+        ]
         sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return EXIT_OK if any(each.status == rows.MEASURED for each in found) else EXIT_FAILED
+    return EXIT_OK if any(each.status == result_table.MEASURED for each in found) else EXIT_FAILED
 
 
-def _measure(given: argparse.Namespace, values: dict[str, Any], work: _Work, comparison: Comparison) -> None:
+def _measure(given: argparse.Namespace, values: dict[str, Any], work: _Work, comparison: TrialRounds) -> None:
     """Run the rounds; what helped alone is put together after two."""
-    alone = trials.alone(values, optimizers=given.optimizers)
-    alone += [trials.row_of(line, values) for line in given.row]
+    alone = trial_plan.single_technique_trials(values, optimizers=given.optimizers)
+    alone += [trial_plan.user_trial(line, values) for line in given.row]
     alone = _only(alone, given.only, [each.name for each in alone[len(alone) - len(given.row) :]])
     runnable = [each for each in alone if _reason_against(each, work, comparison) is None]
-    runnable.insert(1, Trial(trials.AS_IT_IS, None))
+    runnable.insert(1, PlannedTrial(trial_plan.AS_IT_IS, None))
     before = range(1, min(2, given.rounds) + 1)
     for number in before:
         comparison.round(number, runnable)
     helped = [(trial, row) for trial, row in comparison.measured() if _helps(trial, row)]
-    helped.sort(key=lambda pair: -rows.gain(pair[1]))
-    both = trials.combined([trial for trial, _ in helped], lambda trial: work.refusal(trial) is None)
+    helped.sort(key=lambda pair: -result_table.gain(pair[1]))
+    both = trial_plan.combine_trials(
+        [trial for trial, _ in helped], lambda trial: work.refusal(trial) is None
+    )
     if both is not None:
         runnable.append(both)
         for number in before:
@@ -104,16 +110,16 @@ def _measure(given: argparse.Namespace, values: dict[str, Any], work: _Work, com
     work.predict(runnable, comparison)
 
 
-def _reason_against(trial: Trial, work: _Work, comparison: Comparison) -> str | None:
+def _reason_against(trial: PlannedTrial, work: _Work, comparison: TrialRounds) -> str | None:
     reason = work.refusal(trial)
     if reason is not None:
         comparison.refuse(trial, reason)
     return reason
 
 
-def _helps(trial: Trial, row: rows.Row) -> bool:
+def _helps(trial: PlannedTrial, row: result_table.ComparisonRow) -> bool:
     """Say whether a technique alone is worth being combined: faster or smaller, and the same training."""
-    if trial.name in (trials.BASELINE, trials.AS_IT_IS) or row.reason:
+    if trial.name in (trial_plan.BASELINE, trial_plan.AS_IT_IS) or row.reason:
         return False
     same = row.loss is None or abs(row.loss_difference or 0.0) <= 0.02 * abs(row.loss)
     return same and ((row.speed_ratio or 1.0) > FASTER or (row.peak_ratio or 1.0) < SMALLER)
@@ -127,11 +133,11 @@ class _Work:
         place: Where recipes lie.
     """
 
-    def __init__(self, given: argparse.Namespace, place: Place) -> None:
+    def __init__(self, given: argparse.Namespace, place: RecipePath) -> None:
         self._given = given
         self._place = place
 
-    def overrides(self, trial: Trial) -> list[str]:
+    def overrides(self, trial: PlannedTrial) -> list[str]:
         """Return all that makes a trial of the recipe: the user's words, its own, and what all share."""
         own = [] if trial.callbacks is None else trial.overrides()
         keys = {line.partition("=")[0].lstrip("+") for line in own}
@@ -143,7 +149,7 @@ class _Work:
         named = {line.partition("=")[0].lstrip("+") for line in shared}
         return [*(line for line in user if line.partition("=")[0].lstrip("+") not in named), *own, *shared]
 
-    def refusal(self, trial: Trial) -> str | None:
+    def refusal(self, trial: PlannedTrial) -> str | None:
         """Return why a trial cannot run here, in a line; None where nothing speaks against it."""
         from lightning_eff.core import rules
         from lightning_eff.run import build_trainer
@@ -159,7 +165,7 @@ class _Work:
             return root_cause_line(error).removeprefix("error: ").splitlines()[0]
         return None
 
-    def run(self, trial: Trial, folder: Path) -> rows.Result:
+    def run(self, trial: PlannedTrial, folder: Path) -> result_table.TrialResult:
         """Train a trial in a process of its own."""
         here = [f'hydra.run.dir="{folder / "run"}"']
         words = [self._given.recipe, *self.overrides(trial), *here, *self._place.words(), "--json"]
@@ -167,7 +173,7 @@ class _Work:
             functools.partial(train, words), folder=folder, limit_s=self._given.limit_s
         )
 
-    def predict(self, tried: Sequence[Trial], comparison: Comparison) -> None:
+    def predict(self, tried: Sequence[PlannedTrial], comparison: TrialRounds) -> None:
         """Predict each trial's peak: beside what was measured, and where it could not be."""
         from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
         from lightning_eff.planner.dry_run import dry_run, example_batch_of, resolve_precision
@@ -212,7 +218,7 @@ def _is_set_by(line: str, keys: set[str]) -> bool:
     return key in keys or key.partition(".")[0] in OWN_GROUPS
 
 
-def _only(alone: list[Trial], only: str | None, own: list[str]) -> list[Trial]:
+def _only(alone: list[PlannedTrial], only: str | None, own: list[str]) -> list[PlannedTrial]:
     """Return the rows that were asked for, the baseline first.
 
     Raises:
@@ -231,7 +237,7 @@ def _only(alone: list[Trial], only: str | None, own: list[str]) -> list[Trial]:
             text = f"compare: no row is called {pattern!r}; {suggest_name(pattern, set(names))}"
             raise UsageError(text)
     kept = {name for name in names if any(fnmatch(name, pattern) for pattern in patterns)}
-    return [each for each in alone if each.name in {trials.BASELINE, *kept, *own}]
+    return [each for each in alone if each.name in {trial_plan.BASELINE, *kept, *own}]
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -267,8 +273,8 @@ def _folder(given: argparse.Namespace, root: Path) -> Path:
     return folder.resolve()
 
 
-def _write(given: argparse.Namespace, command: Sequence[str], folder: Path, comparison: Comparison) -> None:
-    report = comparison.report_of(trials.BASELINE)
+def _write(given: argparse.Namespace, command: Sequence[str], folder: Path, comparison: TrialRounds) -> None:
+    report = comparison.report_of(trial_plan.BASELINE)
     found = {
         "recipe": given.recipe,
         "command": shlex.join(command),
@@ -279,7 +285,7 @@ def _write(given: argparse.Namespace, command: Sequence[str], folder: Path, comp
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULT_FILE).write_text(json.dumps(json_safe(found), indent=1), encoding="utf-8")
-    (folder / PAGE_FILE).write_text(page.page(found, comparison.rows()), encoding="utf-8")
+    (folder / PAGE_FILE).write_text(html_page.render_page(found, comparison.rows()), encoding="utf-8")
 
 
 def _tell(line: str) -> None:

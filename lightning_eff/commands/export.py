@@ -142,12 +142,12 @@ def _best(last: Path) -> Path:
 
 def _values(run_dir: Path) -> dict[str, Any]:
     """Return what a run was built from, held to the same rules as a config that is trained."""
-    from lightning_eff.config import folders, reading, validate
+    from lightning_eff.config import folders, strict_yaml, validate
     from lightning_eff.run import RESOLVED
 
     path = run_dir / RESOLVED
     try:
-        values = reading.read(path).content
+        values = strict_yaml.read_yaml(path).content
     except UsageError as error:
         allowed = f"a run's config ({error})"
         raise ConfigError(key="RUN", value=str(path), allowed=allowed) from error
@@ -160,7 +160,7 @@ def _values(run_dir: Path) -> dict[str, Any]:
             values[unknown[0]],
             allowed=f"a known key; {suggest_name(unknown[0], validate.TOP_LEVEL)}",
         )
-    validate.check_groups(values)
+    validate.check_config_values(values)
     folders.check_folders(values, Path(values["output_root"]))
     return values
 

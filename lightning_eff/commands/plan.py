@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_eff.config import composition
 from lightning_eff.config.overrides import parse_overrides, recipe_and_overrides
-from lightning_eff.config.recipes import Chain, Place, listed_options, recipe_chain
+from lightning_eff.config.recipes import Chain, RecipePath, listed_options, read_chain
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
 from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, ConfigError, UsageError, root_cause_line
 from lightning_eff.core.text import text_table
@@ -51,7 +51,7 @@ BY_GROUP = {"callbacks/optimizer_choice": "optimizer"}
 
 
 @dataclass
-class Row:
+class PlanRow:
     """One technique of a plan.
 
     Args:
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str]) -> int:
     given, words = _parse(arguments)
     device, words = _named_device(words)
     recipe, overrides = recipe_and_overrides("plan", words)
-    place = Place.of(given.config_dir)
+    place = RecipePath.of(given.config_dir)
     values = composition.compose_recipe(recipe, overrides, place).values
     from lightning_eff.run import build_trainer
 
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str]) -> int:
 
     with redirect_stdout(sys.stderr):  # DeepSpeed speaks on the standard output, where JSON may be wanted
         trainer = build_trainer(values)
-    chain, _ = recipe_chain(recipe, place)
+    chain, _ = read_chain(recipe, place)
     rows, findings = _judge(trainer, lambda group, name: _set_by(chain, overrides, group, name))
     if not given.json:
         sys.stdout.write(f"{_text(rows)}\n\n")
@@ -236,22 +236,22 @@ def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearL
         raise error.under(name.replace("/", ".")) from error
 
 
-def _judge(trainer: pl.Trainer, set_by: Any) -> tuple[list[Row], list[Any]]:
+def _judge(trainer: pl.Trainer, set_by: Any) -> tuple[list[PlanRow], list[Any]]:
     """Compare the facts of a Trainer's techniques."""
     from lightning_eff.core import rules
     from lightning_eff.core.technique import Technique, config_of, constructor_defaults, name_of
 
     objects = rules.trainer_components(trainer)
     findings = rules.check_rules(objects, rules.run_facts(trainer))
-    rows: dict[str, Row] = {}
+    rows: dict[str, PlanRow] = {}
     for each in objects:
         if isinstance(each, Technique) and not isinstance(each, type):
             name = name_of(each)
             group, _, short = BY_GROUP.get(name, name).partition("/")
             arguments = {k: v for k, v in config_of(each).items() if v != constructor_defaults(each).get(k)}
-            rows[name] = Row(name, arguments, "on", set_by(group, short))
+            rows[name] = PlanRow(name, arguments, "on", set_by(group, short))
     for finding in findings:
-        row = rows.setdefault(finding.technique, Row(finding.technique, {}, "on", ""))
+        row = rows.setdefault(finding.technique, PlanRow(finding.technique, {}, "on", ""))
         verdict = finding.rule.verdict.value
         row.will_be = _worst(row.will_be, "REFUSED" if verdict == "refused" else verdict)
         row.why.append(str(finding).splitlines()[0].partition(" ")[2])
@@ -263,7 +263,7 @@ def _worst(one: str, other: str) -> str:
     return max(one, other, key=["on", "fine", "adjusted", "warned", "REFUSED"].index)
 
 
-def _text(rows: Iterable[Row]) -> str:
+def _text(rows: Iterable[PlanRow]) -> str:
     table = [
         [
             row.technique,

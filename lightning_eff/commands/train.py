@@ -18,8 +18,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_eff.config import composition
-from lightning_eff.config.overrides import loosened, parse_overrides, recipe_and_overrides, sweep
-from lightning_eff.config.recipes import Place, listed_groups, recipe_chain
+from lightning_eff.config.overrides import allow_new_keys, parse_overrides, recipe_and_overrides, sweep
+from lightning_eff.config.recipes import RecipePath, listed_groups, read_chain
 from lightning_eff.core import host_memory
 from lightning_eff.core.errors import (
     EXIT_OK,
@@ -32,9 +32,8 @@ from lightning_eff.core.errors import (
     is_out_of_memory,
     root_cause_line,
 )
-from lightning_eff.launch.command import train_apart
-from lightning_eff.launch.job import Launch, check_sweep, check_tasks, common_folder, num_ranks
-from lightning_eff.launch.watch import end_with_parent
+from lightning_eff.launch.job import Launch, check_sweep, check_tasks, num_ranks, shared_run_dir
+from lightning_eff.launch.watch import end_with_parent, train_in_subprocess
 
 USAGE = """lightning-eff train RECIPE [overrides] [options]
 
@@ -60,23 +59,23 @@ def main(arguments: Sequence[str]) -> int:
     given = _parse(arguments)
     launch = Launch.of()
     end_with_parent(torchrun=launch.by == "torchrun")
-    _speak_with_one_voice(launch)
-    from lightning_eff.launch.supervisor import Named
+    _configure_logging(launch)
+    from lightning_eff.launch.supervisor import TorchrunErrorFile
 
-    with Named(launch):
+    with TorchrunErrorFile(launch):
         return _train(given, launch, arguments)
 
 
 def _train(given: argparse.Namespace, launch: Launch, arguments: Sequence[str]) -> int:
     if given.multirun:
         check_sweep(launch, given.recipe, given.overrides, as_json=given.json)
-    place = Place.of(given.config_dir)
-    jobs = _Jobs(given.recipe, place)
+    place = RecipePath.of(given.config_dir)
+    jobs = _Job(given.recipe, place)
     if given.multirun:
         runs = [composition.compose_recipe(given.recipe, each, place) for each in sweep(given.overrides)]
         parsed = parse_overrides([*given.overrides, *place.overrides(given.recipe)])
-        listed = listed_groups(recipe_chain(given.recipe, place)[0])
-        lines = [*loosened(parsed, listed=listed), *runs[0].hydra]
+        listed = listed_groups(read_chain(given.recipe, place)[0])
+        lines = [*allow_new_keys(parsed, listed=listed), *runs[0].hydra]
     elif given.cfg or given.info:
         composed = composition.compose_recipe(given.recipe, given.overrides, place)
         lines = [*composed.overrides, *composed.hydra]
@@ -87,7 +86,7 @@ def _train(given: argparse.Namespace, launch: Launch, arguments: Sequence[str]) 
     return EXIT_OK if given.cfg or given.info else jobs.finish(as_json=given.json)
 
 
-def _speak_with_one_voice(launch: Launch) -> None:
+def _configure_logging(launch: Launch) -> None:
     """Print every message once: by the first rank, and not by Lightning's handler in front of the root's."""
     form = f"rank {launch.rank}: %(message)s" if launch.rank else "%(message)s"
     logging.basicConfig(level=logging.ERROR if launch.rank else logging.WARNING, format=form)
@@ -145,7 +144,7 @@ def _make_root(run_dir: Path) -> None:
         ) from error
 
 
-class _Jobs:
+class _Job:
     """What Hydra calls for each run; keeps reports and failures, so that one failure does not end a sweep.
 
     Args:
@@ -153,7 +152,7 @@ class _Jobs:
         place: Folders that it is looked for in.
     """
 
-    def __init__(self, recipe: str, place: Place) -> None:
+    def __init__(self, recipe: str, place: RecipePath) -> None:
         self.recipe = recipe
         self.place = place
         self.reports: list[dict[str, Any]] = []
@@ -174,7 +173,7 @@ class _Jobs:
         launch = Launch.of()
         check_tasks(composed.values["trainer"], launch)
         by_time = any(line.startswith("hydra.run.dir=") for line in composed.hydra)
-        run_dir = common_folder(launch, composed.run_dir, chosen_here=by_time)
+        run_dir = shared_run_dir(launch, composed.run_dir, chosen_here=by_time)
         here = [f'hydra.run.dir="{run_dir}"']
         if run_dir != composed.run_dir:
             composed = composition.compose_recipe(self.recipe, [*overrides, *here], self.place)
@@ -197,7 +196,7 @@ class _Jobs:
         hydra = HydraConfig.get()
         elsewhere = os.getpid() != self._home
         if elsewhere:
-            _speak_with_one_voice(Launch.of())
+            _configure_logging(Launch.of())
         folder = Path(hydra.runtime.output_dir)
         overrides = list(hydra.overrides.task)
         with _Kept(self.failures, folder, lambda error: self._told(error, overrides)):
@@ -207,7 +206,7 @@ class _Jobs:
 
     def _run(self, overrides: list[str], folder: Path) -> dict[str, Any]:
         from lightning_eff import run
-        from lightning_eff.launch.supervisor import Together
+        from lightning_eff.launch.supervisor import RankSupervisor
 
         launch, prepared = Launch.of(), self._prepared
         self._prepared = None  # nothing but this run holds its tensors
@@ -216,10 +215,10 @@ class _Jobs:
             composed = composition.compose_recipe(self.recipe, [*overrides, here], self.place)
             check_tasks(composed.values["trainer"], launch)
             if launch.num_tasks is None and num_ranks(composed.values["trainer"]) > 1:
-                return train_apart(self.recipe, [*overrides, here], self.place.words(), folder)
+                return train_in_subprocess(self.recipe, [*overrides, here], self.place.words(), folder)
             self._memory = host_memory.host_memory_limit()
             prepared = run.build(composed.values, recipe=self.recipe, run_dir=composed.run_dir)
-        with Together(prepared.trainer, prepared.run_dir, launch):
+        with RankSupervisor(prepared.trainer, prepared.run_dir, launch):
             return prepared.fit()
 
     def _told(self, error: BaseException, overrides: Sequence[str]) -> BaseException:
@@ -284,7 +283,7 @@ class _Kept:
         return True
 
 
-def _hydra(given: argparse.Namespace, overrides: Sequence[str], jobs: _Jobs, folder: str) -> None:
+def _hydra(given: argparse.Namespace, overrides: Sequence[str], jobs: _Job, folder: str) -> None:
     """Let Hydra run the jobs, or print what it was asked to, with the command line that it expects."""
     import hydra
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff.comparison import subprocess_trial
-from lightning_eff.comparison.rounds import Comparison
-from lightning_eff.comparison.rows import Result, Row
-from lightning_eff.comparison.trials import BASELINE, Trial
+from lightning_eff.comparison.result_table import ComparisonRow, TrialResult
+from lightning_eff.comparison.rounds import TrialRounds
+from lightning_eff.comparison.trial_plan import BASELINE, PlannedTrial
 from lightning_eff.core.errors import EXIT_OK, ConfigError
 
 QUIET: dict[str, Any] = {
@@ -34,7 +34,7 @@ def compare(
     limit_s: float = 180.0,
     seed: int = 1,
     folder: str | Path | None = None,
-) -> list[Row]:
+) -> list[ComparisonRow]:
     """Train a module for a few steps under each set of Trainer keywords; return a row of figures for each.
 
     Every trial runs in a process of its own, once a round, so a script that calls this has to do so below
@@ -72,7 +72,7 @@ def compare(
             )
     keywords = {BASELINE: {}, **{name: dict(given) for name, given in trials.items()}}
 
-    def run(trial: Trial, where: Path) -> Result:
+    def run(trial: PlannedTrial, where: Path) -> TrialResult:
         given = {"max_steps": max_steps, **keywords[trial.name]}
         return subprocess_trial.run(
             functools.partial(_fit, build, given, seed), folder=where, limit_s=limit_s
@@ -81,9 +81,9 @@ def compare(
     def tell(line: str) -> None:
         sys.stderr.write(f" {line}\n")
 
-    comparison = Comparison(Path(folder), run, tell)
+    comparison = TrialRounds(Path(folder), run, tell)
     shared = (f"build={made_of}", f"seed={seed}", f"max_steps={max_steps}")
-    listed = [Trial(name, settings=(*shared, *_described(given))) for name, given in keywords.items()]
+    listed = [PlannedTrial(name, settings=(*shared, *_describe(given))) for name, given in keywords.items()]
     for number in range(1, rounds + 1):
         comparison.round(number, listed)
     return comparison.rows()
@@ -104,7 +104,7 @@ def _fingerprint(build: Callable[..., Any]) -> str:
     return f"{getattr(inner, '__qualname__', inner)}-{hashlib.sha256(text + named).hexdigest()[:8]}"
 
 
-def _described(keywords: Mapping[str, Any]) -> tuple[str, ...]:
+def _describe(keywords: Mapping[str, Any]) -> tuple[str, ...]:
     """Say what a trial has, in words that are the same in the next process."""
     from lightning_eff.core.technique import Technique, config_of, name_of
 

@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.comparison.rows import FAILED, MEASURED, NOT_RUN, Result
+from lightning_eff.comparison.result_table import FAILED, MEASURED, NOT_RUN, TrialResult
 from lightning_eff.core.errors import (
     EXIT_CONFIG,
     EXIT_ENVIRONMENT,
@@ -38,11 +38,11 @@ from lightning_eff.launch.watch import PARENT
 REPORT_FILE, LOG_FILE = "report.json", "log.txt"
 REASON_LENGTH = 200
 POLL_S = 1.0
-IMPORTED = ["lightning_eff.run", "lightning_eff.commands.train"]
+PRELOADED = ["lightning_eff.run", "lightning_eff.commands.train"]
 """What the process has imported that others are forked from."""
 
 
-def run(work: Callable[[Path], int], *, folder: Path, limit_s: float) -> Result:
+def run(work: Callable[[Path], int], *, folder: Path, limit_s: float) -> TrialResult:
     """Do some work in a process of its own, that leaves an efficiency report as JSON in `REPORT_FILE`.
 
     Args:
@@ -61,10 +61,10 @@ def run(work: Callable[[Path], int], *, folder: Path, limit_s: float) -> Result:
         process.start()
     late = _is_late(process, limit_s)
     if late:
-        return Result(FAILED, f"no end after {limit_s:g} s; it was killed")
+        return TrialResult(FAILED, f"no end after {limit_s:g} s; it was killed")
     said = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace")
     report = (folder / REPORT_FILE).read_text(encoding="utf-8", errors="replace")
-    return _result(process.exitcode or 0, report, said)
+    return result_of(process.exitcode or 0, report, said)
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def _context() -> Any:
     if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
@@ -143,31 +143,31 @@ def _kill_group(pid: int | None) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _good(printed: str) -> Result:
+def _good(printed: str) -> TrialResult:
     """Read the report of a trial that ended well."""
     try:
         report: Any = json.loads(printed)
     except json.JSONDecodeError:
         report = None
     if not isinstance(report, dict):
-        return Result(FAILED, "it ended without a report of its speed: no monitors/efficiency_report")
+        return TrialResult(FAILED, "it ended without a report of its speed: no monitors/efficiency_report")
     if report.get("measured", {}).get("num_batches"):
-        return Result(MEASURED, report=report)
-    return Result(FAILED, f"too slow to be timed: {report.get('num_steps', 0)} steps in its time")
+        return TrialResult(MEASURED, report=report)
+    return TrialResult(FAILED, f"too slow to be timed: {report.get('num_steps', 0)} steps in its time")
 
 
-def _result(code: int, printed: str, said: str) -> Result:
+def result_of(code: int, printed: str, said: str) -> TrialResult:
     if code == EXIT_OK:
         return _good(printed)
     reason = _reason(said) or f"exit code {code}"
     if code == EXIT_OUT_OF_MEMORY:
-        return Result(FAILED, f"out of memory: {reason}")
+        return TrialResult(FAILED, f"out of memory: {reason}")
     if code == -signal.SIGKILL:
-        return Result(FAILED, "killed from outside, as a system does that runs out of memory")
+        return TrialResult(FAILED, "killed from outside, as a system does that runs out of memory")
     if code < 0:
-        return Result(FAILED, f"killed by signal {-code}: {reason}")
+        return TrialResult(FAILED, f"killed by signal {-code}: {reason}")
     refused = code in (EXIT_REFUSED, EXIT_ENVIRONMENT, EXIT_CONFIG)
-    return Result(NOT_RUN if refused else FAILED, reason)
+    return TrialResult(NOT_RUN if refused else FAILED, reason)
 
 
 def _reason(said: str) -> str:

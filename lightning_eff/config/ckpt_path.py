@@ -14,7 +14,7 @@ from lightning_eff.checkpoint import sharded as parts
 from lightning_eff.checkpoint.digest import check_regular, verify_path
 from lightning_eff.checkpoint.safe_load import LIGHTNING_VERSION, load_plain
 from lightning_eff.checkpoint.stored_weights import newest_valid
-from lightning_eff.config.reading import read
+from lightning_eff.config.strict_yaml import read_yaml
 from lightning_eff.core.checkpoint_stamp import nested_dict
 from lightning_eff.core.errors import CheckpointError, ConfigError, UsageError, check_path
 
@@ -119,7 +119,7 @@ def _base_in(values: Any) -> str | None:
 
 def _base_of_run(run_dir: Path) -> str | None:
     try:
-        return _base_in(read(run_dir / RESOLVED).content)
+        return _base_in(read_yaml(run_dir / RESOLVED).content)
     except UsageError:
         return None
 

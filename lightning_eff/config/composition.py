@@ -29,8 +29,8 @@ from yaml import YAMLError
 from lightning_eff.config import validate
 from lightning_eff.config.folders import check_folders, check_inside
 from lightning_eff.config.hydra_section import check_hydra
-from lightning_eff.config.overrides import loosened, parse_overrides
-from lightning_eff.config.recipes import FOLDER, Chain, Place, listed_groups, listed_options, recipe_chain
+from lightning_eff.config.overrides import allow_new_keys, parse_overrides
+from lightning_eff.config.recipes import FOLDER, Chain, RecipePath, listed_groups, listed_options, read_chain
 from lightning_eff.config.validate import TOP_LEVEL
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, RECIPES, parameter_keys, recipes
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, check_path, suggest_name
@@ -92,7 +92,7 @@ class Composed:
 
 
 @keep_overrides()
-def compose_recipe(recipe: str, overrides: Sequence[str], place: Place | None = None) -> Composed:
+def compose_recipe(recipe: str, overrides: Sequence[str], place: RecipePath | None = None) -> Composed:
     """Compose and check one run; nothing is created or instantiated.
 
     Args:
@@ -106,15 +106,15 @@ def compose_recipe(recipe: str, overrides: Sequence[str], place: Place | None = 
         ConfigError: It composes, and a key, class, type or path in it is not usable.
     """
     try:
-        return _composed(recipe, overrides, place or Place())
+        return _composed(recipe, overrides, place or RecipePath())
     except OmegaConfBaseException as error:
         raise UsageError(_unresolved(error)) from error
 
 
-def _composed(recipe: str, overrides: Sequence[str], place: Place) -> Composed:
+def _composed(recipe: str, overrides: Sequence[str], place: RecipePath) -> Composed:
     parsed = parse_overrides([*overrides, *place.overrides(recipe)])
-    chain, missed = recipe_chain(recipe, place, parsed)
-    lines = loosened(parsed, listed=listed_groups(chain))
+    chain, missed = read_chain(recipe, place, parsed)
+    lines = allow_new_keys(parsed, listed=listed_groups(chain))
     cfg = _compose(recipe, lines, place, missed)
     hydra = _replace_defaults(cfg)
     check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
@@ -125,7 +125,7 @@ def _composed(recipe: str, overrides: Sequence[str], place: Place) -> Composed:
     _drop_foreign(cfg, explicit=explicit)
     _drop_settings_of_absent(cfg, explicit, chain)
     values = _resolve(cfg)
-    validate.check_groups(values)
+    validate.check_config_values(values)
     check_folders(values, Path(values["output_root"]))
     return Composed(values, run_dir, lines, hydra)
 
@@ -153,7 +153,9 @@ def _replace_defaults(cfg: DictConfig) -> list[str]:
     return [f"{key}={mine}" for key, mine in ours.items()]
 
 
-def _compose(recipe: str, overrides: Sequence[str], place: Place, missed: Mapping[str, str]) -> DictConfig:
+def _compose(
+    recipe: str, overrides: Sequence[str], place: RecipePath, missed: Mapping[str, str]
+) -> DictConfig:
     register()
     try:
         with _no_hydra_yet(), initialize_config_dir(str(place.main(recipe)), version_base=VERSION_BASE):
@@ -179,7 +181,7 @@ def _no_hydra_yet() -> Generator[None]:
         running.hydra = before
 
 
-def _missing(recipe: str, place: Place, error: MissingConfigException, missed: Mapping[str, str]) -> str:
+def _missing(recipe: str, place: RecipePath, error: MissingConfigException, missed: Mapping[str, str]) -> str:
     wanted = str(error.missing_cfg_file or recipe)
     own = [file.stem for folder in place.folders for file in folder.glob("*.yaml")]
     known = [*own, *(entry.name for entry in recipes())]

@@ -62,7 +62,9 @@ def recipe_and_overrides(verb: str, words: Sequence[str]) -> tuple[str, list[str
     return recipes[0], [word for word in words if word != recipes[0]]
 
 
-def loosened(overrides: Sequence[Override], *, listed: Collection[str] = MULTI_CHOICE_GROUPS) -> list[str]:
+def allow_new_keys(
+    overrides: Sequence[Override], *, listed: Collection[str] = MULTI_CHOICE_GROUPS
+) -> list[str]:
     """Let overrides set keys that a group's YAML does not list, and choose options where a recipe has none.
 
     Which keys there are is asked of the group's class later.

@@ -12,7 +12,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import ListConfig, OmegaConf
 
-from lightning_eff.config.reading import MAX_DEPTH, Document, is_file, read, read_mapping
+from lightning_eff.config.strict_yaml import MAX_DEPTH, YamlDocument, is_file, read_mapping, read_yaml
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, RECIPES
 from lightning_eff.core.errors import ConfigError, UsageError, check_path
 
@@ -24,7 +24,7 @@ Chain = Sequence[tuple[str, Sequence[Any]]]
 
 
 @dataclass(frozen=True)
-class Place:
+class RecipePath:
     """Where a recipe is looked for: a user's own folders ahead of the package's.
 
     Args:
@@ -36,7 +36,7 @@ class Place:
     packages: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> Place:
+    def of(cls, words: Sequence[str]) -> RecipePath:
         """Return the place of packages and of folders, all of which must exist.
 
         Raises:
@@ -81,8 +81,8 @@ def _is_package(name: str) -> bool:
     return spec is not None and spec.submodule_search_locations is not None
 
 
-def recipe_chain(
-    recipe: str, place: Place, overrides: Iterable[Override] = ()
+def read_chain(
+    recipe: str, place: RecipePath, overrides: Iterable[Override] = ()
 ) -> tuple[Chain, Mapping[str, str]]:
     """Read the files that Hydra will compose.
 
@@ -110,13 +110,13 @@ def recipe_chain(
     return chain, walk.missed
 
 
-def _search_path_of(primary: Document) -> Any:
+def _search_path_of(primary: YamlDocument) -> Any:
     """Return where a recipe lets Hydra look, as Hydra reads it."""
     found = OmegaConf.select(OmegaConf.create(primary.content), SEARCH_PATH)
     return list(found) if isinstance(found, ListConfig) else found
 
 
-def _checked(entry: object, place: Place) -> Path:
+def _checked(entry: object, place: RecipePath) -> Path:
     """Return a folder of Hydra's search path; anything else would be imported.
 
     Raises:
@@ -155,7 +155,7 @@ class _Walk:
 
     def visit(
         self, name: str, above: tuple[str, ...] = (), listed: str | None = None
-    ) -> Iterator[tuple[str, Document]]:
+    ) -> Iterator[tuple[str, YamlDocument]]:
         """Yield a file and those that it lists, the last word first; nothing, where Hydra will miss it.
 
         Raises:
@@ -167,7 +167,7 @@ class _Walk:
             self.missed[name] = listed
         if file is None or name in self._done:
             return
-        document = read_mapping(file) if "/" not in name else read(file)
+        document = read_mapping(file) if "/" not in name else read_yaml(file)
         yield name, document
         above = (*above, name)
         for line, entry in reversed(document.defaults):

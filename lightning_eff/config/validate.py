@@ -50,7 +50,7 @@ DIRECTIVES = ("_target_", "_partial_", "_recursive_", "_convert_")
 """Hydra's own keys. `_args_` is refused: positional arguments cannot be checked by name."""
 
 
-def check_groups(values: dict[str, Any]) -> None:
+def check_config_values(values: dict[str, Any]) -> None:
     """Check every class, key and type of a composed config; groups whose class is called later are marked so.
 
     Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff.core.errors import EXIT_FAILED, RankError
-from lightning_eff.launch.watch import PARENT, killed_by
+from lightning_eff.launch.watch import PARENT, describe_exit
 
 
 def train_apart(recipe: str, overrides: Iterable[str], place: Iterable[str], folder: Path) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def train_apart(recipe: str, overrides: Iterable[str], place: Iterable[str], fol
     with subprocess.Popen(words, env=environment) as process:  # noqa: S603
         code = process.wait()
     if code:
-        text = f"the run in {folder} {killed_by(code)}"
+        text = f"the run in {folder} {describe_exit(code)}"
         raise RankError(text, max(code, EXIT_FAILED))
     written = folder / "efficiency.json"
     return json.loads(written.read_text()) if written.is_file() else {}

@@ -166,7 +166,7 @@ def _refuse_unspread(tasks: int, asked: int) -> None:
     )
 
 
-def common_folder(launch: Launch, folder: Path, *, chosen_here: bool) -> Path:
+def shared_run_dir(launch: Launch, folder: Path, *, chosen_here: bool) -> Path:
     """Return the run's folder that all its processes use.
 
     Each process composes its own, named by the time. Lightning hands the first one's to those it starts.

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 
-class StopTogether(pl.Callback):
+class CoordinatedStop(pl.Callback):
     """Let all ranks stop where one of them was asked to.
 
     Args:

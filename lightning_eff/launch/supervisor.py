@@ -14,24 +14,24 @@ import lightning.pytorch as pl
 
 from lightning_eff.core.errors import EXIT_OK, RankError, exit_code, root_cause_line
 from lightning_eff.launch.job import Launch
-from lightning_eff.launch.stop import StopTogether
+from lightning_eff.launch.stop import CoordinatedStop
 from lightning_eff.launch.watch import (
-    FAREWELL_S,
-    LEAVE_S,
+    CLEANUP_TIMEOUT_S,
+    EXIT_TIMEOUT_S,
     PARENT,
     POLL_S,
     STOPPED,
-    Children,
-    leave,
-    one_line,
-    write_note,
+    RankProcesses,
+    exit_now,
+    rank_message,
+    write_traceback,
 )
 
 LOST = "connection"
 """What gloo and NCCL complain of when a rank is gone: closed by peer, reset by peer, a watchdog's."""
 
 
-class Together:
+class RankSupervisor:
     """Around `fit`: nothing on one rank, and on several what makes them end together.
 
     Args:
@@ -45,8 +45,8 @@ class Together:
         self._folder = folder
         self._launch = launch
         self._several = trainer.world_size > 1
-        self._stop = StopTogether(self._fail_alone)
-        self._children = Children(lambda: getattr(trainer.strategy.launcher, "procs", []), folder)
+        self._stop = CoordinatedStop(self._fail_alone)
+        self._children = RankProcesses(lambda: getattr(trainer.strategy.launcher, "procs", []), folder)
         self._noted: Path | None = None
         self._parent = os.environ.get(PARENT)
 
@@ -76,7 +76,7 @@ class Together:
 
     def _finish(self, *, failed: bool) -> None:
         """Leave when the others have, so that the command is over when it returns."""
-        late = self._children.wait(FAREWELL_S if failed else LEAVE_S)
+        late = self._children.wait(CLEANUP_TIMEOUT_S if failed else EXIT_TIMEOUT_S)
         self._children.kill()
         problem = (late, 1) if late else self._children.failed()
         if problem is not None and not failed:
@@ -84,15 +84,15 @@ class Together:
 
     def _fail_alone(self, error: BaseException) -> None:
         """Leave the cause where the others find it; then callbacks have their turn, for a while."""
-        self._noted = write_note(self._folder, self._launch.rank, error)
-        tell_torchrun(self._launch, error)
-        line = one_line(self._launch.rank, root_cause_line(error).removeprefix("error: "), self._noted)
+        self._noted = write_traceback(self._folder, self._launch.rank, error)
+        write_torchrun_error(self._launch, error)
+        line = rank_message(self._launch.rank, root_cause_line(error).removeprefix("error: "), self._noted)
 
         def give_up() -> None:
             self._children.kill()
-            leave(line, exit_code(error))
+            exit_now(line, exit_code(error))
 
-        timer = threading.Timer(FAREWELL_S, give_up)
+        timer = threading.Timer(CLEANUP_TIMEOUT_S, give_up)
         timer.daemon = True
         timer.start()
 
@@ -111,10 +111,10 @@ class Together:
             error.__dict__["told"] = True
         elif not refusal:
             cause = root_cause_line(error).removeprefix("error: ")
-            raise RankError(one_line(self._launch.rank, cause, self._noted), exit_code(error)) from error
+            raise RankError(rank_message(self._launch.rank, cause, self._noted), exit_code(error)) from error
 
 
-class Named:
+class TorchrunErrorFile:
     """Around everything that a process does for a run: torchrun is told what ended it, and says so itself.
 
     Args:
@@ -131,11 +131,11 @@ class Named:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         failed = error is not None and exit_code(error) not in (EXIT_OK, *STOPPED)
-        if error is not None and failed and tell_torchrun(self._launch, error) and self._launch.rank:
+        if error is not None and failed and write_torchrun_error(self._launch, error) and self._launch.rank:
             error.__dict__["told"] = True
 
 
-def tell_torchrun(launch: Launch, error: BaseException) -> bool:
+def write_torchrun_error(launch: Launch, error: BaseException) -> bool:
     """Write what torchrun shows as the cause, which is else a hint to wrap the program; return whether."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None or launch.by != "torchrun":

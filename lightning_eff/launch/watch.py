@@ -27,9 +27,9 @@ PARENT = "LIGHTNING_EFF_PARENT"
 POLL_S = 0.2
 GRACE_S = 1.0
 """How long the first rank may take to say itself what has ended another one: a refusal with its remedies."""
-FAREWELL_S = 10.0
+CLEANUP_TIMEOUT_S = 10.0
 """How long a rank that has failed may take for its callbacks: one of them may wait for the other ranks."""
-LEAVE_S = 60.0
+EXIT_TIMEOUT_S = 60.0
 """How long the first rank waits at the end for the others, which have nothing left to do."""
 
 STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
@@ -52,7 +52,7 @@ def end_with_parent(*, torchrun: bool) -> None:
         while os.getppid() == parent:
             time.sleep(POLL_S)
         rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-        leave(f"{name} (process {parent}) is gone, killed perhaps; rank {rank} ends too", EXIT_FAILED)
+        exit_now(f"{name} (process {parent}) is gone, killed perhaps; rank {rank} ends too", EXIT_FAILED)
 
     threading.Thread(target=look, name="end-with-parent", daemon=True).start()
 
@@ -65,7 +65,7 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def leave(text: str, code: int) -> None:
+def exit_now(text: str, code: int) -> None:
     """Say why and end this process, whatever its other threads wait for."""
     sys.stderr.write(f"error: {text}\n")
     sys.stderr.flush()
@@ -73,7 +73,7 @@ def leave(text: str, code: int) -> None:
     os._exit(code)
 
 
-def note_file(folder: Path, rank: int) -> Path:
+def traceback_file(folder: Path, rank: int) -> Path:
     """Return where a rank's traceback goes.
 
     Example:
@@ -83,9 +83,9 @@ def note_file(folder: Path, rank: int) -> Path:
     return folder / ("error.log" if rank == 0 else f"error_rank{rank}.log")
 
 
-def write_note(folder: Path, rank: int, error: BaseException) -> Path | None:
+def write_traceback(folder: Path, rank: int, error: BaseException) -> Path | None:
     """Write a rank's traceback for the others and for whoever reads it; None where that cannot be written."""
-    path = note_file(folder, rank)
+    path = traceback_file(folder, rank)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(traceback.format_exception(error)))
@@ -94,7 +94,7 @@ def write_note(folder: Path, rank: int, error: BaseException) -> Path | None:
     return path
 
 
-def cause(path: Path) -> str:
+def root_cause(path: Path) -> str:
     """Return what a traceback says at its end.
 
     Example:
@@ -107,13 +107,13 @@ def cause(path: Path) -> str:
     return next((line for line in reversed(lines) if not line.startswith(" ")), "no reason given")
 
 
-def one_line(rank: int, cause: str, path: Path | None) -> str:
+def rank_message(rank: int, cause: str, path: Path | None) -> str:
     """Return what a failed rank says on the screen, its last line."""
     where = f" (traceback: {path})" if path is not None else ""
     return f"rank {rank}: {cause}{where}"
 
 
-def killed_by(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Say how a process ended.
 
     Example:
@@ -128,7 +128,7 @@ def killed_by(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}{why}"
 
 
-class Children:
+class RankProcesses:
     """The other ranks of this machine, where this process is the one that started them.
 
     Args:
@@ -165,7 +165,7 @@ class Children:
             failed = self.failed()
             if failed is not None and not self._over.wait(GRACE_S):
                 self.kill()
-                leave(*failed)
+                exit_now(*failed)
 
     def failed(self, *, even_running: bool = False) -> tuple[str, int] | None:
         """Return what the first of them that failed died of, and its exit code; None when none has.
@@ -174,12 +174,12 @@ class Children:
             even_running: Ask those too that have written a traceback and are not gone yet.
         """
         for rank, process in enumerate(self._processes(), start=1):
-            code, path = process.poll(), note_file(self._folder, rank)
+            code, path = process.poll(), traceback_file(self._folder, rank)
             noted = path.exists() and path.stat().st_mtime >= self._began_s
             if noted and (code or even_running):
-                return one_line(rank, cause(path), path), max(code or 0, EXIT_FAILED)
+                return rank_message(rank, root_cause(path), path), max(code or 0, EXIT_FAILED)
             if code and code not in STOPPED:
-                return f"rank {rank} {killed_by(code)}", max(code, EXIT_FAILED)
+                return f"rank {rank} {describe_exit(code)}", max(code, EXIT_FAILED)
         return None
 
     def left(self) -> tuple[str, int] | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_eff.core.dtypes import dtype_of
+from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.microbatching.atomic_update import atomic_update
 from lightning_eff.microbatching.merging import mean
@@ -89,7 +89,7 @@ class ExactGradient:
         while is_wrapped(original) or isinstance(original, DistributedDataParallel):
             original = original.module
         precision = str(fabric.strategy.precision.precision) if fabric is not None else ""
-        dtype = dtype_of(precision, self._device.type) if precision else weight.dtype
+        dtype = matmul_dtype(precision, self._device.type) if precision else weight.dtype
         self.size = MicroBatchSize(
             micro_batch_size if isinstance(micro_batch_size, int) else None,
             is_auto=micro_batch_size == "auto",

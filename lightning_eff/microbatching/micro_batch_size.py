@@ -222,4 +222,4 @@ def resolve_multiple(multiple_of: int | str, device: torch.device, dtype: torch.
         >>> [resolve_multiple(value, torch.device("cpu"), torch.bfloat16) for value in (6, "auto")]
         [6, 1]
     """
-    return multiple_of if isinstance(multiple_of, int) else tiles.multiple(dtype, devices.of(device))
+    return multiple_of if isinstance(multiple_of, int) else tiles.size_multiple(dtype, devices.of(device))

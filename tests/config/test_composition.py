@@ -10,7 +10,7 @@ import pytest
 
 from lightning_eff.config import composition, targets
 from lightning_eff.config.overrides import sweep
-from lightning_eff.config.recipes import Place
+from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core.catalog import RECIPES
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, exit_code
 
@@ -61,7 +61,7 @@ def test_a_recipe_without_callbacks_takes_them_in_both_forms() -> None:
 def test_a_recipe_of_ones_own_that_lists_none_takes_them_too(empty_folder: Path) -> None:
     own = (RECIPES / "baseline.yaml").read_text().replace("  - monitors: ", "  - monitors: []  # ")
     (empty_folder / "own.yaml").write_text(own)
-    place = Place((empty_folder,))
+    place = RecipePath((empty_folder,))
     values = composition.compose_recipe(
         "own", ["callbacks=[empty_cache]", "monitors=[progress]"], place
     ).values
@@ -265,7 +265,7 @@ def own_folder(folder: Path, **files: str) -> composition.Place:
         path = folder / "mine" / f"{name.replace('__', '/')}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return Place((folder / "mine",))
+    return RecipePath((folder / "mine",))
 
 
 def test_a_recipe_and_groups_of_ones_own(empty_folder: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from lightning_eff.core.errors import RankError
 from lightning_eff.launch.job import Launch
-from lightning_eff.launch.supervisor import Together
-from lightning_eff.launch.watch import Children
+from lightning_eff.launch.supervisor import RankSupervisor
+from lightning_eff.launch.watch import RankProcesses
 
 
 def ended(code: int) -> subprocess.Popen[bytes]:
@@ -23,15 +23,15 @@ def ended(code: int) -> subprocess.Popen[bytes]:
 
 
 def test_a_rank_that_left_with_code_0_is_named_where_its_connection_is_missed(tmp_path: Path) -> None:
-    children = Children(lambda: [ended(0)], tmp_path)
+    children = RankProcesses(lambda: [ended(0)], tmp_path)
     assert children.failed() is None
     assert children.left() == ("rank 1 left with code 0 while the others were at work", 1)
 
 
-def around(rank: int, procs: list[Any], folder: Path) -> Together:
+def around(rank: int, procs: list[Any], folder: Path) -> RankSupervisor:
     strategy = SimpleNamespace(launcher=SimpleNamespace(procs=procs))
     trainer: Any = SimpleNamespace(world_size=2, callbacks=[], strategy=strategy)
-    return Together(trainer, folder, Launch("lightning" if rank else "", rank))
+    return RankSupervisor(trainer, folder, Launch("lightning" if rank else "", rank))
 
 
 @pytest.mark.parametrize(

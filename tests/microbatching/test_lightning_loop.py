@@ -19,7 +19,7 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.core.errors import ConfigError, SlowPathWarning
 from lightning_eff.microbatching import lightning_loop
 from lightning_eff.microbatching.window import Window
-from lightning_eff.precision.mixed import Mixed
+from lightning_eff.precision.auto import AutoPrecision
 from tests.support.language import (
     BATCH_SIZE,
     LanguageModel,
@@ -134,7 +134,7 @@ def test_a_step_that_the_scaler_skips_advances_nothing() -> None:
     model = Overflows(True)
     accumulation = GradientAccumulation(global_batch_size=8)
     trainer = make_trainer(
-        callbacks=[accumulation], plugins=[Mixed(precision="16-mixed")], max_steps=-1, max_epochs=1
+        callbacks=[accumulation], plugins=[AutoPrecision(precision="16-mixed")], max_steps=-1, max_epochs=1
     )
     with pytest.warns(SlowPathWarning, match="will be slow"):
         trainer.fit(model, loader(12))

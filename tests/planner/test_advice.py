@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_eff.config import composition
-from lightning_eff.config.recipes import Place
+from lightning_eff.config.recipes import RecipePath
 from lightning_eff.kernels.devices import this_cpu
 from lightning_eff.planner.advice import Advice
 from lightning_eff.planner.advice import advise as advise_on
@@ -36,7 +36,7 @@ def advise(compose: Any, memory: DeviceMemory, **options: float) -> Advice:
 
 def composer(*words: str) -> Any:
     def compose(more: Sequence[str]) -> Mapping[str, Any]:
-        return composition.compose_recipe("baseline", [*SMALL, *words, *more], Place.of([])).values
+        return composition.compose_recipe("baseline", [*SMALL, *words, *more], RecipePath.of([])).values
 
     return compose
 

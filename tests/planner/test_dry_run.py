@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_eff.config import composition
-from lightning_eff.config.recipes import Place
+from lightning_eff.config.recipes import RecipePath
 from lightning_eff.planner.dry_run import ExampleBatch, dry_run
 from lightning_eff.run import build
 
@@ -28,7 +28,7 @@ RUNS = {
 
 
 def compose(recipe: str, *words: str) -> dict[str, Any]:
-    return dict(composition.compose_recipe(recipe, list(words), Place.of([])).values)
+    return dict(composition.compose_recipe(recipe, list(words), RecipePath.of([])).values)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::lightning_eff.core.errors.NoEffectWarning")

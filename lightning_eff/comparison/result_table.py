@@ -18,7 +18,7 @@ HEADER = ("technique", "samples/s", "x base", "peak", "x base", "loss diff", "st
 
 
 @dataclass(frozen=True)
-class Result:
+class TrialResult:
     """What one process has to say of one trial in one round.
 
     Args:
@@ -33,7 +33,7 @@ class Result:
 
 
 @dataclass
-class Row:
+class ComparisonRow:
     """A row of the table; absent figures are None.
 
     Args:
@@ -75,7 +75,7 @@ class Row:
         return asdict(self)
 
 
-def row(name: str, overrides: Sequence[str], results: Sequence[Result]) -> Row:
+def summarize_rounds(name: str, overrides: Sequence[str], results: Sequence[TrialResult]) -> ComparisonRow:
     """Put the rounds of a trial together.
 
     Args:
@@ -85,14 +85,14 @@ def row(name: str, overrides: Sequence[str], results: Sequence[Result]) -> Row:
     """
     measured = [each for each in results if each.status == MEASURED]
     if not measured:
-        last = results[-1] if results else Result(NOT_RUN, "its turn did not come")
-        return Row(name, last.status, last.reason, list(overrides))
+        last = results[-1] if results else TrialResult(NOT_RUN, "its turn did not come")
+        return ComparisonRow(name, last.status, last.reason, list(overrides))
     figures = [each.report["measured"] for each in measured]
     rates = [each["samples_per_s"] for each in figures if each.get("samples_per_s")]
     peaks = [each["peak_bytes"] for each in figures if each.get("peak_bytes")]
     firsts = [each["first_batch_s"] for each in figures if each.get("first_batch_s")]
     losses = [(int(step), float(loss)) for step, loss in measured[0].report.get("losses", ())]
-    return Row(
+    return ComparisonRow(
         name,
         MEASURED,
         _remarks(name, results, measured[0].report),
@@ -107,7 +107,7 @@ def row(name: str, overrides: Sequence[str], results: Sequence[Result]) -> Row:
     )
 
 
-def relate(rows: Sequence[Row], baseline: Row) -> None:
+def compare_to_baseline(rows: Sequence[ComparisonRow], baseline: ComparisonRow) -> None:
     """Fill in what compares each row to the baseline."""
     for each in rows:
         if each.samples_per_s and baseline.samples_per_s:
@@ -119,7 +119,7 @@ def relate(rows: Sequence[Row], baseline: Row) -> None:
             each.loss_difference = _last([loss - known[step] for step, loss in each.losses if step in known])
 
 
-def gain(each: Row) -> float:
+def gain(each: ComparisonRow) -> float:
     """Return how much a row helps: its speed's ratio over its memory's; 1 where neither changes.
 
     Example:
@@ -129,12 +129,12 @@ def gain(each: Row) -> float:
     return (each.speed_ratio or 1.0) / (each.peak_ratio or 1.0)
 
 
-def text(rows: Sequence[Row]) -> str:
+def format_rows(rows: Sequence[ComparisonRow]) -> str:
     """Return the table for a terminal."""
     return text_table(HEADER, [cells(each) for each in rows])
 
 
-def noise(rows: Sequence[Row]) -> list[str]:
+def format_noise(rows: Sequence[ComparisonRow]) -> list[str]:
     """Say, in a line or none, how far rounds of the same trial are apart.
 
     Example:
@@ -153,7 +153,7 @@ def noise(rows: Sequence[Row]) -> list[str]:
     return [" one round: how far apart two of them are is not known, nor what a difference says"] * measured
 
 
-def cells(each: Row) -> tuple[str, ...]:
+def cells(each: ComparisonRow) -> tuple[str, ...]:
     """Return a row's cells in words, `-` where there is nothing."""
     rate = "-" if each.samples_per_s is None else f"{each.samples_per_s:.1f}"
     if each.samples_per_s_spread is not None:
@@ -172,7 +172,7 @@ def cells(each: Row) -> tuple[str, ...]:
     )
 
 
-def _peak(each: Row) -> str:
+def _peak(each: ComparisonRow) -> str:
     """Return what was measured, or in brackets what is predicted."""
     if each.peak_bytes is not None:
         return human_bytes(each.peak_bytes)
@@ -191,7 +191,7 @@ def _last(values: Sequence[float]) -> float | None:
     return sum(last) / len(last) if last else None
 
 
-def _remarks(name: str, results: Sequence[Result], report: Mapping[str, Any]) -> str:
+def _remarks(name: str, results: Sequence[TrialResult], report: Mapping[str, Any]) -> str:
     """Say what is to be known of a row beside its figures."""
     failed = [each.reason for each in results if each.status == FAILED]
     if failed:

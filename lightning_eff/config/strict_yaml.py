@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
 
 
 @dataclass(frozen=True)
-class Document:
+class YamlDocument:
     """A YAML file that was read.
 
     Args:
@@ -61,7 +61,7 @@ def is_file(path: Path) -> bool:
     return os.path.isfile(path)  # noqa: PTH113 - pathlib raises about such a name
 
 
-def read(file: Path) -> Document:
+def read_yaml(file: Path) -> YamlDocument:
     """Read one file.
 
     Raises:
@@ -81,9 +81,9 @@ def read(file: Path) -> Document:
         loader = _Loader(text)
         root = loader.get_single_node()
         if root is None:
-            return Document(file, None)
+            return YamlDocument(file, None)
         _Check(file, loader).measure(root)
-        return Document(file, loader.construct_document(root), _defaults(file, root, loader))
+        return YamlDocument(file, loader.construct_document(root), _defaults(file, root, loader))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise _refusal(file, mark.line + 1 if mark else 1, str(error.problem)) from error
@@ -92,13 +92,13 @@ def read(file: Path) -> Document:
         raise _refusal(file, line, f"character {error.character:#04x} is not allowed in YAML") from error
 
 
-def read_mapping(file: Path) -> Document:
+def read_mapping(file: Path) -> YamlDocument:
     """Read a file of `key: value` lines.
 
     Raises:
         UsageError: As `read`, or it holds something else.
     """
-    document = read(file)
+    document = read_yaml(file)
     if not isinstance(document.content, dict):
         raise document.refusal(1, "expected lines of key: value")
     return document

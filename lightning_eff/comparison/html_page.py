@@ -8,8 +8,8 @@ from typing import Any
 
 import jinja2
 
-from lightning_eff.comparison.rows import HEADER, MEASURED, Row, cells, noise
-from lightning_eff.comparison.trials import BASELINE
+from lightning_eff.comparison.result_table import HEADER, MEASURED, ComparisonRow, cells, format_noise
+from lightning_eff.comparison.trial_plan import BASELINE
 from lightning_eff.report.html import STYLE
 
 _TEMPLATE = """<!doctype html>
@@ -47,7 +47,7 @@ global batch. Speeds are those of the fastest round, in brackets what the slowes
 """
 
 
-def page(found: Mapping[str, Any], rows: Sequence[Row]) -> str:
+def render_page(found: Mapping[str, Any], rows: Sequence[ComparisonRow]) -> str:
     """Return the page.
 
     Args:
@@ -64,17 +64,17 @@ def page(found: Mapping[str, Any], rows: Sequence[Row]) -> str:
     return environment.from_string(_TEMPLATE).render(
         {key: found[key] for key in ("recipe", "command", "steps", "rounds", "environment")},
         style=STYLE,
-        verdict=verdict(rows),
+        verdict=summary_sentence(rows),
         charts=[_bars("Speed", rows, "speed_ratio"), _bars("Peak memory", rows, "peak_ratio")],
         header=HEADER,
         table=[cells(each) for each in rows],
         memory=f"{'Peak memory is live bytes, counted storage by storage. ' if on_cpu else ''}In brackets: predicted.",
-        noise=noise(rows),
+        noise=format_noise(rows),
         raw=json.dumps(dict(found), indent=1),
     )
 
 
-def verdict(rows: Sequence[Row]) -> str:
+def summary_sentence(rows: Sequence[ComparisonRow]) -> str:
     """Return what the table says in a sentence or two.
 
     Example:
@@ -98,7 +98,7 @@ def verdict(rows: Sequence[Row]) -> str:
     return " ".join(said)
 
 
-def _bars(title: str, rows: Sequence[Row], key: str) -> dict[str, Any]:
+def _bars(title: str, rows: Sequence[ComparisonRow], key: str) -> dict[str, Any]:
     values = [(each.technique, getattr(each, key)) for each in rows if getattr(each, key)]
     longest = max((value for _, value in values), default=1.0)
     return {

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.core import catalog
 
-BASELINE, AS_IT_IS, TOGETHER = "baseline", "the recipe as it is", "together"
+BASELINE, AS_IT_IS, COMBINED = "baseline", "the recipe as it is", "together"
 BARE = {"precision": "fp32", "strategy": "auto"}
 """What the baseline has of groups of which a run has exactly one."""
 NOT_ALONE = ("callbacks/optimizer_choice",)
@@ -23,7 +23,7 @@ BATCH_KEY = "batch_size"
 
 
 @dataclass(frozen=True)
-class Trial:
+class PlannedTrial:
     """One run of a comparison.
 
     Args:
@@ -50,7 +50,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepSize:
     """How many samples a step has.
 
     Args:
@@ -62,7 +62,7 @@ class Batch:
     on_device: int | None
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Batch:
+    def of(cls, values: Mapping[str, Any]) -> StepSize:
         """Read it from a composed recipe.
 
         Example:
@@ -88,15 +88,15 @@ def _num_ranks(values: Mapping[str, Any]) -> int:
     return (devices if isinstance(devices, int) and devices > 0 else 1) * trainer.get("num_nodes", 1)
 
 
-def alone(values: Mapping[str, Any], *, optimizers: bool) -> list[Trial]:
+def single_technique_trials(values: Mapping[str, Any], *, optimizers: bool) -> list[PlannedTrial]:
     """Return the baseline, and each technique alone on it.
 
     Args:
         values: The recipe as it is, composed.
         optimizers: Take all optimizers, not only those that are techniques of ours.
     """
-    batch = Batch.of(values)
-    trials = [Trial(BASELINE, (), tuple(BARE.items()), _one_batch(batch))]
+    batch = StepSize.of(values)
+    trials = [PlannedTrial(BASELINE, (), tuple(BARE.items()), _one_batch(batch))]
     for entry in catalog.options():
         group, _, option = entry.name.partition("/")
         every = group in ("callbacks", "precision") or (group == "optimizer" and optimizers)
@@ -106,22 +106,24 @@ def alone(values: Mapping[str, Any], *, optimizers: bool) -> list[Trial]:
             continue
         settings = REFINED.get(option, lambda _: ())(batch)
         if group == "callbacks":
-            trials.append(Trial(option, (option,), tuple(BARE.items()), _merged(_one_batch(batch), settings)))
+            trials.append(
+                PlannedTrial(option, (option,), tuple(BARE.items()), _merged(_one_batch(batch), settings))
+            )
         else:
             choices = {**BARE, group: option}
             both = _merged(_one_batch(batch), settings)
-            trials.append(Trial(f"{group}={option}", (), tuple(choices.items()), both))
+            trials.append(PlannedTrial(f"{group}={option}", (), tuple(choices.items()), both))
     return trials
 
 
-def row_of(line: str, values: Mapping[str, Any]) -> Trial:
+def user_trial(line: str, values: Mapping[str, Any]) -> PlannedTrial:
     """Return a row of the user's own: overrides on the baseline, separated by spaces.
 
     Raises:
         UsageError: They are not Hydra's grammar.
     """
     words = line.split()
-    listed, choices, settings = [], dict(BARE), list(_one_batch(Batch.of(values)))
+    listed, choices, settings = [], dict(BARE), list(_one_batch(StepSize.of(values)))
     for item in parse_overrides(words):
         key, value = str(item.key_or_group), item.value()
         if key == "callbacks":
@@ -130,10 +132,12 @@ def row_of(line: str, values: Mapping[str, Any]) -> Trial:
             choices[key] = value
         else:
             settings = list(_merged(settings, [str(item.input_line)]))
-    return Trial(line, tuple(listed), tuple(choices.items()), tuple(settings))
+    return PlannedTrial(line, tuple(listed), tuple(choices.items()), tuple(settings))
 
 
-def combined(helped: Sequence[Trial], fits: Callable[[Trial], bool]) -> Trial | None:
+def combine_trials(
+    helped: Sequence[PlannedTrial], fits: Callable[[PlannedTrial], bool]
+) -> PlannedTrial | None:
     """Return what helped alone, in one trial: the best first, and whatever still fits to it.
 
     Args:
@@ -145,7 +149,7 @@ def combined(helped: Sequence[Trial], fits: Callable[[Trial], bool]) -> Trial | 
         >>> combined([one, other], lambda trial: True).overrides()
         ['callbacks=[a]', 'precision=b']
     """
-    best: Trial | None = None
+    best: PlannedTrial | None = None
     for trial in helped:
         tried = trial if best is None else _joined(best, trial)
         if tried is not None and (best is None or fits(tried)):
@@ -155,7 +159,7 @@ def combined(helped: Sequence[Trial], fits: Callable[[Trial], bool]) -> Trial | 
     return best
 
 
-def _joined(one: Trial, other: Trial) -> Trial | None:
+def _joined(one: PlannedTrial, other: PlannedTrial) -> PlannedTrial | None:
     """Put two trials together; None where both want another option of the same group."""
     mine, theirs = dict(one.choices), dict(other.choices)
     for group, option in theirs.items():
@@ -163,10 +167,10 @@ def _joined(one: Trial, other: Trial) -> Trial | None:
             return None
     chosen = mine | {g: o for g, o in theirs.items() if o != BARE.get(g) or g not in mine}
     callbacks = (*(one.callbacks or ()), *(other.callbacks or ()))
-    return Trial(TOGETHER, callbacks, tuple(chosen.items()), _merged(one.settings, other.settings))
+    return PlannedTrial(COMBINED, callbacks, tuple(chosen.items()), _merged(one.settings, other.settings))
 
 
-def _one_batch(batch: Batch) -> tuple[str, ...]:
+def _one_batch(batch: StepSize) -> tuple[str, ...]:
     return () if batch.on_device is None else (f"data.{BATCH_KEY}={batch.on_device}",)
 
 
@@ -181,20 +185,20 @@ def _quarter(size: int) -> int:
     return size // next((parts for parts in (4, 3, 2) if size % parts == 0), 1)
 
 
-def _accumulated(batch: Batch) -> tuple[str, ...]:
+def _accumulated(batch: StepSize) -> tuple[str, ...]:
     if batch.whole is None or batch.on_device is None:
         return ()
     step = f"callbacks.gradient_accumulation.global_batch_size={batch.whole}"
     return (step, f"data.{BATCH_KEY}={_quarter(batch.on_device)}")
 
 
-def _in_parts(batch: Batch) -> tuple[str, ...]:
+def _in_parts(batch: StepSize) -> tuple[str, ...]:
     if batch.on_device is None:
         return ()
     return (f"callbacks.micro_batch.micro_batch_size={_quarter(batch.on_device)}",)
 
 
-REFINED: dict[str, Callable[[Batch], tuple[str, ...]]] = {
+REFINED: dict[str, Callable[[StepSize], tuple[str, ...]]] = {
     "gradient_accumulation": _accumulated,
     "micro_batch": _in_parts,
     "in_backward": lambda _: ("trainer.gradient_clip_val=null",),
