@@ -34,6 +34,7 @@ PUBLIC = {
     "apply": "lightning_eff.core.model_surgery",
     "compare": "lightning_eff.comparison.modules",
     "compile_in_place": "lightning_eff.callbacks.torch_compile",
+    "explain_tiles": "lightning_eff.kernels.tiles",
     "gemm": "lightning_eff.kernels.matmul",
     "gemm_logsumexp": "lightning_eff.kernels.matmul",
     "predict": "lightning_eff.planner.prediction",

@@ -12,14 +12,17 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter as PeftAdapter
 from lightning_eff.callbacks.peft_adapter import adapt as adapt
 from lightning_eff.callbacks.torch_compile import TorchCompile as TorchCompile
 from lightning_eff.callbacks.torch_compile import compile_in_place as compile_in_place
+from lightning_eff.callbacks.triton_gemm import TritonGemm as TritonGemm
 from lightning_eff.callbacks.triton_gemm import swap as swap
 from lightning_eff.checkpoint_io.durable import Durable as Durable
 from lightning_eff.comparison.modules import compare as compare
 from lightning_eff.config.composition import register as register
 from lightning_eff.core.model_surgery import Stage as Stage
 from lightning_eff.core.model_surgery import apply as apply
+from lightning_eff.kernels.linear import TritonLinear as TritonLinear
 from lightning_eff.kernels.matmul import gemm as gemm
 from lightning_eff.kernels.matmul import gemm_logsumexp as gemm_logsumexp
+from lightning_eff.kernels.tiles import explain_tiles as explain_tiles
 from lightning_eff.microbatching.fabric import ExactGradient as ExactGradient
 from lightning_eff.monitors.efficiency_report import EfficiencyReport as EfficiencyReport
 from lightning_eff.monitors.gradient_check import GradientCheck as GradientCheck
