@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lightning_eff.comparison import subprocess_trial
-from lightning_eff.comparison.rows import MEASURED, Result
+from lightning_eff.comparison.result_table import MEASURED, TrialResult
 from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, exit_code, root_cause_line
 
 Command = Callable[..., tuple[int, str, str]]
@@ -28,7 +28,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Train in this process, which has imported everything already; return the commands."""
     commands: list[list[str]] = []
 
-    def run(work: functools.partial[int], *, folder: Path, limit_s: float) -> Result:
+    def run(work: functools.partial[int], *, folder: Path, limit_s: float) -> TrialResult:
         commands.append(work.args[0])
         folder.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
@@ -36,8 +36,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             try:
                 code = work(folder)
             except Exception as error:  # noqa: BLE001 - a failed trial is a row
-                return subprocess_trial._result(exit_code(error), "", root_cause_line(error))
-        return subprocess_trial._result(code, (folder / subprocess_trial.REPORT_FILE).read_text(), "")
+                return subprocess_trial.result_of(exit_code(error), "", root_cause_line(error))
+        return subprocess_trial.result_of(code, (folder / subprocess_trial.REPORT_FILE).read_text(), "")
 
     monkeypatch.setattr(subprocess_trial, "run", run)
     return commands
@@ -62,7 +62,7 @@ def test_rows_train_alike_and_are_compared_to_the_baseline(
     assert all(rows[name]["peak_ratio"] < 1.0 for name in SMALLER)
     for row in (row for row in rows.values() if row["status"] == MEASURED):
         assert row["predicted_peak_bytes"] == row["peak_bytes"], "to the byte"
-    assert rows["together"]["peak_ratio"] < 1.0
+    assert rows["combined"]["peak_ratio"] < 1.0
     assert rows["strategy=fsdp2"]["status"] == "not run"
     assert "one device" in rows["strategy=fsdp2"]["reason"]
     assert "micro_batch_size=1" in " ".join(rows["micro_batch"]["overrides"])

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 import lightning_eff
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.comparison import modules
-from lightning_eff.comparison.rows import FAILED, MEASURED
+from lightning_eff.comparison.result_table import FAILED, MEASURED
 from lightning_eff.core.errors import ConfigError
 from tests.conftest import Net, make_loader
 
@@ -104,7 +104,7 @@ def test_other_code_and_other_settings_have_other_results(tmp_path: Path) -> Non
     marks = [modules._fingerprint(each) for each in noting]
     assert marks[0] == marks[2] != marks[1]
     schedules = [{"callbacks": [GradientAccumulationScheduler({0: size})]} for size in (2, 4)]
-    assert modules._described(schedules[0]) != modules._described(schedules[1])
-    assert modules._described(schedules[0]) == modules._described(
+    assert modules._describe(schedules[0]) != modules._describe(schedules[1])
+    assert modules._describe(schedules[0]) == modules._describe(
         {"callbacks": [GradientAccumulationScheduler({0: 2})]}
     )

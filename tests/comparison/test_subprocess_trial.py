@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lightning_eff.comparison import subprocess_trial
-from lightning_eff.comparison.rows import FAILED, MEASURED, NOT_RUN, Result
+from lightning_eff.comparison.result_table import FAILED, MEASURED, NOT_RUN, TrialResult
 
 GOOD = {"measured": {"num_batches": 4, "samples_per_s": 8.0}, "losses": [[1, 2.0]]}
 
@@ -29,13 +29,13 @@ def work(code: str, folder: Path) -> int:
     return names.get("exit_code", 0)
 
 
-def python(tmp_path: Path, code: str, *, limit_s: float = 60.0) -> Result:
+def python(tmp_path: Path, code: str, *, limit_s: float = 60.0) -> TrialResult:
     return subprocess_trial.run(functools.partial(work, code), folder=tmp_path / "run", limit_s=limit_s)
 
 
 def test_a_report_on_the_standard_output_is_what_was_measured(tmp_path: Path) -> None:
     result = python(tmp_path, f"sys.stderr.write('hello'); print({json.dumps(GOOD)!r})")
-    assert result == Result(MEASURED, report=GOOD)
+    assert result == TrialResult(MEASURED, report=GOOD)
     assert (tmp_path / "run" / subprocess_trial.LOG_FILE).read_text() == "hello"
 
 
@@ -71,7 +71,7 @@ if child == 0:
     open({str(note)!r}, "w").write(str(os.getpid()))
 time.sleep(3600)"""
     result = python(tmp_path, code, limit_s=3.0)
-    assert result == Result(FAILED, "no end after 3 s; it was killed")
+    assert result == TrialResult(FAILED, "no end after 3 s; it was killed")
     _is_gone(int(note.read_text()))
 
 

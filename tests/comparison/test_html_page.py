@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from lightning_eff.comparison import page
-from lightning_eff.comparison.rows import FAILED, MEASURED, Row
+from lightning_eff.comparison import html_page
+from lightning_eff.comparison.result_table import FAILED, MEASURED, ComparisonRow
 
 FOUND = {
     "recipe": "lm", "command": "lightning-eff compare lm 'a=<b>'", "steps": 6, "rounds": 2,
     "environment": {"device": "CPU", "torch": "2.13"},
 }  # fmt: skip
 ROWS = [
-    Row("baseline", MEASURED, samples_per_s=10.0, speed_ratio=1.0, peak_bytes=2048, peak_ratio=1.0),
-    Row("half", MEASURED, samples_per_s=5.0, speed_ratio=0.5, peak_bytes=512, peak_ratio=0.25),
-    Row("<odd>", FAILED, "no end after 3 s"),
+    ComparisonRow("baseline", MEASURED, samples_per_s=10.0, speed_ratio=1.0, peak_bytes=2048, peak_ratio=1.0),
+    ComparisonRow("half", MEASURED, samples_per_s=5.0, speed_ratio=0.5, peak_bytes=512, peak_ratio=0.25),
+    ComparisonRow("<odd>", FAILED, "no end after 3 s"),
 ]
 
 
@@ -35,7 +35,7 @@ class Tags(HTMLParser):
 
 
 def test_it_is_whole_needs_no_network_and_takes_no_text_for_tags() -> None:
-    text = page.page(FOUND, ROWS)
+    text = html_page.render_page(FOUND, ROWS)
     tags = Tags()
     tags.feed(text)
     assert tags.open == []
@@ -47,12 +47,12 @@ def test_it_is_whole_needs_no_network_and_takes_no_text_for_tags() -> None:
 
 
 def test_bars_are_as_long_as_their_ratios() -> None:
-    widths = re.findall(r"width:([\d.]+)%", page.page(FOUND, ROWS))
+    widths = re.findall(r"width:([\d.]+)%", html_page.render_page(FOUND, ROWS))
     assert widths == ["100.0", "50.0", "100.0", "25.0"]
 
 
 def test_it_says_first_what_helps_and_what_does_not() -> None:
-    assert page.verdict(ROWS) == (
+    assert html_page.summary_sentence(ROWS) == (
         "Nothing here is faster than the baseline. Least memory: half, 0.25 of the baseline."
     )
-    assert page.verdict(ROWS[:1]) == "Beside the baseline nothing was measured."
+    assert html_page.summary_sentence(ROWS[:1]) == "Nothing was measured besides the baseline."

@@ -1,0 +1,208 @@
+"""Summarize the rounds of each trial as a row: fastest round, ratios to the baseline, difference of losses.
+
+Whatever else the machine does only slows a trial down, so the fastest round is closest to what the technique
+costs; the distance to the slowest round is shown next to it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lightning_eff.core.text import human_bytes, text_table
+
+MEASURED, PREDICTED, NOT_RUN, FAILED = "measured", "predicted", "not run", "failed"
+HEADER = ("technique", "samples/s", "x base", "peak", "x base", "loss diff", "status")
+SLOW_FIRST_BATCH_S = 5.0
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """The outcome of one trial in one round, from one process.
+
+    Args:
+        status: `measured`, `not run` or `failed`.
+        reason: Why it was not measured, in one line.
+        report: The efficiency report; empty unless measured.
+    """
+
+    status: str
+    reason: str = ""
+    report: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass
+class ComparisonRow:
+    """A row of the table; a figure that is missing is None.
+
+    Args:
+        technique: Name of the trial.
+        status: `measured`, `predicted`, `not run` or `failed`.
+        reason: Why it was not measured, or a remark.
+        overrides: Those that turn the recipe into this trial.
+        samples_per_s: Of the fastest round.
+        samples_per_s_spread: How much slower the slowest round was.
+        speed_ratio: To the baseline.
+        peak_bytes: Live bytes on a CPU, `max_memory_allocated` on a GPU.
+        peak_ratio: To the baseline.
+        predicted_peak_bytes: Of the same step on fake tensors.
+        losses: Step and loss.
+        loss: Mean over the last quarter of the steps.
+        loss_difference: To the baseline, over the last quarter of the steps that both have.
+        first_batch_s: Longest batch before timing began, with compilation.
+        num_rounds: Processes that measured it.
+    """
+
+    technique: str
+    status: str
+    reason: str = ""
+    overrides: list[str] = field(default_factory=list[str])
+    samples_per_s: float | None = None
+    samples_per_s_spread: float | None = None
+    speed_ratio: float | None = None
+    peak_bytes: int | None = None
+    peak_ratio: float | None = None
+    predicted_peak_bytes: int | None = None
+    losses: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    loss: float | None = None
+    loss_difference: float | None = None
+    first_batch_s: float | None = None
+    num_rounds: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain types."""
+        return asdict(self)
+
+
+def summarize_rounds(name: str, overrides: Sequence[str], results: Sequence[TrialResult]) -> ComparisonRow:
+    """Return the row of a trial.
+
+    Args:
+        name: The trial's.
+        overrides: Those that turn the recipe into it.
+        results: One for each round that it took part in.
+    """
+    measured = [result for result in results if result.status == MEASURED]
+    if not measured:
+        last = results[-1] if results else TrialResult(NOT_RUN, "interrupted before its turn")
+        return ComparisonRow(name, last.status, last.reason, list(overrides))
+    failed = [result.reason for result in results if result.status == FAILED]
+    if failed:
+        remark = f"{len(failed)} of {len(results)} rounds failed: {failed[0]}"
+    else:
+        remark = _no_effect(name, measured[0].report)
+    figures = [result.report["measured"] for result in measured]
+    rates = [each["samples_per_s"] for each in figures if each.get("samples_per_s")]
+    losses = [(int(step), float(loss)) for step, loss in measured[0].report.get("losses", ())]
+    return ComparisonRow(
+        name,
+        MEASURED,
+        remark,
+        list(overrides),
+        samples_per_s=max(rates, default=None),
+        samples_per_s_spread=max(rates) - min(rates) if len(rates) > 1 else None,
+        peak_bytes=max((each["peak_bytes"] for each in figures if each.get("peak_bytes")), default=None),
+        losses=losses,
+        loss=_last_quarter([loss for _, loss in losses]),
+        first_batch_s=max((e["first_batch_s"] for e in figures if e.get("first_batch_s")), default=None),
+        num_rounds=len(measured),
+    )
+
+
+def _no_effect(name: str, report: Mapping[str, Any]) -> str:
+    """Name the callbacks and strategies without effect; `durable` has none, as a trial saves nothing."""
+    idle = [
+        entry["technique"].rpartition("/")[2]
+        for entry in report.get("ledger", ())
+        if entry["status"] == "no effect" and entry["technique"].startswith(("callbacks/", "strategy/"))
+    ]
+    is_the_trial = len(idle) == 1 and (name == idle[0] or name.startswith("optimizer="))
+    return "no effect" if is_the_trial else f"no effect: {', '.join(idle)}" if idle else ""
+
+
+def compare_to_baseline(rows: Sequence[ComparisonRow], baseline: ComparisonRow) -> None:
+    """Fill in the ratios and the difference of losses of each row."""
+    baseline_losses = dict(baseline.losses)
+    for row in rows:
+        if row.samples_per_s and baseline.samples_per_s:
+            row.speed_ratio = row.samples_per_s / baseline.samples_per_s
+        if row.peak_bytes and baseline.peak_bytes:
+            row.peak_ratio = row.peak_bytes / baseline.peak_bytes
+        if row is not baseline:
+            row.loss_difference = _last_quarter(
+                [loss - baseline_losses[step] for step, loss in row.losses if step in baseline_losses]
+            )
+
+
+def _last_quarter(values: Sequence[float]) -> float | None:
+    """Return the mean over the last quarter of some values, of at least one; None if there are none."""
+    last = values[-max(1, len(values) // 4) :]
+    return sum(last) / len(last) if last else None
+
+
+def gain(row: ComparisonRow) -> float:
+    """Return how much a row helps: its speed ratio divided by its memory ratio; 1 if neither changes.
+
+    Example:
+        >>> gain(ComparisonRow("x", MEASURED, speed_ratio=2.0, peak_ratio=0.5))
+        4.0
+    """
+    return (row.speed_ratio or 1.0) / (row.peak_ratio or 1.0)
+
+
+def format_rows(rows: Sequence[ComparisonRow]) -> str:
+    """Return the table for a terminal."""
+    return text_table(HEADER, [cells(row) for row in rows])
+
+
+def format_noise(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return a line on how much rounds of the same trial differ; none if nothing was measured.
+
+    Example:
+        >>> format_noise([ComparisonRow("x", MEASURED, samples_per_s=10.0, samples_per_s_spread=2.0)])
+        [' Rounds of a trial differ by 20% here (median): smaller differences in speed are noise.']
+    """
+    spreads = [
+        row.samples_per_s_spread / row.samples_per_s
+        for row in rows
+        if row.samples_per_s and row.samples_per_s_spread is not None
+    ]
+    if spreads:
+        median = f"{statistics.median(spreads):.0%}"
+        return [
+            f" Rounds of a trial differ by {median} here (median): smaller differences in speed are noise."
+        ]
+    if any(row.samples_per_s for row in rows):
+        return [" Only one round: noise is unknown. Use --rounds 3 before you trust a difference."]
+    return []
+
+
+def cells(row: ComparisonRow) -> tuple[str, ...]:
+    """Return a row's cells as text, `-` where a figure is missing."""
+    rate = "-" if row.samples_per_s is None else f"{row.samples_per_s:.1f}"
+    if row.samples_per_s_spread is not None:
+        rate += f" (-{row.samples_per_s_spread:.1f})"
+    peak = "-"
+    if row.peak_bytes is not None:
+        peak = human_bytes(row.peak_bytes)
+    elif row.predicted_peak_bytes is not None:
+        peak = f"({human_bytes(row.predicted_peak_bytes)})"
+    difference = row.loss_difference
+    status = f"{row.status}: {row.reason}" if row.reason else row.status
+    if row.status == MEASURED and (row.first_batch_s or 0.0) > SLOW_FIRST_BATCH_S:
+        status += f"{';' if row.reason else ','} first batch {row.first_batch_s:.0f} s"
+    return (
+        row.technique,
+        rate,
+        _two_digits(row.speed_ratio),
+        peak,
+        _two_digits(row.peak_ratio),
+        "-" if difference is None else "0 (exact)" if difference == 0.0 else f"{difference:+.2g}",
+        status,
+    )
+
+
+def _two_digits(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
