@@ -238,9 +238,11 @@ class RecipeApp:
 class _SharedLoader:
     """Replaces `load_configuration` of Hydra's config loader, so that each config is composed once.
 
+    Hydra 1.3's `run`, `multirun`, `show_cfg` and `load_sweep_config` all call that method, the last one twice
+    for each job of a sweep: to validate its overrides, and to launch it.
+
     Args:
-        loader: Its method is replaced on the instance, for Hydra's `run`, `multirun`, `show_cfg` and
-            `load_sweep_config` all call it.
+        loader: Its method is replaced on the instance.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -249,24 +251,22 @@ class _SharedLoader:
         vars(loader)["load_configuration"] = self
 
     def compose(self, recipe: str, overrides: list[str], mode: RunMode) -> DictConfig:
-        """Compose, and keep the result for the first time that Hydra needs it."""
-        cfg = self._composed[recipe, *overrides] = self(recipe, overrides, mode, from_shell=False)
+        """Compose, and keep the result for Hydra."""
+        # The class's method: a bound one would be this object after a launcher has pickled it.
+        load: Any = type(self._loader).load_configuration
+        cfg: DictConfig = load(self._loader, recipe, overrides, mode, from_shell=False)
+        folders: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
+        for key, (default, replacement) in HYDRA_FOLDERS.items():
+            if folders[key.split(".")[1]]["dir"] == default:
+                OmegaConf.update(cfg, key, replacement)
+        self._composed[recipe, *overrides] = cfg
         return cfg
 
-    def __call__(
-        self, config_name: str, overrides: list[str], run_mode: RunMode, **options: bool
-    ) -> DictConfig:
-        # Taken out of the dictionary: Hydra changes the config that it runs, and a sweep may repeat a job.
-        cfg = self._composed.pop((config_name, *overrides), None)
-        if cfg is None:
-            # The class's method: a bound one would be this object after a launcher has pickled it.
-            cfg = type(self._loader).load_configuration(
-                self._loader, config_name, overrides, run_mode, **options
-            )
-            for key, (default, replacement) in HYDRA_FOLDERS.items():
-                if OmegaConf.to_container(cfg.hydra, resolve=False)[key.split(".")[1]]["dir"] == default:
-                    OmegaConf.update(cfg, key, replacement)
-        return cfg
+    def __call__(self, config_name: str, overrides: list[str], run_mode: RunMode, **_: bool) -> DictConfig:
+        """Return what was composed for a check, or compose what a sweeper plugin has chosen."""
+        cfg = self._composed.get((config_name, *overrides))
+        cfg = self.compose(config_name, overrides, run_mode) if cfg is None else cfg
+        return copy.deepcopy(cfg)  # Hydra changes the config that it runs, and a sweep may repeat a job
 
 
 def _check_run_dir(cfg: DictConfig) -> Path:

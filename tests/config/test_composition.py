@@ -306,7 +306,7 @@ def test_settings_of_what_was_taken_out_are_left_out_and_misspelt_ones_are_not(e
 
 def test_a_callback_without_its_package_line_is_told_so(empty_folder: Path) -> None:
     text = "_target_: lightning_eff.callbacks.empty_cache.EmptyCache\n"
-    with pytest.raises(ConfigError, match=r"begin the YAML with `# @package callbacks.NAME`"):
+    with pytest.raises(ConfigError, match=r"begin its YAML with `# @package callbacks.NAME`"):
         composition.compose_recipe("lm", ["callbacks=[bare]"], own_folder(empty_folder, callbacks__bare=text))
 
 
