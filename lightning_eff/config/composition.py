@@ -167,9 +167,13 @@ class RecipeApp:
         Args:
             run_dir: Replaces the composed folder: the one that all ranks of a run share.
         """
+        return self._check(self.config(), self._parsed, run_dir)
+
+    def config(self) -> DictConfig:
+        """Return the run's config as Hydra composed it."""
         if self._cfg is None:
             self._cfg = self._compose(self._lines)
-        return self._check(self._cfg, self._parsed, run_dir)
+        return self._cfg
 
     @as_overrides()
     def check_sweep(self) -> None:
@@ -188,9 +192,9 @@ class RecipeApp:
             run_dir: That folder.
             save_config: Write `.hydra/` there.
         """
-        OmegaConf.update(self._config(), "hydra.run.dir", str(run_dir))  # `${now:}` would be a later time
+        OmegaConf.update(self.config(), "hydra.run.dir", str(run_dir))  # `${now:}` would be a later time
         if not save_config:
-            OmegaConf.update(self._config(), "hydra.output_subdir", None)
+            OmegaConf.update(self.config(), "hydra.output_subdir", None)
         self._hydra.run(self.recipe, job, self._lines)
 
     def sweep(self, job: Callable[[DictConfig], None]) -> None:
@@ -198,15 +202,11 @@ class RecipeApp:
         self._hydra.multirun(self.recipe, job, self._lines)
 
     def show(self, cfg: str | None, *, info: str | None, package: str | None, resolve: bool) -> None:
-        """Print the composed config, or with `info` what Hydra knows of it."""
+        """Print the composed config, or with `info` Hydra's information on it."""
         if info is not None:
             self._hydra.show_info(info, self.recipe, self._lines)
         else:
             self._hydra.show_cfg(self.recipe, self._lines, cfg, package, resolve)
-
-    def _config(self) -> DictConfig:
-        assert self._cfg is not None, "call check first"  # noqa: S101 - an error of this package
-        return self._cfg
 
     def _compose(self, lines: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
         try:

@@ -146,8 +146,7 @@ def test_a_job_that_was_taken_elsewhere_raises_what_went_wrong(
     section = {"runtime": {"output_dir": str(tmp_path / "0")}, "overrides": {"task": task}}
     (tmp_path / "0").mkdir()
     with recipe_app("baseline", task) as app:
-        app.check()
-        cfg, chain = app._config(), app.chain
+        cfg, chain = app.config(), app.chain
     monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create(section))
     here = train._Job("baseline", RecipePath(), chain)
     here(cfg)
