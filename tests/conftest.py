@@ -1,84 +1,34 @@
-"""A small model and its data, a Trainer for them, and the command line in this process."""
+"""Fixtures of all tests, and the environment that they run in; what tests share lies in tests/support/."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
 import logging
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning_utilities.core import rank_zero
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff import cli
+
+pytest.register_assert_rewrite("tests.support")
+
+from tests.support.command_line import TINY  # noqa: E402 - rewritten only if they are imported after that
+from tests.support.models import Deep, Net  # noqa: E402
+from tests.support.processes import adopt_orphans, children, end_children  # noqa: E402
 
 # Two workers share two cores: more threads would wait for each other. Child processes inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 os.environ.pop("PL_GLOBAL_SEED", None)
-LOGGERS = ("lightning", "lightning.fabric", "lightning.pytorch", "lightning_eff.config.composition", "torch")
-
-
-def adopt_orphans() -> None:
-    """Become the parent of processes whose own parent dies, so that none escapes `children`."""
-    set_child_subreaper = 36
-    with contextlib.suppress(OSError, AttributeError):  # not on Linux
-        ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
-
-
 adopt_orphans()
-SHARED = ("resource_tracker", "forkserver", "compile_worker")
-"""Processes that multiprocessing and torch start once and keep for later tests."""
-
-
-def children() -> set[int]:
-    """Return the processes that this one started, or that came to it."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return {int(word) for path in lists for word in path.read_text().split()}
-
-
-def command_of(process: int) -> str:
-    """Return what a process was started with; nothing of one that has ended, and of one that is shared."""
-    try:
-        command = Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
-    return "" if any(name in command for name in SHARED) else command
-
-
-def end_children(before: set[int]) -> list[str]:
-    """Return the new processes that do not end by themselves, and end them."""
-    left: dict[int, str] = {}
-    for attempt in range(500):
-        left = {process: command for process in children() - before if (command := command_of(process))}
-        if not left:
-            return []
-        if attempt == 0:
-            gc.collect()  # workers end with their loader
-        time.sleep(0.02)
-    found = list(left.values())
-    while left:  # what they had started comes to this process
-        for process in left:
-            with contextlib.suppress(OSError):
-                os.kill(process, signal.SIGKILL)
-                os.waitpid(process, 0)
-        left = {process: command for process in children() - before if (command := command_of(process))}
-    return found
+LOGGERS = ("lightning", "lightning.fabric", "lightning.pytorch", "lightning_eff.config.composition", "torch")
 
 
 @pytest.fixture(autouse=True)
@@ -102,83 +52,6 @@ def nothing_is_left_behind() -> Iterator[None]:
         logging.getLogger(name).setLevel(level)
 
 
-class Net(pl.LightningModule):
-    """Two linear layers with dropout between them, trained by SGD with momentum."""
-
-    def __init__(self, *, width: int = 16, dropout: float = 0.1, lr: float = 0.05) -> None:
-        super().__init__()
-        self.lr = lr
-        self.first = nn.Linear(8, width)
-        self.dropout = nn.Dropout(dropout)
-        self.norm = nn.LayerNorm(width)
-        self.second = nn.Linear(width, 3)
-        self.losses: list[float] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.norm(self.dropout(F.relu(self.first(x)))))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = F.cross_entropy(self(x).float(), y)
-        self.losses.append(float(loss.detach()))
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", F.cross_entropy(self(batch[0]).float(), batch[1]))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-
-
-class Layer(nn.Module):
-    """A residual layer with dropout inside."""
-
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.linear = nn.Linear(width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(F.gelu(self.linear(self.norm(x))))
-
-
-class Deep(Net):
-    """A Net with three repeated blocks in the middle."""
-
-    def __init__(self, *, width: int = 16, dropout: float = 0.1, lr: float = 0.05) -> None:
-        super().__init__(width=width, dropout=dropout, lr=lr)
-        self.blocks = nn.ModuleList(Layer(width, dropout) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.dropout(F.relu(self.first(x)))
-        for block in self.blocks:
-            x = block(x)
-        return self.second(self.norm(x))
-
-
-def make_loader(num_samples: int = 40, batch_size: int = 4) -> DataLoader[tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(num_samples, 8, generator=generator)
-    y = torch.randint(0, 3, (num_samples,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
-
-
-def make_trainer(**keywords: object) -> pl.Trainer:
-    quiet = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "max_epochs": -1,
-        "max_steps": 10,
-    }
-    return pl.Trainer(**(quiet | keywords))  # pyright: ignore[reportArgumentType]
-
-
 @pytest.fixture
 def net() -> Callable[..., Net]:
     """Return a maker of models that all begin with the same weights and the same random state."""
@@ -200,22 +73,6 @@ def _maker(kind: type[Net]) -> Callable[..., Any]:
         return model
 
     return make
-
-
-TINY = [
-    "trainer.accelerator=cpu",
-    "trainer.max_steps=2",
-    "trainer.val_check_interval=2",
-    "trainer.limit_val_batches=1",
-    "trainer.num_sanity_val_steps=0",
-    "data.micro_batch_size=2",
-    "data.context_length=16",
-    "model.d_model=16",
-    "model.num_layers=1",
-    "model.num_heads=2",
-    "monitors.text_sample.num_tokens=3",
-]
-"""Overrides that make the language-model recipes train two steps in under a second."""
 
 
 @pytest.fixture(scope="session")
@@ -283,11 +140,3 @@ def command(
     for name, module in list(sys.modules.items()):  # another test has a my_project of its own
         if tmp_path in Path(getattr(module, "__file__", None) or "/").parents:
             del sys.modules[name]
-
-
-def in_interpreter(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python where Triton's interpreter runs the kernels: it is chosen when they are imported."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *words], cwd=Path(__file__).parent.parent,
-        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,8 @@ import torch
 
 from lightning_eff import cli
 from lightning_eff.core import catalog
+from tests.support.command_line import Command
 
-Command = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ import lightning.pytorch as pl
 import peft
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_eff.callbacks.data_preload import DataPreload
@@ -32,10 +30,8 @@ from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
 from lightning_eff.precision.frozen_low import FrozenLow
 from lightning_eff.precision.mixed import Mixed
-from tests.conftest import Deep, make_loader, make_trainer
-
-NUM_STEPS = 50
-SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+from tests.support.models import Deep, make_loader, make_trainer
+from tests.support.techniques import NUM_STEPS, SGD, assert_equal, plain_loop
 
 
 @dataclass(frozen=True)
@@ -128,39 +124,6 @@ pytestmark = [
 @pytest.fixture(params=list(CASES), ids=list(CASES))
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
-
-
-def plain_loop(model: Deep, precision: str, num_steps: int = NUM_STEPS) -> list[float]:
-    """Train as PyTorch's own documentation does it, without Lightning: the independent reference."""
-    dtype = torch.float16 if precision.startswith("16") else torch.bfloat16
-    mixed = precision.endswith("-mixed")
-    scaler = torch.amp.GradScaler("cpu", enabled=precision == "16-mixed")
-    dtype = torch.float64 if precision == "64-true" else dtype
-    if precision.endswith("-true"):
-        model.to(dtype if precision != "32-true" else torch.float32)
-    optimizer, losses = SGD(model.parameters()), list[float]()
-    while len(losses) < num_steps:
-        for batch, y in make_loader():
-            x = batch.to(model.first.weight.dtype)
-            with torch.autocast("cpu", dtype=dtype, enabled=mixed):
-                logits = model(x)
-                loss = F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), y)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            losses.append(float(loss.detach()))
-            if len(losses) == num_steps:
-                break
-    return losses[:num_steps]
-
-
-def assert_equal(model: Deep, plain: Deep, expected: list[float], rtol: float) -> None:
-    if rtol == 0.0:
-        assert model.losses == expected
-    assert model.losses == pytest.approx(expected, rel=rtol)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol * 0.1)
 
 
 def test_result_is_bit_for_bit_that_of_a_plain_loop(

@@ -29,8 +29,8 @@ from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.precision.mixed import Mixed
-from tests import conftest
-from tests.conftest import Deep, make_trainer
+from tests.support import models
+from tests.support.models import Deep, make_trainer
 
 NUM_SAMPLES, BATCH = 20, 4
 EPOCH = NUM_SAMPLES // BATCH
@@ -230,4 +230,4 @@ def test_an_adapted_model_and_a_full_checkpoint_refuse_each_other_by_names(
 
 
 def make_small_loader() -> Any:
-    return conftest.make_loader(8)
+    return models.make_loader(8)

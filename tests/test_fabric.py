@@ -16,8 +16,8 @@ from lightning_eff.core import model_surgery
 from lightning_eff.core.model_surgery import Change, Stage
 from lightning_eff.core.optimization.build import build
 from lightning_eff.precision.mixed import step_context
-from tests.conftest import Deep, make_loader
-from tests.test_contract import SGD, assert_equal, plain_loop
+from tests.support.models import Deep, make_loader
+from tests.support.techniques import SGD, assert_equal, plain_loop
 
 NUM_STEPS = 20
 POLICIES = (None, "full", "every_n", "selective", "offload")

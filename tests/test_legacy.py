@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.planner import attach
 from lightning_eff.planner.advise_after import Advise
-from tests.conftest import make_loader
-from tests.test_mirror import TECHNIQUES, class_of
+from tests.support.models import make_loader
+from tests.support.techniques import TECHNIQUES, class_of
 
 ROOT = Path(__file__).parent.parent
 SENTENCE = (

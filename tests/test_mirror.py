@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,29 +11,9 @@ import yaml
 
 import lightning_eff
 from lightning_eff.core import catalog
+from tests.support.techniques import PACKAGE, ROOT, TECHNIQUES, class_of, yaml_of
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "lightning_eff"
-TECHNIQUES = [
-    f"{folder}/{file.stem}"
-    for folder in lightning_eff.TECHNIQUE_FOLDERS
-    for file in sorted((PACKAGE / folder).glob("[a-z]*.py"))
-]
 TRAINED = [f"{f}/{file.stem}" for f in ("models", "data") for file in sorted((PACKAGE / f).glob("[a-z]*.py"))]
-GROUP = {"models": "model", "data": "data"}
-
-
-def yaml_of(name: str) -> Path:
-    folder, _, stem = name.partition("/")
-    return ROOT / "conf" / GROUP.get(folder, folder) / f"{stem}.yaml"
-
-
-def class_of(name: str) -> type:
-    """Return the class that a YAML's `_target_` names, which must lie in the module of the same name."""
-    target = yaml.safe_load(yaml_of(name).read_text())["_target_"]
-    module, _, attribute = target.rpartition(".")
-    assert module == f"lightning_eff.{name.replace('/', '.')}"
-    return getattr(importlib.import_module(module), attribute)
 
 
 def test_there_are_techniques() -> None:

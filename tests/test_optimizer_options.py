@@ -19,7 +19,7 @@ from lightning_eff.config.recipes import Place
 from lightning_eff.core import catalog
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
-from tests.conftest import Deep, make_loader, make_trainer
+from tests.support.models import Deep, make_loader, make_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning"),

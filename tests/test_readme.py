@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ import torch
 
 from lightning_eff.comparison import subprocess_trial
 from lightning_eff.comparison.rows import MEASURED, Result
-from tests.conftest import TINY, make_trainer
+from tests.support.command_line import TINY, Command
+from tests.support.models import make_trainer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-Command = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.filterwarnings(
     "ignore::lightning_eff.core.errors.NoEffectWarning",
     "ignore::lightning_eff.core.errors.SlowPathWarning",

@@ -9,8 +9,6 @@ import errno
 import itertools
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,10 +36,10 @@ from lightning_eff.core.shards import together
 from lightning_eff.precision.mixed import Mixed
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
-from tests import covering
-from tests.conftest import make_trainer
-from tests.microbatching.test_ddp import same
-from tests.microbatching.test_lightning_loop import plain, speaker, texts
+from tests.support import covering
+from tests.support.language import plain, speaker, texts
+from tests.support.models import make_trainer
+from tests.support.ranks import same, start
 
 STEPS = 20
 OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
@@ -353,11 +351,7 @@ def evaluated(trainer: pl.Trainer) -> float:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return where two ranks have left their checkpoints and results."""
     folder = tmp_path_factory.mktemp("strategies")
-    script = folder / "strategies.py"
-    path = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n"
-    script.write_text(f"{path}from tests.test_strategies import main\nmain({str(folder)!r})\n")
-    command = [sys.executable, "-W", "ignore", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = start("tests.test_strategies", folder)
     assert all((folder / f"rank{rank}.pt").exists() for rank in range(2)), done.stderr[-4000:]
     return folder
 

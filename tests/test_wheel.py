@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import TINY
+from tests.support.command_line import TINY
 
 ROOT = Path(__file__).parent.parent
 

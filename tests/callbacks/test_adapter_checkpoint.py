@@ -26,7 +26,8 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.checkpoint import stored_weights
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import CheckpointError, ConfigError
-from tests.conftest import Deep, Net, make_loader, make_trainer
+from tests.support.adapters import edited, read
+from tests.support.models import Deep, Net, make_loader, make_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
@@ -93,10 +94,6 @@ def fit(
     if folder is not None:
         trainer.save_checkpoint(folder / "end.ckpt")
     return trainer
-
-
-def read(path: Path) -> dict[str, Any]:
-    return Durable(require_digest=True).load_checkpoint(path)
 
 
 @pytest.fixture(scope="module")
@@ -216,14 +213,6 @@ def test_an_adapter_is_under_one_percent_of_a_whole_checkpoint(tmp_path: Path) -
         fit(Llama(), tmp_path / str(save_base), steps=1, save_base=save_base, **chosen)
     sizes = {kind: (tmp_path / kind / "end.ckpt").stat().st_size for kind in ("True", "False")}
     assert sizes["False"] < 0.01 * sizes["True"], sizes
-
-
-def edited(path: Path, target: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
-    """Return a checkpoint whose content was changed by someone who can seal it."""
-    state = read(path)
-    edit(state)
-    Durable().save_checkpoint(state, target)
-    return target
 
 
 def renamed(c: dict[str, Any]) -> None:

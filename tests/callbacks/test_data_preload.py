@@ -25,7 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_eff.callbacks._data_preload import worker_trials
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.core.errors import ConfigError, ConflictError
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 # torchdata 0.11 on torch 2.13
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -440,7 +440,7 @@ def test_two_ranks_agree_and_see_the_samples_that_they_would_see(tmp_path: Path)
         import torch
         from torch.utils.data import DataLoader
         from lightning_eff.callbacks.data_preload import DataPreload
-        from tests.conftest import Net, make_trainer
+        from tests.support.models import Net, make_trainer
         from tests.callbacks.test_data_preload import Samples
 
         for preload in (None, DataPreload(), DataPreload(num_workers=2)):

@@ -13,7 +13,7 @@ from lightning_eff.callbacks.empty_cache import EmptyCache, Released, release
 from lightning_eff.core import allocator
 from lightning_eff.core.allocator import AllocatorState
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 GIB = 2**30
 

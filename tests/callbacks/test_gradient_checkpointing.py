@@ -18,7 +18,7 @@ from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.models.gpt import GPT
 from lightning_eff.report.live_bytes import LiveBytes
-from tests.conftest import Deep, Net, make_loader, make_trainer
+from tests.support.models import Deep, Net, make_loader, make_trainer
 
 NUM_LAYERS = 4
 PRODUCTS_A_BLOCK = 4

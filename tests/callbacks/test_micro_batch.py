@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,127 +21,13 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning, NoEffectWarning
 from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.microbatching.logged import BatchMetrics
-from tests.conftest import make_trainer
-from tests.microbatching.test_lightning_loop import assert_t1, loader, plain, speaker
+from tests.support.faults import Fault, Noisy, Shrinks, everything, noisy, out_of_memory
+from tests.support.language import assert_t1, loader, plain, speaker
+from tests.support.models import make_trainer
 
 BATCH = 12
 PHASES = ("forward", "backward", "update")
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning")
-
-
-def out_of_memory() -> torch.OutOfMemoryError:
-    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-
-
-class Fault:
-    """Runs out of memory in a phase: where there are more than `limit` samples, or `at` the n-th time."""
-
-    def __init__(self, phase: str = "", *, limit: int = 10**9, at: int = -1, times: int = 1) -> None:
-        self.phase, self.limit, self.at, self.times = phase, limit, at, times
-        self.count = 0
-        self.raised = 0
-
-    def meet(self, phase: str, num_samples: int = 0) -> None:
-        if phase != self.phase:
-            return
-        here = num_samples > self.limit or self.at <= self.count < self.at + self.times
-        self.count += 1
-        if here:
-            self.raised += 1
-            raise out_of_memory()
-
-
-class _InBackward(torch.autograd.Function):
-    """Meets the fault in the middle of a backward pass, when some gradients are there already."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fault: Fault) -> Tensor:
-        ctx.fault, ctx.num_samples = fault, len(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.fault.meet("backward", ctx.num_samples)
-        return gradients[0], None
-
-
-class SGD(torch.optim.SGD):
-    """Meets the fault when half of the parameters are updated, and when all of them are."""
-
-    def __init__(self, params: Any, fault: Fault) -> None:
-        super().__init__(params, lr=0.05, momentum=0.9)
-        self.fault = fault
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        group = self.param_groups[0]
-        everything = group["params"]
-        for half in (everything[: len(everything) // 2], everything[len(everything) // 2 :]):
-            group["params"] = half
-            super().step()
-            try:
-                self.fault.meet("update")
-            except torch.OutOfMemoryError:
-                group["params"] = everything
-                raise
-        group["params"] = everything
-        return loss
-
-
-class Noisy(pl.LightningModule):
-    """Has everything that a second try must bring back."""
-
-    def __init__(self, fault: Fault | None = None) -> None:
-        super().__init__()
-        self.fault = fault or Fault()
-        self.first = nn.Linear(6, 8)
-        self.norm = nn.BatchNorm1d(4)
-        self.drop = nn.Dropout(0.3)
-        self.second = nn.Linear(8, 3)
-        self.own = torch.Generator().manual_seed(7)
-        self.seen = MeanMetric()
-        self.losses: list[float] = []
-        self.count = 0
-        self.logged: list[dict[str, float]] = []
-        self.live: list[int] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y, w = batch["x"], batch["y"], batch["w"]
-        self.count += 1
-        x = x + random.random() * 0.1 + float(np.random.rand()) * 0.1
-        x = x + 0.1 * torch.rand(x.shape, generator=self.own)
-        hidden = torch.relu(self.norm(self.first(x).view(-1, 4, 2)).flatten(1))
-        self.fault.meet("forward", len(x))
-        hidden = _InBackward.apply(hidden, self.fault)
-        losses = F.cross_entropy(self.second(self.drop(hidden)), y, reduction="none")
-        loss = (losses * w).sum() / w.sum()
-        self.losses.append(float(loss.detach()))
-        self.seen(loss.detach())
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log("metric", self.seen, on_step=True, on_epoch=True)
-        self.log("largest", loss, on_step=True, on_epoch=True, reduce_fx="max")
-        return {"loss": loss, "weight": w.sum(), "ids": batch["ids"]}
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.logged.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
-        assert outputs["ids"] == batch["ids"]
-
-    def configure_optimizers(self) -> Any:
-        optimizer = SGD(self.parameters(), self.fault)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-def noisy(fault: Fault | None = None) -> Noisy:
-    torch.manual_seed(1)
-    model = Noisy(fault)
-    torch.manual_seed(2)
-    random.seed(3)
-    np.random.seed(4)
-    return model
 
 
 def data(num_samples: int = 4 * BATCH + 5) -> DataLoader[Any]:
@@ -161,21 +45,6 @@ def train(callback: Any, fault: Fault | None = None, **keywords: Any) -> tuple[N
     trainer = make_trainer(callbacks=callbacks, **({"max_steps": 7} | keywords))
     trainer.fit(model, data())
     return model, trainer
-
-
-def everything(model: Noisy, trainer: pl.Trainer) -> dict[str, Any]:
-    """Return all that a run leaves behind."""
-    optimizer = trainer.optimizers[0]
-    return {
-        "weights": [p.detach().clone() for p in model.parameters()],
-        "buffers": [b.clone() for b in model.buffers()],
-        "momentum": [s["momentum_buffer"] for s in optimizer.state.values()],
-        "random": [torch.rand(3), torch.tensor(random.random()), torch.tensor(np.random.rand())],
-        "own": [torch.rand(3, generator=model.own)],
-        "counts": (model.count, model.losses, model.logged, trainer.global_step),
-        "progress": trainer.fit_loop.state_dict(),
-        "rates": [group["lr"] for group in optimizer.param_groups],
-    }
 
 
 def left(callback: Any, fault: Fault | None = None, **keywords: Any) -> dict[str, Any]:
@@ -212,19 +81,6 @@ def test_running_out_of_memory_anywhere_leaves_no_trace(phase: str, at: int) -> 
     if at >= 3:
         return  # the first step was made with 4: what comes next has the comparison
     assert_same(ours, left(MicroBatch(micro_batch_size=2)))
-
-
-class Shrinks(MicroBatch):
-    """Changes its size by itself, before a given step: the reference for a fault in the middle of a run."""
-
-    def __init__(self, first: int, then: int, step: int) -> None:
-        super().__init__()
-        self.plan = (first, then, step)
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        first, then, step = self.plan
-        assert self._fitting is not None
-        self._fitting.size = first if trainer.global_step < step else then
 
 
 @pytest.mark.parametrize("at", [3, 4, 5, 10, 11])

@@ -22,7 +22,7 @@ from lightning_eff.optimizer.galore import GaLore
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.optimizer.muon import Muon
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.5, fused=True)
 

@@ -51,26 +51,10 @@ from lightning_eff.monitors.gradient_check import GradientCheck
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
-from tests.conftest import Deep, Net, make_loader, make_trainer
+from tests.support.adapters import METHODS, Exact
+from tests.support.models import Deep, Net, make_loader, make_trainer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "lora": ("lora", {"r": 4, "lora_alpha": 8}),
-    "dora": ("lora", {"r": 4, "use_dora": True}),
-    "rslora": ("lora", {"r": 4, "use_rslora": True}),
-    "lora with bias": ("lora", {"r": 4, "bias": "lora_only"}),
-    "adalora": ("adalora", {"init_r": 6, "target_r": 3, "total_step": 50}),
-    "ia3": ("ia3", {}),
-    "vera": ("vera", {"r": 8}),
-    "oft": ("oft", {"oft_block_size": 4}),
-    "loha": ("loha", {"r": 4}),
-    "lokr": ("lokr", {"r": 4}),
-    "hra": ("hra", {"r": 4}),
-    "fourierft": ("fourierft", {"n_frequency": 10}),
-    "randlora": ("randlora", {"r": 4}),
-    "delora": ("delora", {"r": 4}),
-    "gralora": ("gralora", {"r": 4}),
-}
 WIDE = ["blocks.0.linear", "blocks.1.linear", "blocks.2.linear"]  # square, as some methods want them
 NEARLY = {"hra", "randlora"}
 """Products with rotations that are the identity but for rounding."""
@@ -80,19 +64,6 @@ NEARLY = {"hra", "randlora"}
 def chosen(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     method, options = METHODS[request.param]
     return method, {"method": method, "options": options, "target_modules": WIDE}
-
-
-class Exact(Deep):
-    """In float64, with every loss kept."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = F.cross_entropy(self(x.to(self.first.weight.dtype)), y)
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self(batch[0].double())
 
 
 def exact() -> Exact:

@@ -20,7 +20,7 @@ from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import ConfigError, ConflictError, EnvironmentLacksError, NoEffectWarning
 from lightning_eff.models.gpt import GPT
 from lightning_eff.report.live_bytes import LiveBytes
-from tests.conftest import Deep, Net, make_loader, make_trainer
+from tests.support.models import Deep, Net, make_loader, make_trainer
 
 
 @pytest.fixture(autouse=True)

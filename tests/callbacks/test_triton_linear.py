@@ -16,8 +16,8 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.triton_linear import TritonLinear, swap, unswap
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.kernels import dispatch, linear
-from tests.conftest import Net, make_loader, make_trainer
-from tests.microbatching.test_lightning_loop import Speaker, assert_t1, speaker, texts
+from tests.support.language import Speaker, assert_t1, speaker, texts
+from tests.support.models import Net, make_loader, make_trainer
 
 
 def layers() -> nn.Module:

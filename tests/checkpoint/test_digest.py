@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning_eff.checkpoint import digest
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning
-from tests.conftest import Net
+from tests.support.models import Net
 
 
 def state(seed: int = 0) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 
 from lightning_eff.checkpoint import full_state
 from lightning_eff.strategy._fsdp2.dtensor_state import DTensorParts
-from tests.conftest import Net
+from tests.support.models import Net
 
 
 def test_a_state_from_before_the_first_step_leaves_no_momentum_behind() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,8 @@ from lightning_eff.checkpoint.atomic_write import write_sealed
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.models.hub.sources import check_weights
+from tests.support.command_line import Command
 
-Command = Callable[..., tuple[int, str, str]]
 BASE = "callbacks.peft_adapter.base_checkpoint"
 NONSENSE: list[Any] = ["banana", "", "1.x", 7, 2.6, None, [2, 6], {"major": 2}, b"2.6", True]
 ZERO = "character device"

@@ -17,8 +17,8 @@ from lightning_eff.checkpoint.lazy_tensor import InRows, divide
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.config import ckpt_path
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
-from tests.conftest import make_trainer
-from tests.microbatching.test_ddp import same
+from tests.support.models import make_trainer
+from tests.support.ranks import same
 
 NUM_RANKS = 3
 

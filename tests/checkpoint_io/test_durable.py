@@ -19,13 +19,13 @@ from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core import rules
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
 from lightning_eff.core.technique import Verdict
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.command_line import Command
+from tests.support.models import Net, make_loader, make_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
 ]
-Command = Callable[..., tuple[int, str, str]]
 
 
 def fit(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from lightning_eff.kernels.bench.comparison import Comparison, Result
 from lightning_eff.kernels.bench.timing import Timing
 from lightning_eff.kernels.shapes import Case
 from lightning_eff.report.gemm_table import GemmReport
-
-Command = Callable[..., tuple[int, str, str]]
+from tests.support.command_line import Command
 
 
 @pytest.fixture(autouse=True)

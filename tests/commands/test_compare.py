@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,8 @@ import pytest
 from lightning_eff.comparison import subprocess_trial
 from lightning_eff.comparison.result_table import MEASURED, TrialResult
 from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, exit_code, root_cause_line
+from tests.support.command_line import Command
 
-Command = Callable[..., tuple[int, str, str]]
 QUICK = ("--steps", "6", "--rounds", "1")
 SMALLER = ("micro_batch", "gradient_accumulation")
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 
 from lightning_eff.report import installation
 from lightning_eff.report.installation import Finding
-
-Command = Callable[..., tuple[int, str, str]]
+from tests.support.command_line import Command
 
 
 def test_it_looks_at_this_machine(command: Command) -> None:

@@ -36,10 +36,9 @@ from lightning_eff.checkpoint import atomic_write, stored_weights
 from lightning_eff.core.errors import CheckpointError, ConfigError
 from lightning_eff.models.gpt import GPT
 from lightning_eff.models.hf_causal_lm import HFCausalLM
-from tests.callbacks.test_adapter_checkpoint import edited
-from tests.callbacks.test_peft_adapter import METHODS, Exact
+from tests.support.adapters import METHODS, Exact, edited
+from tests.support.command_line import Command
 
-Command = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.filterwarnings(
     "ignore::lightning_eff.core.errors.NoEffectWarning",
     "ignore::lightning_eff.core.errors.SlowPathWarning",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 
-Command = Callable[..., tuple[int, str, str]]
+from tests.support.command_line import Command
 
 
 def test_one_line_for_each_recipe_and_option(command: Command) -> None:

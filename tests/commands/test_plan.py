@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_eff.planner.prediction import Prediction
-
-Command = Callable[..., tuple[int, str, str]]
+from tests.support.command_line import Command
 
 
 @pytest.fixture(autouse=True)

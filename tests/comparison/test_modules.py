@@ -16,7 +16,7 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.comparison import modules
 from lightning_eff.comparison.result_table import FAILED, MEASURED
 from lightning_eff.core.errors import ConfigError
-from tests.conftest import Net, make_loader
+from tests.support.models import Net, make_loader
 
 CPU = {"accelerator": "cpu", "devices": 1}
 

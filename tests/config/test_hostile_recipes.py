@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightning_eff import cli
+from tests.support.command_line import Command
 
-Command = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parent.parent.parent
 TOP = "defaults: [lm, _self_]\n"
 ALIASES = "".join(

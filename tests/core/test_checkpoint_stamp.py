@@ -23,7 +23,7 @@ from lightning_eff.core import checkpoint_stamp
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.data.corpus.order import ResumableLoader
 from lightning_eff.precision.mixed import Mixed
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning"),

@@ -25,7 +25,7 @@ from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.galore import GaLore
 from lightning_eff.optimizer.muon import Muon
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 FREE = schedulefree.AdamWScheduleFree
 HALF = functools.partial(WarmupDecay, total_steps=4)
@@ -103,7 +103,7 @@ def test_fused_with_clipping_under_lightnings_own_mixed_precision_is_refused(net
 
 def test_a_modules_own_optimizer_is_judged_by_the_first_technique_that_looks(net: Callable[..., Net]) -> None:
     from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
-    from tests.conftest import Deep
+    from tests.support.models import Deep
 
     model = Deep()
     model.configure_optimizers = lambda: FREE(model.parameters(), lr=0.01)

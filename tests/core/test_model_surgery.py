@@ -18,7 +18,7 @@ from lightning_eff.callbacks.peft_adapter import adapt
 from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.model_surgery import Stage, repeated_blocks, select
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 
 class Late(Net):

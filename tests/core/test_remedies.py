@@ -24,7 +24,7 @@ from lightning_eff.core.rules import Finding
 from lightning_eff.core.technique import Rule
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.run import build_trainer
-from tests.conftest import Deep, Net, make_loader, make_trainer
+from tests.support.models import Deep, Net, make_loader, make_trainer
 
 OVERRIDE = re.compile(
     r"(?<![\w(])[~+]?(callbacks|monitors|optimizer|precision|scheduler|strategy|trainer)[.=]"

@@ -22,7 +22,7 @@ from lightning_eff.core.technique import SUITE, Facts, Outcome, Rule, Verdict
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
 from lightning_eff.precision.mixed import Mixed
-from tests.conftest import Deep, Net, make_loader, make_trainer
+from tests.support.models import Deep, Net, make_loader, make_trainer
 
 
 class Stating(pl.Callback):

@@ -11,7 +11,7 @@ import torch
 
 from lightning_eff.data.digits import Digits
 from lightning_eff.models.cnn import CNN
-from tests.conftest import make_trainer
+from tests.support.models import make_trainer
 
 
 def read(**keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:

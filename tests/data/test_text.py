@@ -16,7 +16,7 @@ from lightning_eff.data.corpus.rows import Tokens, best_fit, pack_across, pack_a
 from lightning_eff.data.corpus.vocabulary import Vocabulary
 from lightning_eff.data.text import Text
 from lightning_eff.models.hf_causal_lm import HFCausalLM
-from tests.conftest import make_trainer
+from tests.support.models import make_trainer
 
 N = -100
 TURNS = [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_eff.kernels.table import TILES
-from tests.conftest import in_interpreter
+from tests.support.processes import in_interpreter
 
 PARTS = ("swiglu", "silu", "relu", "gelu_tanh", "gradient", "sums", "saves")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on 
 
 def interpreted(path: Path, *, cases: int, seed: int = 0) -> dict[str, Any]:
     words = ["--cases", str(cases), "--seed", str(seed), "--json", str(path)]
-    done = in_interpreter("-m", "tests.kernels.interpreted", *words)
+    done = in_interpreter("-m", "tests.support.interpreted", *words)
     assert path.exists(), done.stderr[-3000:]
     return json.loads(path.read_text())
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_eff.kernels.linear import Accumulation, TritonLinear, linear
 from lightning_eff.kernels.reference import ACTIVATIONS
-from tests.conftest import in_interpreter
+from tests.support.processes import in_interpreter
 
 
 def swapped(model: nn.Module, accumulation: Accumulation | None = None) -> Any:

@@ -18,7 +18,7 @@ from lightning_eff.kernels import reference
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.matmul import gemm, gemm_logsumexp
 from lightning_eff.kernels.reference import ACTIVATIONS
-from tests.conftest import in_interpreter
+from tests.support.processes import in_interpreter
 
 
 def random(*size: int, dtype: torch.dtype = torch.float64) -> Tensor:

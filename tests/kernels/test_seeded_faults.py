@@ -116,7 +116,7 @@ def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     path = tmp_path / "lightning_eff" / "kernels" / file
     path.write_text(path.read_text().replace(there, instead))
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.interpreted"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.interpreted"]
     command += ["--stop", "--cases", "300", "--json", "results.json"]
     environment = os.environ | {
         "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "TRITON_INTERPRET": "1"

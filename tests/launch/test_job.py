@@ -15,7 +15,7 @@ from lightning_eff.core.errors import ConfigError, UsageError
 from lightning_eff.core.remedies import as_overrides
 from lightning_eff.launch import job
 from lightning_eff.launch.job import Launch, check_tasks, num_devices, num_ranks, shared_run_dir
-from tests.test_cli import Command
+from tests.support.command_line import Command
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
 TORCHRUN["LOCAL_WORLD_SIZE"] = "2"

@@ -5,8 +5,6 @@ One start of two processes for all cases; `main` runs in both of them, the tests
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,10 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.microbatching.fabric import ExactGradient
-from tests.callbacks.test_micro_batch import Fault, Noisy, Shrinks, everything, noisy
-from tests.conftest import make_trainer
-from tests.microbatching.test_lightning_loop import WORDS, Speaker, plain, speaker, texts
+from tests.support.faults import Fault, Noisy, Shrinks, everything, noisy
+from tests.support.language import WORDS, Speaker, plain, speaker, texts
+from tests.support.models import make_trainer
+from tests.support.ranks import same, start
 
 STEPS = 5
 # micro-batch size, batches a window, weighted, clipping
@@ -236,24 +235,10 @@ def main(folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what each rank has saved."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = folder / "ranks.py"
-    path = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent.parent.parent)!r})\n"
-    script.write_text(f"{path}from tests.microbatching.test_ddp import main\nmain({str(folder)!r})\n")
-    command = [sys.executable, "-W", "ignore", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = start("tests.microbatching.test_ddp", folder)
     files = [folder / f"rank{rank}.pt" for rank in range(2)]
     assert all(file.exists() for file in files), done.stderr[-3000:]
     return [torch.load(file, weights_only=False) for file in files]
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    return one == other
 
 
 @pytest.mark.parametrize("case", range(len(EXACT)))

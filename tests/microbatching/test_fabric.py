@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.microbatching.fabric import ExactGradient
-from tests.callbacks.test_micro_batch import Fault, noisy, out_of_memory
-from tests.microbatching.test_lightning_loop import assert_t1, plain, speaker, texts, windows
+from tests.support.faults import Fault, noisy, out_of_memory
+from tests.support.language import assert_t1, plain, speaker, texts, windows
 
 Size = int | str | None
 

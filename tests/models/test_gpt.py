@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.models.gpt import GPT, IGNORED_TARGET, Attention, rotary_table, rotate
-from tests.conftest import make_trainer
+from tests.support.models import make_trainer
 
 SIZES = {"vocab_size": 37, "context_length": 12, "d_model": 16, "num_layers": 2, "num_heads": 2}
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.data.text import Text
 from lightning_eff.models.hf_causal_lm import HFCausalLM
-from tests.conftest import make_trainer
+from tests.support.models import make_trainer
 
 DOCUMENTS = [[5, 6, 7, 8, 9], [40, 41, 42], [100, 90, 80, 70, 60, 50]]
 

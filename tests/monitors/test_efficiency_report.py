@@ -20,7 +20,7 @@ from lightning_eff.core.errors import ConfigError
 from lightning_eff.monitors.efficiency_report import LEDGER_FILE, PAGE_FILE, EfficiencyReport
 from lightning_eff.precision.mixed import Mixed
 from lightning_eff.report import throughput
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 
 def fit(model: Net, folder: Path, *extra: Any, **keywords: Any) -> dict[str, Any]:

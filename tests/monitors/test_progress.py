@@ -9,7 +9,7 @@ import pytest
 
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.monitors.progress import Progress
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 
 def show(net: Callable[..., Net], capsys: pytest.CaptureFixture[str], progress: Progress) -> list[str]:

@@ -14,7 +14,7 @@ from lightning_eff.core.errors import ConfigError
 from lightning_eff.data.python_prose import PythonProse
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.text_losses import TextLosses
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 
 def fit(text_cache: Path, folder: Path, *monitors: TextLosses) -> tuple[GPT, PythonProse]:

@@ -13,7 +13,7 @@ from lightning_eff.core.errors import ConfigError
 from lightning_eff.data.python_source import PythonSource
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.text_sample import TextSample
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 
 def fit(sample: TextSample, text_cache: Path, folder: Path) -> GPT:

@@ -15,7 +15,7 @@ from torch import nn
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConflictWarning, NoEffectWarning
 from lightning_eff.optimizer.cpu_offload import CpuOffload
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:CpuOffload does nothing here")
 

@@ -23,7 +23,7 @@ from lightning_eff.monitors.gradient_check import GradientCheck
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.mixed import Mixed
 from lightning_eff.report.live_bytes import LiveBytes
-from tests.conftest import Deep, Net, make_loader, make_trainer
+from tests.support.models import Deep, Net, make_loader, make_trainer
 
 FACTORY = functools.partial(InBackward, lr=0.01)
 

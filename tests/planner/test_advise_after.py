@@ -21,7 +21,7 @@ from lightning_eff.planner import attach
 from lightning_eff.planner.advise_after import Advise, in_a_fork
 from lightning_eff.planner.fakes import skeleton
 from lightning_eff.planner.scripts import Script
-from tests.conftest import Deep, make_loader, make_trainer
+from tests.support.models import Deep, make_loader, make_trainer
 
 
 class Saves(Deep):

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.planner import attach
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 FACTORY = "lightning.pytorch.callbacks_factory"
 

@@ -22,7 +22,7 @@ from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.planner.prediction import predict
 from lightning_eff.precision.mixed import Mixed
-from tests.planner.test_prediction import CNN_OF, GPT_OF, Encoder, Llama, choice, loader_for, trainer_of
+from tests.support.prediction import CNN_OF, GPT_OF, Encoder, Llama, choice, loader_for, trainer_of
 
 Plugins = dict[str, Any]
 STEPS: dict[str, Callable[[], Plugins]] = {

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from lightning_eff.core import host_memory
 from lightning_eff.core.host_memory import Limit
 from lightning_eff.planner import out_of_memory
 from lightning_eff.planner.out_of_memory import free, phase_of
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.command_line import Command
+from tests.support.models import Net, make_loader, make_trainer
 
-Command = Callable[..., tuple[int, str, str]]
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
 

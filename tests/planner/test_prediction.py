@@ -11,18 +11,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
-from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.core.recompute import HostMemory
-from lightning_eff.models.cnn import CNN
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.cpu_offload import CpuOffload
@@ -33,61 +29,12 @@ from lightning_eff.precision.mixed import Mixed
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.probe import Probe
 from lightning_eff.report.recording import Recorder
+from tests.support.prediction import CNN_OF, GPT_OF, Encoder, Llama, choice, loader_for, trainer_of
 
 GIB = 2**30
 
 
-class Encoder(pl.LightningModule):
-    """A stack of torch's own encoder layers, with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-        self.embedding = nn.Embedding(64, 16)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(16, 64)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        tokens, targets = batch
-        weight = (targets > 3).sum()
-        loss = F.cross_entropy(
-            self.head(self.layers(self.embedding(tokens))).flatten(0, 1), targets.flatten()
-        )
-        self.log("loss", loss)
-        return {"loss": loss, "weight": float(weight)}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), foreach=True)
-
-
-class Llama(pl.LightningModule):
-    """A small model of Hugging Face's, by its configuration."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        self.net = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
-            )
-        )  # fmt: skip
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return self.net(input_ids=batch[0], labels=batch[1]).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-
-GPT_OF = functools.partial(GPT, vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2)
-CNN_OF = functools.partial(CNN, channels=4, num_blocks=2)
 Plugins = Callable[[], dict[str, Any]]
-
-
-def choice(optimizer: Any) -> OptimizerChoice:
-    return OptimizerChoice(optimizer=functools.partial(optimizer, lr=0.01))
 
 
 def eight_bit(parameters: Any, **options: Any) -> torch.optim.Optimizer:
@@ -147,21 +94,6 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
     "llama": (Llama, lambda: {"gradient_clip_val": 1.0}),
     "llama recomputed": (Llama, lambda: {"callbacks": [GradientCheckpointing()]}),
 }
-
-
-def loader_for(make: Callable[[], pl.LightningModule]) -> DataLoader[Any]:
-    if getattr(make, "func", None) is CNN:
-        return DataLoader(TensorDataset(torch.rand(40, 1, 8, 8), torch.arange(40) % 10), batch_size=4)
-    tokens = torch.arange(40 * 17).view(40, 17) % 64
-    return DataLoader(TensorDataset(tokens[:, :16].clone(), tokens[:, 1:].clone()), batch_size=4)
-
-
-def trainer_of(extra: dict[str, Any], *watching: pl.Callback) -> pl.Trainer:
-    keywords: dict[str, Any] = {
-        "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "enable_checkpointing": False, "max_steps": 4,
-    }  # fmt: skip
-    return pl.Trainer(**keywords | extra | {"callbacks": [*extra.get("callbacks", []), *watching]})
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::lightning_eff.core.errors.NoEffectWarning")

@@ -37,7 +37,7 @@ from lightning_eff.models.hf_causal_lm import HFCausalLM
 from lightning_eff.precision._quantized import frozen
 from lightning_eff.precision._quantized.quantized_linear import Linear4bit, dequantize, quantize
 from lightning_eff.precision.frozen_low import FrozenLow
-from tests.conftest import Deep, make_loader, make_trainer
+from tests.support.models import Deep, make_loader, make_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning"),

@@ -16,7 +16,7 @@ from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning, SlowPathWarning
 from lightning_eff.precision import mixed
 from lightning_eff.precision.mixed import Mixed, step_context
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning")
 

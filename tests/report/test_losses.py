@@ -11,7 +11,7 @@ import torch
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.report.losses import NUM_POINTS, Losses
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 
 def test_a_long_run_keeps_means_of_stretches() -> None:

@@ -14,7 +14,7 @@ import pytest
 from lightning_eff.report.sharded_memory import FullySharded
 from lightning_eff.report.weights import Model, OptimizerState
 from lightning_eff.strategy._zero.memory_arithmetic import Zero
-from tests.report.one_of_four import DEVICES, Net
+from tests.support.one_of_four import DEVICES, Net
 
 ROOT = Path(__file__).parents[2]
 ADAM = OptimizerState({"hidden": 8.0, "matrix": 8.0, "vector": 8.0})
@@ -38,7 +38,7 @@ def seen() -> list[dict[str, Any]]:
     """Return what was seen of each case, FSDP2's first, from one process for all."""
     cases = [*FSDP2, *(ZERO if find_spec("deepspeed") else [])]
     run = subprocess.run(
-        [sys.executable, "-m", "tests.report.one_of_four"],
+        [sys.executable, "-m", "tests.support.one_of_four"],
         input=json.dumps(cases),
         capture_output=True,
         text=True,

@@ -32,7 +32,7 @@ from lightning_eff.precision.frozen_low import FrozenLow
 from lightning_eff.precision.mixed import Mixed
 from lightning_eff.strategy._zero.one_optimizer import one_optimizer
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
-from tests.conftest import Net, make_trainer
+from tests.support.models import Net, make_trainer
 
 MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
 
@@ -182,7 +182,7 @@ def test_accumulation_is_not_deepspeeds_own() -> None:
 
 ALONE = """
 import torch
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 
 def weights(**options):

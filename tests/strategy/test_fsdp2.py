@@ -14,7 +14,7 @@ from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.precision.frozen_low import FrozenLow
 from lightning_eff.strategy.fsdp2 import FSDP2
-from tests.conftest import Net, make_trainer
+from tests.support.models import Net, make_trainer
 
 MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
 

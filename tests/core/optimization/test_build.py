@@ -16,7 +16,7 @@ from lightning_eff.core.optimization.build import build
 from lightning_eff.core.optimization.factories import classes, settings
 from lightning_eff.core.optimization.parameter_groups import parameter_groups
 from lightning_eff.optimizer.in_backward import InBackward
-from tests.conftest import Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1.0, weight_decay=0.5)
 

@@ -26,8 +26,8 @@ from torch.optim.lr_scheduler import (
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConflictWarning
-from lightning_eff.core.optimization.kept_schedule import KeptSchedule
-from tests.conftest import Net, make_loader, make_trainer
+from lightning_eff.optimization.kept_schedule import KeptSchedule
+from tests.support.models import Net, make_loader, make_trainer
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "StepLR": lambda o: StepLR(o, 3, gamma=0.5),

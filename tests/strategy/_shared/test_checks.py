@@ -13,7 +13,7 @@ from torch import nn
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.strategy._fsdp2 import shard
 from lightning_eff.strategy._shared import checks
-from tests.conftest import Deep
+from tests.support.models import Deep
 
 
 def model(change: Callable[[Any], object] = lambda deep: None) -> Any:

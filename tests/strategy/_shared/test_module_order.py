@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.strategy._shared.module_order import SameOrder
-from tests.conftest import Deep
+from tests.support.models import Deep
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 from lightning_eff.core.errors import ConflictError, ConflictWarning
 from lightning_eff.strategy._zero.unseen import Unseen, warn_of_hooks
-from tests.conftest import Net
+from tests.support.models import Net
 
 
 @torch.no_grad()

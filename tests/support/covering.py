@@ -21,8 +21,8 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_linear import TritonLinear
 from lightning_eff.core import model_surgery
 from lightning_eff.precision.mixed import Mixed
-from tests.conftest import make_trainer
-from tests.microbatching.test_lightning_loop import Speaker, texts, windows
+from tests.support.language import Speaker, texts, windows
+from tests.support.models import make_trainer
 
 STEPS, NUM_BATCHES, BATCH = 20, 15, 8
 

@@ -1,6 +1,6 @@
 """The kernels in Triton's interpreter: generated cases against float64, in a process of its own.
 
-    TRITON_INTERPRET=1 python -m tests.kernels.interpreted --seed 0 --cases 1000 --json results.json
+    TRITON_INTERPRET=1 python -m tests.support.interpreted --seed 0 --cases 1000 --json results.json
 
 Every operand lies in a larger buffer of NaN, and so does the result: what is read beyond an edge makes a
 result NaN, and what is written there is seen. A row of the table is drawn for each case, and so are sizes,

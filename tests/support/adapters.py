@@ -1,0 +1,56 @@
+"""Adapt a model by every method, and edit the checkpoint of its adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_eff.checkpoint_io.durable import Durable
+from tests.support.models import Deep
+
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("lora", {"r": 4, "lora_alpha": 8}),
+    "dora": ("lora", {"r": 4, "use_dora": True}),
+    "rslora": ("lora", {"r": 4, "use_rslora": True}),
+    "lora with bias": ("lora", {"r": 4, "bias": "lora_only"}),
+    "adalora": ("adalora", {"init_r": 6, "target_r": 3, "total_step": 50}),
+    "ia3": ("ia3", {}),
+    "vera": ("vera", {"r": 8}),
+    "oft": ("oft", {"oft_block_size": 4}),
+    "loha": ("loha", {"r": 4}),
+    "lokr": ("lokr", {"r": 4}),
+    "hra": ("hra", {"r": 4}),
+    "fourierft": ("fourierft", {"n_frequency": 10}),
+    "randlora": ("randlora", {"r": 4}),
+    "delora": ("delora", {"r": 4}),
+    "gralora": ("gralora", {"r": 4}),
+}
+
+
+class Exact(Deep):
+    """In float64, with every loss kept."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x.to(self.first.weight.dtype)), y)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch[0].double())
+
+
+def read(path: Path) -> dict[str, Any]:
+    return Durable(require_digest=True).load_checkpoint(path)
+
+
+def edited(path: Path, target: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    """Return a checkpoint whose content was changed by someone who can seal it."""
+    state = read(path)
+    edit(state)
+    Durable().save_checkpoint(state, target)
+    return target

@@ -1,0 +1,104 @@
+"""Train a small language model step by step as a plain loop does: the reference in float64 (T1)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+SAMPLES, MICRO, LENGTH, WORDS = 26, 2, 5, 7
+
+
+def texts(num_samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    """Return token rows and targets, uneven numbers of which are to be ignored (-100), in some rows all."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(0, WORDS, (num_samples, LENGTH), generator=generator)
+    y = torch.randint(0, WORDS, (num_samples, LENGTH), generator=generator)
+    kept = torch.randint(0, LENGTH + 1, (num_samples,), generator=generator)
+    y[torch.arange(LENGTH)[None] >= kept[:, None]] = -100
+    y[6:8] = -100
+    return x, y
+
+
+class Speaker(pl.LightningModule):
+    """A language model of two layers; returns the mean over tokens, and their number if it is to."""
+
+    def __init__(self, weighted: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, 6)
+        self.out = nn.Linear(6, WORDS)
+        self.weighted = weighted
+        self.gradients: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.table(x)))
+
+    def loss(self, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        logits, targets = self(x).reshape(-1, WORDS).double(), y.reshape(-1)
+        if not self.weighted:
+            return F.cross_entropy(logits, targets.clamp_min(0)), 1
+        return F.cross_entropy(logits, targets, ignore_index=-100), int((targets >= 0).sum())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, weight = self.loss(batch)
+        return {"loss": loss, "weight": weight} if self.weighted else loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters()]).clone())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def speaker(weighted: bool) -> Speaker:
+    torch.manual_seed(1)
+    return Speaker(weighted).double()
+
+
+def windows(window: int, num_batches: int) -> Iterator[list[int]]:
+    """Yield the batches of each step, epoch after epoch; the last window of an epoch has what is left."""
+    while True:
+        for first in range(0, num_batches, window):
+            yield list(range(first, min(first + window, num_batches)))
+
+
+def plain(
+    weighted: bool, window: int, clip: float | None, num_steps: int, num_batches: int, ranks: int = 1
+) -> Speaker:
+    """Train on each window as one batch: nothing is accumulated, nothing weighed, nothing divided."""
+    model = speaker(weighted)
+    x, y = texts(num_batches * MICRO * ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+    for batches in itertools.islice(windows(window, num_batches), num_steps):
+        # With several ranks, sample i of a rank is sample i * ranks + rank of the data.
+        rows = [row for b in batches for row in range(b * MICRO * ranks, (b + 1) * MICRO * ranks)]
+        loss, _ = model.loss((x[rows], y[rows]))
+        optimizer.zero_grad()
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        model.gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        optimizer.step()
+        schedule.step()
+    return model
+
+
+def loader(num_batches: int, ranks: int = 1) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*texts(num_batches * MICRO * ranks)), batch_size=MICRO)
+
+
+def assert_t1(ours: Speaker, expected: Speaker, clip: float | None) -> None:
+    if not clip:  # the hook comes before the clipping
+        torch.testing.assert_close(ours.gradients[0], expected.gradients[0], rtol=1e-12, atol=1e-14)
+    for one, other in zip(ours.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
