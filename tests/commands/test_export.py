@@ -398,7 +398,7 @@ def test_the_adapter_of_a_base_in_few_bits_is_exported(
         assert "merge_and_unload()" in err
         return
     assert code == 0, err
-    assert "all in float32" in out
+    assert "all weights are in float32" in out
     merged = elsewhere(MERGED, folder.resolve() / "export" / "model", tiny_llama, tmp_path)
     values = yaml.safe_load((folder / run.RESOLVED).read_text())
     model = run.model_again(values)
@@ -480,7 +480,7 @@ def test_a_recipe_whose_runs_left_no_checkpoint_is_told_so(texts: None, command:
     assert "; there are: lora\n" in command("export", "nope")[2]
     code, _, err = command("export", "lora")
     assert code == 2
-    assert f"{Path('outputs/lora')} has no checkpoint that is whole" in err
+    assert f"{Path('outputs/lora')} has no complete checkpoint" in err
     assert "did you mean" not in err
 
 
