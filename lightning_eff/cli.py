@@ -1,4 +1,4 @@
-"""The command `lightning-eff`: finds the verb, runs it, turns what goes wrong into a few lines and a code.
+"""The command `lightning-eff`: run a verb, and turn what it raises into a few lines and an exit code.
 
 `--help`, `ls` and completion must answer in under a second, so nothing here imports torch, Lightning or
 Hydra.
@@ -15,11 +15,15 @@ from types import TracebackType
 
 from lightning_eff import __version__
 from lightning_eff.core import catalog
-from lightning_eff.core.errors import EXIT_OK, UsageError, exit_code, root_cause_line, suggest_name
-from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.core.errors import EXIT_OK, UsageError, exit_code, nearest, root_cause_line
+from lightning_eff.core.remedies import as_overrides
 from lightning_eff.core.text import text_table
 
 MAX_ERROR_LINES = 5
+HELP = """
+ lightning-eff VERB --help shows a verb's options; overrides are Hydra's: key=value, group=option
+ lightning-eff --completion bash|zsh|fish prints completion for your shell; --version the version
+"""
 
 COMPLETION = {
     "bash": """_lightning_eff() {
@@ -42,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     Args:
-        arguments: What stands behind the program's name; None takes it from the command line.
+        arguments: The words after the program's name; None takes them from the command line.
 
     Example:
         >>> main(["--version"]) == 0
@@ -50,20 +54,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         True
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with _Boundary(debug="--debug" in words) as boundary, keep_overrides():
+    with _Boundary(debug="--debug" in words) as boundary, as_overrides():
         boundary.exit_code = _dispatch(words)
     return boundary.exit_code
 
 
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("--help", "-h", "help"):
-        sys.stdout.write(_help())
+        verbs = [[name, summary] for name, summary in catalog.verbs().items()]
+        recipes = [[entry.name, entry.summary] for entry in catalog.recipes()]
+        sys.stdout.write(
+            "lightning-eff VERB [RECIPE] [overrides]\n\n"
+            f"{text_table(['verb', ''], verbs)}\n\n{text_table(['recipe', ''], recipes)}\n{HELP}"
+        )
     elif words[0] == "--version":
         sys.stdout.write(f"lightning-eff {__version__}\n")
     elif words[0] == "--complete":
         sys.stdout.write("".join(f"{word}\n" for word in complete(words[1:])))
     elif words[0] == "--completion":
-        sys.stdout.write(_completion(words[1:]))
+        shell = words[1] if len(words) > 1 else ""
+        if shell not in COMPLETION:
+            text = f"--completion {shell}: no such shell; {nearest(shell, COMPLETION)}"
+            raise UsageError(text)
+        sys.stdout.write(COMPLETION[shell])
     else:
         return _run_verb(words)
     return EXIT_OK
@@ -71,44 +84,25 @@ def _dispatch(words: list[str]) -> int:
 
 def _run_verb(words: list[str]) -> int:
     verbs = catalog.verbs()
-    found = [index for index, word in enumerate(words) if not word.startswith("-")]
-    verb = words[found[0]] if found else words[0]
+    index = next((index for index, word in enumerate(words) if not word.startswith("-")), 0)
+    verb, rest = words[index], words[:index] + words[index + 1 :]
     if verb not in verbs:
-        text = f"{verb!r} is no verb; {suggest_name(verb, verbs)}"
+        text = f"unknown verb {verb!r}; {nearest(verb, verbs)}"
         raise UsageError(text)
-    rest = words[: found[0]] + words[found[0] + 1 :]
     module = importlib.import_module(f"lightning_eff.commands.{verb}")
     if "--help" in rest or "-h" in rest:
         sys.stdout.write(f"{module.__doc__}\n\n{module.USAGE.strip()}\n")
         return EXIT_OK
-    from lightning_eff.core.log_filters import ignore_import_messages
+    from lightning_eff.core.noise import leave_out_noise
 
-    ignore_import_messages()
-    sys.path.insert(0, str(Path.cwd()))  # for classes of the user's own: a console script is started without
+    leave_out_noise()
+    # For the user's own classes: a console script starts without the current folder on the path.
+    sys.path.insert(0, str(Path.cwd()))
     return int(module.main(rest))
 
 
-def _help() -> str:
-    verbs = [[name, line] for name, line in catalog.verbs().items()]
-    recipes = [[entry.name, entry.summary] for entry in catalog.recipes()]
-    return (
-        "lightning-eff VERB [RECIPE] [overrides]\n\n"
-        f"{text_table(['verb', ''], verbs)}\n\n{text_table(['recipe', ''], recipes)}\n\n"
-        " lightning-eff VERB --help shows a verb's options; overrides are Hydra's: key=value, group=option\n"
-        " lightning-eff --completion bash|zsh|fish prints completion for your shell; --version the version\n"
-    )
-
-
-def _completion(words: Sequence[str]) -> str:
-    shell = words[0] if words else ""
-    if shell not in COMPLETION:
-        text = f"--completion {shell}: no such shell; {suggest_name(shell, COMPLETION)}"
-        raise UsageError(text)
-    return COMPLETION[shell]
-
-
 def complete(words: Sequence[str]) -> list[str]:
-    """Return what the last of `words` could become.
+    """Return the completions of the last of `words`.
 
     Example:
         >>> complete(["tr"]), complete(["train", "bas"]), complete(["train", "lm", "precision=tf"])
@@ -122,18 +116,17 @@ def complete(words: Sequence[str]) -> list[str]:
     elif len(words) == 2:
         known = [entry.name for entry in catalog.recipes()]
     else:
-        known = [
-            entry.use.lstrip("+") if not start.startswith("+") else entry.use for entry in catalog.options()
-        ]
+        uses = [entry.use for entry in catalog.options()]
+        known = uses if start.startswith("+") else [use.lstrip("+") for use in uses]
         known += [f"{key}=" for key in catalog.parameter_keys()]
     return sorted({word for word in known if word.startswith(start)})
 
 
 class _Boundary:
-    """Everything that a verb raises ends here: the root cause first, at most five lines, and an exit code.
+    """A context that prints what a verb raises: the root cause first, at most five lines.
 
     Args:
-        debug: Print the whole traceback too.
+        debug: Print the full traceback too.
     """
 
     def __init__(self, *, debug: bool) -> None:
@@ -152,18 +145,18 @@ class _Boundary:
         if self.exit_code != EXIT_OK:
             if self._debug:
                 sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
-            sys.stderr.write("".join(f"{line}\n" for line in _lines(error)[:MAX_ERROR_LINES]))
+            sys.stderr.write("".join(f"{line}\n" for line in _error_lines(error)[:MAX_ERROR_LINES]))
         return True
 
 
-def _lines(error: BaseException) -> list[str]:
-    """Return what went wrong, where, and where to read more; nothing where another rank says it."""
-    if error.__dict__.get("told"):
+def _error_lines(error: BaseException) -> list[str]:
+    """Return root cause, line of code and the traceback's file; nothing if another rank prints it."""
+    if error.__dict__.get("is_reported"):
         return []
-    lines = root_cause_line(error).splitlines()[: MAX_ERROR_LINES - 1]
     if isinstance(error, (SystemExit, KeyboardInterrupt)):
-        return ["stopped; ckpt_path=last goes on from the newest checkpoint"]
-    if hasattr(error, "exit_code"):
+        return ["stopped; ckpt_path=last resumes from the newest checkpoint"]
+    lines = root_cause_line(error).splitlines()[: MAX_ERROR_LINES - 1]
+    if hasattr(error, "exit_code"):  # an error of this package: its text is complete
         return lines
     frames = traceback.extract_tb(error.__traceback__)
     if frames:

@@ -1,12 +1,12 @@
-"""From a checked config to a Trainer and through `fit`: the only caller of Hydra's `instantiate`."""
+"""Build a Trainer from a checked config and run `fit`: the only caller of Hydra's `instantiate`."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import warnings
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
-from lightning_eff.checkpoint.sharded_write import remove_leftovers
+from lightning_eff.checkpoint.saving import remove_orphans
 from lightning_eff.config.ckpt_path import (
     RESOLVED,
     callbacks_of,
@@ -34,13 +34,13 @@ from lightning_eff.config.ckpt_path import (
 )
 from lightning_eff.core import model_surgery, rules
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
-from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.core.remedies import as_overrides
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 
 log = logging.getLogger(__name__)
 
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, FileNotFoundError, MisconfigurationException)
-"""What a constructor raises about its arguments; anything else is the run's failure."""
+"""What a constructor raises for bad arguments; anything else is a failure of the run."""
 
 
 @dataclass
@@ -48,12 +48,12 @@ class Run:
     """Everything that one `fit` needs.
 
     Args:
-        trainer: With all techniques in it.
-        model: With the configured optimizer attached.
-        data: What it trains on.
-        run_dir: Where the run's files go.
-        ckpt_path: Checkpoint that the run goes on from.
-        values: What it was built from.
+        trainer: With all techniques.
+        model: With the configured optimizer.
+        data: The training data.
+        run_dir: The run's folder.
+        ckpt_path: Checkpoint that the run resumes from.
+        values: The config it was built from.
     """
 
     trainer: pl.Trainer
@@ -63,21 +63,23 @@ class Run:
     ckpt_path: Path | None
     values: Mapping[str, Any]
 
-    @keep_overrides()
+    @as_overrides()
     def fit(self) -> dict[str, Any]:
         """Train; return the efficiency report, empty without that monitor."""
         if self.trainer.is_global_zero:
-            self._tidy()
+            for folder in self.run_dir.parent.glob("*/checkpoints"):
+                for path in remove_orphans(folder):
+                    log.info("removed %s, left by a run that died while saving", path)
             self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / RESOLVED).write_text(yaml.safe_dump(dict(self.values), sort_keys=False))
         with warnings.catch_warnings():
-            # A run that goes on does so in a folder of its own, and leaves the old one's checkpoints alone.
+            # A resumed run writes to a folder of its own, and leaves the old run's checkpoints alone.
             warnings.filterwarnings("ignore", "The dirpath has changed from")
-            # Lightning 2.6.6 asks torch 2.13 about an empty batch in a way that torch deprecates.
+            # Lightning 2.6.6 checks an empty batch in a way that torch 2.13 deprecates.
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
             # DeepSpeed 0.19.8 calls it by the name that torch 2.13 deprecates.
             warnings.filterwarnings("ignore", r"`torch.distributed.all_gather_into_tensor` is deprecated")
-            callbacks_of(self.trainer).append(_LastStep(self.run_dir / "checkpoints"))
+            callbacks_of(self.trainer).append(_LastStepCheckpoint(self.run_dir / "checkpoints"))
             self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path, weights_only=True)
         if self.trainer.fit_loop.total_batch_idx < 0:
             text = "the run trained on nothing: its data has no batches"
@@ -85,20 +87,11 @@ class Run:
         reports = [m.report for m in callbacks_of(self.trainer) if isinstance(m, EfficiencyReport)]
         return reports[0] if reports else {}
 
-    def _tidy(self) -> None:
-        """Remove what runs beside this one left that died while they saved."""
-        for folder in self.run_dir.parent.glob("*/checkpoints"):
-            for path in remove_leftovers(folder):
-                log.info("removed %s, which a run left that died while it saved", path)
 
+class _LastStepCheckpoint(Checkpoint):
+    """Saves a checkpoint of the last step, whatever schedule the other callbacks save by.
 
-class _LastStep(Checkpoint):
-    """Ends every run with a checkpoint of its last step, whatever schedule the other callbacks save by.
-
-    Lightning puts callbacks of this base class behind all others, and the report comes after them.
-
-    Args:
-        folder: Where it goes.
+    Lightning moves callbacks of this base class to the end, and the report is written after them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -107,12 +100,13 @@ class _LastStep(Checkpoint):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         step = trainer.global_step
-        savers = [each for each in callbacks_of(trainer) if isinstance(each, Checkpoint)]
-        if step and step not in [getattr(each, "_last_global_step_saved", None) for each in savers]:
+        # Lightning 2.6's ModelCheckpoint keeps the step it saved last in a private attribute.
+        saved = [getattr(callback, "_last_global_step_saved", None) for callback in callbacks_of(trainer)]
+        if step and step not in saved:
             trainer.save_checkpoint(self._folder / f"step-{step}.ckpt", weights_only=False)
 
 
-@keep_overrides()
+@as_overrides()
 def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     """Instantiate a checked config; nothing is written.
 
@@ -122,29 +116,28 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
         run_dir: The run's folder.
 
     Raises:
-        ConfigError: A constructor refuses a value, or there is no such checkpoint.
-        ConflictError: The techniques cannot work together; told before data and model are built.
-        EnvironmentLacksError: The machine lacks what one of them needs.
-        UsageError: A class that is not ours refuses its arguments.
+        ConfigError: A constructor rejects a value, or the checkpoint does not exist.
+        ConflictError: Techniques exclude each other; raised before data and model are built.
+        EnvironmentLacksError: The machine lacks what a technique needs.
+        UsageError: A third-party class rejects its arguments.
     """
     ckpt_path = find_checkpoint(values["ckpt_path"], Path(values["output_root"]) / recipe)
     values = with_base(values, ckpt_path)
     check_base(values)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(values)
-    rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
+    rules.raise_refused(rules.check(rules.objects_of(trainer), rules.run_facts(trainer)))
     data = make("data", values["data"])
-    # The model's first weights depend on the seed alone, whatever the techniques before it have drawn.
+    # Seeded again: the initial weights depend on the seed alone, whatever the techniques above have drawn.
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     model = make("model", values["model"])
-    if (
-        is_overridden("configure_optimizers", model)
-        and type(model).__module__.partition(".")[0] != "lightning_eff"
-    ):
+    is_own = type(model).__module__.partition(".")[0] == "lightning_eff"
+    if is_overridden("configure_optimizers", model) and not is_own:
         text = "%s.configure_optimizers is replaced by the recipe's optimizer and scheduler"
         log.info(text, type(model).__name__)
-    for choice in [c for c in callbacks_of(trainer) if isinstance(c, OptimizerChoice)]:
-        choice.replace(model, keep_own=False)
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, OptimizerChoice):
+            callback.replace(model, keep_own=False)
     if ckpt_path is not None:
         check_something_left(ckpt_path, trainer)
     return Run(trainer, model, data, run_dir, ckpt_path, values)
@@ -153,99 +146,95 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
 def model_without_memory(
     values: Mapping[str, Any], adapted_by: pl.Trainer | None = None
 ) -> pl.LightningModule:
-    """Instantiate the model alone, on the meta device: to look at its layers, not to run it.
+    """Instantiate only the model, on the meta device: its layers can be inspected, but not run.
+
+    What it prints goes to the standard error; its warnings are ignored, because it does not train.
 
     Args:
         values: From `config.compose_recipe`.
-        adapted_by: Whose adapters are put in, without the values of their base.
-
-    What it prints goes to the standard error; its warnings are left out, for it does not train.
+        adapted_by: A Trainer whose adapters are inserted, without the values of their base.
 
     Raises:
-        ConfigError, UsageError: As in `build`; and whatever the class raises where tensors have no values.
+        ConfigError, UsageError: As in `build`; and whatever the class raises for tensors without values.
     """
     with torch.device("meta"), redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        drawn = {"pretrained": False} if values["model"].get("pretrained") is True else {}
-        model: pl.LightningModule = make("model", {**values["model"], **drawn})  # nothing to read them into
+        # Pretrained weights have no memory to be read into.
+        untrained = {"pretrained": False} if values["model"].get("pretrained") is True else {}
+        model: pl.LightningModule = make("model", {**values["model"], **untrained})
         model.configure_model()
-        for technique in callbacks_of(adapted_by) if adapted_by is not None else ():
-            if isinstance(technique, PeftAdapter):
-                model_surgery.apply(model, technique.changes(base=False))
+        for callback in callbacks_of(adapted_by) if adapted_by is not None else ():
+            if isinstance(callback, PeftAdapter):
+                model_surgery.apply(model, callback.changes(base=False))
     return model
 
 
 def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
     """Instantiate a run's model on the CPU, with its base and fresh adapters, to load a checkpoint into.
 
-    The base is in few bits where it was in the run.
+    A base that was quantized in the run is quantized here too.
 
     Args:
-        values: As the run was built from, checked.
+        values: The config that the run was built from, checked.
 
     Raises:
         ConfigError, UsageError, EnvironmentLacksError: As in `build`.
     """
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     adapter = {k: v for k, v in (values.get("callbacks") or {}).items() if k == "peft_adapter"}
-    here = values["trainer"] | {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
-    alone = {"trainer": here, "callbacks": adapter, "monitors": {}, "logger": None, "strategy": None}
-    trainer = build_trainer(dict(values) | alone)
+    on_cpu = values["trainer"] | {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
+    only = {"trainer": on_cpu, "callbacks": adapter, "monitors": {}, "logger": None, "strategy": None}
+    trainer = build_trainer(dict(values) | only)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     model: pl.LightningModule = make("model", values["model"])
     with trainer.precision_plugin.module_init_context():
         model.configure_model()
-    adapters = [each for each in callbacks_of(trainer) if isinstance(each, PeftAdapter)]
-    changes = [change for technique in adapters for change in technique.changes()]
-    model.trainer = trainer  # whose callbacks say what will be frozen, and so may be quantized
-    model_surgery.apply(model, [*model_surgery.plugin_changes(trainer.precision_plugin), *changes])
+    adapters = [callback for callback in callbacks_of(trainer) if isinstance(callback, PeftAdapter)]
+    changes = [change for callback in adapters for change in callback.changes()]
+    model.trainer = trainer  # its callbacks decide what is frozen, and so may be quantized
+    model_surgery.apply(model, [*model_surgery.changes_of(trainer.precision_plugin), *changes])
     return model
 
 
-def _choice(values: Mapping[str, Any]) -> OptimizerChoice:
-    """Make the callback that trains with the recipe's optimizer and schedule."""
+def _optimizer_choice(values: Mapping[str, Any]) -> OptimizerChoice:
+    """Build the callback that trains with the recipe's optimizer and scheduler."""
     if "optimizer_choice" in (values.get("callbacks") or {}):
         raise ConfigError(
             key="callbacks.optimizer_choice",
             value="listed",
-            allowed="a recipe's own groups in place of this callback, which is for a plain Trainer",
+            allowed="the groups optimizer and scheduler: this callback is for a plain Trainer",
             remedies=["optimizer=adamw"],
         )
     optimizer = make("optimizer", values["optimizer"])
-    _try_optimizer(optimizer)
-    return OptimizerChoice(optimizer=optimizer, scheduler=make("scheduler", values.get("scheduler")))
-
-
-def _try_optimizer(optimizer: Any) -> None:
-    """Let an optimizer refuse its numbers now, on a matrix of one, instead of in the middle of `fit`."""
-    try:
+    try:  # on one value, so that it rejects its options now and not in the middle of `fit`
         optimizer([torch.zeros(1, 1, requires_grad=True)])
     except ConfigError as error:
-        group = "optimizer"
-        raise error.under(group) from error
+        path = "optimizer"
+        raise error.under(path) from error
     except CONSTRUCTOR_ERRORS as error:
         text = f"optimizer: {error}"
         raise UsageError(text) from error
+    return OptimizerChoice(optimizer=optimizer, scheduler=make("scheduler", values.get("scheduler")))
 
 
-@keep_overrides()
+@as_overrides()
 def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
-    """Instantiate the techniques and the Trainer that holds them; neither model nor data is touched.
+    """Instantiate the techniques and a Trainer with them, but neither model nor data.
 
     Raises:
-        ConfigError: A technique refuses a value.
-        UsageError: The Trainer refuses its arguments.
+        ConfigError: A technique rejects a value.
+        UsageError: The Trainer rejects its arguments.
     """
     for key in ("max_steps", "max_epochs"):
         if values["trainer"].get(key) == 0:
             raise ConfigError(key=f"trainer.{key}", value=0, allowed="at least 1, or -1 for no limit")
     plugins = [make(group, values.get(group)) for group in ("precision", "checkpoint_io")]
-    many = [
+    listed = [
         make(f"{group}.{name}", node)
         for group in ("callbacks", "monitors")
         for name, node in (values.get(group) or {}).items()
     ]
-    callbacks = [_choice(values), *(callback for callback in many if callback is not None)]
+    callbacks = [_optimizer_choice(values), *(callback for callback in listed if callback is not None)]
     strategy = values.get("strategy") or "auto"
     keywords = {
         "plugins": [plugin for plugin in plugins if plugin is not None],
@@ -254,29 +243,21 @@ def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
         "strategy": strategy if isinstance(strategy, str) else make("strategy", strategy),
         "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
     }
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # the report names the devices that Lightning would log here
     try:
-        with _quiet():
-            return pl.Trainer(**(keywords | values["trainer"]))
+        return pl.Trainer(**(keywords | values["trainer"]))
     except CONSTRUCTOR_ERRORS as error:
         remedy = "\n  try: trainer.accelerator=auto" if "backend found" in str(error) else ""
         text = f"trainer: {error}{remedy}"
         raise UsageError(text) from error
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Leave out what Lightning says while a Trainer is built; the report names the device."""
-    logger = logging.getLogger("lightning.pytorch")
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
 
 
 def make(path: str, node: Mapping[str, Any] | None) -> Any:
-    """Instantiate one node; an error of its constructor is told with the node's path."""
+    """Instantiate one node; an error of its constructor names the node's path."""
     if node is None:
         return None
     try:
@@ -287,10 +268,8 @@ def make(path: str, node: Mapping[str, Any] | None) -> Any:
             error = error.__cause__
         if isinstance(error, ConfigError):
             raise error.under(path) from error
-        if isinstance(error, CONSTRUCTOR_ERRORS):
+        if isinstance(error, (*CONSTRUCTOR_ERRORS, ModuleNotFoundError)):
+            kind = EnvironmentLacksError if isinstance(error, ModuleNotFoundError) else UsageError
             text = f"{path}: {error}"
-            raise UsageError(text) from error
-        if isinstance(error, ModuleNotFoundError):
-            text = f"{path}: {error}"
-            raise EnvironmentLacksError(text) from error
-        raise error from error.__cause__  # and not from the wrapper, whose cause it is
+            raise kind(text) from error
+        raise error from error.__cause__  # without the wrapper, which has `error` as its cause

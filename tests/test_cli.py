@@ -55,7 +55,7 @@ def test_answers_come_without_torch_or_lightning(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["trian", "lm"], "'trian' is no verb; did you mean 'train'?"),
+        (["trian", "lm"], "unknown verb 'trian'; did you mean 'train'?"),
         (["train"], "expected a recipe"),
         (["train", "lm", "baseline"], "expected one recipe, not 2"),
         (["train", "lm", "--mulitrun"], "unknown option '--mulitrun'"),
@@ -273,7 +273,7 @@ def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
         rest = process.stderr.read()
     assert rest.count("Efficiency report") == 1, "every message is printed once"
     assert "The run was stopped after" in rest
-    assert "ckpt_path=last goes on" in rest
+    assert "ckpt_path=last resumes" in rest
     assert process.returncode == expected
     assert list(Path("outputs/lm").glob("*/checkpoints/step-*.ckpt"))
 

@@ -1,1 +1,1 @@
-"""What a user types: one module a verb."""
+"""The verbs of the command line, one module each."""

@@ -1,9 +1,8 @@
-"""Train a recipe, with overrides; `-m` sweeps, `--cfg job` prints the config, `ckpt_path=last` goes on."""
+"""Train a recipe, with overrides; `-m` sweeps, `--cfg job` prints the config, `ckpt_path=last` resumes."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -17,9 +16,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_eff.config import composition
-from lightning_eff.config.overrides import allow_new_keys, parse_overrides, recipe_and_overrides, sweep
-from lightning_eff.config.recipes import RecipePath, listed_groups, read_chain
+from lightning_eff.commands._shared import VerbParser, print_json
+from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app
+from lightning_eff.config.overrides import parse_overrides
+from lightning_eff.config.recipes import RecipeChain, RecipePath
+from lightning_eff.config.resolution import resolve_config
 from lightning_eff.core import host_memory
 from lightning_eff.core.errors import (
     EXIT_OK,
@@ -27,11 +28,11 @@ from lightning_eff.core.errors import (
     ConflictWarning,
     NoEffectWarning,
     SlowPathWarning,
-    UsageError,
     exit_code,
     is_out_of_memory,
     root_cause_line,
 )
+from lightning_eff.core.remedies import as_overrides
 from lightning_eff.launch.job import Launch, check_sweep, check_tasks, num_ranks, shared_run_dir
 from lightning_eff.launch.watch import end_with_parent, train_in_subprocess
 
@@ -41,53 +42,65 @@ USAGE = """lightning-eff train RECIPE [overrides] [options]
   lightning-eff train lm trainer.max_steps=50 precision=fp32     with overrides
   lightning-eff train lm 'callbacks=[]'                          without techniques
   lightning-eff train lm -m 'callbacks=[],[empty_cache]'         one run for each
-  lightning-eff train lm ckpt_path=last trainer.max_steps=400    go on from the newest checkpoint
+  lightning-eff train lm ckpt_path=last trainer.max_steps=400    resume from the newest checkpoint
   lightning-eff train images model._target_=my_project.Net model.width=3
-                                                                 a model of your own, from the current folder
+                                                                 your own model, from the current folder
 
 options:
   -m, --multirun          one run for each combination of comma-separated values
   -c, --cfg job|all       print the composed config and stop (--resolve, --package PATH)
-  -i, --info [WHAT]       print what Hydra knows and stop
+  -i, --info [WHAT]       print Hydra's information on the config and stop
   --config-dir DIR        a folder of your own with groups and recipes, or a package of options: pkg://NAME
   --json                  print the efficiency report as JSON on the standard output
-  --debug                 whole tracebacks"""
+  --debug                 full tracebacks"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
-    given = _parse(arguments)
+    options = _parse(arguments)
     launch = Launch.of()
     end_with_parent(torchrun=launch.by == "torchrun")
     _configure_logging(launch)
     from lightning_eff.launch.supervisor import TorchrunErrorFile
 
     with TorchrunErrorFile(launch):
-        return _train(given, launch, arguments)
+        if options.multirun:
+            check_sweep(launch, options.recipe, options.overrides, as_json=options.json)
+        path = RecipePath.of(options.config_dir)
+        with (
+            _command_line([sys.argv[0], "train", *arguments]),
+            recipe_app(options.recipe, options.overrides, path) as app,
+        ):
+            return _train(app, options)
 
 
-def _train(given: argparse.Namespace, launch: Launch, arguments: Sequence[str]) -> int:
-    if given.multirun:
-        check_sweep(launch, given.recipe, given.overrides, as_json=given.json)
-    place = RecipePath.of(given.config_dir)
-    jobs = _Job(given.recipe, place)
-    if given.multirun:
-        runs = [composition.compose_recipe(given.recipe, each, place) for each in sweep(given.overrides)]
-        parsed = parse_overrides([*given.overrides, *place.overrides(given.recipe)])
-        listed = listed_groups(read_chain(given.recipe, place)[0])
-        lines = [*allow_new_keys(parsed, listed=listed), *runs[0].hydra]
-    elif given.cfg or given.info:
-        composed = composition.compose_recipe(given.recipe, given.overrides, place)
-        lines = [*composed.overrides, *composed.hydra]
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = VerbParser("train", "--resolve")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--package", "-p")
+    topics = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    parser.add_argument("--info", "-i", nargs="?", const="all", choices=topics)
+    return parser.parse_recipe(arguments)
+
+
+def _train(app: RecipeApp, options: argparse.Namespace) -> int:
+    job = _Job(app.recipe, app.path, app.chain)
+    if options.multirun:
+        app.check_sweep()
+        app.sweep(job)
+    elif options.cfg or options.info:
+        app.check()
+        app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
+        return EXIT_OK
     else:
-        lines = jobs.prepare(given.overrides)
-    with _argv([sys.argv[0], "train", *arguments]):
-        _hydra(given, lines, jobs, str(place.main(given.recipe)))
-    return EXIT_OK if given.cfg or given.info else jobs.finish(as_json=given.json)
+        run_dir = job.prepare(app, options.overrides)
+        app.run(job, run_dir, save_config=not Launch.of().rank)
+    return job.finish(as_json=options.json)
 
 
 def _configure_logging(launch: Launch) -> None:
-    """Print every message once: by the first rank, and not by Lightning's handler in front of the root's."""
+    """Print each message once: on rank 0, and not by Lightning's handler in addition to the root's."""
     form = f"rank {launch.rank}: %(message)s" if launch.rank else "%(message)s"
     logging.basicConfig(level=logging.ERROR if launch.rank else logging.WARNING, format=form)
     logging.getLogger("lightning_eff").setLevel(logging.WARNING if launch.rank else logging.INFO)
@@ -95,150 +108,116 @@ def _configure_logging(launch: Launch) -> None:
 
     logging.getLogger(lightning.__name__).handlers.clear()
     if launch.rank:
-        for name in (
-            "lightning",
-            "lightning.fabric",
-            "lightning.pytorch",
-            "lightning_eff.config.composition",
-            "torch",
-        ):
+        library = ("lightning", "lightning.fabric", "lightning.pytorch", "torch")
+        for name in (*library, "lightning_eff.config.resolution"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        for said_by_the_first in (NoEffectWarning, ConflictWarning, SlowPathWarning):
-            warnings.simplefilter("ignore", said_by_the_first)
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Split flags from overrides, wherever the flags stand."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-eff train", usage=USAGE, add_help=False, allow_abbrev=False
-    )
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--package", "-p")
-    parser.add_argument("--info", "-i", nargs="?", const="all", choices=_INFO)
-    parser.add_argument("--config-dir", "-cd", action="append", default=[])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--debug", action="store_true")
-    parser.error = _usage_error  # pyright: ignore[reportAttributeAccessIssue]
-    given, rest = parser.parse_known_args(arguments)
-    given.recipe, given.overrides = recipe_and_overrides("train", rest)
-    return given
-
-
-_INFO = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
-
-
-def _usage_error(message: str) -> None:
-    text = f"train: {message}"
-    raise UsageError(text)
-
-
-def _make_root(run_dir: Path) -> None:
-    """Make the parent folder, so that a disk that refuses is told as a setting, not as a failed run."""
-    try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            key="output_root", value=str(run_dir.parent), allowed=f"a folder that can be made ({error})"
-        ) from error
+        for category in (NoEffectWarning, ConflictWarning, SlowPathWarning):
+            warnings.simplefilter("ignore", category)
 
 
 class _Job:
-    """What Hydra calls for each run; keeps reports and failures, so that one failure does not end a sweep.
+    """Called by Hydra for each run; keeps reports and failures, so that one failure does not end a sweep.
+
+    A launcher plugin may pickle it and call it in another process.
 
     Args:
-        recipe: Name of the recipe.
-        place: Folders that it is looked for in.
+        recipe: Its name.
+        path: Where recipes are searched.
+        chain: The recipe and the recipes that it builds on.
     """
 
-    def __init__(self, recipe: str, place: RecipePath) -> None:
+    def __init__(self, recipe: str, path: RecipePath, chain: RecipeChain) -> None:
         self.recipe = recipe
-        self.place = place
+        self.path = path
+        self.chain = chain
         self.reports: list[dict[str, Any]] = []
         self.failures: list[BaseException] = []
         self._prepared: Any = None
-        self._memory = host_memory.host_memory_limit()
-        self._home = os.getpid()
+        self._memory = host_memory.memory()
+        self._home_pid = os.getpid()
 
-    def prepare(self, overrides: Sequence[str]) -> list[str]:
-        """Compose, check and instantiate the only run before Hydra makes its folder.
-
-        Returns:
-            The overrides that let Hydra compose the same again.
-        """
-        composed = composition.compose_recipe(self.recipe, overrides, self.place)
-        from lightning_eff import run  # takes seconds, after what is refused without it
+    def prepare(self, app: RecipeApp, overrides: Sequence[str]) -> Path:
+        """Compose, check and build the only run before Hydra creates its folder; return the folder."""
+        composed = app.check()
+        from lightning_eff import run  # takes seconds: after everything that is rejected without it
 
         launch = Launch.of()
         check_tasks(composed.values["trainer"], launch)
-        by_time = any(line.startswith("hydra.run.dir=") for line in composed.hydra)
-        run_dir = shared_run_dir(launch, composed.run_dir, chosen_here=by_time)
-        here = [f'hydra.run.dir="{run_dir}"']
+        run_dir = shared_run_dir(launch, composed.run_dir, has_default_name=composed.has_default_run_dir)
         if run_dir != composed.run_dir:
-            composed = composition.compose_recipe(self.recipe, [*overrides, *here], self.place)
-        self._memory = host_memory.host_memory_limit()  # with all that is imported, and nothing of the run
+            composed = app.check(run_dir)
+        self._memory = host_memory.memory()  # after the imports, before the run allocates
         try:
             self._prepared = run.build(composed.values, recipe=self.recipe, run_dir=run_dir)
         except (MemoryError, RuntimeError) as error:
-            told = self._told(error, overrides)
-            if told is error:
+            explained = self._explain(error, overrides)
+            if explained is error:
                 raise
-            raise told from None
-        _make_root(run_dir)
-        here += ["hydra.output_subdir=null"] if launch.rank else []
-        return [*composed.overrides, *composed.hydra, *here]
+            raise explained from None
+        try:  # here a disk that refuses is an error of the setting, not of the run
+            run_dir.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            allowed = f"a folder that can be created ({error})"
+            raise ConfigError(key="output_root", value=str(run_dir.parent), allowed=allowed) from error
+        return run_dir
 
-    def __call__(self, _: DictConfig) -> None:
-        """Run one job in the folder that Hydra made for it."""
+    @as_overrides()
+    def __call__(self, cfg: DictConfig) -> None:
+        """Run one job in the folder that Hydra created for it.
+
+        Args:
+            cfg: As Hydra composed it, without its own section.
+        """
         from hydra.core.hydra_config import HydraConfig
 
         hydra = HydraConfig.get()
-        elsewhere = os.getpid() != self._home
-        if elsewhere:
+        is_remote = os.getpid() != self._home_pid
+        if is_remote:
             _configure_logging(Launch.of())
         folder = Path(hydra.runtime.output_dir)
         overrides = list(hydra.overrides.task)
-        with _Kept(self.failures, folder, lambda error: self._told(error, overrides)):
-            self.reports.append(self._run(overrides, folder))
-        if self.failures and elsewhere:
-            raise self.failures[0]  # a launcher took this job elsewhere, and brings what is raised back
+        with _KeepFailure(self.failures, folder, lambda error: self._explain(error, overrides)):
+            self.reports.append(self._run(cfg, overrides, folder))
+        if self.failures and is_remote:
+            raise self.failures[0]  # the launcher sends it to the process that started the sweep
 
-    def _run(self, overrides: list[str], folder: Path) -> dict[str, Any]:
+    def _run(self, cfg: DictConfig, overrides: list[str], folder: Path) -> dict[str, Any]:
         from lightning_eff import run
         from lightning_eff.launch.supervisor import RankSupervisor
 
         launch, prepared = Launch.of(), self._prepared
-        self._prepared = None  # nothing but this run holds its tensors
+        self._prepared = None  # the run's tensors have no other owner
         if prepared is None:
-            here = f'hydra.run.dir="{folder}"'
-            composed = composition.compose_recipe(self.recipe, [*overrides, here], self.place)
-            check_tasks(composed.values["trainer"], launch)
-            if launch.num_tasks is None and num_ranks(composed.values["trainer"]) > 1:
-                return train_in_subprocess(self.recipe, [*overrides, here], self.place.words(), folder)
-            self._memory = host_memory.host_memory_limit()
-            prepared = run.build(composed.values, recipe=self.recipe, run_dir=composed.run_dir)
+            values = resolve_config(cfg, parse_overrides(overrides), self.chain)
+            check_tasks(values["trainer"], launch)
+            if launch.num_tasks is None and num_ranks(values["trainer"]) > 1:
+                # Lightning starts the other ranks with the command line of rank 0, which is the sweep's: this
+                # run gets a process with a command line of its own, and composes its config there once more.
+                here = f'hydra.run.dir="{folder}"'
+                return train_in_subprocess(self.recipe, [*overrides, here], self.path.options(), folder)
+            self._memory = host_memory.memory()
+            prepared = run.build(values, recipe=self.recipe, run_dir=folder)
         with RankSupervisor(prepared.trainer, prepared.run_dir, launch):
             return prepared.fit()
 
-    def _told(self, error: BaseException, overrides: Sequence[str]) -> BaseException:
-        """Return the error to show: out of memory is explained, anything else speaks for itself."""
+    def _explain(self, error: BaseException, overrides: Sequence[str]) -> BaseException:
+        """Return the error to show: out of memory gets the planner's advice, any other stays."""
         if hasattr(error, "exit_code") or not is_out_of_memory(error):
             return error
-        from lightning_eff.planner.out_of_memory import explain_out_of_memory
+        from lightning_eff.planner.out_of_memory import explained
 
-        sys.stderr.write(" out of memory: looking for an override that fits, for a minute or two\n")
+        sys.stderr.write(" out of memory: searching an override that fits, for a minute or two\n")
 
         def compose(words: Sequence[str]) -> dict[str, Any]:
-            return composition.compose_recipe(self.recipe, [*overrides, *words], self.place).values
+            composed: Composed = compose_recipe(self.recipe, [*overrides, *words], self.path)
+            return composed.values
 
-        return explain_out_of_memory(error, compose, self._memory)
+        return explained(error, compose, self._memory)
 
     def finish(self, *, as_json: bool) -> int:
-        """Print what was asked for; raise the only failure, or name each of several."""
+        """Print the reports; raise the only failure, or the first after printing the others."""
         if as_json and not Launch.of().rank:
-            shown = self.reports[0] if len(self.reports) == 1 else {"rows": self.reports}
-            sys.stdout.write(json.dumps(shown, indent=1) + "\n")
+            print_json(self.reports[0] if len(self.reports) == 1 else {"rows": self.reports})
         if not self.failures:
             return EXIT_OK
         for failure in self.failures[1:]:
@@ -246,26 +225,27 @@ class _Job:
         raise self.failures[0]
 
 
-class _Kept:
-    """Keep a job's exception for later, its traceback in `error.log`.
+class _KeepFailure:
+    """Keep a job's exception for later, and write its traceback to `error.log`.
 
-    Why not `except`: also what is no `Exception` must not pass Hydra, which prints its own frames around it.
+    Why not `except`: KeyboardInterrupt and SystemExit must not pass through Hydra either, which prints its
+    own frames around them.
 
     Args:
-        failures: Where it is kept.
+        failures: The list that it is appended to.
         folder: Of the log.
-        told: Returns the error to keep, after the log is written.
+        explain: Returns the error to keep, after the log is written.
     """
 
     def __init__(
         self,
         failures: list[BaseException],
         folder: Path,
-        told: Callable[[BaseException], BaseException],
+        explain: Callable[[BaseException], BaseException],
     ) -> None:
         self._failures = failures
         self._folder = folder
-        self._told = told
+        self._explain = explain
 
     def __enter__(self) -> None:
         return None
@@ -275,56 +255,20 @@ class _Kept:
     ) -> bool:
         if error is None:
             return False
-        if exit_code(error) != EXIT_OK and not error.__dict__.get("told"):
+        if exit_code(error) != EXIT_OK and not error.__dict__.get("is_reported"):
             path = self._folder / "error.log"
             path.write_text("".join(traceback.format_exception(kind, error, trace)))
             error.__dict__["error_log"] = str(path)
-        self._failures.append(self._told(error))
+        self._failures.append(self._explain(error))
         return True
 
 
-def _hydra(given: argparse.Namespace, overrides: Sequence[str], jobs: _Job, folder: str) -> None:
-    """Let Hydra run the jobs, or print what it was asked to, with the command line that it expects."""
-    import hydra
-
-    flags: list[str] = ["--multirun"] if given.multirun else []
-    flags += ["--cfg", given.cfg] if given.cfg else []
-    flags += ["--resolve"] if given.resolve else []
-    flags += ["--package", given.package] if given.package else []
-    flags += ["--info", given.info] if given.info else []
-
-    own_words = sys.argv[:]
-
-    def job(cfg: DictConfig) -> None:
-        # Lightning starts the other ranks with this process's words, which must be ours again.
-        with _argv(own_words):
-            jobs(cfg)
-
-    composition.register()
-    decorate = hydra.main(version_base=composition.VERSION_BASE, config_path=folder, config_name=given.recipe)
-    with _hydra_raises(), _argv([sys.argv[0], *flags, *overrides]):
-        decorate(job)()
-
-
 @contextmanager
-def _argv(words: list[str]) -> Generator[None]:
+def _command_line(words: list[str]) -> Generator[None]:
+    """Set `sys.argv`, with which Lightning starts the other ranks."""
     before = sys.argv[:]
     sys.argv[:] = words
     try:
         yield
     finally:
         sys.argv[:] = before
-
-
-@contextmanager
-def _hydra_raises() -> Generator[None]:
-    """Let Hydra raise what goes wrong instead of printing it and leaving the process."""
-    before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = before

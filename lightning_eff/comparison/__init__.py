@@ -1,1 +1,1 @@
-"""Measuring techniques against each other: which trials, each in a process, and the table they make."""
+"""Measure techniques against a baseline: plan trials, run each in a process, make the table."""

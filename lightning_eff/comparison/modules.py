@@ -1,4 +1,4 @@
-"""`lightning_eff.compare`: the same table from Python, on any LightningModule."""
+"""Compare Trainer settings from Python, on any LightningModule: `lightning_eff.compare`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import functools
 import hashlib
 import inspect
 import json
-import pickle  # to tell values apart: nothing is unpickled here
+import pickle  # to distinguish values: nothing is unpickled here
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_eff.comparison import subprocess_trial
 from lightning_eff.comparison.result_table import ComparisonRow, TrialResult
-from lightning_eff.comparison.rounds import TrialRounds
+from lightning_eff.comparison.rounds import RunTrial, TrialRounds
 from lightning_eff.comparison.trial_plan import BASELINE, PlannedTrial
 from lightning_eff.core.errors import EXIT_OK, ConfigError
 
@@ -22,7 +23,7 @@ QUIET: dict[str, Any] = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False, "limit_val_batches": 0,
 }  # fmt: skip
-"""What every trial's Trainer has, unless the trial says otherwise."""
+"""Keywords of every trial's Trainer, unless the trial sets them."""
 
 
 def compare(
@@ -35,84 +36,80 @@ def compare(
     seed: int = 1,
     folder: str | Path | None = None,
 ) -> list[ComparisonRow]:
-    """Train a module for a few steps under each set of Trainer keywords; return a row of figures for each.
+    """Train a module for a few steps under each set of Trainer keywords; return one row of figures for each.
 
-    Every trial runs in a process of its own, once a round, so a script that calls this has to do so below
+    Every trial runs in a process of its own, once per round, so a script has to call this below
     `if __name__ == "__main__":`, as with any spawned process.
 
     Args:
-        build: Returns a LightningModule, and its DataLoader or LightningDataModule; a function of a module or
-            script, not a lambda, and it is called in each process anew.
-        trials: Keywords of `lightning.pytorch.Trainer` by the name of the row; `baseline` is what the others
-            are compared to, and is added without keywords where it is missing.
+        build: Returns a LightningModule, and its DataLoader or LightningDataModule. A function of a module or
+            script, not a lambda: each process calls it anew.
+        trials: Keywords of `lightning.pytorch.Trainer` by the row's name. All rows are compared to
+            `baseline`, which is added without keywords if it is missing.
         max_steps: Optimizer steps of a trial, at least 6: the first ones are not timed.
-        rounds: How often each trial runs.
-        limit_s: Seconds after which a trial is given up.
+        rounds: Number of times that each trial runs.
+        limit_s: Seconds after which a trial is killed.
         seed: Of each process before it builds.
-        folder: Where results lie; one that has some goes on. None for a temporary one.
+        folder: For the results; results in it are reused. None for a temporary one.
 
     Raises:
-        ConfigError: `max_steps` or `rounds` are too small, or `build` cannot be called in another process.
+        ConfigError: `max_steps` or `rounds` is too small, or `build` cannot be called in another process.
 
     Example:
-        >>> compare(list, {}, max_steps=2)  # in a script: compare(build, {"bf16": {"plugins": [AutoPrecision()]}})
+        >>> compare(list, {}, max_steps=2)  # in a script: compare(build, {"bf16": {"plugins": [Mixed()]}})
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: max_steps=2: expected at least 6
     """
     for key, value, least in (("max_steps", max_steps, 6), ("rounds", rounds, 1)):
         if value < least:
             raise ConfigError(key=key, value=value, allowed=f"at least {least}")
-    made_of = _fingerprint(build)
-    if folder is None:
-        import tempfile
+    shared = (f"build={_fingerprint(build)}", f"seed={seed}", f"max_steps={max_steps}")
+    keywords = {BASELINE: {}, **{name: {**own} for name, own in trials.items()}}
+    planned = [PlannedTrial(name, settings=(*shared, *_describe(own))) for name, own in keywords.items()]
 
-        with tempfile.TemporaryDirectory(prefix="compare-") as made:
-            return compare(
-                build, trials, max_steps=max_steps, rounds=rounds, limit_s=limit_s, seed=seed, folder=made
-            )
-    keywords = {BASELINE: {}, **{name: dict(given) for name, given in trials.items()}}
+    def run(trial: PlannedTrial, files: Path) -> TrialResult:
+        work = functools.partial(_fit, build, {"max_steps": max_steps, **keywords[trial.name]}, seed)
+        return subprocess_trial.run(work, folder=files, limit_s=limit_s)
 
-    def run(trial: PlannedTrial, where: Path) -> TrialResult:
-        given = {"max_steps": max_steps, **keywords[trial.name]}
-        return subprocess_trial.run(
-            functools.partial(_fit, build, given, seed), folder=where, limit_s=limit_s
-        )
+    if folder is not None:
+        return _run_rounds(run, planned, rounds, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="compare-") as temporary:
+        return _run_rounds(run, planned, rounds, Path(temporary))
 
-    def tell(line: str) -> None:
-        sys.stderr.write(f" {line}\n")
 
-    comparison = TrialRounds(Path(folder), run, tell)
-    shared = (f"build={made_of}", f"seed={seed}", f"max_steps={max_steps}")
-    listed = [PlannedTrial(name, settings=(*shared, *_describe(given))) for name, given in keywords.items()]
+def _run_rounds(
+    run: RunTrial, planned: Sequence[PlannedTrial], rounds: int, folder: Path
+) -> list[ComparisonRow]:
+    comparison = TrialRounds(folder, run, lambda line: sys.stderr.write(f" {line}\n"))
     for number in range(1, rounds + 1):
-        comparison.round(number, listed)
-    return comparison.rows()
+        comparison.run_round(number, planned)
+    return comparison.table_rows()
 
 
 def _fingerprint(build: Callable[..., Any]) -> str:
-    """Name a function, its arguments and the state of its file: other code has other results."""
+    """Return a function's name and a digest of its arguments and its file: other code has other results."""
     try:
-        named = pickle.dumps(build)  # a function by its name, a partial with its arguments
+        pickled = pickle.dumps(build)  # a function by its name, a partial with its arguments
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         allowed = f"a function of a module or script, which another process can call ({error})"
         raise ConfigError(key="build", value=getattr(build, "__qualname__", build), allowed=allowed) from None
-    inner = getattr(build, "func", build)
+    function = getattr(build, "func", build)
     try:
-        text = Path(inspect.getfile(inner)).read_bytes()
+        code = Path(inspect.getfile(function)).read_bytes()
     except (TypeError, OSError):
-        text = b""
-    return f"{getattr(inner, '__qualname__', inner)}-{hashlib.sha256(text + named).hexdigest()[:8]}"
+        code = b""
+    return f"{getattr(function, '__qualname__', function)}-{hashlib.sha256(code + pickled).hexdigest()[:8]}"
 
 
 def _describe(keywords: Mapping[str, Any]) -> tuple[str, ...]:
-    """Say what a trial has, in words that are the same in the next process."""
-    from lightning_eff.core.technique import Technique, config_of, name_of
+    """Return a trial's keywords as text that is the same in the next process."""
+    from lightning_eff.core.technique import Technique, asked, name_of
 
-    def words(value: Any) -> str:
+    def described(value: Any) -> str:
         if isinstance(value, (list, tuple)):
-            return f"[{', '.join(map(words, value))}]"
+            return f"[{', '.join(map(described, value))}]"
         if isinstance(value, Technique):
-            return f"{name_of(value)}({', '.join(f'{k}={v}' for k, v in config_of(value).items())})"
+            return f"{name_of(value)}({', '.join(f'{k}={v}' for k, v in asked(value).items())})"
         if isinstance(value, (str, int, float, bool, type(None))):
             return str(value)
         try:
@@ -121,11 +118,11 @@ def _describe(keywords: Mapping[str, Any]) -> tuple[str, ...]:
             return type(value).__name__
         return f"{type(value).__name__}-{hashlib.sha256(state).hexdigest()[:8]}"
 
-    return tuple(f"{key}={words(value)}" for key, value in keywords.items())
+    return tuple(f"{key}={described(value)}" for key, value in keywords.items())
 
 
 def _fit(build: Callable[[], tuple[Any, Any]], keywords: Mapping[str, Any], seed: int, folder: Path) -> int:
-    """Train in this process, which is one of its own."""
+    """Train in the trial's own process and write the efficiency report."""
     import lightning.pytorch as pl
 
     from lightning_eff.monitors.efficiency_report import EfficiencyReport
@@ -135,11 +132,9 @@ def _fit(build: Callable[[], tuple[Any, Any]], keywords: Mapping[str, Any], seed
     monitor = EfficiencyReport(dirpath=str(folder))
     own = keywords.get("callbacks") or []
     callbacks: Any = [*(own if isinstance(own, (list, tuple)) else [own]), monitor]
-    given: dict[str, Any] = {**QUIET, **keywords, "callbacks": callbacks, "default_root_dir": folder}
-    trainer = pl.Trainer(**given)
-    if isinstance(data, pl.LightningDataModule):
-        trainer.fit(module, datamodule=data)
-    else:
-        trainer.fit(module, data)
+    settings: dict[str, Any] = {**QUIET, **keywords, "callbacks": callbacks, "default_root_dir": folder}
+    trainer = pl.Trainer(**settings)
+    is_module = isinstance(data, pl.LightningDataModule)
+    trainer.fit(module, **{"datamodule" if is_module else "train_dataloaders": data})
     (folder / subprocess_trial.REPORT_FILE).write_text(json.dumps(monitor.report), encoding="utf-8")
     return EXIT_OK

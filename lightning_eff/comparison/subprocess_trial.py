@@ -1,9 +1,9 @@
-"""One trial in a process of its own, with a time limit; whatever becomes of it, there is a result.
+"""Run one trial in a process of its own, with a time limit, and return a result whatever happens to it.
 
-A run that hangs is killed with all that it has started, one that dies leaves its reason, and nothing of it
-stays in memory: the next trial begins where this one began. Where there is no GPU the processes are forked
-from one that has imported what all of them need, which is most of a short trial's time. With a GPU each one
-imports for itself: CUDA does not survive a fork.
+A trial that hangs is killed with everything it started, one that dies leaves its reason, and its memory is
+freed: every trial starts from the same state. Without a GPU the processes are forked from a server that has
+imported what all of them need, which is most of a short trial's time. With a GPU each one is spawned and
+imports for itself, because CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ REPORT_FILE, LOG_FILE = "report.json", "log.txt"
 REASON_LENGTH = 200
 POLL_S = 1.0
 PRELOADED = ["lightning_eff.run", "lightning_eff.commands.train"]
-"""What the process has imported that others are forked from."""
+"""Imports of the server that processes are forked from."""
 
 
 def run(work: Callable[[Path], int], *, folder: Path, limit_s: float) -> TrialResult:
-    """Do some work in a process of its own, that leaves an efficiency report as JSON in `REPORT_FILE`.
+    """Run `work` in a process of its own; it leaves an efficiency report as JSON in `REPORT_FILE`.
 
     Args:
-        work: Called with `folder`, returns an exit code; can be pickled.
-        folder: Made if need be; what is said on the way goes to a file there.
-        limit_s: Seconds after which it is killed.
+        work: Called with `folder`, returns an exit code; must be picklable.
+        folder: Created if needed; what the process prints goes to a file there.
+        limit_s: Seconds after which the process is killed.
 
     Raises:
-        KeyboardInterrupt: The user has had enough; the work is killed first.
+        KeyboardInterrupt: The user has stopped the comparison; the process is killed first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in (REPORT_FILE, LOG_FILE):
@@ -59,17 +59,21 @@ def run(work: Callable[[Path], int], *, folder: Path, limit_s: float) -> TrialRe
     process: Any = _context().Process(target=_child, args=(work, folder, os.getpid()))
     with _stderr_to(folder / LOG_FILE):
         process.start()
-    late = _is_late(process, limit_s)
-    if late:
+    try:
+        process.join(limit_s)
+        is_late = process.is_alive()
+    finally:
+        _kill(process)
+    if is_late:
         return TrialResult(FAILED, f"no end after {limit_s:g} s; it was killed")
-    said = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace")
+    printed = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace")
     report = (folder / REPORT_FILE).read_text(encoding="utf-8", errors="replace")
-    return result_of(process.exitcode or 0, report, said)
+    return result_of(process.exitcode or 0, report, printed)
 
 
 @functools.cache
 def _context() -> Any:
-    """Return how processes are started here."""
+    """Return how processes are started on this machine."""
     import torch
 
     if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
@@ -80,7 +84,7 @@ def _context() -> Any:
 
 
 def _child(work: Callable[[Path], int], folder: Path, owner: int) -> None:
-    """Lead a session of its own, so that all of it can be killed, and say everything to a file."""
+    """Run `work` with all output in a file, in a session of its own, so that all of it can be killed."""
     os.setsid()
     threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
     os.environ[PARENT] = str(os.getppid())
@@ -89,29 +93,29 @@ def _child(work: Callable[[Path], int], folder: Path, owner: int) -> None:
         os.dup2(log, stream)
     try:
         code = work(folder)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the row says it
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes the row's reason
         sys.stderr.write(f"error: {root_cause_line(error).removeprefix('error: ')}\n")
         code = exit_code(error) or EXIT_FAILED
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(code)  # what others would do at the end of a process takes seconds
+    os._exit(code)  # the usual cleanup at exit takes seconds
 
 
 def _end_with(owner: int) -> None:
-    """End this process and all that it has started when the one that compares is gone, killed perhaps."""
+    """Kill this session when the comparing process is gone, for example because it was killed itself."""
     while True:
         time.sleep(POLL_S)
         try:
-            os.kill(owner, 0)
+            os.kill(owner, 0)  # sends nothing: checks that the process exists
         except ProcessLookupError:
             os.killpg(0, signal.SIGKILL)
-        except PermissionError:  # it is there, and somebody else's
+        except PermissionError:  # it exists, and belongs to another user
             pass
 
 
 @contextlib.contextmanager
 def _stderr_to(path: Path) -> Generator[None]:
-    """Let what starts inside speak to a file: libraries that are imported have much to say."""
+    """Redirect the standard error of what is started inside: the server's imports print warnings."""
     sys.stderr.flush()
     before = os.dup(2)
     log = os.open(path, os.O_WRONLY | os.O_APPEND)
@@ -124,55 +128,47 @@ def _stderr_to(path: Path) -> Generator[None]:
         os.close(log)
 
 
-def _is_late(process: BaseProcess, limit_s: float) -> bool:
-    """Wait for a process, kill what is left of it, and say whether it was still at work."""
-    try:
-        process.join(limit_s)
-        return process.is_alive()
-    finally:
-        _kill_group(process.pid)
-        if process.is_alive():
-            process.kill()  # it had not yet made its session
-        process.join()
+def _kill(process: BaseProcess) -> None:
+    """Kill what is left of a process and of everything it started."""
+    if process.pid is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the whole session is gone
+            os.killpg(process.pid, signal.SIGKILL)
+    if process.is_alive():
+        process.kill()  # it had not created its session yet
+    process.join()
 
 
-def _kill_group(pid: int | None) -> None:
-    if pid is None:
-        return
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
-        os.killpg(pid, signal.SIGKILL)
+def result_of(code: int, report: str, printed: str) -> TrialResult:
+    """Return the result of a process that ended.
 
-
-def _good(printed: str) -> TrialResult:
-    """Read the report of a trial that ended well."""
-    try:
-        report: Any = json.loads(printed)
-    except json.JSONDecodeError:
-        report = None
-    if not isinstance(report, dict):
-        return TrialResult(FAILED, "it ended without a report of its speed: no monitors/efficiency_report")
-    if report.get("measured", {}).get("num_batches"):
-        return TrialResult(MEASURED, report=report)
-    return TrialResult(FAILED, f"too slow to be timed: {report.get('num_steps', 0)} steps in its time")
-
-
-def result_of(code: int, printed: str, said: str) -> TrialResult:
+    Args:
+        code: Its exit code.
+        report: Content of `REPORT_FILE`.
+        printed: Content of `LOG_FILE`; its last error is the reason.
+    """
     if code == EXIT_OK:
-        return _good(printed)
-    reason = _reason(said) or f"exit code {code}"
+        return _successful(report)
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    reason = (errors or lines or [""])[-1].removeprefix("error: ")[:REASON_LENGTH] or f"exit code {code}"
     if code == EXIT_OUT_OF_MEMORY:
         return TrialResult(FAILED, f"out of memory: {reason}")
     if code == -signal.SIGKILL:
-        return TrialResult(FAILED, "killed from outside, as a system does that runs out of memory")
+        return TrialResult(FAILED, "killed from outside, as by a system that runs out of memory")
     if code < 0:
         return TrialResult(FAILED, f"killed by signal {-code}: {reason}")
-    refused = code in (EXIT_REFUSED, EXIT_ENVIRONMENT, EXIT_CONFIG)
-    return TrialResult(NOT_RUN if refused else FAILED, reason)
+    is_refused = code in (EXIT_REFUSED, EXIT_ENVIRONMENT, EXIT_CONFIG)
+    return TrialResult(NOT_RUN if is_refused else FAILED, reason)
 
 
-def _reason(said: str) -> str:
-    """Return the last line that says what went wrong."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    line = (errors or lines or [""])[-1]
-    return line.removeprefix("error: ")[:REASON_LENGTH]
+def _successful(text: str) -> TrialResult:
+    try:
+        report: Any = json.loads(text)
+    except json.JSONDecodeError:
+        report = None
+    if not isinstance(report, dict):
+        return TrialResult(FAILED, "ended without a report of its speed: no monitors/efficiency_report")
+    if report.get("measured", {}).get("num_batches"):
+        return TrialResult(MEASURED, report=report)
+    steps = report.get("num_steps", 0)
+    return TrialResult(FAILED, f"too slow to be timed: {steps} step{'s' * (steps != 1)} within its time")

@@ -1,7 +1,7 @@
-"""Which runs are compared: nothing on, each technique alone, the recipe as it is, all that helped together.
+"""Plan which runs are compared: no technique, each one alone, the recipe as it is, all that helped combined.
 
-Every technique that there is takes part, found as `ls` finds it; those that cannot be alone are told by the
-same check as in `train`. All trials share the recipe's model, data, seed and global batch.
+Every technique takes part, listed as in `ls`; `train`'s own rules reject those that cannot run alone. All
+trials share the recipe's model, data, seed and global batch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.core import catalog
 
-BASELINE, AS_IT_IS, COMBINED = "baseline", "the recipe as it is", "together"
+BASELINE, AS_IT_IS, COMBINED = "baseline", "the recipe as it is", "combined"
 BARE = {"precision": "fp32", "strategy": "auto"}
-"""What the baseline has of groups of which a run has exactly one."""
+"""The baseline's options of groups of which a run has exactly one."""
 NOT_ALONE = ("callbacks/optimizer_choice",)
-"""For a plain Trainer: a recipe has it anyway."""
-BATCH_KEY = "batch_size"
-"""The data's batch on one device."""
+"""For a plain Trainer: every recipe has it already."""
+BATCH_KEY = "micro_batch_size"
+"""Key in `data` of the loader's batch on one device."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class PlannedTrial:
     """One run of a comparison.
 
     Args:
-        name: What its row is called.
-        callbacks: Techniques that are on; None leaves the recipe's own.
-        choices: Options by their groups, of which a run has exactly one.
-        settings: Overrides besides.
+        name: Name of its row.
+        callbacks: Techniques that are on; None keeps the recipe's.
+        choices: Group and option, for groups of which a run has exactly one.
+        settings: Further overrides.
     """
 
     name: str
@@ -39,10 +39,10 @@ class PlannedTrial:
     settings: tuple[str, ...] = ()
 
     def overrides(self) -> list[str]:
-        """Return what makes this trial of a recipe.
+        """Return the overrides that turn the recipe into this trial.
 
         Example:
-            >>> Trial("x", ("a", "b"), (("precision", "fp32"),), ("seed=2",)).overrides()
+            >>> PlannedTrial("x", ("a", "b"), (("precision", "fp32"),), ("seed=2",)).overrides()
             ['callbacks=[a,b]', 'precision=fp32', 'seed=2']
         """
         listed = [] if self.callbacks is None else [f"callbacks=[{','.join(self.callbacks)}]"]
@@ -51,14 +51,14 @@ class PlannedTrial:
 
 @dataclass(frozen=True)
 class StepSize:
-    """How many samples a step has.
+    """The number of samples in an optimizer step.
 
     Args:
-        whole: Of an optimizer step, on all devices.
-        on_device: Of one batch without accumulation, on one device; None where the data has no such setting.
+        num_samples: On all devices.
+        on_device: Of one batch without accumulation, on one device; None if the data has no such setting.
     """
 
-    whole: int | None
+    num_samples: int | None
     on_device: int | None
 
     @classmethod
@@ -67,141 +67,139 @@ class StepSize:
 
         Example:
             >>> accumulated = {"gradient_accumulation": {"global_batch_size": 64}}
-            >>> Batch.of({"trainer": {}, "data": {"batch_size": 4}, "callbacks": accumulated})
-            Batch(whole=64, on_device=64)
+            >>> StepSize.of({"trainer": {}, "data": {"micro_batch_size": 4}, "callbacks": accumulated})
+            StepSize(num_samples=64, on_device=64)
         """
-        given = values.get("data", {}).get(BATCH_KEY)
-        if not isinstance(given, int):
+        batch_size = values.get("data", {}).get(BATCH_KEY)
+        if not isinstance(batch_size, int):
             return cls(None, None)
         trainer, ranks = values.get("trainer", {}), _num_ranks(values)
-        windows: Any = (values.get("callbacks") or {}).get("gradient_accumulation") or {}
-        whole = windows.get("global_batch_size")
-        if not isinstance(whole, int):
-            whole = given * ranks * (trainer.get("accumulate_grad_batches") or 1)
-        return cls(whole, max(1, whole // ranks))
+        accumulation: Any = (values.get("callbacks") or {}).get("gradient_accumulation") or {}
+        num_samples = accumulation.get("global_batch_size")
+        if not isinstance(num_samples, int):
+            num_samples = batch_size * ranks * (trainer.get("accumulate_grad_batches") or 1)
+        return cls(num_samples, max(1, num_samples // ranks))
+
+    def batch_setting(self) -> tuple[str, ...]:
+        """Return the override for the whole step as one batch."""
+        return () if self.on_device is None else (f"data.{BATCH_KEY}={self.on_device}",)
+
+    def quarter(self) -> int:
+        """Return a quarter of the batch, or a third, or a half, whichever divides it first."""
+        size = self.on_device or 1
+        return size // next((divisor for divisor in (4, 3, 2) if size % divisor == 0), 1)
+
+    def settings_for(self, option: str) -> tuple[str, ...]:
+        """Return settings with which a technique has an effect within a few steps of this batch."""
+        if option == "in_backward":
+            return ("trainer.gradient_clip_val=null",)
+        if option == "empty_cache":
+            return ("callbacks.empty_cache.every_n_steps=4",)
+        if self.on_device is None:
+            return ()
+        if option == "gradient_accumulation":
+            step = f"callbacks.gradient_accumulation.global_batch_size={self.num_samples}"
+            return (step, f"data.{BATCH_KEY}={self.quarter()}")
+        if option == "micro_batch":
+            return (f"callbacks.micro_batch.micro_batch_size={self.quarter()}",)
+        return ()
 
 
 def _num_ranks(values: Mapping[str, Any]) -> int:
-    """Return the devices that a recipe names, 1 where it leaves them to the machine."""
+    """Return the devices in a recipe, 1 where it leaves them to the machine."""
     trainer: Mapping[str, Any] = values.get("trainer", {})
     devices = trainer.get("devices", 1)
     return (devices if isinstance(devices, int) and devices > 0 else 1) * trainer.get("num_nodes", 1)
 
 
 def single_technique_trials(values: Mapping[str, Any], *, optimizers: bool) -> list[PlannedTrial]:
-    """Return the baseline, and each technique alone on it.
+    """Return the baseline, and each technique alone on top of it.
 
     Args:
-        values: The recipe as it is, composed.
-        optimizers: Take all optimizers, not only those that are techniques of ours.
+        values: The composed recipe.
+        optimizers: Include all optimizers, not only those that are techniques of this package.
     """
-    batch = StepSize.of(values)
-    trials = [PlannedTrial(BASELINE, (), tuple(BARE.items()), _one_batch(batch))]
+    step = StepSize.of(values)
+    trials = [PlannedTrial(BASELINE, (), tuple(BARE.items()), step.batch_setting())]
     for entry in catalog.options():
         group, _, option = entry.name.partition("/")
-        every = group in ("callbacks", "precision") or (group == "optimizer" and optimizers)
-        every = every or (group == "strategy" and _num_ranks(values) > 1)
-        wanted = every or (group in ("optimizer", "strategy") and entry.kind == "technique")
-        if not wanted or entry.name in NOT_ALONE or BARE.get(group) == option:
+        is_included = {
+            "callbacks": True,
+            "precision": True,
+            "optimizer": optimizers or entry.kind == "technique",
+            "strategy": _num_ranks(values) > 1 or entry.kind == "technique",
+        }.get(group, False)
+        if not is_included or entry.name in NOT_ALONE or BARE.get(group) == option:
             continue
-        settings = REFINED.get(option, lambda _: ())(batch)
+        settings = merge_settings(step.batch_setting(), step.settings_for(option))
         if group == "callbacks":
-            trials.append(
-                PlannedTrial(option, (option,), tuple(BARE.items()), _merged(_one_batch(batch), settings))
-            )
+            trials.append(PlannedTrial(option, (option,), tuple(BARE.items()), settings))
         else:
             choices = {**BARE, group: option}
-            both = _merged(_one_batch(batch), settings)
-            trials.append(PlannedTrial(f"{group}={option}", (), tuple(choices.items()), both))
+            trials.append(PlannedTrial(f"{group}={option}", (), tuple(choices.items()), settings))
     return trials
 
 
 def user_trial(line: str, values: Mapping[str, Any]) -> PlannedTrial:
-    """Return a row of the user's own: overrides on the baseline, separated by spaces.
+    """Return a trial of the user's own: overrides on top of the baseline, separated by spaces.
 
     Raises:
-        UsageError: They are not Hydra's grammar.
+        UsageError: They do not follow Hydra's grammar.
     """
-    words = line.split()
-    listed, choices, settings = [], dict(BARE), list(_one_batch(StepSize.of(values)))
-    for item in parse_overrides(words):
+    callbacks, choices, settings = list[str](), dict(BARE), StepSize.of(values).batch_setting()
+    for item in parse_overrides(line.split()):
         key, value = str(item.key_or_group), item.value()
         if key == "callbacks":
-            listed += [str(each) for each in (value if isinstance(value, list) else [value])]
+            callbacks += [str(name) for name in (value if isinstance(value, list) else [value])]
         elif "." not in key and isinstance(value, str):
             choices[key] = value
         else:
-            settings = list(_merged(settings, [str(item.input_line)]))
-    return PlannedTrial(line, tuple(listed), tuple(choices.items()), tuple(settings))
+            settings = merge_settings(settings, [str(item.input_line)])
+    return PlannedTrial(line, tuple(callbacks), tuple(choices.items()), settings)
 
 
 def combine_trials(
-    helped: Sequence[PlannedTrial], fits: Callable[[PlannedTrial], bool]
+    helped: Sequence[PlannedTrial], is_allowed: Callable[[PlannedTrial], bool]
 ) -> PlannedTrial | None:
-    """Return what helped alone, in one trial: the best first, and whatever still fits to it.
+    """Return one trial of all that helped alone: the best first, and each further one that is allowed.
 
     Args:
-        helped: Trials of one technique each, the one that helps most first.
-        fits: Whether a combination is not refused.
+        helped: Trials of one technique each, the most helpful first.
+        is_allowed: Whether the rules accept a combination.
+
+    Returns:
+        The combination; None if it would repeat one of `helped`.
 
     Example:
-        >>> one, other = Trial("a", ("a",)), Trial("b", (), (("precision", "b"),))
-        >>> combined([one, other], lambda trial: True).overrides()
+        >>> trials = [PlannedTrial("a", ("a",)), PlannedTrial("b", (), (("precision", "b"),))]
+        >>> combine_trials(trials, lambda trial: True).overrides()
         ['callbacks=[a]', 'precision=b']
     """
     best: PlannedTrial | None = None
     for trial in helped:
-        tried = trial if best is None else _joined(best, trial)
-        if tried is not None and (best is None or fits(tried)):
-            best = tried
-    if best is None or best in helped:
-        return None  # that is a row already
-    return best
+        candidate = trial if best is None else _join(best, trial)
+        if candidate is not None and (best is None or is_allowed(candidate)):
+            best = candidate
+    return None if best in helped else best
 
 
-def _joined(one: PlannedTrial, other: PlannedTrial) -> PlannedTrial | None:
-    """Put two trials together; None where both want another option of the same group."""
-    mine, theirs = dict(one.choices), dict(other.choices)
-    for group, option in theirs.items():
-        if mine.get(group, option) not in (option, BARE.get(group)) and option != BARE.get(group):
+def _join(first: PlannedTrial, second: PlannedTrial) -> PlannedTrial | None:
+    """Return both in one trial; None if they choose different options of one group."""
+    choices = dict(first.choices)
+    for group, option in second.choices:
+        if option == BARE.get(group):
+            choices.setdefault(group, option)
+        elif choices.get(group, option) not in (option, BARE.get(group)):
             return None
-    chosen = mine | {g: o for g, o in theirs.items() if o != BARE.get(g) or g not in mine}
-    callbacks = (*(one.callbacks or ()), *(other.callbacks or ()))
-    return PlannedTrial(COMBINED, callbacks, tuple(chosen.items()), _merged(one.settings, other.settings))
+        else:
+            choices[group] = option
+    callbacks = (*(first.callbacks or ()), *(second.callbacks or ()))
+    return PlannedTrial(
+        COMBINED, callbacks, tuple(choices.items()), merge_settings(first.settings, second.settings)
+    )
 
 
-def _one_batch(batch: StepSize) -> tuple[str, ...]:
-    return () if batch.on_device is None else (f"data.{BATCH_KEY}={batch.on_device}",)
-
-
-def _merged(settings: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
-    """Return settings of which a later one replaces an earlier one of the same key."""
+def merge_settings(settings: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
+    """Return the settings, with each key's last value."""
     by_key = {line.partition("=")[0].lstrip("+"): line for line in (*settings, *later)}
     return tuple(by_key.values())
-
-
-def _quarter(size: int) -> int:
-    """Return a fourth of a batch, or the most parts that divide it."""
-    return size // next((parts for parts in (4, 3, 2) if size % parts == 0), 1)
-
-
-def _accumulated(batch: StepSize) -> tuple[str, ...]:
-    if batch.whole is None or batch.on_device is None:
-        return ()
-    step = f"callbacks.gradient_accumulation.global_batch_size={batch.whole}"
-    return (step, f"data.{BATCH_KEY}={_quarter(batch.on_device)}")
-
-
-def _in_parts(batch: StepSize) -> tuple[str, ...]:
-    if batch.on_device is None:
-        return ()
-    return (f"callbacks.micro_batch.micro_batch_size={_quarter(batch.on_device)}",)
-
-
-REFINED: dict[str, Callable[[StepSize], tuple[str, ...]]] = {
-    "gradient_accumulation": _accumulated,
-    "micro_batch": _in_parts,
-    "in_backward": lambda _: ("trainer.gradient_clip_val=null",),
-    "empty_cache": lambda _: ("callbacks.empty_cache.every_n_steps=4",),
-}
-"""Settings with which a technique does something in a few steps of the recipe's batch."""

@@ -1,1 +1,1 @@
-"""From what was typed to a config: overrides, where recipes lie, what is instantiated, where runs write."""
+"""Turn a command line into a checked config: overrides, recipes, what may be instantiated and written."""

@@ -1,4 +1,4 @@
-"""Overrides in Hydra's grammar: parsed, loosened so that a group's class decides what it takes, and swept."""
+"""Parse Hydra overrides, extend what they may set, and expand a sweep."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import OverrideParseException
 
 from lightning_eff.config.validate import TOP_LEVEL
-from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
+from lightning_eff.core.catalog import MANY
 from lightning_eff.core.errors import UsageError
 
 NO_OVERRIDE = "not an override; expected key=value, group=option, +key=value or ~key"
 REASONS: dict[type[Exception], str] = {
     RecursionError: "nested too deep",
-    ValueError: "a number of too many digits",
+    ValueError: "a number with too many digits",
 }
-"""What Hydra's parser raises besides, of Python's own."""
+"""Python errors that Hydra 1.3's parser lets through."""
 MAX_SHOWN = 100
 """Characters of an override in a message."""
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides of Hydra's grammar.
+    """Parse overrides in Hydra's grammar.
 
     Raises:
-        UsageError: One of them is not of that grammar.
+        UsageError: An override does not follow the grammar.
     """
     parser, parsed = OverridesParser.create(), list[Override]()
     for line in overrides:
@@ -41,7 +41,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 
 def recipe_and_overrides(verb: str, words: Sequence[str]) -> tuple[str, list[str]]:
-    """Split what stands behind a verb and its options.
+    """Split the words after a verb and its options.
 
     Raises:
         UsageError: There is an unknown option, no recipe, or more than one.
@@ -52,31 +52,30 @@ def recipe_and_overrides(verb: str, words: Sequence[str]) -> tuple[str, list[str
     """
     unknown = [word for word in words if word.startswith("-")]
     if unknown:
-        text = f"{verb}: unknown option {unknown[0]!r}; lightning-eff {verb} --help shows what there is"
+        text = f"{verb}: unknown option {unknown[0]!r}; lightning-eff {verb} --help lists the options"
         raise UsageError(text)
     recipes = [word for word in words if "=" not in word and not word.startswith("~")]
     if len(recipes) != 1:
-        what = f"one recipe, not {len(recipes)}: {' '.join(recipes)}" if recipes else "a recipe"
-        text = f"{verb}: expected {what}; lightning-eff ls shows what there is"
+        found = f"one recipe, not {len(recipes)}: {' '.join(recipes)}" if recipes else "a recipe"
+        text = f"{verb}: expected {found}; lightning-eff ls lists the recipes"
         raise UsageError(text)
     return recipes[0], [word for word in words if word != recipes[0]]
 
 
-def allow_new_keys(
-    overrides: Sequence[Override], *, listed: Collection[str] = MULTI_CHOICE_GROUPS
-) -> list[str]:
-    """Let overrides set keys that a group's YAML does not list, and choose options where a recipe has none.
+def allow_new_keys(overrides: Sequence[Override], *, listed: Collection[str] = MANY) -> list[str]:
+    """Return overrides that may set keys missing from a group's YAML, and options where a recipe has none.
 
-    Which keys there are is asked of the group's class later.
+    Hydra takes a new key only with `++`. Whether the key is a parameter of the group's class is checked
+    after composing.
 
     Args:
         overrides: Parsed.
-        listed: Groups of many options that the recipe lists; the others must be appended to nothing.
+        listed: Groups of several options that the recipe lists; the others get `+`.
 
     Example:
-        >>> loosened(parse_overrides(["trainer.max_time=00:01:00:00", "seed=3", "~callbacks"]))
+        >>> allow_new_keys(parse_overrides(["trainer.max_time=00:01:00:00", "seed=3", "~callbacks"]))
         ['++trainer.max_time=00:01:00:00', 'seed=3', '~callbacks']
-        >>> loosened(parse_overrides(["callbacks=[a]"]), listed=[])
+        >>> allow_new_keys(parse_overrides(["callbacks=[a]"]), listed=[])
         ['+callbacks=[a]']
     """
     lines: list[str] = []
@@ -85,27 +84,27 @@ def allow_new_keys(
         group, _, key = str(item.key_or_group).partition(".")
         if key and not item.is_delete() and group in TOP_LEVEL:
             line = "++" + line.lstrip("+")
-        elif group in MULTI_CHOICE_GROUPS and group not in listed and not item.is_delete():
+        elif group in MANY and group not in listed and not item.is_delete():
             line = "+" + line.lstrip("+")
         lines.append(line)
     return lines
 
 
 def sweep(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each run of a sweep over lists of values, in Hydra's order.
+    """Return the overrides of each run of a sweep over lists of values.
 
-    What a sweeper plugin searches (ranges) is left out: those runs are checked when they start.
+    They are spelled and ordered as by Hydra 1.3's BasicSweeper, so that its runs can use what was composed
+    for them. Ranges, which a sweeper plugin searches, are left out: their runs are checked when they start.
 
     Example:
         >>> sweep(["seed=1,2", "precision=fp32"])
         [['seed=1', 'precision=fp32'], ['seed=2', 'precision=fp32']]
     """
-    choices: list[list[str]] = []
+    choices: dict[str, list[str]] = {}
     for item in parse_overrides(overrides):
-        if item.is_sweep_override() and not item.is_discrete_sweep():
-            continue
-        if item.is_sweep_override():
-            choices.append([f"{item.get_key_element()}={value}" for value in item.sweep_string_iterator()])
-        else:
-            choices.append([str(item.input_line)])
-    return [list(combination) for combination in itertools.product(*choices)]
+        key = item.get_key_element()
+        if item.is_discrete_sweep():
+            choices[key] = [f"{key}={value}" for value in item.sweep_string_iterator()]
+        elif not item.is_sweep_override():
+            choices[key] = [f"{key}={item.get_value_element_as_str()}"]
+    return [list(combination) for combination in itertools.product(*choices.values())]

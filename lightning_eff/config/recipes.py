@@ -1,52 +1,54 @@
-"""Where recipes lie, and what they list: read from the files, before Hydra composes anything."""
+"""Find recipes, and read the defaults lists that a recipe builds on before Hydra composes it."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
 from omegaconf import ListConfig, OmegaConf
 
-from lightning_eff.config.strict_yaml import MAX_DEPTH, YamlDocument, is_file, read_mapping, read_yaml
-from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, RECIPES
+from lightning_eff.config.strict_yaml import MAX_DEPTH, YamlDocument, file_error, is_file, read_yaml
+from lightning_eff.core.catalog import CONF, MANY, RECIPES
 from lightning_eff.core.errors import ConfigError, UsageError, check_path
 
 PACKAGE, FOLDER = "pkg://", "file://"
-"""How Hydra's search path marks a Python package, which it imports, and a folder."""
+"""How Hydra's search path marks a Python package, which Hydra imports, and a folder."""
 SEARCH_PATH = "hydra.searchpath"
-Chain = Sequence[tuple[str, Sequence[Any]]]
-"""A recipe and those that it builds on, each with its list of defaults, the last word first."""
 
 
 @dataclass(frozen=True)
 class RecipePath:
-    """Where a recipe is looked for: a user's own folders ahead of the package's.
+    """Where recipes and options are searched: the user's folders first, then this package's.
 
     Args:
-        folders: What `--config-dir` named.
-        packages: Python packages with options that it named, as `pkg://NAME`.
+        folders: Folders from `--config-dir`.
+        packages: Python packages from `--config-dir`, as `pkg://NAME`.
     """
 
     folders: tuple[Path, ...] = ()
     packages: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> RecipePath:
-        """Return the place of packages and of folders, all of which must exist.
+    def of(cls, entries: Sequence[str]) -> RecipePath:
+        """Return the path for the values of `--config-dir`; all of them must exist.
 
         Raises:
-            UsageError: One does not.
-            ConfigError: One is no path.
+            UsageError: A folder or package does not exist.
+            ConfigError: A value is not a path.
         """
-        packages = tuple(word for word in words if word.startswith(PACKAGE))
-        folders = [word for word in words if word not in packages]
+        packages = tuple(entry for entry in entries if entry.startswith(PACKAGE))
+        folders = [entry for entry in entries if entry not in packages]
         for package in packages:
-            if not _is_package(package.removeprefix(PACKAGE)):
+            try:  # imports the package's parents, not the package itself
+                spec = importlib.util.find_spec(package.removeprefix(PACKAGE).replace("/", "."))
+            except (ImportError, ValueError):
+                spec = None
+            if spec is None or spec.submodule_search_locations is None:
                 text = f"--config-dir {package}: no such package"
                 raise UsageError(text)
         for folder in folders:
@@ -56,164 +58,149 @@ class RecipePath:
                 raise UsageError(text)
         return cls(tuple(Path(folder).resolve() for folder in folders), packages)
 
-    def words(self) -> list[str]:
-        """Return what names the same place on another command line."""
-        return [word for each in (*self.folders, *self.packages) for word in ("--config-dir", str(each))]
+    def options(self) -> list[str]:
+        """Return the command-line options that stand for this path."""
+        entries = [*map(str, self.folders), *self.packages]
+        return [word for entry in entries for word in ("--config-dir", entry)]
 
-    def main(self, recipe: str) -> Path:
-        """Return the folder that holds the recipe; Hydra wants a primary config in its main folder."""
+    def folder_of(self, recipe: str) -> Path:
+        """Return the folder that holds a recipe: Hydra needs the primary config in its main folder."""
         found = (folder for folder in self.folders if is_file(folder / f"{recipe}.yaml"))
         return next(found, RECIPES)
 
     def overrides(self, recipe: str) -> list[str]:
-        """Return the override that lets Hydra look into the other folders and packages too."""
-        others = [f"{FOLDER}{folder}" for folder in self.folders if folder != self.main(recipe)]
+        """Return the override that adds the remaining folders and packages to Hydra's search path."""
+        others = [f"{FOLDER}{folder}" for folder in self.folders if folder != self.folder_of(recipe)]
         others += self.packages
         return [f"{SEARCH_PATH}={json.dumps(others)}"] if others else []
 
 
-def _is_package(name: str) -> bool:
-    """Say whether there is a package with a folder; a module has none. Its parents alone are imported."""
-    try:
-        spec = importlib.util.find_spec(name.replace("/", "."))
-    except (ImportError, ValueError):
-        return False
-    return spec is not None and spec.submodule_search_locations is not None
-
-
-def read_chain(
-    recipe: str, place: RecipePath, overrides: Iterable[Override] = ()
-) -> tuple[Chain, Mapping[str, str]]:
-    """Read the files that Hydra will compose.
+@dataclass(frozen=True)
+class RecipeChain:
+    """A recipe and the recipes that it builds on.
 
     Args:
-        recipe: Its name; a chain without files, if there is none.
-        place: Where it is looked for.
-        overrides: Whose options are read too.
+        recipes: Name and defaults list of each; a later choice of a group comes first.
+        missing: Each file that is listed but does not exist, with FILE:LINE of the entry.
+    """
 
-    Returns:
-        The recipe and those that it builds on; and each file that is listed and not there, with FILE:LINE.
+    recipes: Sequence[tuple[str, Sequence[Any]]] = ()
+    missing: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def options(self, group: str) -> set[str]:
+        """Return all options of a group that any of the recipes lists."""
+        return {name for _, defaults in self.recipes for name in listed_options(defaults, group) or ()}
+
+    def listed_groups(self) -> set[str]:
+        """Return the groups of several options that any of the recipes lists."""
+        lists = [defaults for _, defaults in self.recipes]
+        return {group for group in MANY if any(listed_options(each, group) is not None for each in lists)}
+
+
+def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()) -> RecipeChain:
+    """Read the files that Hydra is going to compose; the chain is empty if the recipe does not exist.
+
+    Args:
+        recipe: Its name.
+        path: Where it is searched.
+        overrides: The options that these choose are read too.
 
     Raises:
-        UsageError: A file cannot be read, or builds on itself; file and line are named.
-        ConfigError: Hydra is to look into a package that the user did not name.
+        UsageError: A file cannot be read, or builds on itself; the text names file and line.
+        ConfigError: Hydra's search path has a package that the user did not name.
     """
-    chosen = list(overrides)
-    main = place.main(recipe)
-    searched = [item.value() for item in chosen if item.key_or_group == SEARCH_PATH]
+    overrides = list(overrides)
+    main = path.folder_of(recipe)
     primary = main / f"{recipe}.yaml"
-    searched += [_search_path_of(read_mapping(primary))] if is_file(primary) else []
-    more = [_checked(entry, place) for entries in searched if isinstance(entries, list) for entry in entries]
-    walk = _Walk([main, CONF, RECIPES, *more])
-    found = [pair for name in (recipe, *_options_in(chosen)) for pair in walk.visit(name)]
-    chain = [(name, [entry for _, entry in doc.defaults]) for name, doc in found if "/" not in name]
-    return chain, walk.missed
-
-
-def _search_path_of(primary: YamlDocument) -> Any:
-    """Return where a recipe lets Hydra look, as Hydra reads it."""
-    found = OmegaConf.select(OmegaConf.create(primary.content), SEARCH_PATH)
-    return list(found) if isinstance(found, ListConfig) else found
-
-
-def _checked(entry: object, place: RecipePath) -> Path:
-    """Return a folder of Hydra's search path; anything else would be imported.
-
-    Raises:
-        ConfigError: It is no folder, and no package that the user named.
-    """
-    folder = Path(str(entry).removeprefix(FOLDER))
-    check_path(SEARCH_PATH, folder)
-    if not folder.is_dir() and entry not in place.packages:
-        allowed = "folders, and packages that --config-dir names: looking into a package imports it"
-        remedies = [f"--config-dir {entry}"] if str(entry).startswith(PACKAGE) else []
-        raise ConfigError(key=SEARCH_PATH, value=entry, allowed=allowed, remedies=remedies)
-    return folder
-
-
-def _options_in(overrides: Iterable[Override]) -> Iterator[str]:
-    """Yield the files that overrides choose, if they choose any: `group=option`, `group=[one,other]`."""
-    for item in overrides:
-        value: Any = item.value()
-        for name in value if isinstance(value, list) else [value]:
-            if isinstance(name, str) and "." not in item.key_or_group:
-                yield f"{item.key_or_group}/{name}"
+    searched = [item.value() for item in overrides if item.key_or_group == SEARCH_PATH]
+    documents: dict[Path, YamlDocument] = {}
+    if is_file(primary):
+        documents[primary] = read_yaml(primary, expect_mapping=True)
+        content = OmegaConf.create(documents[primary].content)
+        selected = OmegaConf.select(content, SEARCH_PATH)  # with interpolations resolved, as in Hydra
+        searched.append(list(selected) if isinstance(selected, ListConfig) else selected)
+    folders = [main, CONF, RECIPES]
+    for entry in [entry for entries in searched if isinstance(entries, list) for entry in entries]:
+        folder = Path(str(entry).removeprefix(FOLDER))
+        check_path(SEARCH_PATH, folder)
+        if not folder.is_dir() and entry not in path.packages:
+            allowed = "folders, or packages that --config-dir names: Hydra imports a package that it searches"
+            remedies = [f"--config-dir {entry}"] if str(entry).startswith(PACKAGE) else []
+            raise ConfigError(SEARCH_PATH, entry, allowed=allowed, remedies=remedies)
+        folders.append(folder)
+    chosen = [
+        f"{item.key_or_group}/{name}"
+        for item in overrides
+        for name in _as_list(item.value())
+        if isinstance(name, str) and "." not in item.key_or_group
+    ]
+    walk = _Walk(folders, documents)
+    visited = [pair for name in (recipe, *chosen) for pair in walk.visit(name)]
+    recipes = [(name, [entry for _, entry in doc.defaults]) for name, doc in visited if "/" not in name]
+    return RecipeChain(recipes, walk.missing)
 
 
 class _Walk:
-    """Reads files and those in their lists of defaults, each once.
+    """Reads files and the files in their defaults lists, each once, from folders in search order."""
 
-    Args:
-        folders: Where they lie, in the order in which Hydra looks.
-    """
-
-    def __init__(self, folders: Sequence[Path]) -> None:
+    def __init__(self, folders: Sequence[Path], documents: Mapping[Path, YamlDocument]) -> None:
         self._folders = folders
+        self._documents = documents
         self._done: set[str] = set()
-        self.missed: dict[str, str] = {}
-        """Files that are listed and not there, each with FILE:LINE of where."""
+        self.missing: dict[str, str] = {}
 
     def visit(
-        self, name: str, above: tuple[str, ...] = (), listed: str | None = None
+        self, name: str, ancestors: tuple[str, ...] = (), listed_at: str | None = None
     ) -> Iterator[tuple[str, YamlDocument]]:
-        """Yield a file and those that it lists, the last word first; nothing, where Hydra will miss it.
-
-        Raises:
-            UsageError: One cannot be read, or lists itself.
-        """
+        """Yield a file and the files that it lists, last entry first; nothing for one that does not exist."""
         files = (folder / f"{name.removesuffix('.yaml')}.yaml" for folder in self._folders)
-        file = next((each for each in files if is_file(each)), None)
-        if file is None and listed is not None:
-            self.missed[name] = listed
+        file = next((candidate for candidate in files if is_file(candidate)), None)
+        if file is None and listed_at is not None:
+            self.missing[name] = listed_at
         if file is None or name in self._done:
             return
-        document = read_mapping(file) if "/" not in name else read_yaml(file)
+        document = self._documents.get(file) or read_yaml(file, expect_mapping="/" not in name)
         yield name, document
-        above = (*above, name)
+        ancestors = (*ancestors, name)
         for line, entry in reversed(document.defaults):
-            for child in _children(entry, name.rpartition("/")[0]):
-                if child in above or len(above) > MAX_DEPTH:
-                    circle = " -> ".join([*above[-3:], child])
-                    raise document.refusal(line, f"defaults that never end: {circle}")
-                yield from self.visit(child, above, f"{document.file}:{line}")
+            for child in _files_of(entry, name.rpartition("/")[0]):
+                if child in ancestors or len(ancestors) > MAX_DEPTH:
+                    cycle = " -> ".join([*ancestors[-3:], child])
+                    raise file_error(file, line, f"defaults that never end: {cycle}")
+                yield from self.visit(child, ancestors, f"{file}:{line}")
         self._done.add(name)
 
 
-def _children(entry: Any, group: str) -> list[str]:
-    """Return the files that an entry of a list of defaults names.
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _files_of(entry: Any, group: str) -> list[str]:
+    """Return the files that an entry of a defaults list names.
 
     Example:
-        >>> _children({"override /model@net": "gpt"}, "data"), _children("lm", ""), _children("_self_", "")
+        >>> _files_of({"override /model@net": "gpt"}, "data"), _files_of("lm", ""), _files_of("_self_", "")
         (['model/gpt'], ['lm'], [])
     """
     if isinstance(entry, str):
         names = [entry.partition("@")[0]]
     else:
         ((key, options),) = entry.items()
-        inner = key.split()[-1].partition("@")[0]
-        names = [f"{inner}/{each}" for each in (options if isinstance(options, list) else [options]) if each]
+        names = [f"{key.split()[-1].partition('@')[0]}/{name}" for name in _as_list(options) if name]
     absolute = [name if name.startswith("/") or not group else f"{group}/{name}" for name in names]
     return [name.lstrip("/") for name in absolute if name.rpartition("/")[2] != "_self_"]
 
 
 def listed_options(defaults: Sequence[Any], group: str) -> list[str] | None:
-    """Return the options of a group that a list of defaults names; None where it does not name the group.
+    """Return the options of a group in a defaults list; None if the list does not name the group.
 
     Example:
-        >>> listed_options(["lm", {"callbacks": ["a", "b"]}, {"override precision": "auto"}], "callbacks")
+        >>> listed_options(["lm", {"callbacks": ["a", "b"]}, {"override precision": "fp32"}], "callbacks")
         ['a', 'b']
     """
     for entry in reversed(defaults):
         if isinstance(entry, dict):
-            options = {str(key).removeprefix("override "): value for key, value in entry.items()}
+            options = {str(key).removeprefix("override ").lstrip("/"): value for key, value in entry.items()}
             if group in options:
-                value = options[group]
-                return [str(each) for each in (value if isinstance(value, list) else [value])]
+                return [str(name) for name in _as_list(options[group])]
     return None
-
-
-def listed_groups(chain: Chain) -> set[str]:
-    """Return the groups of many options that a recipe lists, itself or by what it builds on."""
-    return {
-        group for group in MULTI_CHOICE_GROUPS if any(listed_options(d, group) is not None for _, d in chain)
-    }

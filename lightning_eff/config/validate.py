@@ -1,9 +1,9 @@
-"""What a config may instantiate: each `_target_`, its parameters and their types, checked before any call.
+"""Check what a config may instantiate: each `_target_`, its parameters and their types, before any call.
 
 A group instantiates only classes of the group's base, a nested `_target_` only classes of `NESTED_BASES`.
-Functions are refused: most of what a config could do harm with is one. Naming a class imports its module;
-that is the user's own, trusted Python. Types are held against the constructor's annotations by beartype.
-What an annotation cannot say, the constructor checks itself.
+Functions are rejected: most of what a config could do harm with is one. Naming a class imports its module,
+which is the user's own, trusted Python. Types are checked against the constructor's annotations by beartype;
+what an annotation cannot express, the constructor checks itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_eff.config.targets import resolve_class
-from lightning_eff.core.errors import ConfigError, suggest_name
+from lightning_eff.core.errors import ConfigError, nearest
 
 GROUP_BASES = {
     "model": "lightning.pytorch.LightningModule",
@@ -30,67 +30,68 @@ GROUP_BASES = {
     "scheduler": "torch.optim.lr_scheduler.LRScheduler",
     "logger": "lightning.pytorch.loggers.Logger",
 }
-RUN_KEYS = ("seed", "ckpt_path", "output_root", "run_dir")
+RUN_TYPES = {"seed": int, "ckpt_path": str | None, "output_root": str, "run_dir": str}
+RUN_KEYS = tuple(RUN_TYPES)
 TOP_LEVEL = (*RUN_KEYS, "trainer", *GROUP_BASES)
-"""What may stand at the top of a composed config."""
+"""Keys at the top level of a composed config."""
+CALLED_LATER = ("torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler")
+"""Classes that become partials: their first argument (parameters, optimizer) exists only in `fit`."""
 NESTED_BASES = (
     "torch.nn.Module",
     "torch.utils.data.Dataset",
     "torch.utils.data.Sampler",
-    "torch.optim.Optimizer",
-    "torch.optim.lr_scheduler.LRScheduler",
+    *CALLED_LATER,
     "lightning.pytorch.Callback",
     "lightning.pytorch.loggers.Logger",
 )
-PARTIAL_GROUPS = ("optimizer", "scheduler")
-"""Groups whose class is called later, with what it works on as first argument."""
-CALLED_LATER = ("torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler")
-"""Classes that are called with what they work on, also where they are an argument of another."""
 DIRECTIVES = ("_target_", "_partial_", "_recursive_", "_convert_")
-"""Hydra's own keys. `_args_` is refused: positional arguments cannot be checked by name."""
+"""Hydra's own keys. `_args_` is rejected: positional arguments cannot be checked by name."""
+_KIND = inspect.Parameter
 
 
 def check_config_values(values: dict[str, Any]) -> None:
-    """Check every class, key and type of a composed config; groups whose class is called later are marked so.
+    """Check every class, key and type of a composed config; optimizers and schedulers become partials.
 
     Args:
         values: The resolved config.
 
     Raises:
-        ConfigError: Something cannot be used.
+        ConfigError: A value cannot be used.
     """
     _check_numbers(values)
-    _check_run(values)
-    _check_trainer(values)
+    for key, hint in RUN_TYPES.items():
+        _check_type(key, values.get(key), hint)
+    if not 0 <= values["seed"] < 2**32:
+        raise ConfigError(key="seed", value=values["seed"], allowed="a whole number from 0 to 2**32 - 1")
+    _check_trainer(values.get("trainer"))
     for required in ("model", "data", "optimizer"):
         if not isinstance(values.get(required), dict):
-            raise ConfigError(
-                required, values.get(required), allowed="an option of this group, for example in the recipe"
-            )
+            allowed = "an option of this group, for example in the recipe"
+            raise ConfigError(required, values.get(required), allowed=allowed)
     for group, base in GROUP_BASES.items():
         for path, node in _nodes(group, values.get(group)):
-            _check_node(path, node, (base,), partial=group in PARTIAL_GROUPS)
+            _check_node(path, node, (base,))
 
 
 def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the path and the dictionary of each class that a group instantiates."""
+    """Yield path and dictionary of each class that a group instantiates."""
     if value is None or (group == "strategy" and isinstance(value, str)):
         return
     if not isinstance(value, dict):
-        raise ConfigError(group, value, allowed="an option of this group; ls shows them")
+        raise ConfigError(group, value, allowed="an option of this group; lightning-eff ls lists them")
     if group not in ("callbacks", "monitors"):
         yield group, value
         return
     for name, node in value.items():
         if node is not None and not (isinstance(node, dict) and "_target_" in node):
-            text = f"an option that was asked for: {name!r} is not in {group}"
-            raise ConfigError(key=f"{group}.{name}", value=node, allowed=text, remedies=[f"+{group}={name}"])
+            allowed = f"an option in the list: {name!r} is not in {group}"
+            remedies = [f"+{group}={name}"]
+            raise ConfigError(key=f"{group}.{name}", value=node, allowed=allowed, remedies=remedies)
         if node is not None:
             yield f"{group}.{name}", node
 
 
 def _check_numbers(values: dict[str, Any]) -> None:
-    """Refuse numbers that no setting means: what is no number, and whole ones of more than 64 bits."""
     for path, _, value in walk_leaves(values):
         if isinstance(value, float) and math.isnan(value):
             raise ConfigError(path, value, allowed="a number")
@@ -98,29 +99,17 @@ def _check_numbers(values: dict[str, Any]) -> None:
             raise ConfigError(path, f"{str(value)[:12]}...", allowed="a whole number of at most 64 bits")
 
 
-def _check_run(values: dict[str, Any]) -> None:
-    hints = {"seed": int, "ckpt_path": str | None, "output_root": str, "run_dir": str}
-    for key, hint in hints.items():
-        _check_type(key, values.get(key), hint)
-    if not 0 <= values["seed"] < 2**32:
-        raise ConfigError(key="seed", value=values["seed"], allowed="a whole number from 0 to 2**32 - 1")
-
-
-def _check_trainer(values: dict[str, Any]) -> None:
-    trainer = values.get("trainer")
+def _check_trainer(trainer: Any) -> None:
     if not isinstance(trainer, dict):
-        raise ConfigError(
-            key="trainer", value=trainer, allowed="trainer=default or another option of this group"
-        )
+        allowed = "trainer=default or another option of this group"
+        raise ConfigError(key="trainer", value=trainer, allowed=allowed)
     from lightning.pytorch import Trainer
 
-    ours = {"callbacks", "logger", "plugins", "strategy", "precision"}
-    for key in ours & trainer.keys():
-        text = (
-            f"nothing here: a recipe sets it through the group {'precision' if key == 'plugins' else key!r}"
-        )
-        raise ConfigError(key=f"trainer.{key}", value=trainer[key], allowed=text)
-    _check_parameters("trainer", trainer, Trainer, skip_first=False, partial=True)
+    for key in {"callbacks", "logger", "plugins", "strategy", "precision"} & trainer.keys():
+        group = "precision" if key == "plugins" else key
+        allowed = f"nothing here: a recipe sets it through the group {group!r}"
+        raise ConfigError(key=f"trainer.{key}", value=trainer[key], allowed=allowed)
+    _check_parameters("trainer", trainer, Trainer, partial=False)
     clip = trainer.get("gradient_clip_val")
     if clip is not None and clip < 0:
         allowed = "a number of at least 0, or null for no clipping"
@@ -128,74 +117,70 @@ def _check_trainer(values: dict[str, Any]) -> None:
 
 
 def foreign_keys(path: str, target: object, keys: Iterable[object]) -> list[str]:
-    """Return those of `keys` that are no parameters of a class.
+    """Return those of `keys` that are not parameters of a class.
 
     Raises:
-        ConfigError: `target` names no class.
+        ConfigError: `target` does not name a class.
 
     Example:
         >>> foreign_keys("model", "torch.nn.Linear", ["in_features", "vocab_size", "_target_"])
         ['vocab_size']
     """
-    parameters = _parameters(resolve_class(path, target))
+    parameters, takes_any = _parameters(resolve_class(path, target))
     known = {*parameters, *DIRECTIVES}
-    return [] if _takes_anything(parameters) else sorted(str(key) for key in keys if str(key) not in known)
+    return [] if takes_any else sorted(str(key) for key in keys if str(key) not in known)
 
 
-def _check_node(path: str, node: dict[str, Any], bases: Sequence[str], *, partial: bool = False) -> None:
+def _check_node(path: str, node: dict[str, Any], bases: Sequence[str]) -> None:
     target = node.get("_target_")
     found = resolve_class(path, target)
     if not any(issubclass(found, resolve_class(path, base)) for base in bases):
         expected = bases[0] if len(bases) == 1 else f"one of {', '.join(bases)}"
         raise ConfigError(key=f"{path}._target_", value=target, allowed=f"a class derived from {expected}")
-    if partial or issubclass(found, tuple(resolve_class(path, base) for base in CALLED_LATER)):
+    if issubclass(found, tuple(resolve_class(path, base) for base in CALLED_LATER)):
         node["_partial_"] = True
-    partial = bool(node.get("_partial_"))
-    _check_parameters(path, node, found, skip_first=partial, partial=partial)
+    _check_parameters(path, node, found, partial=bool(node.get("_partial_")))
 
 
-def _check_parameters(
-    path: str, node: dict[str, Any], owner: type, *, skip_first: bool, partial: bool
-) -> None:
-    parameters = _parameters(owner)
-    names = list(parameters)[1 if skip_first else 0 :]
-    hints = _hints(owner)
+def _check_parameters(path: str, node: dict[str, Any], owner: type, *, partial: bool) -> None:
+    """Check a node's keys and types; of a partial, the first parameter is not the config's to set."""
+    parameters, takes_any = _parameters(owner)
+    names = list(parameters)[1 if partial else 0 :]
+    try:
+        hints = typing.get_type_hints(owner.__init__)
+    except (NameError, TypeError, AttributeError):  # an annotation that cannot be evaluated at run time
+        hints = {}
     for key, value in node.items():
         if key in DIRECTIVES:
             continue
-        if key not in names and not _takes_anything(parameters):
-            raise ConfigError(
-                key=f"{path}.{key}",
-                value=value,
-                allowed=f"a parameter of {owner.__name__}; {suggest_name(key, names)}",
-            )
+        if key not in names and not takes_any:
+            allowed = f"a parameter of {owner.__name__}; {nearest(key, names)}"
+            raise ConfigError(key=f"{path}.{key}", value=value, allowed=allowed)
         if not _check_nested(f"{path}.{key}", value):
             _check_type(f"{path}.{key}", value, hints.get(key, Any))
-    missing = [
-        name for name in names if parameters[name].default is inspect.Parameter.empty and name not in node
+    variadic = (_KIND.VAR_KEYWORD, _KIND.VAR_POSITIONAL)
+    required = [
+        name
+        for name in names
+        if parameters[name].default is _KIND.empty and parameters[name].kind not in variadic
     ]
-    missing = [
-        name for name in missing if parameters[name].kind not in (_KIND.VAR_KEYWORD, _KIND.VAR_POSITIONAL)
-    ]
+    missing = [name for name in required if name not in node]
     if missing and not partial:
-        raise ConfigError(
-            key=f"{path}.{missing[0]}", value=None, allowed=f"a value: {owner.__name__} has no default for it"
-        )
+        allowed = f"a value: {owner.__name__} has no default for it"
+        raise ConfigError(key=f"{path}.{missing[0]}", value=None, allowed=allowed)
 
 
 def _check_nested(path: str, value: Any) -> bool:
-    """Check every `_target_` below a value; say whether there was one."""
-    found = False
+    """Check every `_target_` below a value; return whether there was one."""
+    if isinstance(value, dict) and "_target_" in value:
+        _check_node(path, value, NESTED_BASES)
+        return True
+    children: list[tuple[str, Any]] = []
     if isinstance(value, dict):
-        if "_target_" in value:
-            _check_node(path, value, NESTED_BASES)
-            return True
-        for key, item in value.items():
-            found |= _check_nested(f"{path}.{key}", item)
+        children = [(f"{path}.{key}", item) for key, item in value.items()]
     elif isinstance(value, list):
-        for index, item in enumerate(value):
-            found |= _check_nested(f"{path}[{index}]", item)
-    return found
+        children = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    return any([_check_nested(*child) for child in children])  # noqa: C419 - every child is to be checked
 
 
 def _check_type(path: str, value: Any, hint: Any) -> None:
@@ -203,48 +188,27 @@ def _check_type(path: str, value: Any, hint: Any) -> None:
     from beartype.door import is_bearable
     from beartype.roar import BeartypeDecorHintPep585DeprecationWarning
 
-    conf = BeartypeConf(is_pep484_tower=True)
-    candidates = [value, tuple(value)] if isinstance(value, list) else [value]
+    def parts_of(hint: Any) -> set[Any]:
+        return {hint}.union(*map(parts_of, typing.get_args(hint)))
+
+    conf = BeartypeConf(is_pep484_tower=True)  # an int is a float
+    candidates = [value, tuple(value)] if isinstance(value, list) else [value]  # YAML has no tuples
     with warnings.catch_warnings():  # about how a library wrote its annotations
         warnings.simplefilter("ignore", BeartypeDecorHintPep585DeprecationWarning)
-        fits = any(is_bearable(candidate, hint, conf=conf) for candidate in candidates)
-    if isinstance(value, bool) and fits:
-        fits = hint is Any or bool in _flat(hint) or not {int, float} & _flat(hint)
-    if not fits:
-        raise ConfigError(path, value, allowed=_words(hint))
+        is_valid = any(is_bearable(candidate, hint, conf=conf) for candidate in candidates)
+    if isinstance(value, bool) and is_valid:  # Python's bool is an int, a config's is not
+        is_valid = hint is Any or bool in parts_of(hint) or not {int, float} & parts_of(hint)
+    if not is_valid:
+        name = inspect.formatannotation(hint).replace("typing.", "")
+        plain = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a string"}
+        raise ConfigError(path, value, allowed=plain.get(name, name))
 
 
-def _flat(hint: Any) -> set[Any]:
-    arguments = typing.get_args(hint)
-    return {hint}.union(*(_flat(argument) for argument in arguments)) if arguments else {hint}
-
-
-def _words(hint: Any) -> str:
-    text = inspect.formatannotation(hint).replace("typing.", "")
-    return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}.get(
-        text, text
-    )
-
-
-_KIND = inspect.Parameter
-
-
-def _parameters(owner: type) -> Mapping[str, inspect.Parameter]:
+def _parameters(owner: type) -> tuple[Mapping[str, inspect.Parameter], bool]:
+    """Return a constructor's parameters, and whether it takes any keyword."""
     parameters = dict(inspect.signature(owner.__init__).parameters)
     parameters.pop("self", None)
-    return parameters
-
-
-def _takes_anything(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    return any(parameter.kind is _KIND.VAR_KEYWORD for parameter in parameters.values())
-
-
-def _hints(owner: type) -> Mapping[str, Any]:
-    """Return the constructor's annotations; none when one of them cannot be evaluated at run time."""
-    try:
-        return typing.get_type_hints(owner.__init__)
-    except (NameError, TypeError, AttributeError):
-        return {}
+    return parameters, any(parameter.kind is _KIND.VAR_KEYWORD for parameter in parameters.values())
 
 
 def walk_leaves(node: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:

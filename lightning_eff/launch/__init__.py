@@ -1,1 +1,1 @@
-"""The processes of a run on several devices: who starts them, what each may say, how they end together."""
+"""Launch, watch, stop and end the processes of a run on several devices."""

@@ -1,11 +1,12 @@
-"""Stop all ranks at the same step, and let a rank that fails alone leave at once.
+"""Stop all ranks at the same step, and let a rank that fails alone exit without waiting for the others.
 
-In Lightning 2.6 a rank that gets SIGTERM broadcasts from inside its signal handler, in the middle of whatever
-collective runs: the ranks then wait for each other until the process group's timeout. And a rank that raises
-saves a checkpoint, which waits for the others at a barrier that they never reach. Here a signal is only
-remembered; before each batch the ranks compare what they have got (in place of the broadcast that Lightning
-makes there) and stop together, between two optimizer steps, so that a checkpoint can be saved. A rank that
-fails saves none.
+In Lightning 2.6 a rank that receives SIGTERM broadcasts from inside its signal handler, in the middle of
+whatever collective runs: the ranks then wait for each other until the process group times out. And a rank
+that raises saves a checkpoint, which waits at a barrier that the other ranks never reach.
+
+Here the signal handler only records the signal. Before each batch all ranks reduce what they have recorded
+(in place of the broadcast that Lightning runs at that point), and stop together, between two optimizer steps,
+so that a checkpoint can be saved. A rank that fails saves none.
 """
 
 from __future__ import annotations
@@ -26,43 +27,45 @@ from typing_extensions import override
 
 
 class CoordinatedStop(pl.Callback):
-    """Let all ranks stop where one of them was asked to.
+    """Stop all ranks when one of them has received a signal.
 
     Args:
-        on_failure: What to do first when this rank fails by itself.
+        on_failure: Called first when this rank fails by itself.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
-        self.agreed = False
+        self.has_agreed = False
         self._on_failure = on_failure
-        self._asked = 0
-        self._before: Any = None
+        self._received = 0
+        self._previous_handler: Any = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Before each batch Lightning tells all ranks of rank 0's SIGTERM; here they compare theirs.
-        vars(vars(trainer)["_signal_connector"])["_sigterm_notifier_fn"] = self._remember
-        vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = partial(self._compare, trainer)
+        # Lightning 2.6 broadcasts rank 0's SIGTERM before each batch; both attributes are private there.
+        vars(vars(trainer)["_signal_connector"])["_sigterm_notifier_fn"] = self._record
+        vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = partial(self._agree, trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._remember)
+            self._previous_handler = signal.signal(signal.SIGINT, self._record)
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self._asked == number == signal.SIGINT:  # whoever asks twice does not want to wait
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        if self._received == number == signal.SIGINT:  # Ctrl-C twice: do not wait for the step
             signal.default_int_handler(number, frame)
-        self._asked = number
+        self._received = number
 
-    def _compare(self, trainer: pl.Trainer) -> None:
-        """Stop here if any rank was asked to, unless a step is half done."""
-        asked = torch.tensor([self._asked], device=trainer.strategy.root_device)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        number = int(asked)
+    def _agree(self, trainer: pl.Trainer) -> None:
+        """Stop here if any rank has received a signal, except between micro-batches of one step."""
+        received = torch.tensor([self._received], device=trainer.strategy.root_device)
+        # All ranks of the run take part, before every batch: SIGTERM (15) wins over SIGINT (2) and none (0).
+        dist.all_reduce(received, op=dist.ReduceOp.MAX)
+        number = int(received)
         loop: Any = trainer.fit_loop.epoch_loop
+        # The same batch index on all ranks, so all of them decide alike.
         if not number or loop._should_accumulate():  # noqa: SLF001
             return
-        self.agreed = True
+        self.has_agreed = True
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SIGTERMException
@@ -71,19 +74,19 @@ class CoordinatedStop(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._restore()
-        if self.agreed:
+        self._restore_handler()
+        if self.has_agreed:
             return
         for saver in trainer.checkpoint_callbacks:
             if isinstance(saver, ModelCheckpoint):
-                saver.save_on_exception = False
+                saver.save_on_exception = False  # saving is a collective: the other ranks are not in it
         self._on_failure(exception)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._restore()
+        self._restore_handler()
 
-    def _restore(self) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None
+    def _restore_handler(self) -> None:
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGINT, self._previous_handler)
+            self._previous_handler = None

@@ -1,4 +1,4 @@
-"""Begin and end a run of several ranks: all finish, all stop, or all fail with one line that says why."""
+"""Supervise a run of several ranks: all finish, all stop, or all fail with one line that names the cause."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from lightning_eff.launch.watch import (
 )
 
 LOST = "connection"
-"""What gloo and NCCL complain of when a rank is gone: closed by peer, reset by peer, a watchdog's."""
+"""In messages of gloo and NCCL about a rank that is gone: closed by peer, reset by peer, the watchdog's."""
 
 
 class RankSupervisor:
-    """Around `fit`: nothing on one rank, and on several what makes them end together.
+    """A context around `fit` that ends all ranks together; with one rank it does nothing.
 
     Args:
-        trainer: That fits.
+        trainer: The Trainer that fits.
         folder: The run's folder.
         launch: Of this process.
     """
@@ -44,78 +44,80 @@ class RankSupervisor:
         self._trainer = trainer
         self._folder = folder
         self._launch = launch
-        self._several = trainer.world_size > 1
+        self._is_distributed = trainer.world_size > 1
         self._stop = CoordinatedStop(self._fail_alone)
-        self._children = RankProcesses(lambda: getattr(trainer.strategy.launcher, "procs", []), folder)
-        self._noted: Path | None = None
+        # Only the process in which Lightning starts the ranks has a launcher with processes.
+        self._ranks = RankProcesses(lambda: getattr(trainer.strategy.launcher, "procs", []), folder)
+        self._traceback: Path | None = None
         self._parent = os.environ.get(PARENT)
 
     def __enter__(self) -> None:
-        if not self._several:
+        if not self._is_distributed:
             return
         callbacks: list[pl.Callback] = self._trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         callbacks.insert(0, self._stop)
         os.environ[PARENT] = str(os.getpid())
-        self._children.watch()
+        self._ranks.watch()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._several:
+        if not self._is_distributed:
             return
-        self._children.unwatch()
+        self._ranks.unwatch()
         os.environ.pop(PARENT)
         if self._parent is not None:
             os.environ[PARENT] = self._parent
-        if error is None or exit_code(error) in STOPPED:
-            if error is not None and self._launch.rank:
-                error.__dict__["told"] = True  # rank 0 says it for all
-            self._finish(failed=error is not None)
-        else:
-            self._fail(error)
-
-    def _finish(self, *, failed: bool) -> None:
-        """Leave when the others have, so that the command is over when it returns."""
-        late = self._children.wait(CLEANUP_TIMEOUT_S if failed else EXIT_TIMEOUT_S)
-        self._children.kill()
-        problem = (late, 1) if late else self._children.failed()
-        if problem is not None and not failed:
+        if error is not None and exit_code(error) not in STOPPED:
+            self._raise_failure(error)
+            return
+        if error is not None and self._launch.rank:
+            error.__dict__["is_reported"] = True  # by rank 0
+        # Wait for the other ranks, so that the whole run is over when the command returns.
+        late = self._ranks.wait(EXIT_TIMEOUT_S if error is None else CLEANUP_TIMEOUT_S)
+        self._ranks.kill()
+        problem = (late, 1) if late else self._ranks.first_failure()
+        if problem is not None and error is None:
             raise RankError(*problem)
 
     def _fail_alone(self, error: BaseException) -> None:
-        """Leave the cause where the others find it; then callbacks have their turn, for a while."""
-        self._noted = write_traceback(self._folder, self._launch.rank, error)
+        """Write the cause for the other ranks, then give this rank's callbacks a limited time."""
+        self._traceback = write_traceback(self._folder, self._launch.rank, error)
         write_torchrun_error(self._launch, error)
-        line = rank_message(self._launch.rank, root_cause_line(error).removeprefix("error: "), self._noted)
+        line = rank_message(self._launch.rank, _cause(error), self._traceback)
 
         def give_up() -> None:
-            self._children.kill()
+            self._ranks.kill()
             exit_now(line, exit_code(error))
 
         timer = threading.Timer(CLEANUP_TIMEOUT_S, give_up)
         timer.daemon = True
         timer.start()
 
-    def _fail(self, error: BaseException) -> None:
-        """Name the rank that failed first; rank 0 speaks for those that it started."""
-        if self._parent is not None:  # a lost connection may mean that it is gone: `end_with_parent` says so
+    def _raise_failure(self, error: BaseException) -> None:
+        """Raise an error that names the rank that failed first; rank 0 raises it for the ranks it started."""
+        if self._parent is not None:  # a lost connection may mean that it is gone, which `watch` then reports
             time.sleep(5 * POLL_S)
-        refusal = hasattr(error, "exit_code")
-        other = None if refusal else self._children.failed(even_running=True)
-        if other is None and not refusal and LOST in str(error).lower():
-            other = self._children.left()
-        self._children.kill()
+        is_refusal = hasattr(error, "exit_code")  # a complete message of this package, with remedies
+        other = None if is_refusal else self._ranks.first_failure(even_running=True)
+        if other is None and not is_refusal and LOST in str(error).lower():
+            other = self._ranks.early_exit()
+        self._ranks.kill()
         if other is not None:
             raise RankError(*other) from error
-        if self._launch.rank and self._noted is not None and self._launch.by in ("lightning", "torchrun"):
-            error.__dict__["told"] = True
-        elif not refusal:
-            cause = root_cause_line(error).removeprefix("error: ")
-            raise RankError(rank_message(self._launch.rank, cause, self._noted), exit_code(error)) from error
+        if self._launch.rank and self._traceback is not None and self._launch.by in ("lightning", "torchrun"):
+            error.__dict__["is_reported"] = True  # by rank 0, or by torchrun
+        elif not is_refusal:
+            line = rank_message(self._launch.rank, _cause(error), self._traceback)
+            raise RankError(line, exit_code(error)) from error
+
+
+def _cause(error: BaseException) -> str:
+    return root_cause_line(error).removeprefix("error: ")
 
 
 class TorchrunErrorFile:
-    """Around everything that a process does for a run: torchrun is told what ended it, and says so itself.
+    """A context around a whole process of a run that writes what ended it where torchrun reads it.
 
     Args:
         launch: Of this process.
@@ -130,20 +132,22 @@ class TorchrunErrorFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        failed = error is not None and exit_code(error) not in (EXIT_OK, *STOPPED)
-        if error is not None and failed and write_torchrun_error(self._launch, error) and self._launch.rank:
-            error.__dict__["told"] = True
+        if error is None or exit_code(error) in (EXIT_OK, *STOPPED):
+            return
+        if write_torchrun_error(self._launch, error) and self._launch.rank:
+            error.__dict__["is_reported"] = True
 
 
 def write_torchrun_error(launch: Launch, error: BaseException) -> bool:
-    """Write what torchrun shows as the cause, which is else a hint to wrap the program; return whether."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None or launch.by != "torchrun":
+    """Write the cause that torchrun shows at the end; return whether torchrun is going to show it."""
+    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if launch.by != "torchrun" or not path.name:
         return False
-    if Path(path).exists() and Path(path).stat().st_size:
+    if path.exists() and path.stat().st_size:  # the first cause stays
         return True
-    line = root_cause_line(error).removeprefix("error: ")
-    words = line if isinstance(error, RankError) else f"rank {launch.rank}: {line}"
-    extra: dict[str, Any] = {"py_callstack": words, "timestamp": str(int(time.time()))}
-    Path(path).write_text(json.dumps({"message": {"message": words, "extraInfo": extra}}))
+    message = _cause(error)
+    if not isinstance(error, RankError):
+        message = f"rank {launch.rank}: {message}"
+    extra: dict[str, Any] = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
     return True

@@ -1,15 +1,16 @@
-"""The processes of a run end together, and the last line on the screen says which was first, and why.
+"""End all processes of a run together, with a last line on the screen that names the first one that failed.
 
-Lightning looks after its processes every five seconds, from the first one alone, and says nothing: a first
-process that dies leaves the others behind, and one that fails waits for them. Here each process looks after
-the one that started it, the first one after those that it started. The rank that fails writes its traceback
-into the run's folder; who ends because of it reads the cause there.
+Lightning 2.6 checks its processes every five seconds, only from rank 0, and reports nothing: if rank 0 dies
+the others stay behind, and if rank 0 fails it waits for them. Here each process watches its parent, and rank
+0 also watches the ranks that it started. A rank that fails writes its traceback into the run's folder; a rank
+that ends because of it reads the cause there.
 
-Costs: a thread that looks five times a second.
+Costs: one thread per process, which wakes up five times a second.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,74 +18,99 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from lightning_eff.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED
+from lightning_eff.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, RankError
 
 PARENT = "LIGHTNING_EFF_PARENT"
-"""Variable with the process that the processes it starts shall not outlive."""
+"""Environment variable with the process id that the processes started by it must not outlive."""
 POLL_S = 0.2
 GRACE_S = 1.0
-"""How long the first rank may take to say itself what has ended another one: a refusal with its remedies."""
+"""Time that rank 0 has to report another rank's end itself, for example a rejected setting with remedies."""
 CLEANUP_TIMEOUT_S = 10.0
-"""How long a rank that has failed may take for its callbacks: one of them may wait for the other ranks."""
+"""Time that a failed rank has for its callbacks, one of which may wait for the other ranks."""
 EXIT_TIMEOUT_S = 60.0
-"""How long the first rank waits at the end for the others, which have nothing left to do."""
-
+"""Time that rank 0 waits, after the run, for the other ranks to exit."""
 STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
 
 Processes = Callable[[], list["subprocess.Popen[bytes]"]]
 
 
 def end_with_parent(*, torchrun: bool) -> None:
-    """Let this process end when the one that started it is gone, however that ended.
+    """End this process as soon as its parent is gone, killed or not.
 
     Args:
-        torchrun: Whether torchrun started it; else it is who says so in `PARENT`.
+        torchrun: Whether torchrun is the parent; otherwise `PARENT` names it, and without it nothing is done.
     """
     parent = os.getppid() if torchrun else int(os.environ.get(PARENT, "0"))
-    if not parent or (parent != os.getppid() and _is_alive(parent)):
+    if not parent:
         return
+    if parent != os.getppid():  # inherited through another process
+        try:
+            os.kill(parent, 0)  # sends nothing: checks that the process exists
+            return
+        except ProcessLookupError:
+            pass
     name = "torchrun" if torchrun else "rank 0" if "LOCAL_RANK" in os.environ else "the sweep"
 
-    def look() -> None:
+    def watch() -> None:
         while os.getppid() == parent:
             time.sleep(POLL_S)
         rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-        exit_now(f"{name} (process {parent}) is gone, killed perhaps; rank {rank} ends too", EXIT_FAILED)
+        exit_now(f"{name} (process {parent}) is gone, perhaps killed; rank {rank} ends too", EXIT_FAILED)
 
-    threading.Thread(target=look, name="end-with-parent", daemon=True).start()
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 def exit_now(text: str, code: int) -> None:
-    """Say why and end this process, whatever its other threads wait for."""
+    """Print the reason and end this process, whatever its other threads wait for."""
     sys.stderr.write(f"error: {text}\n")
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(code)
 
 
+def train_in_subprocess(
+    recipe: str, overrides: Iterable[str], options: Iterable[str], folder: Path
+) -> dict[str, Any]:
+    """Train a recipe as a command of its own, with which Lightning then starts the other ranks.
+
+    Args:
+        recipe: Its name.
+        overrides: Of this run, its folder among them.
+        options: Command-line options with the search path of recipes.
+        folder: The run's folder.
+
+    Returns:
+        The efficiency report; empty without that monitor.
+
+    Raises:
+        RankError: The run failed, and has printed why.
+    """
+    words = [sys.executable, "-m", "lightning_eff", "train", recipe, *overrides, *options]
+    with subprocess.Popen(words, env=os.environ | {PARENT: str(os.getpid())}) as process:  # noqa: S603
+        code = process.wait()
+    if code:
+        text = f"the run in {folder} {describe_exit(code)}"
+        raise RankError(text, max(code, EXIT_FAILED))
+    report = folder / "efficiency.json"
+    return json.loads(report.read_text()) if report.is_file() else {}
+
+
 def traceback_file(folder: Path, rank: int) -> Path:
     """Return where a rank's traceback goes.
 
     Example:
-        >>> note_file(Path("run"), 0).name, note_file(Path("run"), 1).name
+        >>> traceback_file(Path("run"), 0).name, traceback_file(Path("run"), 1).name
         ('error.log', 'error_rank1.log')
     """
     return folder / ("error.log" if rank == 0 else f"error_rank{rank}.log")
 
 
 def write_traceback(folder: Path, rank: int, error: BaseException) -> Path | None:
-    """Write a rank's traceback for the others and for whoever reads it; None where that cannot be written."""
+    """Write a rank's traceback, for the user and for the other ranks; return None if the disk refuses."""
     path = traceback_file(folder, rank)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,102 +121,102 @@ def write_traceback(folder: Path, rank: int, error: BaseException) -> Path | Non
 
 
 def root_cause(path: Path) -> str:
-    """Return what a traceback says at its end.
+    """Return the last line of a traceback, with the exception's class and message.
 
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
-        >>> print(cause(write_note(folder, 1, RuntimeError("no more"))))
+        >>> print(root_cause(write_traceback(folder, 1, RuntimeError("no more"))))
         RuntimeError: no more
     """
     lines = [line for line in path.read_text().splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if not line.startswith(" ")), "no reason given")
+    return next((line for line in reversed(lines) if not line.startswith(" ")), "no reason found")
 
 
 def rank_message(rank: int, cause: str, path: Path | None) -> str:
-    """Return what a failed rank says on the screen, its last line."""
+    """Return the line that a failed rank prints last."""
     where = f" (traceback: {path})" if path is not None else ""
     return f"rank {rank}: {cause}{where}"
 
 
 def describe_exit(code: int) -> str:
-    """Say how a process ended.
+    """Return how a process ended, from its exit code.
 
     Example:
-        >>> killed_by(-9)
+        >>> describe_exit(-9)
         'was killed by SIGKILL: from outside, or by the kernel because memory ran out'
-        >>> killed_by(3)
-        'ended with code 3; its message stands above'
+        >>> describe_exit(3)
+        'ended with code 3; its message is above'
     """
     if code >= 0:
-        return f"ended with code {code}; its message stands above"
+        return f"ended with code {code}; its message is above"
     why = ": from outside, or by the kernel because memory ran out" if code == -signal.SIGKILL else ""
     return f"was killed by {signal.Signals(-code).name}{why}"
 
 
 class RankProcesses:
-    """The other ranks of this machine, where this process is the one that started them.
+    """The other ranks of this machine, in the process that started them.
 
     Args:
         processes: Returns Lightning's list of them, in the order of their ranks from 1.
-        folder: The run's folder, where their tracebacks are.
+        folder: The run's folder, with their tracebacks.
     """
 
     def __init__(self, processes: Processes, folder: Path) -> None:
         self._listed = processes
         self._taken: list[subprocess.Popen[bytes]] = []
         self._folder = folder
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="watch-ranks", daemon=True)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="watch-ranks", daemon=True)
         self._began_s = time.time()
 
     def _processes(self) -> Sequence[subprocess.Popen[bytes]]:
-        """Take them off Lightning's list, whose observer would else kill this process before it can speak."""
+        # Taken off Lightning 2.6's list, whose observer would kill this process before it can report.
         listed = self._listed()
         while listed:
             self._taken.append(listed.pop(0))
         return self._taken
 
     def watch(self) -> None:
-        """Begin to end this process when one of them fails."""
+        """Start to end this process when another rank fails."""
         self._thread.start()
 
     def unwatch(self) -> None:
-        """Leave that to whoever calls the other methods from now on."""
-        self._over.set()
+        """Stop that; the caller uses the other methods from now on."""
+        self._is_over.set()
         self._thread.join()
 
-    def _look(self) -> None:
-        while not self._over.wait(POLL_S):
-            failed = self.failed()
-            if failed is not None and not self._over.wait(GRACE_S):
+    def _poll(self) -> None:
+        while not self._is_over.wait(POLL_S):
+            failed = self.first_failure()
+            if failed is not None and not self._is_over.wait(GRACE_S):
                 self.kill()
                 exit_now(*failed)
 
-    def failed(self, *, even_running: bool = False) -> tuple[str, int] | None:
-        """Return what the first of them that failed died of, and its exit code; None when none has.
+    def first_failure(self, *, even_running: bool = False) -> tuple[str, int] | None:
+        """Return message and exit code of the first rank that failed; None if none has.
 
         Args:
-            even_running: Ask those too that have written a traceback and are not gone yet.
+            even_running: Include ranks that have written a traceback and still run.
         """
         for rank, process in enumerate(self._processes(), start=1):
             code, path = process.poll(), traceback_file(self._folder, rank)
-            noted = path.exists() and path.stat().st_mtime >= self._began_s
-            if noted and (code or even_running):
+            has_traceback = path.exists() and path.stat().st_mtime >= self._began_s
+            if has_traceback and (code or even_running):
                 return rank_message(rank, root_cause(path), path), max(code or 0, EXIT_FAILED)
             if code and code not in STOPPED:
                 return f"rank {rank} {describe_exit(code)}", max(code, EXIT_FAILED)
         return None
 
-    def left(self) -> tuple[str, int] | None:
-        """Return which of them has left as if all were over, for a rank that lost its connection to it."""
+    def early_exit(self) -> tuple[str, int] | None:
+        """Return message and exit code for a rank that exited with code 0 while another one lost it."""
         for rank, process in enumerate(self._processes(), start=1):
             if process.poll() == 0:
-                return f"rank {rank} left with code 0 while the others were at work", EXIT_FAILED
+                return f"rank {rank} exited with code 0 while the others were at work", EXIT_FAILED
         return None
 
     def wait(self, seconds: float) -> str:
-        """Wait for all of them to end; return which did not, empty when all did."""
+        """Wait for all of them to end; return a message on the first that does not, empty if all do."""
         until_s = time.monotonic() + seconds
         for rank, process in enumerate(self._processes(), start=1):
             try:
@@ -200,7 +226,7 @@ class RankProcesses:
         return ""
 
     def kill(self) -> None:
-        """End them at once: a process that waits for others hears no milder signal."""
+        """End them at once with SIGKILL: a process inside a collective does not handle SIGTERM."""
         for process in self._processes():
             process.kill()
         for process in self._processes():

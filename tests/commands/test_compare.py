@@ -61,7 +61,7 @@ def test_rows_train_alike_and_are_compared_to_the_baseline(
     assert all(rows[name]["peak_ratio"] < 1.0 for name in SMALLER)
     for row in (row for row in rows.values() if row["status"] == MEASURED):
         assert row["predicted_peak_bytes"] == row["peak_bytes"], "to the byte"
-    assert rows["together"]["peak_ratio"] < 1.0
+    assert rows["combined"]["peak_ratio"] < 1.0
     assert rows["strategy=fsdp2"]["status"] == "not run"
     assert "one device" in rows["strategy=fsdp2"]["reason"]
     assert "micro_batch_size=1" in " ".join(rows["micro_batch"]["overrides"])

@@ -55,4 +55,4 @@ def test_it_says_first_what_helps_and_what_does_not() -> None:
     assert html_page.summary_sentence(ROWS) == (
         "Nothing here is faster than the baseline. Least memory: half, 0.25 of the baseline."
     )
-    assert html_page.summary_sentence(ROWS[:1]) == "Beside the baseline nothing was measured."
+    assert html_page.summary_sentence(ROWS[:1]) == "Nothing was measured besides the baseline."

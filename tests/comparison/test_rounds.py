@@ -36,10 +36,10 @@ class Turns:
 BASE, ONE, OTHER = PlannedTrial("baseline"), PlannedTrial("one", ("one",)), PlannedTrial("other", ("other",))
 
 
-def table(tmp_path: Path, turns: Turns, *, rounds: int = 3) -> TrialRounds:
+def run_rounds(tmp_path: Path, turns: Turns, *, rounds: int = 3) -> TrialRounds:
     comparison = TrialRounds(tmp_path, turns, lambda _: None)
     for number in range(1, rounds + 1):
-        comparison.round(number, [BASE, ONE, OTHER])
+        comparison.run_round(number, [BASE, ONE, OTHER])
     return comparison
 
 
@@ -49,7 +49,7 @@ def test_rounds_go_forwards_and_backwards_and_rows_are_of_the_fastest(tmp_path: 
         one=[report(22.0, 50, ((1, 4.0), (2, 3.5))), report(20.0, 50), report(23.0, 52)],
         other=[report(11.0), report(11.0), report(11.0)],
     )
-    found = table(tmp_path, turns).rows()
+    found = run_rounds(tmp_path, turns).table_rows()
     assert turns.asked == ["baseline", "one", "other", "other", "one", "baseline", "baseline", "one", "other"]
     base, one, other = found
     assert (base.samples_per_s, base.samples_per_s_spread, base.speed_ratio) == (14.0, 4.0, 1.0)
@@ -68,7 +68,7 @@ def test_a_slow_one_runs_once_and_losses_are_those_of_the_steps_that_both_have(t
         one=[report(2.4, losses=((1, 4.0), (2, 3.5)))],
         other=[report(2.6)] * 3,
     )
-    _, one, other = table(tmp_path, turns).rows()
+    _, one, other = run_rounds(tmp_path, turns).table_rows()
     assert (one.num_rounds, other.num_rounds) == (1, 3)
     assert one.loss_difference == 0.5
 
@@ -80,10 +80,10 @@ def test_one_that_fails_says_why_and_has_no_second_try(tmp_path: Path) -> None:
         other=[report(9.0), TrialResult(FAILED, "no end after 3 s"), report(9.0)],
     )
     comparison = TrialRounds(tmp_path, turns, lambda _: None)
-    comparison.refuse(PlannedTrial("never"), "needs CUDA")
+    comparison.add_refused(PlannedTrial("never"), "needs CUDA")
     for number in (1, 2, 3):
-        comparison.round(number, [BASE, ONE, OTHER])
-    found = {each.technique: each for each in comparison.rows()}
+        comparison.run_round(number, [BASE, ONE, OTHER])
+    found = {each.technique: each for each in comparison.table_rows()}
     assert list(found) == ["baseline", "other", "one", "never"]
     assert turns.asked.count("one") == 1
     assert turns.asked.count("other") == 2
@@ -96,14 +96,14 @@ def test_one_that_fails_says_why_and_has_no_second_try(tmp_path: Path) -> None:
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
     first = Turns(baseline=[report(10.0)], one=[report(20.0)], other=[TrialResult(FAILED, "odd")])
-    before = [each.as_dict() for each in table(tmp_path, first, rounds=1).rows()]
+    before = [each.as_dict() for each in run_rounds(tmp_path, first, rounds=1).table_rows()]
     (tmp_path / "rounds" / "1-one.json").unlink()
     again = Turns(one=[report(20.0)], other=[TrialResult(FAILED, "odd")])
-    assert [each.as_dict() for each in table(tmp_path, again, rounds=1).rows()] == before
+    assert [each.as_dict() for each in run_rounds(tmp_path, again, rounds=1).table_rows()] == before
     assert again.asked == ["one", "other"], "what failed is tried again"
     changed = Turns(baseline=[report(12.0)])
     comparison = TrialRounds(tmp_path, changed, lambda _: None)
-    comparison.round(1, [PlannedTrial("baseline", settings=("seed=2",))])
+    comparison.run_round(1, [PlannedTrial("baseline", settings=("seed=2",))])
     assert changed.asked == ["baseline"], "a row of that name, and yet another one"
 
 
@@ -115,10 +115,10 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
 
     comparison = TrialRounds(tmp_path, interrupt, lambda _: None)
     with pytest.raises(KeyboardInterrupt):
-        comparison.round(1, [BASE, ONE, OTHER])
+        comparison.run_round(1, [BASE, ONE, OTHER])
     assert [path.name for path in (tmp_path / "rounds").iterdir()] == ["1-baseline.json"]
     assert json.loads((tmp_path / "rounds" / "1-baseline.json").read_text())["status"] == MEASURED
-    assert comparison.rows()[0].status == MEASURED
+    assert comparison.table_rows()[0].status == MEASURED
 
 
 def test_techniques_without_effect_are_named(tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_techniques_without_effect_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damaged", ['{"status": "meas', '{"status": "measured"}', "[]", ""])
 def test_a_result_that_cannot_be_read_is_measured_again(tmp_path: Path, damaged: str) -> None:
-    table(tmp_path, Turns(baseline=[report(10.0)], one=[report(20.0)], other=[report(9.0)]), rounds=1)
+    run_rounds(tmp_path, Turns(baseline=[report(10.0)], one=[report(20.0)], other=[report(9.0)]), rounds=1)
     (tmp_path / "rounds" / "1-one.json").write_text(damaged)
     again = Turns(one=[report(30.0)])
-    found = {each.technique: each for each in table(tmp_path, again, rounds=1).rows()}
+    found = {each.technique: each for each in run_rounds(tmp_path, again, rounds=1).table_rows()}
     assert again.asked == ["one"]
     assert found["one"].samples_per_s == 30.0

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
-from lightning_eff.config import composition, targets
+from lightning_eff.config import composition, recipes, targets
 from lightning_eff.config.overrides import sweep
 from lightning_eff.config.recipes import RecipePath
+from lightning_eff.config.strict_yaml import read_yaml
 from lightning_eff.core.catalog import RECIPES
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, exit_code
 
@@ -69,7 +73,7 @@ def test_a_recipe_of_ones_own_that_lists_none_takes_them_too(empty_folder: Path)
 
 
 def test_callbacks_given_twice_are_asked_for_in_one_list() -> None:
-    with pytest.raises(UsageError, match=r"callbacks is given more than once; try: callbacks=\[one,other\]"):
+    with pytest.raises(UsageError, match=r"callbacks is set more than once; try: callbacks=\[one,other\]"):
         compose("+callbacks=empty_cache", "+callbacks=optimizer_choice")
 
 
@@ -140,8 +144,12 @@ CONFIG_ERRORS = [
     (["+trainer.max_stepz=3"], "trainer.max_stepz", "did you mean 'max_steps'"),
     (["+optimzer.lr=3"], "optimzer", "did you mean 'optimizer'"),
     (["+callbacks/empty_cach=default"], "callbacks/empty_cach", "a known key"),
-    (["+callbacks.optimizer_choice.scheduler=null"], "callbacks.optimizer_choice", "was asked for"),
-    (["callbacks=[empty_cache]", "+callbacks=optimizer_choice"], "callbacks", "Hydra left it out"),
+    (["+callbacks.optimizer_choice.scheduler=null"], "callbacks.optimizer_choice", "an option in the list"),
+    (
+        ["callbacks=[empty_cache]", "+callbacks=optimizer_choice"],
+        "callbacks",
+        "Hydra dropped",
+    ),
     (["trainer.callbacks=[]"], "trainer.callbacks", "through the group 'callbacks'"),
     (["trainer.precision=16-mixed"], "trainer.precision", "through the group 'precision'"),
     # Types.
@@ -155,7 +163,7 @@ CONFIG_ERRORS = [
     (["seed=abc"], "seed", "a whole number"),
     (["seed=-1"], "seed", "from 0 to 2**32 - 1"),
     (["~model"], "model", "an option of this group"),
-    (["callbacks.empty_cache=3"], "callbacks.empty_cache", "was asked for"),
+    (["callbacks.empty_cache=3"], "callbacks.empty_cache", "an option in the list"),
     # Classes that a config may not reach.
     (["model._target_=os.system"], "model._target_", "a class, not a function"),
     (["model._target_=torch.nn.Linear"], "model._target_", "derived from lightning.pytorch.LightningModule"),
@@ -217,7 +225,7 @@ def test_what_cannot_be_used_is_refused_by_name(
 
 def test_a_file_in_the_place_of_the_output_root_is_refused(empty_folder: Path) -> None:
     (empty_folder / "outputs").write_text("")
-    with pytest.raises(ConfigError, match="a folder that can be written"):
+    with pytest.raises(ConfigError, match="a folder with write access"):
         compose()
 
 
@@ -256,11 +264,11 @@ def test_an_own_module_that_does_not_import_says_why(
 ) -> None:
     (empty_folder / "broken_module_of_mine.py").write_text("import module_that_is_missing\n")
     monkeypatch.syspath_prepend(str(empty_folder))
-    with pytest.raises(ConfigError, match="its module says: No module named 'module_that_is_missing'"):
+    with pytest.raises(ConfigError, match="fails: No module named 'module_that_is_missing'"):
         compose("model._target_=broken_module_of_mine.Net")
 
 
-def own_folder(folder: Path, **files: str) -> composition.Place:
+def own_folder(folder: Path, **files: str) -> RecipePath:
     for name, text in files.items():
         path = folder / "mine" / f"{name.replace('__', '/')}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -298,7 +306,7 @@ def test_settings_of_what_was_taken_out_are_left_out_and_misspelt_ones_are_not(e
 
 def test_a_callback_without_its_package_line_is_told_so(empty_folder: Path) -> None:
     text = "_target_: lightning_eff.callbacks.empty_cache.EmptyCache\n"
-    with pytest.raises(ConfigError, match=r"begin the YAML with `# @package callbacks.NAME`"):
+    with pytest.raises(ConfigError, match=r"begin its YAML with `# @package callbacks.NAME`"):
         composition.compose_recipe("lm", ["callbacks=[bare]"], own_folder(empty_folder, callbacks__bare=text))
 
 
@@ -349,3 +357,60 @@ def test_every_extra_is_declared() -> None:
     declared = tomllib.loads(text)["project"]["optional-dependencies"]
     for package, extra in targets.EXTRAS.items():
         assert any(line.startswith(package.replace("_", "-")) for line in declared[extra]), package
+
+
+@pytest.fixture
+def compositions(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return the overrides of each composition that Hydra makes, in a list that grows."""
+    made: list[list[str]] = []
+    compose_with_hydra = ConfigLoaderImpl._load_configuration_impl
+
+    def counted(self: ConfigLoaderImpl, **options: Any) -> Any:
+        made.append(options["overrides"])
+        return compose_with_hydra(self, **options)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "_load_configuration_impl", counted)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
+@pytest.mark.parametrize("words", [["train", "lm"], ["train", "lm", "--cfg", "job"], ["plan", "lm"]])
+def test_a_run_is_composed_once_and_its_recipe_read_once(
+    words: list[str],
+    tiny: list[str],
+    command: Callable[..., tuple[int, str, str]],
+    compositions: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files: list[str] = []
+
+    def counted(file: Path, **options: Any) -> Any:
+        files.append(file.name)
+        return read_yaml(file, **options)
+
+    monkeypatch.setattr(recipes, "read_yaml", counted)
+    code, _, err = command(*words, *tiny)
+    assert code == 0, err
+    assert len(compositions) == 1, compositions
+    assert files.count("lm.yaml") == files.count("baseline.yaml") == 1
+
+
+def test_a_sweep_composes_itself_and_each_job_once(
+    tiny: list[str], command: Callable[..., tuple[int, str, str]], compositions: list[list[str]]
+) -> None:
+    """The sweep's own config has its launcher and folders; those of the jobs are composed to be checked."""
+    code, _, err = command("train", "baseline", *tiny, "-m", "seed=1,2", "logger=none")
+    assert code == 0, err
+    assert [[line for line in made if "seed=" in line] for made in compositions] == [
+        ["seed=1,2"],
+        ["seed=1"],
+        ["seed=2"],
+    ]
+    (folder,) = Path("outputs/baseline").glob("sweep_*")
+    seeds = [yaml.safe_load((folder / job / ".hydra" / "config.yaml").read_text())["seed"] for job in "01"]
+    assert seeds == [1, 2]
+
+
+def test_a_recipe_that_sets_hydras_mode_is_refused_with_the_option() -> None:
+    with pytest.raises(ConfigError, match="the option -m runs a sweep"):
+        compose("hydra.mode=MULTIRUN")

@@ -33,13 +33,13 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
         "mine/path.yaml:2: tag !!python/",
     ),
     "set": (f"{TOP}output_root: !!set {{a}}\n", "mine/set.yaml:2: tag !!set"),
-    "alias": (f"{TOP}trainer: &a\n  x: *a\n", "mine/alias.yaml:2: an alias inside what it stands for"),
+    "alias": (f"{TOP}trainer: &a\n  x: *a\n", "mine/alias.yaml:2: an alias inside its own anchor"),
     "aliases": (f"{TOP}trainer:\n  a: &a [1]\n{ALIASES}", "mine/aliases.yaml:8: more than 100000 values"),
     "chain": (f"{TOP}trainer:\n  a0: &a0 1\n{CHAIN}", "mine/chain.yaml:54: nested deeper than 50 levels"),
     "nested": (f"{TOP}seed: {'[' * 3000}{']' * 3000}\n", "mine/nested.yaml:2: nested deeper than 50 levels"),
     "digits": (f"{TOP}seed: {'1' * 5000}\n", "mine/digits.yaml:2: a number of 5000 characters"),
-    "hex": (f"{TOP}seed: 0x_\n", "mine/hex.yaml:2: '0x_' is no number"),
-    "keys": (f"{TOP}? [a, b]\n: 1\n", "mine/keys.yaml:2: a key must be a text"),
+    "hex": (f"{TOP}seed: 0x_\n", "mine/hex.yaml:2: '0x_' is not a number"),
+    "keys": (f"{TOP}? [a, b]\n: 1\n", "mine/keys.yaml:2: a key must be a string"),
     "two": (f"{TOP}---\nseed: 3\n", "mine/two.yaml:2: but found another document"),
     "undefined": (f"{TOP}seed: *a\n", "mine/undefined.yaml:2: found undefined alias 'a'"),
     "itself": ("defaults: [itself]\n", "mine/itself.yaml:1: defaults that never end: itself -> itself"),
@@ -133,7 +133,7 @@ def test_the_installed_command_says_it_too(folder: Path) -> None:
 
 
 OVERRIDES: dict[str, str] = {
-    f"seed={'1' * 5000}": "...: a number of too many digits",
+    f"seed={'1' * 5000}": "...: a number with too many digits",
     f"seed={'1' * 4000}": "seed='111111111111...': expected a whole number of at most 64 bits",
     f"trainer.max_steps={2**64}": "trainer.max_steps='184467440737...': expected a whole number of at most",
     f"seed={'[' * 3000}{']' * 3000}": "...: nested too deep",
@@ -202,11 +202,11 @@ DEFAULTS: dict[str, tuple[str, str]] = {
     ),
     "two recipes that choose": (
         "defaults: [lm, baseline]\n",
-        "precision is given more than once, and takes one option: leave one of them out, or write `override",
+        "precision is set more than once, and takes one option: leave one of them out, or write `override",
     ),
     "two options of a group of one": (
         "defaults:\n  - baseline\n  - data: text\n",
-        "data is given more than once, and takes one option: leave one of them out, or write `override data:",
+        "data is set more than once, and takes one option: leave one of them out, or write `override data:",
     ),
     "a mapping that nothing reads": (f"{TOP}x: {{a: 1}}\n", "x={'a': 1}: expected a known key"),
 }

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from lightning_eff.commands import train
+from lightning_eff.config.composition import recipe_app
 from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core.errors import ConfigError, UsageError
-from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.core.remedies import as_overrides
 from lightning_eff.launch import job
 from lightning_eff.launch.job import Launch, check_tasks, num_devices, num_ranks, shared_run_dir
 from tests.support.command_line import Command
@@ -65,14 +66,14 @@ def test_devices_that_are_no_number_are_named() -> None:
         ({"devices": 2}, Launch("torchrun", 0, 4, 4), "try: torchrun --nnodes 1 --nproc-per-node 2 -m"),
         ({"devices": 2}, Launch("torchrun", 0, 4, 2), "trainer.num_nodes=1: expected 2: torchrun started 4"),
         ({"devices": 2, "num_nodes": 3}, Launch("slurm", 0, 4, 2), "try: trainer.num_nodes=2"),
-        ({"devices": 1}, Launch("slurm", 0, 2), "SLURM_NTASKS=2: expected --ntasks-per-node beside it"),
+        ({"devices": 1}, Launch("slurm", 0, 2), "SLURM_NTASKS=2: expected --ntasks-per-node as well"),
         ({"devices": 2}, Launch("slurm", 0, 1), "try: SLURM_JOB_NAME=bash lightning-eff train"),
     ],
 )
 def test_tasks_that_do_not_fit_are_refused_with_what_does(
     trainer: dict[str, Any], started: Launch, message: str
 ) -> None:
-    with keep_overrides(), pytest.raises(ConfigError) as caught:
+    with as_overrides(), pytest.raises(ConfigError) as caught:
         check_tasks(trainer, started)
     assert message in str(caught.value)
 
@@ -140,34 +141,36 @@ def test_a_job_that_was_taken_elsewhere_raises_what_went_wrong(
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    monkeypatch.setattr(train, "_speak_with_one_voice", lambda _: None)
+    monkeypatch.setattr(train, "_configure_logging", lambda _: None)
     task = ["trainer.max_steps=0", f"output_root={tmp_path}"]
     section = {"runtime": {"output_dir": str(tmp_path / "0")}, "overrides": {"task": task}}
     (tmp_path / "0").mkdir()
+    with recipe_app("baseline", task) as app:
+        cfg, chain = app.config(), app.chain
     monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create(section))
-    here = train._Job("baseline", RecipePath())
-    here(OmegaConf.create())
+    here = train._Job("baseline", RecipePath(), chain)
+    here(cfg)
     assert len(here.failures) == 1, "a sweep here goes on with the next job"
-    there = pickle.loads(pickle.dumps(train._Job("baseline", RecipePath())))
-    there._home = -1
+    there = pickle.loads(pickle.dumps(train._Job("baseline", RecipePath(), chain)))
+    there._home_pid = -1
     with pytest.raises(ConfigError, match=r"trainer\.max_steps=0"):
-        there(OmegaConf.create())
+        there(cfg)
 
 
 def test_slurm_names_the_folder_and_a_folder_that_a_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     started, here = Launch("slurm", 1, 2, 2), Path("outputs/lm/now")
-    assert shared_run_dir(started, here, chosen_here=True) == Path("outputs/lm/slurm-12-0-0")
-    assert shared_run_dir(started, here, chosen_here=False) == here
-    assert shared_run_dir(Launch(), here, chosen_here=True) == here
+    assert shared_run_dir(started, here, has_default_name=True) == Path("outputs/lm/slurm-12-0-0")
+    assert shared_run_dir(started, here, has_default_name=False) == here
+    assert shared_run_dir(Launch(), here, has_default_name=True) == here
 
 
 def test_torchrun_without_a_store_is_told_how_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     started = Launch("torchrun", 1, 2, 2)
     with pytest.raises(UsageError, match=r"try: hydra\.run\.dir=outputs/NAME"):
-        shared_run_dir(started, Path("x"), chosen_here=True)
-    assert shared_run_dir(started, Path("x"), chosen_here=False) == Path("x")
+        shared_run_dir(started, Path("x"), has_default_name=True)
+    assert shared_run_dir(started, Path("x"), has_default_name=False) == Path("x")
 
 
 def test_the_first_rank_says_which_folder_and_the_others_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +182,7 @@ def test_the_first_rank_says_which_folder_and_the_others_use_it(monkeypatch: pyt
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.setattr(job, "FOLDER_WAIT_S", 1.0)
     other = Launch("torchrun", 1, 2, 2)
-    with pytest.raises(UsageError, match="rank 0 did not say within 1 s"):
-        shared_run_dir(other, Path("b"), chosen_here=True)
-    assert shared_run_dir(Launch("torchrun", 0, 2, 2), Path("a"), chosen_here=True) == Path("a")
-    assert shared_run_dir(other, Path("b"), chosen_here=True) == Path("a")
+    with pytest.raises(UsageError, match="rank 0 did not choose the run's folder within 1 s"):
+        shared_run_dir(other, Path("b"), has_default_name=True)
+    assert shared_run_dir(Launch("torchrun", 0, 2, 2), Path("a"), has_default_name=True) == Path("a")
+    assert shared_run_dir(other, Path("b"), has_default_name=True) == Path("a")

@@ -108,7 +108,7 @@ def check_fault(launcher: str, strategy: str, fault: str) -> None:
         last = lines[-1]
         assert f"rank {rank}" in last
     gone = "is gone" if (launcher, rank) == ("lightning", "0") else "SIGKILL"
-    told = "ended with code 1; its message stands above"
+    told = "ended with code 1; its message is above"
     begun = (launcher, place) != ("lightning", "build")  # a rank says itself why it could not begin
     assert (gone if kind == "kill" else "RuntimeError: a fault of the test" if begun else told) in last
     assert begun or "RuntimeError: a fault of the test" in "\n".join(lines)
@@ -160,7 +160,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     (saved,) = Path("outputs/baseline").glob("*/checkpoints/*.ckpt")
     assert saved.name in ("step-4.ckpt", "step-5.ckpt"), "the step that it came in, or the one after it"
     assert sum("The run was stopped" in line for line in lines) == 1, lines
-    assert lines[-1] == "stopped; ckpt_path=last goes on from the newest checkpoint"
+    assert lines[-1] == "stopped; ckpt_path=last resumes from the newest checkpoint"
 
 
 def check_run(launcher: str, words: Sequence[str]) -> None:

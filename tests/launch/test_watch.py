@@ -24,8 +24,8 @@ def ended(code: int) -> subprocess.Popen[bytes]:
 
 def test_a_rank_that_left_with_code_0_is_named_where_its_connection_is_missed(tmp_path: Path) -> None:
     children = RankProcesses(lambda: [ended(0)], tmp_path)
-    assert children.failed() is None
-    assert children.left() == ("rank 1 left with code 0 while the others were at work", 1)
+    assert children.first_failure() is None
+    assert children.early_exit() == ("rank 1 exited with code 0 while the others were at work", 1)
 
 
 def around(rank: int, procs: list[Any], folder: Path) -> RankSupervisor:
@@ -40,11 +40,11 @@ def around(rank: int, procs: list[Any], folder: Path) -> RankSupervisor:
 def test_only_a_lost_connection_is_laid_to_who_left(text: str, tmp_path: Path, *, names: bool) -> None:
     with pytest.raises(RankError) as raised, around(0, [ended(0)], tmp_path):
         raise RuntimeError(text)
-    assert ("rank 1 left with code 0" in str(raised.value)) is names
+    assert ("rank 1 exited with code 0" in str(raised.value)) is names
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_says_that_all_have_stopped(rank: int, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt) as raised, around(rank, [], tmp_path):
         raise KeyboardInterrupt
-    assert bool(raised.value.__dict__.get("told")) is bool(rank)
+    assert bool(raised.value.__dict__.get("is_reported")) is bool(rank)

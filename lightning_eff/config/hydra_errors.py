@@ -1,0 +1,66 @@
+"""Explain Hydra's composition errors in one or two lines: the key or option at fault and the nearest name.
+
+Hydra's advice to append a misspelt key with `+` is left out.
+"""
+
+from __future__ import annotations
+
+from hydra.errors import MissingConfigException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from lightning_eff.config.recipes import RecipeChain, RecipePath
+from lightning_eff.config.validate import TOP_LEVEL
+from lightning_eff.core.catalog import CONF, MANY, parameter_keys, recipes
+from lightning_eff.core.errors import EnvironmentLacksError, UsageError, nearest
+
+
+def missing_file(
+    error: MissingConfigException, recipe: str, path: RecipePath, chain: RecipeChain
+) -> UsageError | EnvironmentLacksError:
+    """Return the error for a recipe or an option that does not exist, with the nearest name."""
+    wanted = str(error.missing_cfg_file or recipe)
+    if wanted.startswith("hydra/launcher/submitit"):
+        text = f"{wanted}: hydra's launcher for SLURM is missing\n  try: pip install 'lightning-eff[slurm]'"
+        return EnvironmentLacksError(text)
+    names = [file.stem for folder in path.folders for file in folder.glob("*.yaml")]
+    names += [entry.name for entry in recipes()]
+    if wanted == recipe:
+        hint = " (--config-dir DIR adds a folder of your own)" if not path.folders else ""
+        return UsageError(f"recipe {recipe!r} does not exist: {nearest(recipe, names)}{hint}")
+    where = f"{chain.missing[wanted]}: " if wanted in chain.missing else ""
+    group, _, option = wanted.rpartition("/")
+    if not group:
+        return UsageError(f"{where}{wanted}: no such recipe; {nearest(wanted, names)}")
+    options = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]
+    return UsageError(f"{where}{group}={option}: no such option; {nearest(option, options)}")
+
+
+def composition_error(error: Exception) -> str:
+    """Return the text for any other error that Hydra 1.3 raises while it composes."""
+    if isinstance(error, RecursionError):
+        return "the config is nested too deep, or its defaults never end"
+    cause = error.__cause__
+    first = next(iter(str(error).splitlines() or str(cause or "").splitlines()), type(error).__name__)
+    if first.startswith("Could not override '"):
+        key = first.split("'")[1]
+        if key in TOP_LEVEL:
+            return f"{key}: this recipe does not have it\n  try: +{key}=..."
+        paths = [path for path in parameter_keys() if path.endswith(f".{key}")]
+        hint = f"did you mean {' or '.join(paths[:3])}?" if paths else nearest(key, TOP_LEVEL)
+        return f"{key}: no such key; {hint}"
+    if first.startswith("Multiple values for "):
+        group = first.split()[3].rstrip(".")
+        if group in MANY:
+            return f"{group} is set more than once; try: {group}=[one,other] in one list, with + to append"
+        remedy = f"leave one of them out, or write `override {group}: OPTION`"
+        return f"{group} is set more than once, and takes one option: {remedy}"
+    reason = f" ({str(cause).splitlines()[0]})" if str(error) and cause is not None and str(cause) else ""
+    return f"{first}{reason}"
+
+
+def resolution_error(error: OmegaConfBaseException) -> str:
+    """Return the text for a key without a value, or whose interpolation cannot be resolved."""
+    key = str(getattr(error, "full_key", "") or "config")
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key}: this recipe needs a value from you\n  try: {key}=..."
+    return f"{key}: {next(iter(str(error).splitlines()), type(error).__name__)}"

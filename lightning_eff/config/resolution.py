@@ -1,0 +1,110 @@
+"""Turn a composed config into plain values: check its keys, drop settings that do not apply, resolve it.
+
+Two kinds of setting are dropped: keys of a group's YAML that a class of the user's own does not take, and a
+recipe's settings of an option that an override took out of a list. What the user typed is never dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from lightning_eff.config import validate
+from lightning_eff.config.folders import check_folders
+from lightning_eff.config.recipes import RecipeChain
+from lightning_eff.config.validate import TOP_LEVEL
+from lightning_eff.core.catalog import MANY
+from lightning_eff.core.errors import ConfigError, nearest
+
+log = logging.getLogger(__name__)
+
+
+def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> dict[str, Any]:
+    """Return the resolved and checked values of a composed config, without Hydra's section.
+
+    Args:
+        cfg: As Hydra composed it; settings that do not apply are removed from it.
+        overrides: Those that it was composed with.
+        chain: The recipe's.
+
+    Raises:
+        ConfigError: A key, class, type or path cannot be used.
+        OmegaConfBaseException: A value is missing, or cannot be resolved.
+    """
+    _check_keys(cfg)
+    _check_chosen(cfg, overrides)
+    explicit = {str(item.key_or_group) for item in overrides if not item.is_delete()}
+    _drop_foreign(cfg, explicit)
+    _drop_settings_of_absent(cfg, explicit, chain)
+    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    resolved: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
+    values = {str(key): value for key, value in resolved.items()}
+    validate.check_config_values(values)
+    check_folders(values, Path(values["output_root"]))
+    return values
+
+
+def _check_keys(cfg: DictConfig) -> None:
+    """Reject top-level keys that nothing reads, and options that did not land under their own name."""
+    content: Any = OmegaConf.to_container(cfg, resolve=False)
+    for key in content:
+        if key not in (*TOP_LEVEL, "hydra"):
+            group, _, option = str(key).partition("/")
+            remedy = [f"{group}=[{option}] or +{group}={option}"] if option and group in MANY else []
+            allowed = f"a known key; {nearest(str(key), TOP_LEVEL)}"
+            raise ConfigError(str(key), content[key], allowed=allowed, remedies=remedy)
+    for group in MANY:
+        if "_target_" in (cfg.get(group) or {}):
+            allowed = f"each option under its own name: begin its YAML with `# @package {group}.NAME`"
+            raise ConfigError(key=group, value=cfg[group]["_target_"], allowed=allowed)
+
+
+def _check_chosen(cfg: DictConfig, overrides: Sequence[Override]) -> None:
+    """Reject choices of callbacks and monitors that Hydra drops silently."""
+    removed = {str(item.key_or_group) for item in overrides if item.is_delete()}
+    chosen = [item for item in overrides if item.key_or_group in MANY and not item.is_delete()]
+    for item in chosen:
+        group, value = str(item.key_or_group), item.value()
+        names: list[Any] = value if isinstance(value, list) else [value]
+        present = list(cfg.get(group) or {})
+        for name in names:
+            if name is not None and str(name) not in present and f"{group}.{name}" not in removed:
+                remedy = f"{group}=[{','.join([*present, str(name)])}]"
+                allowed = f"one list: Hydra dropped {name!r} and kept {present}"
+                raise ConfigError(group, str(item.get_value_string()), allowed=allowed, remedies=[remedy])
+
+
+def _drop_foreign(cfg: DictConfig, explicit: set[str]) -> None:
+    """Remove, and log, keys of a group's YAML that the class in an overridden `_target_` does not take."""
+    for group in validate.GROUP_BASES:
+        node = cfg.get(group)
+        if f"{group}._target_" not in explicit or not isinstance(node, DictConfig):
+            continue
+        by_user = {key for key in node if f"{group}.{key}" in explicit}
+        foreign = validate.foreign_keys(group, node.get("_target_"), set(node) - by_user)
+        with open_dict(node):
+            for key in foreign:
+                del node[key]
+        if foreign:
+            log.warning("%s: %s has no %s; left out", group, node.get("_target_"), ", ".join(foreign))
+
+
+def _drop_settings_of_absent(cfg: DictConfig, explicit: set[str], chain: RecipeChain) -> None:
+    """Remove a recipe's settings of an option that it lists and that an override took out of the list."""
+    for group in MANY:
+        node = cfg.get(group)
+        if group not in explicit or not isinstance(node, DictConfig):
+            continue
+        by_user = {key.split(".")[1] for key in explicit if key.startswith(f"{group}.")}
+        names = chain.options(group) - by_user
+        absent = [name for name in names if name in node and "_target_" not in node[name]]
+        with open_dict(node), open_dict(cfg):
+            for name in absent:
+                del node[name]
+            if not node:
+                del cfg[group]
