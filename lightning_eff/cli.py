@@ -15,8 +15,8 @@ from types import TracebackType
 
 from lightning_eff import __version__
 from lightning_eff.core import catalog
-from lightning_eff.core.errors import EXIT_OK, UsageError, exit_code, nearest, root_cause_line
-from lightning_eff.core.remedies import as_overrides
+from lightning_eff.core.errors import EXIT_OK, UsageError, exit_code, root_cause_line, suggest_name
+from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.core.text import text_table
 
 MAX_ERROR_LINES = 5
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         True
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with _Boundary(debug="--debug" in words) as boundary, as_overrides():
+    with _Boundary(debug="--debug" in words) as boundary, keep_overrides():
         boundary.exit_code = _dispatch(words)
     return boundary.exit_code
 
@@ -74,7 +74,7 @@ def _dispatch(words: list[str]) -> int:
     elif words[0] == "--completion":
         shell = words[1] if len(words) > 1 else ""
         if shell not in COMPLETION:
-            text = f"--completion {shell}: no such shell; {nearest(shell, COMPLETION)}"
+            text = f"--completion {shell}: no such shell; {suggest_name(shell, COMPLETION)}"
             raise UsageError(text)
         sys.stdout.write(COMPLETION[shell])
     else:
@@ -87,15 +87,15 @@ def _run_verb(words: list[str]) -> int:
     index = next((index for index, word in enumerate(words) if not word.startswith("-")), 0)
     verb, rest = words[index], words[:index] + words[index + 1 :]
     if verb not in verbs:
-        text = f"unknown verb {verb!r}; {nearest(verb, verbs)}"
+        text = f"unknown verb {verb!r}; {suggest_name(verb, verbs)}"
         raise UsageError(text)
     module = importlib.import_module(f"lightning_eff.commands.{verb}")
     if "--help" in rest or "-h" in rest:
         sys.stdout.write(f"{module.__doc__}\n\n{module.USAGE.strip()}\n")
         return EXIT_OK
-    from lightning_eff.core.noise import leave_out_noise
+    from lightning_eff.core.log_filters import ignore_import_messages
 
-    leave_out_noise()
+    ignore_import_messages()
     # For the user's own classes: a console script starts without the current folder on the path.
     sys.path.insert(0, str(Path.cwd()))
     return int(module.main(rest))

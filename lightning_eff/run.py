@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
-from lightning_eff.checkpoint.saving import remove_orphans
+from lightning_eff.checkpoint.sharded_write import remove_leftovers
 from lightning_eff.config.ckpt_path import (
     RESOLVED,
     callbacks_of,
@@ -34,7 +34,7 @@ from lightning_eff.config.ckpt_path import (
 )
 from lightning_eff.core import model_surgery, rules
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
-from lightning_eff.core.remedies import as_overrides
+from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 
 log = logging.getLogger(__name__)
@@ -63,12 +63,12 @@ class Run:
     ckpt_path: Path | None
     values: Mapping[str, Any]
 
-    @as_overrides()
+    @keep_overrides()
     def fit(self) -> dict[str, Any]:
         """Train; return the efficiency report, empty without that monitor."""
         if self.trainer.is_global_zero:
             for folder in self.run_dir.parent.glob("*/checkpoints"):
-                for path in remove_orphans(folder):
+                for path in remove_leftovers(folder):
                     log.info("removed %s, left by a run that died while saving", path)
             self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / RESOLVED).write_text(yaml.safe_dump(dict(self.values), sort_keys=False))
@@ -106,7 +106,7 @@ class _LastStepCheckpoint(Checkpoint):
             trainer.save_checkpoint(self._folder / f"step-{step}.ckpt", weights_only=False)
 
 
-@as_overrides()
+@keep_overrides()
 def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     """Instantiate a checked config; nothing is written.
 
@@ -126,7 +126,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     check_base(values)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(values)
-    rules.raise_refused(rules.check(rules.objects_of(trainer), rules.run_facts(trainer)))
+    rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
     data = make("data", values["data"])
     # Seeded again: the initial weights depend on the seed alone, whatever the techniques above have drawn.
     pl.seed_everything(values["seed"], workers=True, verbose=False)
@@ -192,7 +192,7 @@ def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
     adapters = [callback for callback in callbacks_of(trainer) if isinstance(callback, PeftAdapter)]
     changes = [change for callback in adapters for change in callback.changes()]
     model.trainer = trainer  # its callbacks decide what is frozen, and so may be quantized
-    model_surgery.apply(model, [*model_surgery.changes_of(trainer.precision_plugin), *changes])
+    model_surgery.apply(model, [*model_surgery.plugin_changes(trainer.precision_plugin), *changes])
     return model
 
 
@@ -217,7 +217,7 @@ def _optimizer_choice(values: Mapping[str, Any]) -> OptimizerChoice:
     return OptimizerChoice(optimizer=optimizer, scheduler=make("scheduler", values.get("scheduler")))
 
 
-@as_overrides()
+@keep_overrides()
 def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
     """Instantiate the techniques and a Trainer with them, but neither model nor data.
 

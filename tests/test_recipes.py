@@ -136,9 +136,7 @@ def test_only_a_technique_differs_between_lm_and_baseline(
     )
     differing = {key for key in {*lm, *baseline} if lm.get(key) != baseline.get(key)}
     assert differing == {"precision", "callbacks"}
-    assert (
-        lm["callbacks"]["gradient_accumulation"]["global_batch_size"] == baseline["data"]["micro_batch_size"]
-    )
+    assert lm["callbacks"]["gradient_accumulation"]["global_batch_size"] == baseline["data"]["batch_size"]
 
 
 def test_what_is_mandatory_is_named(

@@ -31,13 +31,20 @@ from lightning_eff.comparison.trial_plan import (
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipePath
-from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, REFUSALS, UsageError, nearest, root_cause_line
-from lightning_eff.report.report import plain
+from lightning_eff.core.errors import (
+    EXIT_FAILED,
+    EXIT_OK,
+    PRE_RUN_ERRORS,
+    UsageError,
+    root_cause_line,
+    suggest_name,
+)
+from lightning_eff.report.summary import json_safe
 
 USAGE = """lightning-eff compare RECIPE [overrides] [options]
 
   lightning-eff compare lm                               no technique, each one alone, lm itself, all combined
-  lightning-eff compare lm data.micro_batch_size=4       lm with another batch, the same in every row
+  lightning-eff compare lm data.batch_size=4       lm with another batch, the same in every row
   lightning-eff compare lm --only torch_compile,micro_batch
   lightning-eff compare lm --row 'optimizer=muon +callbacks=micro_batch'
                                                          with a row of your own, on top of the baseline
@@ -152,7 +159,7 @@ def _selected(trials: Sequence[PlannedTrial], only: str | None, own: set[str]) -
     for pattern in [word.strip() for word in only.split(",") if word.strip()]:
         matching = {name for name in names if fnmatch(name, pattern)}
         if not matching:
-            text = f"compare: no row is called {pattern!r}; {nearest(pattern, set(names))}"
+            text = f"compare: no row is called {pattern!r}; {suggest_name(pattern, set(names))}"
             raise UsageError(text)
         kept |= matching
     return [trial for trial in trials if trial.name in kept]
@@ -210,8 +217,10 @@ class _Work:
         try:
             with redirect_stdout(sys.stderr):
                 trainer = build_trainer(self._compose(trial))
-            rules.raise_refused(rules.check(rules.objects_of(trainer), rules.run_facts(trainer)))
-        except REFUSALS as error:
+            rules.raise_rejected(
+                rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
+            )
+        except PRE_RUN_ERRORS as error:
             return root_cause_line(error).removeprefix("error: ").splitlines()[0]
         return None
 
@@ -224,8 +233,8 @@ class _Work:
 
     def predict(self, trials: Sequence[PlannedTrial], comparison: TrialRounds) -> None:
         """Add each trial's predicted peak, for runs on one device."""
-        from lightning_eff.planner.dry_run import dry_run, example_of, on_device
-        from lightning_eff.planner.room import Expectation, Room
+        from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
+        from lightning_eff.planner.dry_run import dry_run, example_batch_of, resolve_precision
         from lightning_eff.run import build_trainer
 
         for trial in trials:
@@ -233,9 +242,9 @@ class _Work:
             with redirect_stdout(sys.stderr):
                 trainer = build_trainer(values)
             if trainer.world_size == 1:
-                room = Room.of("", trainer.strategy.root_device)
-                prediction = dry_run(on_device(values, room), example_of(values))
-                comparison.add_prediction(trial.name, Expectation(prediction, room).num_bytes)
+                room = DeviceMemory.of("", trainer.strategy.root_device)
+                prediction = dry_run(resolve_precision(values, room), example_batch_of(values))
+                comparison.add_prediction(trial.name, MemoryForecast(prediction, room).num_bytes)
 
 
 def train(words: Sequence[str], folder: Path) -> int:
@@ -275,5 +284,5 @@ def _write(
         "rows": [row.as_dict() for row in rows],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESULT_FILE).write_text(json.dumps(plain(content), indent=1), encoding="utf-8")
+    (folder / RESULT_FILE).write_text(json.dumps(json_safe(content), indent=1), encoding="utf-8")
     (folder / PAGE_FILE).write_text(render_page(content, rows), encoding="utf-8")

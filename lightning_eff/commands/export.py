@@ -16,7 +16,7 @@ from lightning_eff.core.errors import (
     ConfigError,
     UsageError,
     check_path,
-    nearest,
+    suggest_name,
 )
 from lightning_eff.core.text import human_bytes
 
@@ -81,19 +81,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _find_run(run: str, root: Path) -> Path:
     """Return a run's folder: the one named, or that of a recipe's newest run."""
-    from lightning_eff.checkpoint.latest import newest_whole
+    from lightning_eff.checkpoint.stored_weights import newest_valid
     from lightning_eff.run import RESOLVED
 
     folder = Path(run)
     if (folder / RESOLVED).is_file():
         return folder
-    newest = newest_whole(root / run) if not folder.is_absolute() and ".." not in folder.parts else None
+    newest = newest_valid(root / run) if not folder.is_absolute() and ".." not in folder.parts else None
     if newest is not None:
         return newest.parent.parent
     # A folder without runs, of a cache for example, is no recipe's.
     recipes = {path.parents[1].name for path in root.glob(f"*/*/{RESOLVED}")}
     is_folder = root.is_dir() and run in {entry.name for entry in root.iterdir() if entry.is_dir()}
-    hint = nearest(run, recipes)
+    hint = suggest_name(run, recipes)
     if is_folder or run in recipes:
         hint = f"{root / run} has no complete checkpoint"
     allowed = f"a run's folder (it has a {RESOLVED}), or a recipe with runs in {root}; {hint}"
@@ -102,14 +102,14 @@ def _find_run(run: str, root: Path) -> Path:
 
 def _find_checkpoint(run: str, folder: Path, which: str) -> Path:
     """Return the checkpoint that `--checkpoint` names."""
-    from lightning_eff.checkpoint.latest import newest_whole
+    from lightning_eff.checkpoint.stored_weights import newest_valid
 
     if which not in ("last", "best"):
         if not Path(which).exists():
             allowed = "last, best, or an existing checkpoint"
             raise ConfigError(key="--checkpoint", value=which, allowed=allowed)
         return Path(which)
-    last = newest_whole(folder)
+    last = newest_valid(folder)
     if last is None:
         allowed = f"a run with a complete checkpoint; there is none in {folder / 'checkpoints'}"
         raise ConfigError(key="RUN", value=run, allowed=allowed)
@@ -147,7 +147,7 @@ def _read_values(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(key="RUN", value=str(path), allowed="a run's config, as `train` writes it")
     unknown = [str(key) for key in values if key not in TOP_LEVEL]
     if unknown:
-        allowed = f"a known key; {nearest(unknown[0], TOP_LEVEL)}"
+        allowed = f"a known key; {suggest_name(unknown[0], TOP_LEVEL)}"
         raise ConfigError(unknown[0], values[unknown[0]], allowed=allowed)
     check_config_values(values)
     check_folders(values, Path(values["output_root"]))
@@ -167,18 +167,18 @@ def _export(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, is
     """Build the run's model, load its checkpoint and write the files at once; return remarks."""
     from lightning_eff import run
     from lightning_eff.adapters import export as adapter_export
-    from lightning_eff.checkpoint.atomic_write import appearing
+    from lightning_eff.checkpoint.atomic_write import atomic_folder
 
     model = run.model_again(values)
     notes = _load(model, path, is_adapted=is_adapted)
     try:
-        with appearing(out) as folder:
+        with atomic_folder(out) as folder:
             if is_adapted and not merge:
                 adapter_export.save_adapter(model, folder)
                 return notes
             if is_adapted:
                 notes += _merge(model)
-            adapter_export.save_whole(model, folder)
+            adapter_export.save_full_model(model, folder)
     except OSError as error:
         text = f"{out} was not written: {error.strerror or error}; partial files are removed"
         raise CheckpointError(text) from error
@@ -186,16 +186,16 @@ def _export(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, is
 
 
 def _load(model: Any, path: Path, *, is_adapted: bool) -> list[str]:
-    from lightning_eff.adapters import state as adapter_state
+    from lightning_eff.adapters import adapter_checkpoint as adapter_state
     from lightning_eff.adapters.base_fingerprint import Fingerprint
 
     checkpoint = _read_checkpoint(path)
     fingerprint = Fingerprint(exact=False)
     try:
         if is_adapted:
-            adapter_state.load(model, checkpoint, fingerprint)
+            adapter_state.load_adapter(model, checkpoint, fingerprint)
         else:
-            adapter_state.load_weights(model, checkpoint.get("state_dict") or {})
+            adapter_state.load_base_weights(model, checkpoint.get("state_dict") or {})
     except CheckpointError as error:
         text = f"checkpoint {path} is not exported: {error}"
         raise CheckpointError(text) from error
@@ -222,13 +222,13 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
 def _merge(model: Any) -> list[str]:
     """Merge the adapter into the base; return remarks on what that changed."""
     from lightning_eff.adapters import export as adapter_export
-    from lightning_eff.core.model_surgery import LowersFrozen
+    from lightning_eff.core.model_surgery import CastsFrozen
 
     notes: list[str] = []
-    if isinstance(model.trainer.precision_plugin, LowersFrozen):
+    if isinstance(model.trainer.precision_plugin, CastsFrozen):
         model.float()  # a 16-bit base would round away what the adapter adds
         notes.append("all weights are in float32: the run's 16-bit base with the adapter added")
-    untied = adapter_export.merge(model)
+    untied = adapter_export.merge_adapters(model)
     if untied:
         config = "set tie_word_embeddings=false for GPT; a Hugging Face config has it already"
         notes.append(f"untied: {' and '.join(untied)} were one weight, and differ after merging; {config}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lightning_eff.commands._shared import VerbParser, print_json
 from lightning_eff.core import catalog
-from lightning_eff.core.errors import EXIT_OK, UsageError, nearest
+from lightning_eff.core.errors import EXIT_OK, UsageError, suggest_name
 from lightning_eff.core.text import text_table
 
 USAGE = """lightning-eff ls [WORD|NAME] [--json]
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     if not found:
         names = {entry.name for entry in entries}
         names |= {name.rpartition("/")[2] for name in names}
-        text = f"ls: nothing is called {word!r}; {nearest(word, names)}"
+        text = f"ls: nothing is called {word!r}; {suggest_name(word, names)}"
         raise UsageError(text)
     if options.json:
         print_json({"rows": [entry.as_dict() for entry in found]})
@@ -52,26 +52,26 @@ def main(arguments: Sequence[str]) -> int:
 
 def _explain(entry: catalog.Entry | None, device: str) -> str:
     """Return the explanation of a technique's module; only this imports anything heavy."""
-    if entry is None or not catalog.explains(entry):
-        names = [option.name for option in catalog.options() if catalog.explains(option)]
+    if entry is None or not catalog.has_explanation(entry):
+        names = [option.name for option in catalog.options() if catalog.has_explanation(option)]
         text = (
             f"ls --explain {device}: expected one of {', '.join(names)}\n"
             f"  try: lightning-eff ls {names[-1]} --explain {device}"
         )
         raise UsageError(text)
-    from lightning_eff.report.tile_explanation import known
+    from lightning_eff.report.tile_explanation import known_device
 
     module = importlib.import_module(f"lightning_eff.{entry.name.replace('/', '.')}")
-    return module.explain(known("--explain ", device))
+    return module.explain(known_device("--explain ", device))
 
 
 def _show_card(entry: catalog.Entry, explanation: str, *, as_json: bool) -> None:
-    card = catalog.card(entry)
+    card = catalog.entry_details(entry)
     if as_json:
         print_json(card | ({"explanation": explanation.splitlines()} if explanation else {}))
         return
     lines = [f"{entry.name} ({entry.kind})", f"use: {entry.use}"]
-    if catalog.explains(entry):
+    if catalog.has_explanation(entry):
         lines.append(f"tiles: lightning-eff ls {entry.name} --explain h200")
     lines += ["", card["text"].rstrip()]
     rows = [[row["key"], row["default"], row["meaning"]] for row in card.get("parameters", [])]

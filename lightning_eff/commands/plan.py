@@ -13,26 +13,26 @@ from lightning_eff.commands._shared import VerbParser, print_json
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath, listed_options
-from lightning_eff.core.catalog import MANY
-from lightning_eff.core.errors import EXIT_OK, REFUSALS, ConfigError, UsageError, root_cause_line
+from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
+from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, ConfigError, UsageError, root_cause_line
 from lightning_eff.core.text import text_table
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_eff.planner.advice import Advice
+    from lightning_eff.planner.advised_recipe import Compose
+    from lightning_eff.planner.device_memory import MemoryForecast
     from lightning_eff.planner.linear_layers import LinearLayers
-    from lightning_eff.planner.recipes import Compose
-    from lightning_eff.planner.room import Expectation
-    from lightning_eff.report.division import Division
+    from lightning_eff.report.sharding_table import ShardingTable
 
 USAGE = """lightning-eff plan RECIPE [overrides] [options]
 
   lightning-eff plan lm                                     what is on, who set it, and the memory of a step
   lightning-eff plan lm device=rtx4090                      on another device: h100, h200, a100, b200, cpu
   lightning-eff plan lm '+callbacks=gradient_checkpointing' with overrides, as for train
-  lightning-eff plan lm '+callbacks=triton_linear'          which linear layers the Triton kernel takes here
-  lightning-eff plan lm '+callbacks=triton_linear' device=h200
+  lightning-eff plan lm '+callbacks=triton_gemm'          which linear layers the Triton kernel takes here
+  lightning-eff plan lm '+callbacks=triton_gemm' device=h200
                                                             and on that device
   lightning-eff plan zero3_offload                          and the memory of each of 1 to 1,024 devices
   lightning-eff plan lm strategy=ddp trainer.devices=8 trainer.accelerator=cpu
@@ -85,9 +85,9 @@ class _Predictions:
         devices: Number of devices of the run.
     """
 
-    expected: Expectation
+    expected: MemoryForecast
     layers: LinearLayers
-    division: Division
+    division: ShardingTable
     advice: Advice | None
     devices: int
 
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
     options, device = _parse(arguments)
     path = RecipePath.of(options.config_dir)
     composed = compose_recipe(options.recipe, options.overrides, path)
-    from lightning_eff.core.rules import raise_refused
+    from lightning_eff.core.rules import raise_rejected
     from lightning_eff.run import build_trainer
 
     def compose(words: Sequence[str]) -> dict[str, Any]:
@@ -137,9 +137,9 @@ def main(arguments: Sequence[str]) -> int:
         print_json(content | predictions.as_dict())
     else:
         sys.stdout.write("\n\n".join(predictions.texts()) + "\n")
-    raise_refused(findings)
+    raise_rejected(findings)
     error = predictions.expected.prediction.error
-    if isinstance(error, REFUSALS):
+    if isinstance(error, PRE_RUN_ERRORS):
         raise error  # as `train` would
     return EXIT_OK
 
@@ -154,9 +154,9 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, str]:
         raise UsageError(text)
     if not devices:
         return options, ""
-    from lightning_eff.report.tile_explanation import known
+    from lightning_eff.report.tile_explanation import known_device
 
-    return options, known("device=", devices[0])
+    return options, known_device("device=", devices[0])
 
 
 def _predict(
@@ -164,14 +164,14 @@ def _predict(
 ) -> _Predictions:
     """Predict memory, kernels and, with `compose`, the savings of further techniques."""
     from lightning_eff.planner.advice import Advice, advise
-    from lightning_eff.planner.dry_run import dry_run, on_device
-    from lightning_eff.planner.forecast import division_of
-    from lightning_eff.planner.recipes import Recipe
-    from lightning_eff.planner.room import Expectation, Room
+    from lightning_eff.planner.advised_recipe import AdvisedRecipe
+    from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
+    from lightning_eff.planner.dry_run import dry_run, resolve_precision
+    from lightning_eff.planner.sharding import sharding_table_of
 
-    division = division_of(values, trainer)
-    room = Room.of(device, trainer.strategy.root_device)
-    expected = Expectation(dry_run(on_device(values, room)), room, undivided=bool(division.shares))
+    division = sharding_table_of(values, trainer)
+    room = DeviceMemory.of(device, trainer.strategy.root_device)
+    expected = MemoryForecast(dry_run(resolve_precision(values, room)), room, unsharded=bool(division.shares))
     if division.shares and expected.peak is not None:
         division = replace(division, passing_bytes=expected.peak.passing_bytes)
     else:
@@ -180,19 +180,21 @@ def _predict(
     if compose is not None:
         sys.stderr.write(" simulating techniques, for about a minute at most\n")
         with redirect_stdout(sys.stderr):
-            recipe = Recipe.of(compose, room)
+            recipe = AdvisedRecipe.of(compose, room)
             advice = Advice(reason="the data gives no batch") if recipe is None else advise(recipe)
     return _Predictions(expected, _layers(values, trainer, device), division, advice, trainer.world_size)
 
 
 def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearLayers:
     """Return the linear layers that a technique takes, from a model on the meta device."""
-    from lightning_eff.core.rules import objects_of
+    from lightning_eff.core.rules import trainer_components
     from lightning_eff.core.technique import name_of
     from lightning_eff.planner import linear_layers
     from lightning_eff.run import model_without_memory
 
-    takers = [each for each in objects_of(trainer) if isinstance(each, linear_layers.TakesLayers)]
+    takers = [
+        each for each in trainer_components(trainer) if isinstance(each, linear_layers.ReplacesLinearLayers)
+    ]
     if not takers:
         return linear_layers.LinearLayers()
     try:
@@ -202,10 +204,12 @@ def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearL
         return linear_layers.LinearLayers(
             f"linear layers: the model cannot be built without memory: {reason}"
         )
-    where = linear_layers.Where.of(device, trainer.strategy.root_device, str(trainer.precision))
+    where = linear_layers.LayerTarget.of(device, trainer.strategy.root_device, str(trainer.precision))
     name = name_of(takers[0])
     try:
-        return linear_layers.look(takers[0], name, model, where, linear_layers.Tokens.of(values))
+        return linear_layers.describe_layers(
+            takers[0], name, model, where, linear_layers.InputRows.of(values)
+        )
     except ConfigError as error:
         raise error.under(name.replace("/", ".")) from error
 
@@ -213,17 +217,17 @@ def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearL
 def _judge(trainer: pl.Trainer, set_by: Callable[[str, str], str]) -> tuple[list[PlanRow], list[Any]]:
     """Apply the rules to a Trainer's techniques; return a row for each technique, and the findings."""
     from lightning_eff.core import rules
-    from lightning_eff.core.technique import Technique, asked, defaults, name_of
+    from lightning_eff.core.technique import Technique, config_of, constructor_defaults, name_of
 
-    objects = rules.objects_of(trainer)
-    findings = rules.check(objects, rules.run_facts(trainer))
+    objects = rules.trainer_components(trainer)
+    findings = rules.check_rules(objects, rules.run_facts(trainer))
     rows: dict[str, PlanRow] = {}
     for technique in objects:
         if isinstance(technique, Technique) and not isinstance(technique, type):
             name = name_of(technique)
             group, _, option = GROUP_OF.get(name, name).partition("/")
-            by_default = defaults(technique)
-            arguments = {k: v for k, v in asked(technique).items() if v != by_default.get(k)}
+            by_default = constructor_defaults(technique)
+            arguments = {k: v for k, v in config_of(technique).items() if v != by_default.get(k)}
             rows[name] = PlanRow(name, arguments, "on", set_by(group, option))
     for finding in findings:
         row = rows.setdefault(finding.technique, PlanRow(finding.technique, {}, "on", ""))
@@ -251,7 +255,7 @@ def _format_rows(rows: Iterable[PlanRow]) -> str:
 
 def _set_by(chain: RecipeChain, overrides: Sequence[str], group: str, name: str) -> str:
     """Return the recipe or override that chooses a group's option, and the overrides that change it."""
-    is_many = group in MANY
+    is_many = group in MULTI_CHOICE_GROUPS
     listing = [(recipe, listed_options(defaults, group)) for recipe, defaults in chain.recipes]
     recipe = next(
         (each for each, options in listing if options and (not is_many or name in options)), listing[0][0]

@@ -32,7 +32,7 @@ from lightning_eff.core.errors import (
     is_out_of_memory,
     root_cause_line,
 )
-from lightning_eff.core.remedies import as_overrides
+from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.launch.job import Launch, check_sweep, check_tasks, num_ranks, shared_run_dir
 from lightning_eff.launch.watch import end_with_parent, train_in_subprocess
 
@@ -133,7 +133,7 @@ class _Job:
         self.reports: list[dict[str, Any]] = []
         self.failures: list[BaseException] = []
         self._prepared: Any = None
-        self._memory = host_memory.memory()
+        self._memory = host_memory.host_memory_limit()
         self._home_pid = os.getpid()
 
     def prepare(self, app: RecipeApp, overrides: Sequence[str]) -> Path:
@@ -146,7 +146,7 @@ class _Job:
         run_dir = shared_run_dir(launch, composed.run_dir, has_default_name=composed.has_default_run_dir)
         if run_dir != composed.run_dir:
             composed = app.check(run_dir)
-        self._memory = host_memory.memory()  # after the imports, before the run allocates
+        self._memory = host_memory.host_memory_limit()  # after the imports, before the run allocates
         try:
             self._prepared = run.build(composed.values, recipe=self.recipe, run_dir=run_dir)
         except (MemoryError, RuntimeError) as error:
@@ -161,7 +161,7 @@ class _Job:
             raise ConfigError(key="output_root", value=str(run_dir.parent), allowed=allowed) from error
         return run_dir
 
-    @as_overrides()
+    @keep_overrides()
     def __call__(self, cfg: DictConfig) -> None:
         """Run one job in the folder that Hydra created for it.
 
@@ -195,7 +195,7 @@ class _Job:
                 # run gets a process with a command line of its own, and composes its config there once more.
                 here = f'hydra.run.dir="{folder}"'
                 return train_in_subprocess(self.recipe, [*overrides, here], self.path.options(), folder)
-            self._memory = host_memory.memory()
+            self._memory = host_memory.host_memory_limit()
             prepared = run.build(values, recipe=self.recipe, run_dir=folder)
         with RankSupervisor(prepared.trainer, prepared.run_dir, launch):
             return prepared.fit()
@@ -204,7 +204,7 @@ class _Job:
         """Return the error to show: out of memory gets the planner's advice, any other stays."""
         if hasattr(error, "exit_code") or not is_out_of_memory(error):
             return error
-        from lightning_eff.planner.out_of_memory import explained
+        from lightning_eff.planner.out_of_memory import explain_out_of_memory
 
         sys.stderr.write(" out of memory: searching an override that fits, for a minute or two\n")
 
@@ -212,7 +212,7 @@ class _Job:
             composed: Composed = compose_recipe(self.recipe, [*overrides, *words], self.path)
             return composed.values
 
-        return explained(error, compose, self._memory)
+        return explain_out_of_memory(error, compose, self._memory)
 
     def finish(self, *, as_json: bool) -> int:
         """Print the reports; raise the only failure, or the first after printing the others."""

@@ -10,7 +10,7 @@ import jinja2
 
 from lightning_eff.comparison.result_table import HEADER, MEASURED, ComparisonRow, cells, format_noise
 from lightning_eff.comparison.trial_plan import BASELINE
-from lightning_eff.report.page_parts import STYLE
+from lightning_eff.report.html import STYLE
 
 _TEMPLATE = """<!doctype html>
 <html lang="en">

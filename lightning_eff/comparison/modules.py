@@ -56,7 +56,7 @@ def compare(
         ConfigError: `max_steps` or `rounds` is too small, or `build` cannot be called in another process.
 
     Example:
-        >>> compare(list, {}, max_steps=2)  # in a script: compare(build, {"bf16": {"plugins": [Mixed()]}})
+        >>> compare(list, {}, max_steps=2)  # in a script: compare(build, {"bf16": {"plugins": [AutoPrecision()]}})
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: max_steps=2: expected at least 6
     """
@@ -103,13 +103,13 @@ def _fingerprint(build: Callable[..., Any]) -> str:
 
 def _describe(keywords: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a trial's keywords as text that is the same in the next process."""
-    from lightning_eff.core.technique import Technique, asked, name_of
+    from lightning_eff.core.technique import Technique, config_of, name_of
 
     def described(value: Any) -> str:
         if isinstance(value, (list, tuple)):
             return f"[{', '.join(map(described, value))}]"
         if isinstance(value, Technique):
-            return f"{name_of(value)}({', '.join(f'{k}={v}' for k, v in asked(value).items())})"
+            return f"{name_of(value)}({', '.join(f'{k}={v}' for k, v in config_of(value).items())})"
         if isinstance(value, (str, int, float, bool, type(None))):
             return str(value)
         try:

@@ -18,7 +18,7 @@ BARE = {"precision": "fp32", "strategy": "auto"}
 """The baseline's options of groups of which a run has exactly one."""
 NOT_ALONE = ("callbacks/optimizer_choice",)
 """For a plain Trainer: every recipe has it already."""
-BATCH_KEY = "micro_batch_size"
+BATCH_KEY = "batch_size"
 """Key in `data` of the loader's batch on one device."""
 
 
@@ -67,7 +67,7 @@ class StepSize:
 
         Example:
             >>> accumulated = {"gradient_accumulation": {"global_batch_size": 64}}
-            >>> StepSize.of({"trainer": {}, "data": {"micro_batch_size": 4}, "callbacks": accumulated})
+            >>> StepSize.of({"trainer": {}, "data": {"batch_size": 4}, "callbacks": accumulated})
             StepSize(num_samples=64, on_device=64)
         """
         batch_size = values.get("data", {}).get(BATCH_KEY)

@@ -8,14 +8,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_eff.adapters import state as adapter_state
+from lightning_eff.adapters import adapter_checkpoint as adapter_state
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.checkpoint import sharded
 from lightning_eff.checkpoint.digest import check_regular, verify_path
-from lightning_eff.checkpoint.latest import newest_whole
 from lightning_eff.checkpoint.safe_load import LIGHTNING_VERSION, load_plain
+from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.config.strict_yaml import read_yaml
-from lightning_eff.core.checkpoint_stamp import inside
+from lightning_eff.core.checkpoint_stamp import nested_dict
 from lightning_eff.core.errors import CheckpointError, ConfigError, UsageError, check_path
 
 BASE = "callbacks.peft_adapter.base_checkpoint"
@@ -40,7 +40,7 @@ def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
     if ckpt_path is None:
         return None
     if ckpt_path == "last":
-        newest = newest_whole(folder)
+        newest = newest_valid(folder)
         if newest is None:
             allowed = f"a checkpoint; there is none under {folder}"
             raise ConfigError(key="ckpt_path", value=ckpt_path, allowed=allowed)
@@ -49,8 +49,8 @@ def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
     path = Path(ckpt_path)
     if not path.exists():
         raise ConfigError(key="ckpt_path", value=ckpt_path, allowed="an existing checkpoint, or last")
-    if path.is_dir() and not sharded.is_one(path):
-        kind, *remedies = sharded.what_is(path).split("\n  try: ")
+    if path.is_dir() and not sharded.is_sharded_checkpoint(path):
+        kind, *remedies = sharded.describe_folder(path).split("\n  try: ")
         allowed = f"a checkpoint; this is {kind}"
         raise ConfigError(key="ckpt_path", value=ckpt_path, allowed=allowed, remedies=remedies)
     return path
@@ -83,7 +83,7 @@ def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str,
             previous = _base_in(read_yaml(ckpt_path.parent.parent / RESOLVED).content)
         except UsageError:
             previous = None  # a checkpoint outside a run's folder
-    found = previous if previous is not None and Path(previous).suffix else newest_whole(Path(base))
+    found = previous if previous is not None and Path(previous).suffix else newest_valid(Path(base))
     if found is None:
         return values  # PeftAdapter reports it when it loads the base
     adapter = {**values["callbacks"]["peft_adapter"], "base_checkpoint": str(found)}
@@ -105,7 +105,7 @@ def check_base(values: Mapping[str, Any]) -> None:
             check_regular(path)
         except (CheckpointError, OSError) as error:
             raise _damaged(BASE, base, error) from error
-    elif not path.is_dir() or sharded.is_one(path):
+    elif not path.is_dir() or sharded.is_sharded_checkpoint(path):
         _read_without_tensors(path, BASE, base)
 
 
@@ -125,7 +125,7 @@ def _read_without_tensors(path: Path, key: str, value: str) -> Any:
     """Return a checkpoint's content, its digest verified, with tensors on the meta device."""
     try:
         if path.is_dir():
-            return sharded.verified(path).checkpoint
+            return sharded.verified_index(path).checkpoint
         verify_path(path)
         return load_plain(path, map_location="meta", mmap=True)
     except (CheckpointError, OSError) as error:
@@ -143,7 +143,9 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
     if not isinstance(saved, Mapping) or LIGHTNING_VERSION not in saved:
         allowed = "a checkpoint of a Trainer; this file has other content"
         raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed)
-    if adapter_state.KEY in saved and not any(isinstance(c, PeftAdapter) for c in callbacks_of(trainer)):
+    if adapter_state.CHECKPOINT_KEY in saved and not any(
+        isinstance(c, PeftAdapter) for c in callbacks_of(trainer)
+    ):
         # PyTorch would list every key that the model does not have.
         text = (
             f"checkpoint {path} is not loaded: it holds an adapter, and this run has none\n"
@@ -156,7 +158,7 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
         remedies = [f"trainer.max_steps={2 * step}"]
         raise ConfigError(key="trainer.max_steps", value=limit, allowed=allowed, remedies=remedies)
     epochs, max_epochs = _count(saved, "epoch") + 1, trainer.max_epochs
-    progress = inside(saved, "loops", "fit_loop", "epoch_loop.batch_progress")
+    progress = nested_dict(saved, "loops", "fit_loop", "epoch_loop.batch_progress")
     is_mid_epoch = not progress.get("is_last_batch", True)
     if limit == -1 and max_epochs is not None and 0 <= max_epochs <= epochs and not is_mid_epoch:
         allowed = f"more than the {epochs} epochs that {path} has already trained"

@@ -38,7 +38,7 @@ from lightning_eff.config.recipes import FOLDER, RecipeChain, RecipePath, read_c
 from lightning_eff.config.resolution import resolve_config
 from lightning_eff.core.catalog import CONF, RECIPES
 from lightning_eff.core.errors import ConfigError, UsageError, check_path
-from lightning_eff.core.remedies import as_overrides
+from lightning_eff.core.remedies import keep_overrides
 
 VERSION_BASE = "1.3"
 RUN_DIR = "${output_root}/${hydra.job.config_name}/${now:%Y-%m-%d_%H-%M-%S-%f}"
@@ -160,7 +160,7 @@ class RecipeApp:
         self._loader = _SharedLoader(self._hydra.config_loader)
         self._cfg: DictConfig | None = None
 
-    @as_overrides()
+    @keep_overrides()
     def check(self, run_dir: Path | None = None) -> Composed:
         """Compose the run and check it; a second call checks the same composition.
 
@@ -175,7 +175,7 @@ class RecipeApp:
             self._cfg = self._compose(self._lines)
         return self._cfg
 
-    @as_overrides()
+    @keep_overrides()
     def check_sweep(self) -> None:
         """Compose and check each run of a sweep, except those that a sweeper plugin chooses later."""
         cfg = self._compose(self._lines, RunMode.MULTIRUN)

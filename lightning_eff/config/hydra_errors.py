@@ -10,8 +10,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_eff.config.recipes import RecipeChain, RecipePath
 from lightning_eff.config.validate import TOP_LEVEL
-from lightning_eff.core.catalog import CONF, MANY, parameter_keys, recipes
-from lightning_eff.core.errors import EnvironmentLacksError, UsageError, nearest
+from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, parameter_keys, recipes
+from lightning_eff.core.errors import EnvironmentLacksError, UsageError, suggest_name
 
 
 def missing_file(
@@ -26,13 +26,13 @@ def missing_file(
     names += [entry.name for entry in recipes()]
     if wanted == recipe:
         hint = " (--config-dir DIR adds a folder of your own)" if not path.folders else ""
-        return UsageError(f"recipe {recipe!r} does not exist: {nearest(recipe, names)}{hint}")
+        return UsageError(f"recipe {recipe!r} does not exist: {suggest_name(recipe, names)}{hint}")
     where = f"{chain.missing[wanted]}: " if wanted in chain.missing else ""
     group, _, option = wanted.rpartition("/")
     if not group:
-        return UsageError(f"{where}{wanted}: no such recipe; {nearest(wanted, names)}")
+        return UsageError(f"{where}{wanted}: no such recipe; {suggest_name(wanted, names)}")
     options = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]
-    return UsageError(f"{where}{group}={option}: no such option; {nearest(option, options)}")
+    return UsageError(f"{where}{group}={option}: no such option; {suggest_name(option, options)}")
 
 
 def composition_error(error: Exception) -> str:
@@ -46,11 +46,11 @@ def composition_error(error: Exception) -> str:
         if key in TOP_LEVEL:
             return f"{key}: this recipe does not have it\n  try: +{key}=..."
         paths = [path for path in parameter_keys() if path.endswith(f".{key}")]
-        hint = f"did you mean {' or '.join(paths[:3])}?" if paths else nearest(key, TOP_LEVEL)
+        hint = f"did you mean {' or '.join(paths[:3])}?" if paths else suggest_name(key, TOP_LEVEL)
         return f"{key}: no such key; {hint}"
     if first.startswith("Multiple values for "):
         group = first.split()[3].rstrip(".")
-        if group in MANY:
+        if group in MULTI_CHOICE_GROUPS:
             return f"{group} is set more than once; try: {group}=[one,other] in one list, with + to append"
         remedy = f"leave one of them out, or write `override {group}: OPTION`"
         return f"{group} is set more than once, and takes one option: {remedy}"

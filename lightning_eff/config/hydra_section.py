@@ -14,7 +14,7 @@ from hydra.plugins.sweeper import Sweeper
 
 from lightning_eff.config.targets import resolve_class
 from lightning_eff.config.validate import walk_leaves
-from lightning_eff.core.errors import ConfigError, nearest
+from lightning_eff.core.errors import ConfigError, suggest_name
 
 HYDRA_PLUGINS: Mapping[str, type[Plugin]] = {"hydra.launcher": Launcher, "hydra.sweeper": Sweeper}
 HYDRA_BASES = {
@@ -58,7 +58,9 @@ def _check_target(path: str, target: object) -> None:
     if kind is not None:
         known = [f"{plugin.__module__}.{plugin.__name__}" for plugin in Plugins.instance().discover(kind)]
         if target not in known:
-            allowed = f"a {kind.__name__} that is installed as a Hydra plugin; {nearest(str(target), known)}"
+            allowed = (
+                f"a {kind.__name__} that is installed as a Hydra plugin; {suggest_name(str(target), known)}"
+            )
             raise ConfigError(key, target, allowed=allowed)
         return
     base = HYDRA_BASES.get(re.sub(r"^hydra\.callbacks\.[^.]+$", "hydra.callbacks", path))

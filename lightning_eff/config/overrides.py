@@ -10,7 +10,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import OverrideParseException
 
 from lightning_eff.config.validate import TOP_LEVEL
-from lightning_eff.core.catalog import MANY
+from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
 from lightning_eff.core.errors import UsageError
 
 NO_OVERRIDE = "not an override; expected key=value, group=option, +key=value or ~key"
@@ -62,7 +62,9 @@ def recipe_and_overrides(verb: str, words: Sequence[str]) -> tuple[str, list[str
     return recipes[0], [word for word in words if word != recipes[0]]
 
 
-def allow_new_keys(overrides: Sequence[Override], *, listed: Collection[str] = MANY) -> list[str]:
+def allow_new_keys(
+    overrides: Sequence[Override], *, listed: Collection[str] = MULTI_CHOICE_GROUPS
+) -> list[str]:
     """Return overrides that may set keys missing from a group's YAML, and options where a recipe has none.
 
     Hydra takes a new key only with `++`. Whether the key is a parameter of the group's class is checked
@@ -84,7 +86,7 @@ def allow_new_keys(overrides: Sequence[Override], *, listed: Collection[str] = M
         group, _, key = str(item.key_or_group).partition(".")
         if key and not item.is_delete() and group in TOP_LEVEL:
             line = "++" + line.lstrip("+")
-        elif group in MANY and group not in listed and not item.is_delete():
+        elif group in MULTI_CHOICE_GROUPS and group not in listed and not item.is_delete():
             line = "+" + line.lstrip("+")
         lines.append(line)
     return lines

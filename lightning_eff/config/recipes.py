@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import ListConfig, OmegaConf
 
 from lightning_eff.config.strict_yaml import MAX_DEPTH, YamlDocument, file_error, is_file, read_yaml
-from lightning_eff.core.catalog import CONF, MANY, RECIPES
+from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, RECIPES
 from lightning_eff.core.errors import ConfigError, UsageError, check_path
 
 PACKAGE, FOLDER = "pkg://", "file://"
@@ -94,7 +94,11 @@ class RecipeChain:
     def listed_groups(self) -> set[str]:
         """Return the groups of several options that any of the recipes lists."""
         lists = [defaults for _, defaults in self.recipes]
-        return {group for group in MANY if any(listed_options(each, group) is not None for each in lists)}
+        return {
+            group
+            for group in MULTI_CHOICE_GROUPS
+            if any(listed_options(each, group) is not None for each in lists)
+        }
 
 
 def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()) -> RecipeChain:

@@ -18,8 +18,8 @@ from lightning_eff.config import validate
 from lightning_eff.config.folders import check_folders
 from lightning_eff.config.recipes import RecipeChain
 from lightning_eff.config.validate import TOP_LEVEL
-from lightning_eff.core.catalog import MANY
-from lightning_eff.core.errors import ConfigError, nearest
+from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
+from lightning_eff.core.errors import ConfigError, suggest_name
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +55,14 @@ def _check_keys(cfg: DictConfig) -> None:
     for key in content:
         if key not in (*TOP_LEVEL, "hydra"):
             group, _, option = str(key).partition("/")
-            remedy = [f"{group}=[{option}] or +{group}={option}"] if option and group in MANY else []
-            allowed = f"a known key; {nearest(str(key), TOP_LEVEL)}"
+            remedy = (
+                [f"{group}=[{option}] or +{group}={option}"]
+                if option and group in MULTI_CHOICE_GROUPS
+                else []
+            )
+            allowed = f"a known key; {suggest_name(str(key), TOP_LEVEL)}"
             raise ConfigError(str(key), content[key], allowed=allowed, remedies=remedy)
-    for group in MANY:
+    for group in MULTI_CHOICE_GROUPS:
         if "_target_" in (cfg.get(group) or {}):
             allowed = f"each option under its own name: begin its YAML with `# @package {group}.NAME`"
             raise ConfigError(key=group, value=cfg[group]["_target_"], allowed=allowed)
@@ -67,7 +71,7 @@ def _check_keys(cfg: DictConfig) -> None:
 def _check_chosen(cfg: DictConfig, overrides: Sequence[Override]) -> None:
     """Reject choices of callbacks and monitors that Hydra drops silently."""
     removed = {str(item.key_or_group) for item in overrides if item.is_delete()}
-    chosen = [item for item in overrides if item.key_or_group in MANY and not item.is_delete()]
+    chosen = [item for item in overrides if item.key_or_group in MULTI_CHOICE_GROUPS and not item.is_delete()]
     for item in chosen:
         group, value = str(item.key_or_group), item.value()
         names: list[Any] = value if isinstance(value, list) else [value]
@@ -96,7 +100,7 @@ def _drop_foreign(cfg: DictConfig, explicit: set[str]) -> None:
 
 def _drop_settings_of_absent(cfg: DictConfig, explicit: set[str], chain: RecipeChain) -> None:
     """Remove a recipe's settings of an option that it lists and that an override took out of the list."""
-    for group in MANY:
+    for group in MULTI_CHOICE_GROUPS:
         node = cfg.get(group)
         if group not in explicit or not isinstance(node, DictConfig):
             continue

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, nearest
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, suggest_name
 
 EXTRAS = {
     "torchao": "optimizers",
@@ -66,5 +66,5 @@ def _import_module(key: str, target: str, module: str, siblings: Sequence[str] =
             raise ConfigError(key, target, allowed=allowed) from error
         parent, _, name = module.rpartition(".")
         reason = f"{parent} has no {name!r}" if parent else f"no module {module!r}"
-        hint = nearest(name, siblings) if siblings else "the current folder is on the import path"
+        hint = suggest_name(name, siblings) if siblings else "the current folder is on the import path"
         raise ConfigError(key, target, allowed=f"a class that can be imported; {reason}: {hint}") from error

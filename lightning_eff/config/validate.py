@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_eff.config.targets import resolve_class
-from lightning_eff.core.errors import ConfigError, nearest
+from lightning_eff.core.errors import ConfigError, suggest_name
 
 GROUP_BASES = {
     "model": "lightning.pytorch.LightningModule",
@@ -154,7 +154,7 @@ def _check_parameters(path: str, node: dict[str, Any], owner: type, *, partial: 
         if key in DIRECTIVES:
             continue
         if key not in names and not takes_any:
-            allowed = f"a parameter of {owner.__name__}; {nearest(key, names)}"
+            allowed = f"a parameter of {owner.__name__}; {suggest_name(key, names)}"
             raise ConfigError(key=f"{path}.{key}", value=value, allowed=allowed)
         if not _check_nested(f"{path}.{key}", value):
             _check_type(f"{path}.{key}", value, hints.get(key, Any))

@@ -12,7 +12,7 @@ from lightning_eff.config import composition
 from lightning_eff.core import catalog
 from lightning_eff.core.errors import UsageError
 
-LM = {"data": {"micro_batch_size": 16}, "trainer": {}, "callbacks": {}}
+LM = {"data": {"batch_size": 16}, "trainer": {}, "callbacks": {}}
 
 
 def named(found: list[PlannedTrial]) -> dict[str, PlannedTrial]:
@@ -33,12 +33,12 @@ def test_every_technique_has_a_row_without_a_list_of_them() -> None:
     ("values", "expected"),
     [
         (LM, StepSize(16, 16)),
-        ({"data": {"micro_batch_size": 8}, "trainer": {"devices": 2}}, StepSize(16, 8)),
-        ({"data": {"micro_batch_size": 8}, "trainer": {"accumulate_grad_batches": 3}}, StepSize(24, 24)),
-        ({"data": {"batch_size": 8}, "trainer": {}}, StepSize(None, None)),
+        ({"data": {"num_rows": 8}, "trainer": {"devices": 2}}, StepSize(16, 8)),
+        ({"data": {"num_rows": 8}, "trainer": {"accumulate_grad_batches": 3}}, StepSize(24, 24)),
+        ({"data": {"num_rows": 8}, "trainer": {}}, StepSize(None, None)),
         (
             {
-                "data": {"micro_batch_size": 4},
+                "data": {"batch_size": 4},
                 "trainer": {"devices": 2, "num_nodes": 2},
                 "callbacks": {"gradient_accumulation": {"global_batch_size": 64}},
             },
@@ -64,10 +64,10 @@ def test_a_row_composes_with_the_global_batch_of_the_recipe(name: str) -> None:
 
 def test_a_batch_is_cut_into_parts_that_divide_it() -> None:
     for size, part in ((16, 4), (6, 2), (10, 5), (7, 7), (1, 1)):
-        values = {"data": {"micro_batch_size": size}, "trainer": {}}
+        values = {"data": {"batch_size": size}, "trainer": {}}
         found = named(trial_plan.single_technique_trials(values, optimizers=False))
         assert found["gradient_accumulation"].settings == (
-            f"data.micro_batch_size={part}",
+            f"data.batch_size={part}",
             f"callbacks.gradient_accumulation.global_batch_size={size}",
         )
 
@@ -80,7 +80,7 @@ def test_a_row_of_ones_own_is_on_top_of_the_baseline() -> None:
     assert trial.name == line
     assert trial.overrides() == [
         "callbacks=[micro_batch]", "precision=bf16_mixed", "strategy=auto", "optimizer=muon",
-        "data.micro_batch_size=16", "callbacks.micro_batch.micro_batch_size=2",
+        "data.batch_size=16", "callbacks.micro_batch.micro_batch_size=2",
     ]  # fmt: skip
     with pytest.raises(UsageError, match="not an override"):
         trial_plan.user_trial("muon", LM)
@@ -106,8 +106,8 @@ def test_what_helped_is_combined_the_best_first_as_far_as_it_fits() -> None:
 
 
 def test_settings_of_both_are_kept_and_the_later_one_wins() -> None:
-    one = PlannedTrial("a", ("a",), tuple(BARE.items()), ("data.micro_batch_size=16",))
-    other = PlannedTrial("b", ("b",), tuple(BARE.items()), ("data.micro_batch_size=4", "callbacks.b.x=1"))
+    one = PlannedTrial("a", ("a",), tuple(BARE.items()), ("data.batch_size=16",))
+    other = PlannedTrial("b", ("b",), tuple(BARE.items()), ("data.batch_size=4", "callbacks.b.x=1"))
     both = trial_plan.combine_trials([one, other], lambda _: True)
     assert both is not None
-    assert both.settings == ("data.micro_batch_size=4", "callbacks.b.x=1")
+    assert both.settings == ("data.batch_size=4", "callbacks.b.x=1")

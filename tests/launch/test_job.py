@@ -12,7 +12,7 @@ from lightning_eff.commands import train
 from lightning_eff.config.composition import recipe_app
 from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core.errors import ConfigError, UsageError
-from lightning_eff.core.remedies import as_overrides
+from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.launch import job
 from lightning_eff.launch.job import Launch, check_tasks, num_devices, num_ranks, shared_run_dir
 from tests.support.command_line import Command
@@ -73,7 +73,7 @@ def test_devices_that_are_no_number_are_named() -> None:
 def test_tasks_that_do_not_fit_are_refused_with_what_does(
     trainer: dict[str, Any], started: Launch, message: str
 ) -> None:
-    with as_overrides(), pytest.raises(ConfigError) as caught:
+    with keep_overrides(), pytest.raises(ConfigError) as caught:
         check_tasks(trainer, started)
     assert message in str(caught.value)
 

@@ -117,7 +117,7 @@ def rows(batch: Any) -> list[Any]:
     return [*_rows(batch)]
 
 
-def _rows(value: Any) -> Any:  # noqa: C901 - a case a kind
+def _rows(value: Any) -> Any:
     if isinstance(value, torch.nn.utils.rnn.PackedSequence):
         padded, lengths = pad_packed_sequence(value, batch_first=True)
         yield from ([row[:n].tolist() for row, n in zip(padded, lengths, strict=True)],)

@@ -39,7 +39,7 @@ class Case:
         seed: What it is drawn from.
     """
 
-    def __init__(self, seed: int) -> None:  # noqa: PLR0915 - all that is drawn
+    def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.kind = self.draw.choice(["random", "random", "integers", "special"])
@@ -114,7 +114,7 @@ class Case:
         part.copy_(self.values((length,), dtype))
         return part
 
-    def run(self) -> dict[str, Any]:  # noqa: PLR0915 - one case from its operands to its error
+    def run(self) -> dict[str, Any]:
         """Compute the case, and return how far it is off."""
         a = self.matrix(self.M, self.K, self.dtype, self.batch)
         b = self.matrix(self.K, self.N, self.dtype, (3,) if self.batch == (2, 1) else ())
