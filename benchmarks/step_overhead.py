@@ -88,7 +88,8 @@ def measure(num_steps: int) -> dict[str, list[float]]:
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     plain = epoch_loop.automatic_optimization
     exact, cut, auto = (lightning_loop.ExactStep(trainer, plain) for _ in range(3))
-    cut.fitting, auto.fitting = MicroBatchSize(4, adapts=False), MicroBatchSize(None, adapts=True)
+    cut.micro_batch_size = MicroBatchSize(4, is_auto=False)
+    auto.micro_batch_size = MicroBatchSize(None, is_auto=True)
     names = ("lightning", "lightning again", "loop.py", "MicroBatch(4)", "MicroBatch()")
     turns = Turns(dict(zip(names, (plain, plain, exact, cut, auto), strict=True)))
     epoch_loop.automatic_optimization = turns
