@@ -20,7 +20,7 @@ from lightning_eff.core.text import human_bytes, text_table
 from lightning_eff.report.model_weights import ModelWeights, OptimizerState
 
 MAX_DEVICES = 1024
-BATCH_SIZE_KEY = "micro_batch_size"
+BATCH_SIZE_KEY = "batch_size"
 """Key of a recipe's `data` group that sets the loader's batch size."""
 RING = "bytes sent are those of ring collectives in a flat network"
 UNCOUNTED = "activations are not counted"
