@@ -118,6 +118,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning"),
     # Batches that fit, as in the plain loop: what is left is what it does to a step.
     pytest.mark.filterwarnings("ignore:callbacks/micro_batch with callbacks/torch_compile"),
+    pytest.mark.filterwarnings("ignore:callbacks/triton_gemm with callbacks/torch_compile"),
 ]
 
 

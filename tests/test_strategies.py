@@ -543,7 +543,7 @@ def test_the_weights_that_are_exported_are_those_that_were_trained(
     model = Stack()
     expected = results["in_parts"]["gathered"] if name == "in_parts" else results["gathered"][name]
     assert not torch.equal(model.head.weight, expected["head.weight"])
-    assert export._load(model, folder / f"{name}.ckpt", adapted=False) == []
+    assert export._load(model, folder / f"{name}.ckpt", is_adapted=False) == []
     adapter_export.save_full_model(model, tmp_path)
     written = load_file(tmp_path / "model.safetensors")
     assert len(expected) - len(written) == 1
@@ -559,7 +559,7 @@ def test_the_adapter_that_is_exported_is_the_one_that_was_trained(
     torch.manual_seed(1)
     model = Stack(tied=False, rate=0.0)
     adapt(model, target_modules=["up", "down"], options={"r": 2, "lora_alpha": 4})
-    assert export._load(model, folder / f"{name}-lora-again.ckpt", adapted=True) == []
+    assert export._load(model, folder / f"{name}-lora-again.ckpt", is_adapted=True) == []
     adapter_export.save_adapter(model, tmp_path)
     written = load_file(tmp_path / "adapter_model.safetensors")
     expected = {key: value for key, value in results["gathered"][f"{name}-lora"].items() if "lora_" in key}
