@@ -7,8 +7,8 @@ tokenizer that `PythonSource` has trained, so that a model of that text can be a
 from __future__ import annotations
 
 import hashlib
-import importlib
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -64,7 +64,7 @@ class PythonProse(PythonSource):
         self.source.setup("fit")
         folder, _ = self._locate()
         if not folder.is_dir():
-            texts = [text for _, text in _topics()]
+            texts = [topics[name] for name in sorted(topics)]
             write_cache_entry(folder, texts, self.source.tokenizer, self.val_fraction)
 
     @override
@@ -77,16 +77,10 @@ class PythonProse(PythonSource):
         """Return the cache entry for these articles in the tokens of that source."""
         source, files = self.source._locate()  # noqa: SLF001 - its own base class
         digest = hashlib.sha256(source.name.encode())
-        for name, text in _topics():
+        for name, text in sorted(topics.items()):
             digest.update(f"{name} {len(text)} {text}".encode())
         return Path(self.cache_dir) / f"python_prose-{digest.hexdigest()[:16]}", files
 
     def texts(self) -> dict[str, DataLoader[Any]]:
         """Return the validation windows of both texts, by name."""
         return {"prose": self.val_dataloader(), "Python source": self.source.val_dataloader()}
-
-
-def _topics() -> list[tuple[str, str]]:
-    """Return name and text of all articles, by name."""
-    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    return sorted(topics.items())
