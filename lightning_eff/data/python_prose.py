@@ -6,7 +6,9 @@ tokenizer that `PythonSource` has trained, so that a model of that text can be a
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -34,29 +36,11 @@ class PythonProse(PythonSource):
         FileNotFoundError: `source_dir` is not a folder, or, raised in `prepare_data`, has no Python files.
     """
 
-    def __init__(
-        self,
-        *,
-        context_length: int = 256,
-        vocab_size: int = 2048,
-        batch_size: int = 16,
-        num_workers: int = 0,
-        val_fraction: float = 0.05,
-        cache_dir: str = "outputs/cache",
-        source_dir: str | None = None,
-    ) -> None:
-        settings: dict[str, Any] = {
-            "context_length": context_length,
-            "vocab_size": vocab_size,
-            "batch_size": batch_size,
-            "num_workers": num_workers,
-            "val_fraction": val_fraction,
-            "cache_dir": cache_dir,
-            "source_dir": source_dir,
-        }
-        super().__init__(**settings)
-        self.source = PythonSource(**settings)
+    @functools.cached_property
+    def source(self) -> PythonSource:
         """The text that the tokenizer was trained on; set up with this one."""
+        names = inspect.signature(PythonSource).parameters
+        return PythonSource(**{name: getattr(self, name) for name in names})
 
     @override
     def prepare_data(self) -> None:

@@ -122,7 +122,10 @@ class PythonSource(pl.LightningDataModule):
         self.cache_dir = cache_dir
         self.source_dir = source_dir
         self._folder: Path | None = None
-        self._tokenizer: Tokenizer | None = None
+        self.tokenizer: Tokenizer
+        """The byte-level BPE of the text; known after `setup`."""
+        self.unigram_entropy: float
+        """Validation loss of the best model without context, in nats per token: a baseline."""
 
     @override
     def prepare_data(self) -> None:
@@ -156,7 +159,10 @@ class PythonSource(pl.LightningDataModule):
                 msg = f"{folder} does not exist: call prepare_data() before setup()"
                 raise RuntimeError(msg)
             self._folder = folder
+            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self.tokenizer.encode_special_tokens = True  # as for the token files
             facts = json.loads((folder / "facts.json").read_text())
+            self.unigram_entropy = float(facts["unigram_entropy"])
             text = "text of %d files, %d bytes, hash %s: %d training tokens, %d validation tokens"
             counts, digest = facts["tokens"], folder.name.rpartition("-")[2]
             log.info(text, facts["files"], facts["bytes"], digest, counts["train"], counts["val"])
@@ -188,19 +194,6 @@ class PythonSource(pl.LightningDataModule):
             msg = "PythonSource has no folder yet: call prepare_data() and setup() first"
             raise RuntimeError(msg)
         return self._folder
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The byte-level BPE of the text."""
-        if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-            self._tokenizer.encode_special_tokens = True  # as for the token files
-        return self._tokenizer
-
-    @property
-    def unigram_entropy(self) -> float:
-        """Validation loss of the best model without context, in nats per token: a baseline."""
-        return float(json.loads((self.folder / "facts.json").read_text())["unigram_entropy"])
 
     @override
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:

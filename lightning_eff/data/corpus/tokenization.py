@@ -43,7 +43,7 @@ class TrainingTokenizer:
     """
 
     def __init__(self, name: str | None = None) -> None:
-        self._hub: Any = None if name is None else _load(name)
+        self._hub: Any = None
         self.tokenizer: Tokenizer
         self.eos_id: int | None
         if name is None:  # the bytes of UTF-8, and 256 for the end of a document
@@ -52,6 +52,25 @@ class TrainingTokenizer:
             self.tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
             self.eos_id = END_OF_BYTES
         else:
+            try:
+                from transformers import AutoTokenizer
+            except ModuleNotFoundError as error:
+                msg = f"tokenizer={name!r} needs transformers: pip install 'lightning-eff[hf]'"
+                raise ModuleNotFoundError(msg) from error
+            try:
+                self._hub = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            except (OSError, ValueError, KeyError) as error:
+                reason = str(error).strip().splitlines()[0]
+                msg = (
+                    f"tokenizer={name!r} cannot be loaded: {reason}\n"
+                    "  try: a folder with tokenizer.json, or null for bytes;"
+                    " a name needs the network or the cache"
+                )
+                raise ValueError(msg) from error
+            if not self._hub.is_fast:
+                reason = "has no tokenizer.json: expected one that the library tokenizers can read"
+                msg = f"tokenizer={name!r} {reason}"
+                raise ValueError(msg)
             self.tokenizer, self.eos_id = self._hub.backend_tokenizer, self._hub.eos_token_id
         self.pad_id = 0 if self.eos_id is None else self.eos_id
         """The token for padding; its positions are masked or have no label."""
@@ -126,24 +145,3 @@ class TrainingTokenizer:
         made = self.tokenizer.encode(full, add_special_tokens=False)
         is_target = [any(low <= start < high for low, high in spans) for start, _ in made.offsets]
         return TokenizedDocument.from_ids(made.ids, is_target)
-
-
-def _load(name: str) -> Any:
-    try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError as error:
-        msg = f"tokenizer={name!r} needs transformers: pip install 'lightning-eff[hf]'"
-        raise ModuleNotFoundError(msg) from error
-    try:
-        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        msg = (
-            f"tokenizer={name!r} cannot be loaded: {reason}\n"
-            "  try: a folder with tokenizer.json, or null for bytes; a name needs the network or the cache"
-        )
-        raise ValueError(msg) from error
-    if not loaded.is_fast:
-        msg = f"tokenizer={name!r} has no tokenizer.json: expected one that the library tokenizers can read"
-        raise ValueError(msg)
-    return loaded
