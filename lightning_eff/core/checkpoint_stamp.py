@@ -153,7 +153,7 @@ def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = Non
     Raises:
         ConfigError: Number, classes, groups or numbers of parameters differ.
     """
-    saved = [nested_dict(state).get("param_groups") or () for state in states]
+    saved: list[Sequence[Any]] = [nested_dict(state).get("param_groups") or () for state in states]
     if saved and len(saved) != len(optimizers):
         now, before = (f"{n} optimizer{'s' if n != 1 else ''}" for n in (len(optimizers), len(saved)))
         raise _mismatch(now, f"{before}, as in the checkpoint")
@@ -163,7 +163,7 @@ def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = Non
         if name and name != own:
             raise _mismatch(own, f"{_shorten(name)}, with which the checkpoint was saved")
         # Without a name the options identify the class, of which a newer release only adds some.
-        for group, options in () if name else zip(optimizer.param_groups, groups, strict=False):
+        for group, options in zip(optimizer.param_groups, () if name else groups, strict=False):
             missing = [key for key in optimizer.defaults if key not in options]
             extra = [key for key in options if key not in group and key not in SCHEDULE_KEYS]
             if missing and extra:

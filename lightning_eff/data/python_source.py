@@ -97,20 +97,16 @@ class PythonSource(pl.LightningDataModule):
         source_dir: str | None = None,
     ) -> None:
         super().__init__()
-        for name, value, low in (
-            ("context_length", context_length, 1),
-            ("batch_size", batch_size, 1),
-            ("num_workers", num_workers, 0),
+        for key, value, is_valid, allowed in (
+            ("context_length", context_length, context_length >= 1, "be at least 1"),
+            ("batch_size", batch_size, batch_size >= 1, "be at least 1"),
+            ("num_workers", num_workers, num_workers >= 0, "be at least 0"),
+            ("vocab_size", vocab_size, 257 <= vocab_size <= 65_536, "be 257 to 65536"),
+            ("val_fraction", val_fraction, 0.0 < val_fraction <= 0.5, "lie above 0 and not above 0.5"),
         ):
-            if value < low:
-                msg = f"{name}={value} must be at least {low}"
+            if not is_valid:
+                msg = f"{key}={value} must {allowed}"
                 raise ValueError(msg)
-        if not 257 <= vocab_size <= 65_536:
-            msg = f"vocab_size={vocab_size} must be 257 to 65536"
-            raise ValueError(msg)
-        if not 0.0 < val_fraction <= 0.5:
-            msg = f"val_fraction={val_fraction} must lie above 0 and not above 0.5"
-            raise ValueError(msg)
         if source_dir is not None and not Path(source_dir).is_dir():
             msg = f"source_dir={source_dir!r} is no folder"
             raise FileNotFoundError(msg)

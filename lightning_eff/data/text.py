@@ -92,16 +92,15 @@ class Text(pl.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for name, value, low in (("context_length", context_length, 2), ("batch_size", batch_size, 1)):
-            if value < low:
-                msg = f"{name}={value} must be at least {low}"
+        for key, value, is_valid, allowed in (
+            ("context_length", context_length, context_length >= 2, "be at least 2"),
+            ("batch_size", batch_size, batch_size >= 1, "be at least 1"),
+            ("val_fraction", val_fraction, 0.0 <= val_fraction <= 0.5, "lie between 0 and 0.5"),
+            ("packing", repr(packing), packing in (True, False, "across"), "be true, false or across"),
+        ):
+            if not is_valid:
+                msg = f"{key}={value} must {allowed}"
                 raise ValueError(msg)
-        if not 0.0 <= val_fraction <= 0.5:
-            msg = f"val_fraction={val_fraction} must lie between 0 and 0.5"
-            raise ValueError(msg)
-        if packing not in (True, False, "across"):
-            msg = f"packing={packing!r} must be true, false or across"
-            raise ValueError(msg)
         self.paths = [paths] if isinstance(paths, str) else list(paths)
         if not self.paths:
             msg = "paths=[] must name at least one file or folder, or pydoc"
@@ -125,6 +124,7 @@ class Text(pl.LightningDataModule):
         if self._rows:
             return
         documents = read_documents(self.paths, self.field)
+        # Texts are encoded as one batch, in parallel; conversations one by one.
         texts = [document.content for document in documents if isinstance(document.content, str)]
         encoded_texts = iter(self.training_tokenizer.encode_texts(texts))
         step, num_cut, num_lost = self.context_length, 0, 0
