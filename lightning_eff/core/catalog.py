@@ -13,15 +13,11 @@ MULTI_CHOICE_GROUPS = ("callbacks", "monitors")
 """Groups of which a run may list several options; an option is a key of the group's dictionary."""
 
 
-def shipped_path(name: str) -> Path:
-    """Return the path of a folder or file that lies in the installed package, or next to it in a checkout."""
-    inside = PACKAGE / name
-    return inside if inside.exists() else PACKAGE.parent / name
-
-
-CONF = shipped_path("conf")
-RECIPES = shipped_path("recipes")
-CONSTRAINTS = shipped_path("constraints.txt")
+CONF, RECIPES, CONSTRAINTS = (
+    PACKAGE / name if (PACKAGE / name).exists() else PACKAGE.parent / name
+    for name in ("conf", "recipes", "constraints.txt")
+)
+"""Folders and a file that lie in the installed package, or next to it in a checkout."""
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,6 @@ MAX_CHARACTERS = 60
 MAX_SHOWN = 6
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
-TechniqueConfigs = Mapping[str, Mapping[str, Any]]
-"""Arguments that are not the defaults, by the name of the technique."""
-
 
 def save_stamp(
     self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any
@@ -63,7 +60,7 @@ def load_stamp(
     """Restore this callback's state and the position in the epoch, compare later: `on_load_checkpoint`."""
     del pl_module
     undo_premature_epoch_end(trainer, checkpoint)
-    state = _mapping(_mapping(checkpoint.get(KEY)).get("states")).get(name_of(self))
+    state = nested_dict(checkpoint, KEY, "states").get(name_of(self))
     if isinstance(state, dict):
         checkpoint["callbacks"].setdefault(self.state_key, state)
     compare_on_restore(trainer)
@@ -78,8 +75,8 @@ def add_plugin_stamp(checkpoint: dict[str, Any], plugin: object) -> dict[str, An
     """
     if "pytorch-lightning_version" not in checkpoint:
         return checkpoint
-    stamp = _mapping(checkpoint.get(KEY))
-    configs = _technique_configs([plugin]) | dict(_mapping(stamp.get("techniques")))
+    stamp = nested_dict(checkpoint, KEY)
+    configs = _technique_configs([plugin]) | nested_dict(stamp, "techniques")
     return checkpoint | {KEY: {**stamp, "techniques": configs}}
 
 
@@ -102,46 +99,34 @@ def compare_on_restore(trainer: pl.Trainer) -> None:
 
 
 def compare_stamp(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Log how the techniques differ from those that a checkpoint was saved with.
+    """Log in one line how the techniques differ from those that a checkpoint was saved with.
 
     Raises:
         ConfigError: The checkpoint holds the state of other optimizers.
     """
-    stamp = _mapping(checkpoint.get(KEY))
+    stamp = nested_dict(checkpoint, KEY)
     states = checkpoint.get("optimizer_states") or ()
     check_optimizers(trainer.optimizers, states, kinds=stamp.get("optimizers"))
-    saved = {name: _mapping(config) for name, config in _mapping(stamp.get("techniques")).items()}
-    message = config_diff(saved, _technique_configs(rules.trainer_components(trainer)))
-    if message:
-        rank_zero_info("%s%s", "" if stamp else "the checkpoint names no techniques; ", message)
-
-
-def config_diff(saved: TechniqueConfigs, current: TechniqueConfigs) -> str:
-    """Return one line on how two sets of techniques differ; empty if they do not.
-
-    Example:
-        >>> saved = {"callbacks/data_preload": {}, "callbacks/empty_cache": {"every_n_steps": 5}}
-        >>> config_diff(saved, {"callbacks/empty_cache": {}})
-        'not as saved: without callbacks/data_preload, callbacks/empty_cache (every_n_steps: 5, now default)'
-    """
+    saved = nested_dict(stamp, "techniques")
+    current = _technique_configs(rules.trainer_components(trainer))
     parts = [f"without {_shorten(name)}" for name in saved if name not in current]
     parts += [f"with {_shorten(name)}" for name in current if name not in saved]
     for name in (name for name in current if name in saved):
-        before, now = saved[name], current[name]
+        before = {key: _show(value) for key, value in nested_dict(saved[name]).items()}
+        now = {key: _show(value) for key, value in current[name].items()}
         changes = [
-            f"{_shorten(key)}: {_show(before, key)}, now {_show(now, key)}"
-            for key in {**before, **now}
-            if _show(before, key) != _show(now, key)
+            f"{_shorten(key)}: {before.get(key, 'default')}, now {now.get(key, 'default')}"
+            for key in before | now
+            if before.get(key) != now.get(key)
         ]
         parts += [f"{_shorten(name)} ({_join_few(changes)})"] if changes else []
-    return f"not as saved: {_join_few(parts)}" if parts else ""
+    if parts:
+        prefix = "" if stamp else "the checkpoint names no techniques; "
+        rank_zero_info("%snot as saved: %s", prefix, _join_few(parts))
 
 
-def _show(config: Mapping[str, Any], key: str) -> str:
+def _show(value: object) -> str:
     """Return an argument for display; containers and objects as their type alone."""
-    if key not in config:
-        return "default"
-    value = config[key]
     if isinstance(value, str):
         return repr(value if len(value) <= MAX_CHARACTERS else f"{value[:MAX_CHARACTERS]}...")
     return str(value) if isinstance(value, (int, float, type(None))) else f"a {type(value).__name__}"
@@ -168,7 +153,7 @@ def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = Non
     Raises:
         ConfigError: Number, classes, groups or numbers of parameters differ.
     """
-    saved = [_mapping(state).get("param_groups") or () for state in states]
+    saved: list[Sequence[Any]] = [nested_dict(state).get("param_groups") or () for state in states]
     if saved and len(saved) != len(optimizers):
         now, before = (f"{n} optimizer{'s' if n != 1 else ''}" for n in (len(optimizers), len(saved)))
         raise _mismatch(now, f"{before}, as in the checkpoint")
@@ -177,29 +162,21 @@ def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = Non
         own = _optimizer_class(optimizer)
         if name and name != own:
             raise _mismatch(own, f"{_shorten(name)}, with which the checkpoint was saved")
-        if not name:
-            _check_options(optimizer, groups)
+        # Without a name the options identify the class, of which a newer release only adds some.
+        for group, options in zip(optimizer.param_groups, () if name else groups, strict=False):
+            missing = [key for key in optimizer.defaults if key not in options]
+            extra = [key for key in options if key not in group and key not in SCHEDULE_KEYS]
+            if missing and extra:
+                text = f"an optimizer with the option {_shorten(extra[0])} and without {missing[0]}"
+                raise _mismatch(own, f"{text}, with which the checkpoint was saved")
         # DeepSpeed steps flattened tensors; its strategy keeps the parameters' groups in `whole_groups`.
         sizes, own_sizes = (
-            _join_few([str(len(_mapping(group).get("params") or ())) for group in some]).replace(",", " +")
+            _join_few([str(len(nested_dict(group).get("params") or ())) for group in some]).replace(",", " +")
             for some in (groups, getattr(optimizer, "whole_groups", optimizer.param_groups))
         )
         if sizes != own_sizes:
-            hint = "(norms and biases may be a group of their own)"
-            raise _mismatch(
-                own, f"groups of {sizes} tensors, as in the checkpoint, and not {own_sizes} {hint}"
-            )
-
-
-def _check_options(optimizer: Any, groups: Sequence[Any]) -> None:
-    """Detect the state of another class by its options; a newer release of the same class only adds some."""
-    for group, saved in zip(optimizer.param_groups, groups, strict=False):
-        missing = [key for key in optimizer.defaults if key not in saved]
-        extra = [key for key in saved if key not in group and key not in SCHEDULE_KEYS]
-        if missing and extra:
-            options = f"with the option {_shorten(extra[0])} and without {missing[0]}"
-            expected = f"an optimizer {options}, with which the checkpoint was saved"
-            raise _mismatch(_optimizer_class(optimizer), expected)
+            text = f"groups of {sizes} tensors, as in the checkpoint, and not {own_sizes}"
+            raise _mismatch(own, f"{text} (norms and biases may be a group of their own)")
 
 
 def _mismatch(value: str, expected: str) -> ConfigError:
@@ -225,11 +202,6 @@ def _technique_configs(objects: Iterable[object]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    """Return a mapping as it is, anything else as an empty one: a checkpoint may hold any type at any key."""
-    return value if isinstance(value, Mapping) else {}  # pyright: ignore[reportUnknownVariableType]
-
-
 def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
     """Mark an epoch that `max_steps` ended as still running; a second call changes nothing.
 
@@ -243,10 +215,14 @@ def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any])
         for key in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict")
     )
     # What Lightning 2.6 saves at max_steps: the epoch counts as processed, its last batch as completed.
-    epoch_counted = _are_equal(nested_dict(epochs, "total"), ("ready", "started", "processed"))
-    batch_counted = _are_equal(nested_dict(batches, "total"), ("ready", "processed", "completed"))
-    is_epoch_end = batches.get("is_last_batch", True)
-    if not epoch_counted or not batch_counted or (is_epoch_end and trainer.max_steps == -1):
+    for progress, keys in (
+        (epochs, ("ready", "started", "processed")),
+        (batches, ("ready", "processed", "completed")),
+    ):
+        counts = [nested_dict(progress, "total").get(key) for key in keys]
+        if not isinstance(counts[0], int) or counts[0] < 1 or counts.count(counts[0]) < len(counts):
+            return
+    if batches.get("is_last_batch", True) and trainer.max_steps == -1:
         return
     for part in ("total", "current"):
         epoch, batch = nested_dict(epochs, part), nested_dict(batches, part)
@@ -254,12 +230,6 @@ def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any])
         batch["completed"] = batch["processed"] - 1
     if "_batches_that_stepped" in inner:
         inner["_batches_that_stepped"] -= 1
-
-
-def _are_equal(counts: Mapping[str, Any], keys: Sequence[str]) -> bool:
-    """Return whether all keys hold the same positive integer."""
-    values = [counts.get(key) for key in keys]
-    return isinstance(values[0], int) and values[0] > 0 and values.count(values[0]) == len(values)
 
 
 def nested_dict(value: Any, *keys: str) -> dict[str, Any]:

@@ -24,20 +24,16 @@ class CompiledCall:
     """
 
     def __init__(self, method: Callable[..., Any], options: dict[str, Any]) -> None:
-        self.method = method
+        self.__wrapped__ = method
+        """The method itself: `inspect.signature` and Lightning's `is_overridden` unwrap it."""
         self.options = options
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compile on the first call, then run the compiled method."""
         if self._compiled is None:
-            self._compiled = torch.compile(self.method, **self.options)
+            self._compiled = torch.compile(self.__wrapped__, **self.options)
         return self._compiled(*args, **kwargs)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The method itself: `inspect.signature` and Lightning's `is_overridden` unwrap it."""
-        return self.method
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the compiled method: it is bound to this module's weights."""

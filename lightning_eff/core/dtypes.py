@@ -26,7 +26,18 @@ def dtype_support(device_type: str, dtype: torch.dtype) -> DtypeSupport:
     if dtype == torch.float32:
         return DtypeSupport(native=True, why="every device computes float32")
     if device_type == "cpu":
-        return _cpu_support(name)
+        # By the instructions and not by what runs: oneDNN emulates bf16 on plain AVX-512, slowly.
+        get_capabilities = getattr(torch.cpu, "get_capabilities", None)  # absent from older releases
+        if get_capabilities is None:
+            why = f"torch {torch.__version__} cannot detect whether this CPU computes {name}"
+            return DtypeSupport(native=False, why=why)
+        capabilities = get_capabilities()
+        short = {"bfloat16": "bf16", "float16": "fp16"}[name]
+        units = [f"amx_{short}", f"avx512_{short}", f"arm_{short}"]
+        unit = next((unit for unit in units if capabilities.get(unit)), None)
+        if unit is None:
+            return DtypeSupport(native=False, why=f"this CPU has no {name} instructions and emulates them")
+        return DtypeSupport(native=True, why=f"this CPU computes {name} ({unit})")
     native = True
     if dtype == torch.bfloat16 and device_type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -36,20 +47,6 @@ def dtype_support(device_type: str, dtype: torch.dtype) -> DtypeSupport:
         native = torch.backends.mps.is_macos_or_newer(14, 0)
     why = f"{device_type} {'computes' if native else 'has no units for'} {name}"
     return DtypeSupport(native=native, why=why)
-
-
-def _cpu_support(name: str) -> DtypeSupport:
-    # By the instructions and not by what runs: oneDNN emulates bf16 on plain AVX-512, slowly.
-    get_capabilities = getattr(torch.cpu, "get_capabilities", None)  # absent from older releases
-    if get_capabilities is None:
-        why = f"torch {torch.__version__} cannot detect whether this CPU computes {name}"
-        return DtypeSupport(native=False, why=why)
-    capabilities = get_capabilities()
-    short = {"bfloat16": "bf16", "float16": "fp16"}[name]
-    units = [unit for unit in (f"amx_{short}", f"avx512_{short}", f"arm_{short}") if capabilities.get(unit)]
-    if units:
-        return DtypeSupport(native=True, why=f"this CPU computes {name} ({units[0]})")
-    return DtypeSupport(native=False, why=f"this CPU has no {name} instructions and emulates them")
 
 
 def auto_precision(device_type: str) -> tuple[str, str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +55,17 @@ def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
     used = {name: int(size) * 1024 for name, size in fields}
     resident = used.get("VmRSS", 0)
     limits = [HostMemoryLimit(INSTALLED, installed_bytes(), resident)]
-    limits += [HostMemoryLimit(f"cgroup {path}", size, resident) for path, size in _cgroup_limits(root)]
+    cgroups = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines()]
+    own = {name: path.strip("/") for _, names, path in cgroups for name in names.split(",")}
+    for controller, mount_point, file in CGROUPS:
+        top = root / mount_point
+        group = top / own.get(controller, "")
+        # A container may be shown its group's path on the host, which it does not have: then the top counts.
+        for folder in (group, *group.parents):
+            limit = _read(folder / file).strip() if folder.is_relative_to(top) else ""
+            if limit.isdecimal():
+                name = f"cgroup /{folder.relative_to(top)}".removesuffix(".")
+                limits.append(HostMemoryLimit(name, int(limit), resident))
     ulimits = _read(root / "proc/self/limits")
     for line, (name, counted) in ULIMITS.items():
         # The soft limit is the first number of the line; "unlimited" is none.
@@ -69,20 +78,6 @@ def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
 def installed_bytes() -> int:
     """Return the memory of the machine in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cgroup_limits(root: Path) -> Iterator[tuple[str, int]]:
-    """Yield path and limit of this process's cgroups and of all above them."""
-    lines = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines()]
-    own = {name: path.strip("/") for _, names, path in lines for name in names.split(",")}
-    for controller, mount_point, file in CGROUPS:
-        top = root / mount_point
-        group = top / own.get(controller, "")
-        # A container may be shown its group's path on the host, which it does not have: then the top counts.
-        for folder in (group, *group.parents):
-            limit = _read(folder / file).strip() if folder.is_relative_to(top) else ""
-            if limit.isdecimal():
-                yield f"/{folder.relative_to(top)}".removesuffix("."), int(limit)
 
 
 def _read(path: Path) -> str:

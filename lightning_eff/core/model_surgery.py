@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from enum import IntEnum
 from fnmatch import fnmatchcase
 from typing import Protocol, runtime_checkable
@@ -65,28 +65,11 @@ class CastsFrozen(Protocol):
         ...
 
 
-@runtime_checkable
-class FreezesModules(Protocol):
-    """A callback that will freeze most of a model, and can name the trainable modules before it does."""
-
-    def trainable_modules(self, model: nn.Module, names: Iterable[str]) -> set[str]:
-        """Return those of the named modules that will be trained, or lie in a module that will be."""
-        ...
-
-
-@runtime_checkable
-class ShardsAtInit(Protocol):
-    """A strategy that may shard weights when they are constructed."""
-
-    def surgery_context(self) -> AbstractContextManager[None]:
-        """Return a context in which weights are constructed unsharded."""
-        ...
-
-
 def frozen_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
     """Return those of the named modules whose own parameters will not be trained.
 
-    Decided by the callbacks that freeze modules, if there are any, else by `requires_grad`.
+    A callback that will freeze most of the model names what it will train by `trainable_modules(model,
+    names)`; without such a callback `requires_grad` decides.
 
     Args:
         model: A LightningModule in a Trainer, or any module.
@@ -99,8 +82,8 @@ def frozen_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
     """
     candidates = list(names)
     callbacks: list[object] = getattr(getattr(model, "_trainer", None), "callbacks", [])
-    freezing = [callback for callback in callbacks if isinstance(callback, FreezesModules)]
-    trained = [callback.trainable_modules(model, candidates) for callback in freezing]
+    selectors = [getattr(callback, "trainable_modules", None) for callback in callbacks]
+    trained: list[set[str]] = [select(model, candidates) for select in selectors if select is not None]
     return set(candidates).difference(*(trained or [trained_modules(model, candidates)]))
 
 
@@ -137,8 +120,8 @@ class _ConfigureModelPatch:
 
     def configure_model(self) -> None:
         self.original()
-        strategy: object = self.trainer.strategy
-        with strategy.surgery_context() if isinstance(strategy, ShardsAtInit) else nullcontext():
+        # DeepSpeedZeRO may shard weights when they are constructed; in this context it does not.
+        with getattr(self.trainer.strategy, "surgery_context", nullcontext)():
             apply(self.module, self.changes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _ConfigureModelPatch:
@@ -148,11 +131,6 @@ class _ConfigureModelPatch:
         twin.original = copy.deepcopy(self.original, memo)
         twin.changes = list(self.changes)
         return twin
-
-
-def _patch_of(module: pl.LightningModule) -> _ConfigureModelPatch | None:
-    owner = getattr(module.__dict__.get("configure_model"), "__self__", None)
-    return owner if isinstance(owner, _ConfigureModelPatch) else None
 
 
 def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change: ModelChange) -> None:
@@ -166,8 +144,8 @@ def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change:
         stage: Position relative to other changes.
         change: The function to apply; queued twice, it runs once.
     """
-    patch = _patch_of(module)
-    if patch is None:
+    patch = getattr(module.__dict__.get("configure_model"), "__self__", None)
+    if not isinstance(patch, _ConfigureModelPatch):
         patch = _ConfigureModelPatch(trainer, module)
         module.configure_model = patch.configure_model
     if (stage, change) not in patch.changes:
@@ -176,12 +154,11 @@ def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change:
 
 def restore(module: pl.LightningModule) -> None:
     """Restore the module's own `configure_model`; does nothing where it was not replaced."""
-    patch = _patch_of(module)
-    if patch is None:
-        return
-    del module.configure_model
-    if patch.was_on_instance:
-        module.configure_model = patch.original
+    patch = getattr(module.__dict__.get("configure_model"), "__self__", None)
+    if isinstance(patch, _ConfigureModelPatch):
+        del module.configure_model
+        if patch.was_on_instance:
+            module.configure_model = patch.original
 
 
 def apply(model: nn.Module, changes: Iterable[tuple[Stage, ModelChange]]) -> list[int]:
@@ -220,27 +197,27 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         >>> list(repeated_blocks(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)))
         ['layers.0', 'layers.1', 'layers.2']
     """
+    containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     blocks: dict[str, nn.Module] = {}
-    _collect_blocks(model, "", blocks)
+    pending = [("", model, False)]  # name, module, whether it has a sibling of its class; the next one last
+    while pending:
+        name, module, has_sibling = pending.pop()
+        if module in blocks.values():
+            continue  # used twice
+        # A child that is a stack, or directly holds one, is a stage: its blocks are meant, not the stage.
+        if has_sibling and not any(
+            isinstance(inner, containers) and _siblings(inner) for inner in (module, *module.children())
+        ):
+            blocks[name] = module
+            continue
+        prefix, siblings = f"{name}." if name else "", _siblings(module)
+        children = [(f"{prefix}{key}", child, key in siblings) for key, child in _children(module).items()]
+        pending += reversed(children)
     return blocks
 
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-
-
-def _collect_blocks(module: nn.Module, prefix: str, blocks: dict[str, nn.Module]) -> None:
-    """Add the blocks below `module`; a module that is used twice counts once."""
-    siblings = _siblings(module)
-    for name, child in _children(module).items():
-        if child in blocks.values():
-            continue
-        # A child that is a stack, or directly holds one, is a stage: its blocks are meant, not the stage.
-        if name in siblings and not any(
-            isinstance(inner, _CONTAINERS) and _siblings(inner) for inner in (child, *child.children())
-        ):
-            blocks[f"{prefix}{name}"] = child
-        else:
-            _collect_blocks(child, f"{prefix}{name}.", blocks)
+_ADAPTER = "adapter_layer_names"
+"""Attribute of PEFT's BaseTunerLayer: importing PEFT for isinstance takes seconds."""
 
 
 def _siblings(module: nn.Module) -> set[str]:
@@ -248,7 +225,7 @@ def _siblings(module: nn.Module) -> set[str]:
     layers = {
         name: type(child)
         for name, child in _children(module).items()
-        if _children(child) and any(True for _ in child.parameters()) and not _has_adapter(child)
+        if _children(child) and any(True for _ in child.parameters()) and not hasattr(child, _ADAPTER)
     }
     classes = list(layers.values())
     return {name for name, kind in layers.items() if classes.count(kind) > 1}
@@ -256,15 +233,10 @@ def _siblings(module: nn.Module) -> set[str]:
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
     """Return a module's children by name; of a PEFT layer only copies of modules that are trained in full."""
-    has_adapter = _has_adapter(module)
-    return {
-        name: child for name, child in module.named_children() if not has_adapter or name == "modules_to_save"
-    }
-
-
-def _has_adapter(module: nn.Module) -> bool:
-    # By the attribute of PEFT's BaseTunerLayer: importing PEFT for isinstance takes seconds.
-    return hasattr(module, "adapter_layer_names")
+    children = dict(module.named_children())
+    if not hasattr(module, _ADAPTER):
+        return children
+    return {name: child for name, child in children.items() if name == "modules_to_save"}
 
 
 def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Module]:
@@ -290,7 +262,13 @@ def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Modul
     else:
         selected = set[str]()
         for block in [blocks] if isinstance(blocks, str) else blocks:
-            fitting = {name for name, module in named.items() if _fits(block, name, module)}
+            fitting = {
+                name
+                for name, module in named.items()
+                if (isinstance(block, type) and isinstance(module, block))
+                or block == type(module).__name__
+                or (isinstance(block, str) and fnmatchcase(name, block))
+            }
             if not fitting:
                 word = block if isinstance(block, str) else block.__name__
                 hint = suggest_name(word, {type(module).__name__ for module in model.modules()})
@@ -302,9 +280,3 @@ def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Modul
         for name, module in named.items()
         if name in selected and not any(name.startswith(f"{outer}.") for outer in selected)
     }
-
-
-def _fits(block: str | type[nn.Module], name: str, module: nn.Module) -> bool:
-    if isinstance(block, str):
-        return type(module).__name__ == block or fnmatchcase(name, block)
-    return isinstance(module, block)

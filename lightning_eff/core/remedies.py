@@ -14,7 +14,6 @@ import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -75,11 +74,23 @@ def _as_python(removed: str | None, key: str, value: str) -> str:
     group, *path = (removed or key).split(".")
     is_multi = group in catalog.MULTI_CHOICE_GROUPS
     if removed is not None:
-        name = _class_name(group, path[0]) if is_multi else ""
+        name = _target(group, path[0]).rpartition(".")[2] if is_multi else ""
         return f"remove {name}" if name else f"leave out {path[-1]}"
     if len(path) <= is_multi:
         return _option_as_python(group, value) or f"{key}={value}"
-    owner = "Trainer" if group == "trainer" else _owner(group, path)
+    if group == "trainer":
+        owner = "Trainer"
+    elif is_multi:
+        owner = _target(group, path[0]).rpartition(".")[2]
+    else:
+        # The class of the options that have this parameter; none where several classes have it.
+        files = [
+            file
+            for file in (catalog.CONF / group).glob("*.yaml")
+            if any(parameter == path[0] for parameter, _, _ in catalog.yaml_parameters(file))
+        ]
+        owners = {_target(group, file.stem) for file in files}
+        owner = owners.pop().rpartition(".")[2] if len(owners) == 1 else ""
     parameter, *nested = path[1:] if is_multi else path
     argument = _parse(value)
     for name in reversed(nested):
@@ -95,7 +106,8 @@ def _option_as_python(group: str, name: str) -> str:
     file = catalog.CONF / group / f"{name}.yaml"
     if not file.exists():
         return ""
-    target, parameters = _target(file), dict(_parameters(file))
+    target = _target(group, name)
+    parameters = {key: _parse(default) for key, default, _ in catalog.yaml_parameters(file)}
     short = target.rpartition(".")[2]
     if group == "strategy" and not target.startswith(_OWN):
         return f"Trainer(strategy={_literal(name)})"
@@ -108,33 +120,16 @@ def _option_as_python(group: str, name: str) -> str:
     return f"{short}({changed})" if target else f"no {group}"
 
 
-def _owner(group: str, path: list[str]) -> str:
-    """Return the class that has a parameter; empty if several have it."""
-    if group in catalog.MULTI_CHOICE_GROUPS:
-        return _class_name(group, path[0])
-    files = sorted((catalog.CONF / group).glob("*.yaml"))
-    targets = {_target(file) for file in files if path[0] in dict(_parameters(file))}
-    return targets.pop().rpartition(".")[2] if len(targets) == 1 else ""
-
-
-def _class_name(group: str, option: str) -> str:
-    file = catalog.CONF / group / f"{option}.yaml"
-    return _target(file).rpartition(".")[2] if file.exists() else ""
-
-
 @functools.cache
-def _target(file: Path) -> str:
-    """Return the `_target_` of an option, or of the first option in its defaults list."""
-    text = file.read_text(encoding="utf-8")
+def _target(group: str, option: str) -> str:
+    """Return the `_target_` of an option, or of the first option in its defaults list; empty without one."""
+    file = catalog.CONF / group / f"{option}.yaml"
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
     own = re.search(r"^_target_: (\S+)", text, re.MULTILINE)
     first = re.search(r"^defaults:\n  - (\w+)$", text, re.MULTILINE)
     if own is not None:
         return own[1]
-    return _target(file.with_name(f"{first[1]}.yaml")) if first is not None else ""
-
-
-def _parameters(file: Path) -> list[tuple[str, Any]]:
-    return [(key, _parse(default)) for key, default, _ in catalog.yaml_parameters(file)]
+    return _target(group, first[1]) if first is not None else ""
 
 
 def _parse(text: str) -> Any:

@@ -33,12 +33,10 @@ from lightning_eff.core.remedies import format_remedies
 from lightning_eff.core.technique import (
     PACKAGE,
     SUITE,
-    HasComponents,
     HasFacts,
     Rule,
     Technique,
     Verdict,
-    kind_of,
     name_of,
 )
 
@@ -83,7 +81,17 @@ def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleF
     components = list(objects)
     present = dict(run)
     for component in components:
-        present |= dict.fromkeys(_provided_names(component), name_of(component))
+        kind = component if isinstance(component, type) else type(component)
+        if kind.__module__.startswith(f"{PACKAGE}."):
+            provided = component.facts().provides if isinstance(component, HasFacts) else ()
+            names = [name_of(component), *provided]
+        else:
+            # A class of a library is named with its bases: a user's subclass of BatchSizeFinder is one too.
+            bases = [(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__]
+            names = [f"{package}/{name}" for package, name in bases if package not in ("builtins", PACKAGE)]
+        if isinstance(component, Technique) and not isinstance(component, type):
+            names.append(SUITE)
+        present |= dict.fromkeys(names, name_of(component))
     stated = [
         (name_of(component), component.facts()) for component in components if isinstance(component, HasFacts)
     ]
@@ -101,20 +109,6 @@ def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleF
         findings += [RuleFinding(technique=title, rule=rule, found="") for rule in missing]
         findings += [RuleFinding(technique=title, rule=rule, found=present[rule.name]) for rule in met]
     return findings
-
-
-def _provided_names(component: object) -> list[str]:
-    """Return the names by which rules may mention a component.
-
-    A class of a library is named with its bases: a user's subclass of BatchSizeFinder is one too.
-    """
-    kind = kind_of(component)
-    if kind.__module__.startswith(f"{PACKAGE}."):
-        names = [name_of(component), *(component.facts().provides if isinstance(component, HasFacts) else ())]
-    else:
-        bases = [(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__]
-        names = [f"{package}/{name}" for package, name in bases if package not in ("builtins", PACKAGE)]
-    return [*names, SUITE] if not isinstance(component, type) and isinstance(component, Technique) else names
 
 
 def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> dict[str, str]:
@@ -149,28 +143,23 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
         ),
     }
     if module is not None:
-        facts |= _module_facts(module)
+        children = dict(module.named_modules())
+        own = (name for name, child in children.items() if getattr(child, "gradient_checkpointing", False))
+        first = next(own, "")
+        normed = next((name for name, child in children.items() if isinstance(child, _BatchNorm)), "")
+        takes_iterator = "dataloader_iter" in inspect.signature(module.training_step).parameters
+        facts |= {
+            "run/manual_optimization": (not module.automatic_optimization, "manual optimization"),
+            "run/dataloader_iter": (takes_iterator, "training_step(dataloader_iter)"),
+            "run/model_checkpointing": (bool(first), f"the model's own gradient checkpointing ({first})"),
+            "run/batch_norm": (bool(normed), f"batch norms ({normed})"),
+            "run/clipping_by_module": (
+                is_overridden("configure_gradient_clipping", module),
+                f"{type(module).__name__}.configure_gradient_clipping",
+            ),
+        }
     known = {name: description for name, (holds, description) in facts.items() if holds}
     return {f"run/{device}": f"device {device}", **known, **machine_facts(device)}
-
-
-def _module_facts(module: pl.LightningModule) -> dict[str, tuple[bool, str]]:
-    children = dict(module.named_modules())
-    own = next(
-        (name for name, child in children.items() if getattr(child, "gradient_checkpointing", False)), ""
-    )
-    normed = next((name for name, child in children.items() if isinstance(child, _BatchNorm)), "")
-    takes_iterator = "dataloader_iter" in inspect.signature(module.training_step).parameters
-    return {
-        "run/manual_optimization": (not module.automatic_optimization, "manual optimization"),
-        "run/dataloader_iter": (takes_iterator, "training_step(dataloader_iter)"),
-        "run/model_checkpointing": (bool(own), f"the model's own gradient checkpointing ({own})"),
-        "run/batch_norm": (bool(normed), f"batch norms ({normed})"),
-        "run/clipping_by_module": (
-            is_overridden("configure_gradient_clipping", module),
-            f"{type(module).__name__}.configure_gradient_clipping",
-        ),
-    }
 
 
 def ddp_options(strategy: object) -> Mapping[str, Any]:
@@ -182,12 +171,7 @@ def trainer_components(trainer: pl.Trainer) -> list[object]:
     """Return everything in a Trainer that may have rules; a class where the object is constructed later."""
     strategy = trainer.strategy
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    added = [
-        item
-        for callback in callbacks
-        if isinstance(callback, HasComponents)
-        for item in callback.components()
-    ]
+    added = [item for callback in callbacks for item in getattr(callback, "components", tuple)()]
     added += [type(optimizer) for optimizer in trainer.optimizers]
     return list(
         dict.fromkeys([strategy.precision_plugin, strategy, strategy.checkpoint_io, *callbacks, *added])
@@ -250,7 +234,7 @@ def enforce(technique: object, trainer: pl.Trainer, module: pl.LightningModule) 
     raise_rejected(findings)
     if not trainer.optimizers:
         return  # in `setup`: `on_fit_start` knows the optimizers too, and warns once
-    components = technique.components() if isinstance(technique, HasComponents) else ()
+    components = getattr(technique, "components", tuple)()
     own_names = {name_of(component) for component in (technique, *components)}
     for finding in findings:
         if finding.technique in own_names and finding.rule.verdict == Verdict.WARNED:

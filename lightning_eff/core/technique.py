@@ -2,7 +2,8 @@
 
 A technique needs no base class for this. Its configuration is read off its constructor: every parameter is
 kept in an attribute of the same name. Its optional method `facts()` returns what it needs and excludes,
-`outcome()` what it did. core/rules.py compares the facts of all techniques of a run.
+`outcome()` what it did, `components()` the objects with rules of their own that it adds to a run (an
+optimizer, for example), or their classes. core/rules.py compares the facts of all techniques of a run.
 """
 
 from __future__ import annotations
@@ -55,21 +56,16 @@ class Technique(Protocol):
 
 
 def name_of(technique: object) -> str:
-    """Return the name of a technique: its module in this package, else its class.
+    """Return the name of a technique or of its class: its module in this package, else the class.
 
     Example:
         >>> from lightning_eff.callbacks.empty_cache import EmptyCache
         >>> name_of(EmptyCache())
         'callbacks/empty_cache'
     """
-    kind = kind_of(technique)
+    kind = technique if isinstance(technique, type) else type(technique)
     package, _, rest = kind.__module__.partition(".")
     return rest.replace(".", "/") if package == PACKAGE else kind.__name__
-
-
-def kind_of(technique: object) -> type:
-    """Return the class of an object; a class (of an object that is constructed later) is returned as is."""
-    return technique if isinstance(technique, type) else type(technique)
 
 
 def techniques(candidates: Iterable[object]) -> list[Technique]:
@@ -180,15 +176,6 @@ class HasFacts(Protocol):
 
     def facts(self) -> Facts:
         """Return what follows from the constructor's arguments alone."""
-        ...
-
-
-@runtime_checkable
-class HasComponents(Protocol):
-    """A technique that adds objects with rules of their own to a run, an optimizer for example."""
-
-    def components(self) -> Iterable[object]:
-        """Return the objects, or the classes of those that are constructed later."""
         ...
 
 

@@ -6,9 +6,11 @@ tokenizer that `PythonSource` has trained, so that a model of that text can be a
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import importlib
+import inspect
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -34,29 +36,11 @@ class PythonProse(PythonSource):
         FileNotFoundError: `source_dir` is not a folder, or, raised in `prepare_data`, has no Python files.
     """
 
-    def __init__(
-        self,
-        *,
-        context_length: int = 256,
-        vocab_size: int = 2048,
-        batch_size: int = 16,
-        num_workers: int = 0,
-        val_fraction: float = 0.05,
-        cache_dir: str = "outputs/cache",
-        source_dir: str | None = None,
-    ) -> None:
-        settings: dict[str, Any] = {
-            "context_length": context_length,
-            "vocab_size": vocab_size,
-            "batch_size": batch_size,
-            "num_workers": num_workers,
-            "val_fraction": val_fraction,
-            "cache_dir": cache_dir,
-            "source_dir": source_dir,
-        }
-        super().__init__(**settings)
-        self.source = PythonSource(**settings)
+    @functools.cached_property
+    def source(self) -> PythonSource:
         """The text that the tokenizer was trained on; set up with this one."""
+        names = inspect.signature(PythonSource).parameters
+        return PythonSource(**{name: getattr(self, name) for name in names})
 
     @override
     def prepare_data(self) -> None:
@@ -64,7 +48,7 @@ class PythonProse(PythonSource):
         self.source.setup("fit")
         folder, _ = self._locate()
         if not folder.is_dir():
-            texts = [text for _, text in _topics()]
+            texts = [topics[name] for name in sorted(topics)]
             write_cache_entry(folder, texts, self.source.tokenizer, self.val_fraction)
 
     @override
@@ -77,16 +61,10 @@ class PythonProse(PythonSource):
         """Return the cache entry for these articles in the tokens of that source."""
         source, files = self.source._locate()  # noqa: SLF001 - its own base class
         digest = hashlib.sha256(source.name.encode())
-        for name, text in _topics():
+        for name, text in sorted(topics.items()):
             digest.update(f"{name} {len(text)} {text}".encode())
         return Path(self.cache_dir) / f"python_prose-{digest.hexdigest()[:16]}", files
 
     def texts(self) -> dict[str, DataLoader[Any]]:
         """Return the validation windows of both texts, by name."""
         return {"prose": self.val_dataloader(), "Python source": self.source.val_dataloader()}
-
-
-def _topics() -> list[tuple[str, str]]:
-    """Return name and text of all articles, by name."""
-    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    return sorted(topics.items())

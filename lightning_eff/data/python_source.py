@@ -97,20 +97,16 @@ class PythonSource(pl.LightningDataModule):
         source_dir: str | None = None,
     ) -> None:
         super().__init__()
-        for name, value, low in (
-            ("context_length", context_length, 1),
-            ("batch_size", batch_size, 1),
-            ("num_workers", num_workers, 0),
+        for key, value, is_valid, allowed in (
+            ("context_length", context_length, context_length >= 1, "be at least 1"),
+            ("batch_size", batch_size, batch_size >= 1, "be at least 1"),
+            ("num_workers", num_workers, num_workers >= 0, "be at least 0"),
+            ("vocab_size", vocab_size, 257 <= vocab_size <= 65_536, "be 257 to 65536"),
+            ("val_fraction", val_fraction, 0.0 < val_fraction <= 0.5, "lie above 0 and not above 0.5"),
         ):
-            if value < low:
-                msg = f"{name}={value} must be at least {low}"
+            if not is_valid:
+                msg = f"{key}={value} must {allowed}"
                 raise ValueError(msg)
-        if not 257 <= vocab_size <= 65_536:
-            msg = f"vocab_size={vocab_size} must be 257 to 65536"
-            raise ValueError(msg)
-        if not 0.0 < val_fraction <= 0.5:
-            msg = f"val_fraction={val_fraction} must lie above 0 and not above 0.5"
-            raise ValueError(msg)
         if source_dir is not None and not Path(source_dir).is_dir():
             msg = f"source_dir={source_dir!r} is no folder"
             raise FileNotFoundError(msg)
@@ -122,13 +118,34 @@ class PythonSource(pl.LightningDataModule):
         self.cache_dir = cache_dir
         self.source_dir = source_dir
         self._folder: Path | None = None
-        self._tokenizer: Tokenizer | None = None
+        self.tokenizer: Tokenizer
+        """The byte-level BPE of the text; known after `setup`."""
+        self.unigram_entropy: float
+        """Validation loss of the best model without context, in nats per token: a baseline."""
 
     @override
     def prepare_data(self) -> None:
         folder, files = self._locate()
-        if not folder.is_dir():
-            _build(folder, files, self.vocab_size, self.val_fraction)
+        if folder.is_dir():
+            return
+        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+        text = "training a tokenizer of %d tokens on %d files, cached in %s"
+        log.info(text, self.vocab_size, len(files), folder)
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=self.vocab_size,
+            special_tokens=["<|file|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        train_texts = split_texts(texts, self.val_fraction)["train"]
+        tokenizer.train_from_iterator(train_texts, trainer, length=len(train_texts))
+        if tokenizer.get_vocab_size() < self.vocab_size:
+            text = "the text is so short that it gives %d tokens; the rest of vocab_size=%d is never used"
+            log.warning(text, tokenizer.get_vocab_size(), self.vocab_size)
+        write_cache_entry(folder, texts, tokenizer, self.val_fraction)
 
     @override
     def setup(self, stage: str) -> None:
@@ -138,7 +155,10 @@ class PythonSource(pl.LightningDataModule):
                 msg = f"{folder} does not exist: call prepare_data() before setup()"
                 raise RuntimeError(msg)
             self._folder = folder
+            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self.tokenizer.encode_special_tokens = True  # as for the token files
             facts = json.loads((folder / "facts.json").read_text())
+            self.unigram_entropy = float(facts["unigram_entropy"])
             text = "text of %d files, %d bytes, hash %s: %d training tokens, %d validation tokens"
             counts, digest = facts["tokens"], folder.name.rpartition("-")[2]
             log.info(text, facts["files"], facts["bytes"], digest, counts["train"], counts["val"])
@@ -146,7 +166,12 @@ class PythonSource(pl.LightningDataModule):
     def _locate(self) -> tuple[Path, list[Path]]:
         """Return the cache entry of the current text, and the files of that text."""
         source = Path(self.source_dir) if self.source_dir else Path(sysconfig.get_path("stdlib"))
-        files = _python_files(source)
+        files: list[Path] = []
+        for folder, names, found in os.walk(source):
+            names[:] = sorted(set(names) - SKIPPED_FOLDERS)  # os.walk visits what is left in the list
+            paths = [Path(folder) / name for name in found if name.endswith(".py")]
+            files += [path for path in paths if path.is_file()]
+        files.sort()
         if len(files) < 2:
             plural = "" if len(files) == 1 else "s"
             msg = f"{source} has {len(files)} Python file{plural}: at least 2 are needed, one for validation"
@@ -165,19 +190,6 @@ class PythonSource(pl.LightningDataModule):
             msg = "PythonSource has no folder yet: call prepare_data() and setup() first"
             raise RuntimeError(msg)
         return self._folder
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The byte-level BPE of the text."""
-        if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-            self._tokenizer.encode_special_tokens = True  # as for the token files
-        return self._tokenizer
-
-    @property
-    def unigram_entropy(self) -> float:
-        """Validation loss of the best model without context, in nats per token: a baseline."""
-        return float(json.loads((self.folder / "facts.json").read_text())["unigram_entropy"])
 
     @override
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
@@ -209,26 +221,6 @@ class PythonSource(pl.LightningDataModule):
         )
 
 
-def _python_files(source: Path) -> list[Path]:
-    found: list[Path] = []
-    for folder, names, files in os.walk(source):
-        names[:] = sorted(set(names) - SKIPPED_FOLDERS)  # os.walk visits what is left in the list
-        paths = [Path(folder) / file for file in files if file.endswith(".py")]
-        found += [path for path in paths if path.is_file()]
-    return sorted(found)
-
-
-def _build(folder: Path, files: Sequence[Path], vocab_size: int, val_fraction: float) -> None:
-    """Train a tokenizer on the training files, and write the cache entry."""
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    log.info("training a tokenizer of %d tokens on %d files, cached in %s", vocab_size, len(files), folder)
-    tokenizer = _train_bpe(split_texts(texts, val_fraction)["train"], vocab_size)
-    if tokenizer.get_vocab_size() < vocab_size:
-        text = "the text is so short that it gives %d tokens; the rest of vocab_size=%d is never used"
-        log.warning(text, tokenizer.get_vocab_size(), vocab_size)
-    write_cache_entry(folder, texts, tokenizer, val_fraction)
-
-
 def split_texts(texts: Sequence[str], val_fraction: float) -> dict[str, list[str]]:
     """Return training and validation texts; of every `round(1 / val_fraction)` texts the first validates."""
     every = round(1 / val_fraction)
@@ -246,12 +238,18 @@ def write_cache_entry(folder: Path, texts: Sequence[str], tokenizer: Tokenizer, 
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".python_source-", dir=folder.parent))
+    counts: dict[str, np.ndarray[Any, Any]] = {}
     try:
         tokenizer.save(str(scratch / "tokenizer.json"))
-        counts = {
-            name: _write_tokens(tokenizer, split, scratch / f"{name}.bin")
-            for name, split in split_texts(texts, val_fraction).items()
-        }
+        tokenizer.encode_special_tokens = True  # the separator's name in a text is encoded as text
+        separator = tokenizer.token_to_id("<|file|>")
+        for name, split in split_texts(texts, val_fraction).items():
+            counts[name] = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
+            with (scratch / f"{name}.bin").open("wb") as file:
+                for encoding in tokenizer.encode_batch(split):
+                    tokens = np.array([separator, *encoding.ids], dtype=np.uint16)
+                    counts[name] += np.bincount(tokens, minlength=len(counts[name]))
+                    file.write(tokens.tobytes())
         # One is added to each training frequency, so that no token has probability 0.
         train, val = counts["train"] + 1, counts["val"]
         facts = {
@@ -270,30 +268,3 @@ def write_cache_entry(folder: Path, texts: Sequence[str], tokenizer: Tokenizer, 
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|file|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
-    return tokenizer
-
-
-def _write_tokens(tokenizer: Tokenizer, texts: Sequence[str], path: Path) -> np.ndarray[Any, Any]:
-    """Write every text after a separator; return the frequency of each token."""
-    separator = tokenizer.token_to_id("<|file|>")
-    tokenizer.encode_special_tokens = True  # the separator's name in a text is encoded as text
-    counts = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
-    with path.open("wb") as file:
-        for encoding in tokenizer.encode_batch(list(texts)):
-            tokens = np.array([separator, *encoding.ids], dtype=np.uint16)
-            counts += np.bincount(tokens, minlength=len(counts))
-            file.write(tokens.tobytes())
-    return counts

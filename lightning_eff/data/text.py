@@ -31,15 +31,13 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
-from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_eff.data.corpus.documents import SourceDocument, find_files, read_documents
 from lightning_eff.data.corpus.packing import (
-    DocumentRows,
-    PackedRows,
     TokenizedDocument,
+    TokenRows,
     collate_padded,
     pack_documents,
     pack_stream,
@@ -48,6 +46,7 @@ from lightning_eff.data.corpus.resumable_loader import EpochSampler, ResumableLo
 from lightning_eff.data.corpus.tokenization import TrainingTokenizer
 
 log = logging.getLogger(__name__)
+_log = rank_zero_only(log.log)
 
 Pieces = list[TokenizedDocument]
 """Pieces of one document, each of which fits a row."""
@@ -93,16 +92,15 @@ class Text(pl.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for name, value, low in (("context_length", context_length, 2), ("batch_size", batch_size, 1)):
-            if value < low:
-                msg = f"{name}={value} must be at least {low}"
+        for key, value, is_valid, allowed in (
+            ("context_length", context_length, context_length >= 2, "be at least 2"),
+            ("batch_size", batch_size, batch_size >= 1, "be at least 1"),
+            ("val_fraction", val_fraction, 0.0 <= val_fraction <= 0.5, "lie between 0 and 0.5"),
+            ("packing", repr(packing), packing in (True, False, "across"), "be true, false or across"),
+        ):
+            if not is_valid:
+                msg = f"{key}={value} must {allowed}"
                 raise ValueError(msg)
-        if not 0.0 <= val_fraction <= 0.5:
-            msg = f"val_fraction={val_fraction} must lie between 0 and 0.5"
-            raise ValueError(msg)
-        if packing not in (True, False, "across"):
-            msg = f"packing={packing!r} must be true, false or across"
-            raise ValueError(msg)
         self.paths = [paths] if isinstance(paths, str) else list(paths)
         if not self.paths:
             msg = "paths=[] must name at least one file or folder, or pydoc"
@@ -115,17 +113,10 @@ class Text(pl.LightningDataModule):
         self.val_fraction = val_fraction
         self.seed = seed
         self.training_tokenizer = TrainingTokenizer(tokenizer)
-        self._rows: dict[str, PackedRows | DocumentRows] = {}
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the text."""
-        return self.training_tokenizer.tokenizer
-
-    @property
-    def vocab_size(self) -> int:
+        self.tokenizer = self.training_tokenizer.tokenizer
+        self.vocab_size = self.training_tokenizer.vocab_size
         """Rows that a model's embedding needs."""
-        return self.training_tokenizer.vocab_size
+        self._rows: dict[str, TokenRows] = {}
 
     @override
     def setup(self, stage: str) -> None:
@@ -133,48 +124,37 @@ class Text(pl.LightningDataModule):
         if self._rows:
             return
         documents = read_documents(self.paths, self.field)
-        tokenized = self._tokenize(documents)
-        pieces = [
-            self._cut(tokens, is_chat=not isinstance(document.content, str))
-            for document, tokens in zip(documents, tokenized, strict=True)
-        ]
-        for split, selected in self._split(self._drop_without_targets(documents, pieces)).items():
-            self._rows[split] = self._pack(split, selected)
-        num_cut = sum(len(tokens.ids) > self.context_length for tokens in tokenized)
-        if num_cut and self.packing != "across":
-            num_kept = sum(len(piece.ids) for cut in pieces for piece in cut)
-            num_lost = sum(len(tokens.ids) for tokens in tokenized) - num_kept
-            text = "%d of %d documents are longer than context_length=%d and were cut; %d tokens are lost"
-            level = logging.WARNING if num_lost else logging.INFO
-            _log(level, text, num_cut, len(tokenized), self.context_length, num_lost)
-
-    def _tokenize(self, documents: Sequence[SourceDocument]) -> list[TokenizedDocument]:
+        # Texts are encoded as one batch, in parallel; conversations one by one.
         texts = [document.content for document in documents if isinstance(document.content, str)]
         encoded_texts = iter(self.training_tokenizer.encode_texts(texts))
-        tokenized: list[TokenizedDocument] = []
+        step, num_cut, num_lost = self.context_length, 0, 0
+        pieces: list[Pieces] = []
         for document in documents:
-            if isinstance(document.content, str):
-                tokenized.append(next(encoded_texts))
-                continue
+            content = document.content
             try:
-                tokenized.append(self.training_tokenizer.encode_chat(document.content))
+                is_text = isinstance(content, str)
+                tokens = next(encoded_texts) if is_text else self.training_tokenizer.encode_chat(content)
             except ValueError as error:
                 msg = f"{document.location}: {error}"
                 raise ValueError(msg) from error
-        return tokenized
+            length = len(tokens.ids)
+            if self.packing == "across" or length <= step:
+                pieces.append([tokens])
+                continue
+            # Of a conversation only the first piece is kept: others would lack the questions.
+            stop = length if self.packing and is_text else step
+            pieces.append([tokens.crop(start, start + step) for start in range(0, stop, step)])
+            num_cut += 1
+            num_lost += length - stop
+        for split, selected in self._split(documents, pieces).items():
+            self._rows[split] = self._pack(split, selected)
+        if num_cut:
+            text = "%d of %d documents are longer than context_length=%d and were cut; %d tokens are lost"
+            level = logging.WARNING if num_lost else logging.INFO
+            _log(level, text, num_cut, len(documents), self.context_length, num_lost)
 
-    def _cut(self, document: TokenizedDocument, *, is_chat: bool) -> Pieces:
-        """Return pieces that fit a row; of a conversation only the first: others would lack the questions."""
-        length, step = len(document.ids), self.context_length
-        if self.packing == "across" or length <= step:
-            return [document]
-        stop = length if self.packing and not is_chat else step
-        return [document.crop(start, start + step) for start in range(0, stop, step)]
-
-    def _drop_without_targets(
-        self, documents: Sequence[SourceDocument], pieces: Sequence[Pieces]
-    ) -> list[Pieces]:
-        """Drop pieces without targets (empty texts, answers cut off), and documents without pieces."""
+    def _split(self, documents: Sequence[SourceDocument], pieces: Sequence[Pieces]) -> dict[str, Pieces]:
+        """Return the pieces of each split, without those that have no target (empty texts)."""
         kept = [[piece for piece in cut if piece.num_targets] for cut in pieces]
         without = [document.location for document, cut in zip(documents, kept, strict=True) if not cut]
         if len(without) == len(documents):
@@ -186,25 +166,25 @@ class Text(pl.LightningDataModule):
         if without:
             text = "%d of %d documents have no target and are skipped, the first is %s"
             _log(logging.WARNING, text, len(without), len(documents), without[0])
-        return [cut for cut in kept if cut]
-
-    def _split(self, documents: Sequence[Pieces]) -> dict[str, Pieces]:
-        num_val = max(1, round(self.val_fraction * len(documents))) if self.val_fraction else 0
-        if num_val >= len(documents):
+        kept = [cut for cut in kept if cut]
+        num_val = max(1, round(self.val_fraction * len(kept))) if self.val_fraction else 0
+        if num_val >= len(kept):
             msg = (
                 f"val_fraction={self.val_fraction} of 1 document leaves none to train on\n"
                 "  try: val_fraction=0, or one file a document"
             )
             raise ValueError(msg)
-        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(self.seed)).tolist()
+        order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(self.seed)).tolist()
         indices = {"train": sorted(order[num_val:])} | ({"val": sorted(order[:num_val])} if num_val else {})
-        return {name: [piece for i in chosen for piece in documents[i]] for name, chosen in indices.items()}
+        return {name: [piece for i in chosen for piece in kept[i]] for name, chosen in indices.items()}
 
-    def _pack(self, split: str, pieces: Pieces) -> PackedRows | DocumentRows:
+    def _pack(self, split: str, pieces: Pieces) -> TokenRows:
         num_tokens = sum(len(piece.ids) for piece in pieces)
         if not self.packing:
             _log(logging.INFO, "%s: %d rows of one document, %d tokens", split, len(pieces), num_tokens)
-            return DocumentRows(pieces)
+            ids = [torch.tensor(piece.ids, dtype=torch.int32) for piece in pieces]
+            labels = [torch.tensor(piece.labels, dtype=torch.int32) for piece in pieces]
+            return TokenRows({"input_ids": ids, "labels": labels})
         is_stream = self.packing == "across"
         pack = pack_stream if is_stream else pack_documents
         rows = pack(pieces, self.context_length, self.training_tokenizer.pad_id)
@@ -223,12 +203,10 @@ class Text(pl.LightningDataModule):
         return self._loader("val", sampler=None) if "val" in self._rows else []
 
     def _loader(self, split: str, *, sampler: EpochSampler | None) -> DataLoader[Any]:
-        rows = self._rows[split]
         pad = functools.partial(collate_padded, pad_id=self.training_tokenizer.pad_id)
-        collate = pad if isinstance(rows, DocumentRows) else None
-        return ResumableLoader(rows, batch_size=self.batch_size, sampler=sampler, collate_fn=collate)
-
-
-@rank_zero_only
-def _log(level: int, text: str, *values: object) -> None:
-    log.log(level, text, *values)
+        return ResumableLoader(
+            self._rows[split],
+            batch_size=self.batch_size,
+            sampler=sampler,
+            collate_fn=None if self.packing else pad,
+        )

@@ -51,23 +51,6 @@ def load_failure_message(name: str, upstream_message: str) -> str:
     return f"name={name!r} cannot be loaded: {first}\n  try: a folder with config.json and *.safetensors"
 
 
-def causal_lm_class(name: str, config: Any) -> type:
-    """Return transformers' own class of causal language models for a configuration.
-
-    Raises:
-        ValueError: transformers has none.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        msg = (
-            f"name={name!r} is a {config.model_type}: transformers has no causal language model of this type"
-        )
-        raise ValueError(msg)
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return found[0] if isinstance(found, tuple) else found
-
-
 def check_weights(name: str, config: Any) -> None:
     """Check the kind of weights of a model, as far as its files lie in a local folder.
 
@@ -99,8 +82,21 @@ def check_weights(name: str, config: Any) -> None:
         raise ValueError(msg)
 
 
-def choose_attention(implementation: str, model_class: Any) -> str:
-    """Return the attention implementation; "auto" is sdpa, or eager for a model without it."""
+def choose_attention(implementation: str, name: str, config: Any) -> str:
+    """Return the attention implementation; "auto" is sdpa, or eager for a model without it.
+
+    Raises:
+        ValueError: transformers has no causal language model for the configuration.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        msg = (
+            f"name={name!r} is a {config.model_type}: transformers has no causal language model of this type"
+        )
+        raise ValueError(msg)
     if implementation != "auto":
         return implementation
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = found[0] if isinstance(found, tuple) else found
     return "sdpa" if model_class._supports_sdpa else "eager"  # noqa: SLF001 - private in transformers 5

@@ -32,9 +32,12 @@ class Attention(nn.Module):
         self.dropout = dropout
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out = nn.Linear(d_model, d_model, bias=False)
-        cos, sin = rotary_table(context_length, d_model // num_heads)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        head_dim = d_model // num_heads
+        # Angles [T, D / 2]: position times frequency; frequencies fall from 1 to 1 / 10000.
+        frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        angle = torch.outer(torch.arange(context_length, dtype=torch.float32), frequency)
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -234,13 +237,6 @@ class GPT(pl.LightningModule):
                 sampled = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, sampled.to(tokens.device)], dim=1)
         return tokens
-
-
-def rotary_table(context_length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine [T, D / 2] of position times frequency; frequencies fall from 1 to 1 / 10000."""
-    frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angle = torch.outer(torch.arange(context_length, dtype=torch.float32), frequency)
-    return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -27,13 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff.models._hub import (
-    causal_lm_class,
-    check_weights,
-    choose_attention,
-    load_failure_message,
-    read_config,
-)
+from lightning_eff.models._hub import check_weights, choose_attention, load_failure_message, read_config
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +84,7 @@ class HFCausalLM(pl.LightningModule):
         self.save_hyperparameters()
         self._weight_dtype: Any = dtype if dtype == "auto" else getattr(torch, dtype)
         self._config: Any = read_config(name, revision)
-        self._attention = choose_attention(attn_implementation, causal_lm_class(name, self._config))
+        self._attention = choose_attention(attn_implementation, name, self._config)
         if pretrained:
             check_weights(name, self._config)
         # On the CPU, also where the default device is meta.
@@ -105,47 +99,43 @@ class HFCausalLM(pl.LightningModule):
         """Build the model and read its weights; further calls do nothing."""
         if self.model is not None:
             return
+        from transformers import AutoModelForCausalLM
+
+        name, text_config = self.hparams["name"], self._config.get_text_config()
+        on_meta = torch.empty(0).device.type == "meta"
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(self._seed)
-            model = self._load_pretrained() if self.hparams["pretrained"] else self._build_random()
+            if not self.hparams["pretrained"]:
+                text_config.vocab_size = self._embedding_rows(text_config.vocab_size)
+                model: Any = AutoModelForCausalLM.from_config(
+                    self._config,
+                    dtype=torch.float32 if self._weight_dtype == "auto" else self._weight_dtype,
+                    attn_implementation=self._attention,
+                    trust_remote_code=False,
+                )
+            else:
+                try:
+                    with torch.device("cpu") if on_meta else nullcontext():
+                        model = AutoModelForCausalLM.from_pretrained(
+                            name,
+                            revision=self.hparams["revision"],
+                            config=self._config,
+                            dtype=self._weight_dtype,
+                            attn_implementation=self._attention,
+                            use_safetensors=True,
+                            trust_remote_code=False,
+                        )
+                except OSError as error:
+                    raise ValueError(load_failure_message(name, str(error))) from error
+                num_rows = model.get_input_embeddings().num_embeddings
+                if self._embedding_rows(num_rows) != num_rows:
+                    model.resize_token_embeddings(self._embedding_rows(num_rows))
         self.model = model.train()
         self.isolates_documents = self._test_isolation()
         parameters = list(model.parameters())
         millions = sum(parameter.numel() for parameter in parameters) / 1e6
         text = "%s: %.1f M parameters in %s, attention implementation %s"
-        log.info(text, self.hparams["name"], millions, parameters[0].dtype, self._attention)
-
-    def _load_pretrained(self) -> Any:
-        from transformers import AutoModelForCausalLM
-
-        on_meta = torch.empty(0).device.type == "meta"
-        try:
-            with torch.device("cpu") if on_meta else nullcontext():
-                model = AutoModelForCausalLM.from_pretrained(
-                    self.hparams["name"],
-                    revision=self.hparams["revision"],
-                    config=self._config,
-                    dtype=self._weight_dtype,
-                    attn_implementation=self._attention,
-                    use_safetensors=True,
-                    trust_remote_code=False,
-                )
-        except OSError as error:
-            raise ValueError(load_failure_message(self.hparams["name"], str(error))) from error
-        num_rows: Any = model.get_input_embeddings().num_embeddings
-        if self._embedding_rows(num_rows) != num_rows:
-            model.resize_token_embeddings(self._embedding_rows(num_rows))
-        return model
-
-    def _build_random(self) -> Any:
-        from transformers import AutoModelForCausalLM
-
-        text_config = self._config.get_text_config()
-        text_config.vocab_size = self._embedding_rows(text_config.vocab_size)
-        dtype = torch.float32 if self._weight_dtype == "auto" else self._weight_dtype
-        return AutoModelForCausalLM.from_config(
-            self._config, dtype=dtype, attn_implementation=self._attention, trust_remote_code=False
-        )
+        log.info(text, name, millions, parameters[0].dtype, self._attention)
 
     def _embedding_rows(self, current: int) -> int:
         """Return the rows that the embedding needs; never fewer than the current ones."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_eff.models.gpt import GPT, IGNORED_TARGET, Attention, rotary_table, rotate
+from lightning_eff.models.gpt import GPT, IGNORED_TARGET, Attention, rotate
 from tests.support.models import make_trainer
 
 SIZES = {"vocab_size": 37, "context_length": 12, "d_model": 16, "num_layers": 2, "num_heads": 2}
@@ -58,15 +58,17 @@ def test_rotation_is_a_complex_product() -> None:
     x = torch.randn(12, 8, generator=torch.Generator().manual_seed(2))
     angle = torch.tensor([[m * 10_000 ** (-2 * i / 8) for i in range(4)] for m in range(12)]).double()
     pairs = torch.complex(x[:, :4].double(), x[:, 4:].double()) * torch.polar(torch.ones_like(angle), angle)
-    rotated = rotate(x, *rotary_table(12, 8))
+    attention = Attention(8, 1, 12, 0.0)
+    rotated = rotate(x, attention.cos, attention.sin)
     assert torch.equal(rotated[0], x[0])
     torch.testing.assert_close(rotated.double(), torch.cat([pairs.real, pairs.imag], -1), rtol=0.0, atol=1e-5)
 
 
 def test_scores_depend_on_the_distance_alone() -> None:
     q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
-    cos, sin = rotary_table(12, 8)
-    scores = rotate(q.expand(12, 8), cos, sin) @ rotate(k.expand(12, 8), cos, sin).T
+    attention = Attention(8, 1, 12, 0.0)
+    q, k = (rotate(part.expand(12, 8), attention.cos, attention.sin) for part in (q, k))
+    scores = q @ k.T
     torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1], rtol=0.0, atol=1e-5)
     assert (scores[0, 1:] - scores[0, :-1]).abs().max() > 0.1, "one token further is another score"
 

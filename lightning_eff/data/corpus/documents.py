@@ -97,30 +97,24 @@ def read_documents(paths: Sequence[str], field: str) -> list[SourceDocument]:
     documents: list[SourceDocument] = []
     for path in paths:
         if path == PYDOC and PYDOC not in seen:
-            topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+            from pydoc_data.topics import topics
+
             documents += [SourceDocument(topics[name], f"{PYDOC}:{name}") for name in sorted(topics)]
             seen.add(PYDOC)
         for file in find_files([path]):
-            if file.resolve() not in seen:
-                documents += _read_file(file, field)
+            if file.resolve() in seen:
+                continue
             seen.add(file.resolve())
+            suffix = file.suffix.lower()
+            if suffix in LINES or suffix in TABLES:
+                rows = _json_rows(file, field) if suffix in LINES else _table_rows(file, field)
+                documents += [_to_document(value, location, field) for value, location in rows]
+            else:
+                documents.append(SourceDocument(_read_text(file), str(file)))
     if not documents:
         msg = f"paths={list(paths)} contain no document"
         raise ValueError(msg)
     return documents
-
-
-def _read_file(file: Path, field: str) -> Iterator[SourceDocument]:
-    suffix = file.suffix.lower()
-    if suffix in LINES:
-        rows = _json_rows(file, field)
-    elif suffix in TABLES:
-        rows = _table_rows(file, field)
-    else:
-        yield SourceDocument(_read_text(file), str(file))
-        return
-    for value, location in rows:
-        yield _to_document(value, location, field)
 
 
 def _read_text(file: Path) -> str:

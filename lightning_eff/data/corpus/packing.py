@@ -8,7 +8,7 @@ before it belongs to another document or does not exist.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,44 +57,22 @@ class TokenizedDocument:
         return sum(label != IGNORED_TARGET for label in self.labels)
 
 
-class PackedRows(Dataset[dict[str, Tensor]]):
-    """Rows of one length, as integer tensors by name.
+class TokenRows(Dataset[dict[str, Tensor]]):
+    """Rows as integer tensors by name: packed rows of one length, or one document a row.
 
     Args:
-        columns: By name, each [N, T].
+        columns: Rows by name, stored as int32: [N, T], or N tensors of different lengths.
     """
 
-    def __init__(self, columns: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.int32]]]) -> None:
-        self.columns = {name: torch.from_numpy(column) for name, column in columns.items()}
+    def __init__(self, columns: Mapping[str, Tensor | Sequence[Tensor]]) -> None:
+        self.columns = columns
 
     def __len__(self) -> int:
         return len(self.columns["input_ids"])
 
     @override
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: column[index].long() for name, column in self.columns.items()}
-
-
-class DocumentRows(Dataset[dict[str, Tensor]]):
-    """One document a row, each of its own length; `collate_padded` makes batches of them.
-
-    Args:
-        documents: In the order of the rows.
-    """
-
-    def __init__(self, documents: Sequence[TokenizedDocument]) -> None:
-        self.rows = [
-            [torch.tensor(values, dtype=torch.int32) for values in (document.ids, document.labels)]
-            for document in documents
-        ]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @override
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids, labels = self.rows[index]
-        return {"input_ids": ids.long(), "labels": labels.long()}
+        return {name: rows[index].long() for name, rows in self.columns.items()}
 
 
 def collate_padded(samples: Sequence[dict[str, Tensor]], pad_id: int) -> dict[str, Tensor]:
@@ -113,7 +91,7 @@ def collate_padded(samples: Sequence[dict[str, Tensor]], pad_id: int) -> dict[st
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-def pack_documents(documents: Sequence[TokenizedDocument], length: int, pad_id: int) -> PackedRows:
+def pack_documents(documents: Sequence[TokenizedDocument], length: int, pad_id: int) -> TokenRows:
     """Pack documents uncut into rows; positions begin at 0 with each document, and with the padding of a row.
 
     Args:
@@ -134,10 +112,11 @@ def pack_documents(documents: Sequence[TokenizedDocument], length: int, pad_id: 
             positions[row, start:stop] = np.arange(stop - start)
             start = stop
         positions[row, start:] = np.arange(length - start)
-    return PackedRows({"input_ids": ids, "labels": labels, "position_ids": positions})
+    columns = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    return TokenRows({name: torch.from_numpy(column) for name, column in columns.items()})
 
 
-def pack_stream(documents: Sequence[TokenizedDocument], length: int, pad_id: int) -> PackedRows:
+def pack_stream(documents: Sequence[TokenizedDocument], length: int, pad_id: int) -> TokenRows:
     """Cut one stream of all documents into rows; the first token of a document is then a target as well.
 
     In documents with other tokens that are no target (conversations) it stays unlabelled. The first token of
@@ -152,9 +131,9 @@ def pack_stream(documents: Sequence[TokenizedDocument], length: int, pad_id: int
     stream = np.full((2, num_rows * length), IGNORED_TARGET, dtype=np.int32)
     stream[0] = pad_id
     stream[0, : len(ids)], stream[1, : len(ids)] = ids, labels
-    rows = stream.reshape(2, num_rows, length)
+    rows = torch.from_numpy(stream.reshape(2, num_rows, length))
     rows[1, :, 0] = IGNORED_TARGET
-    return PackedRows({"input_ids": rows[0].copy(), "labels": rows[1].copy()})
+    return TokenRows({"input_ids": rows[0], "labels": rows[1]})
 
 
 def best_fit_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ Of a conversation only what the assistant says is a target. Its tokens are found
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -26,19 +27,6 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ASSISTANT = "assistant"
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Return a tokenizer whose tokens are the bytes of UTF-8, and 256 for the end of a document.
-
-    Example:
-        >>> byte_tokenizer().encode("né").ids
-        [110, 195, 169]
-    """
-    tokens = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<|end|>": END_OF_BYTES}
-    tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    return tokenizer
-
-
 class TrainingTokenizer:
     """A tokenizer with an end token, a chat template and the number of tokens.
 
@@ -48,12 +36,42 @@ class TrainingTokenizer:
     Raises:
         ValueError: The tokenizer cannot be loaded, or has no fast form (`tokenizer.json`).
         ModuleNotFoundError: transformers is not installed.
+
+    Example:
+        >>> TrainingTokenizer().tokenizer.encode("né").ids
+        [110, 195, 169]
     """
 
     def __init__(self, name: str | None = None) -> None:
-        self._hub: Any = None if name is None else _load(name)
-        self.tokenizer: Tokenizer = byte_tokenizer() if self._hub is None else self._hub.backend_tokenizer
-        self.eos_id: int | None = END_OF_BYTES if self._hub is None else self._hub.eos_token_id
+        self._hub: Any = None
+        self.tokenizer: Tokenizer
+        self.eos_id: int | None
+        if name is None:  # the bytes of UTF-8, and 256 for the end of a document
+            tokens = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<|end|>": END_OF_BYTES}
+            self.tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[], byte_fallback=True))
+            self.tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+            self.eos_id = END_OF_BYTES
+        else:
+            try:
+                from transformers import AutoTokenizer
+            except ModuleNotFoundError as error:
+                msg = f"tokenizer={name!r} needs transformers: pip install 'lightning-eff[hf]'"
+                raise ModuleNotFoundError(msg) from error
+            try:
+                self._hub = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            except (OSError, ValueError, KeyError) as error:
+                reason = str(error).strip().splitlines()[0]
+                msg = (
+                    f"tokenizer={name!r} cannot be loaded: {reason}\n"
+                    "  try: a folder with tokenizer.json, or null for bytes;"
+                    " a name needs the network or the cache"
+                )
+                raise ValueError(msg) from error
+            if not self._hub.is_fast:
+                reason = "has no tokenizer.json: expected one that the library tokenizers can read"
+                msg = f"tokenizer={name!r} {reason}"
+                raise ValueError(msg)
+            self.tokenizer, self.eos_id = self._hub.backend_tokenizer, self._hub.eos_token_id
         self.pad_id = 0 if self.eos_id is None else self.eos_id
         """The token for padding; its positions are masked or have no label."""
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -84,7 +102,19 @@ class TrainingTokenizer:
             msg = f"no turn of the role {ASSISTANT!r} has content, so there is no target; roles: {roles}"
             raise ValueError(msg)
         if self._hub is None or self._hub.chat_template is None:
-            return self._encode_without_template(turns)
+            self.tokenizer.encode_special_tokens = True
+            ids = [token for token in self.tokenizer.encode("").ids if token != self.eos_id]
+            is_target = [False] * len(ids)
+            for turn in turns:
+                is_answer = turn["role"] == ASSISTANT
+                head, body, tail = (
+                    list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+                    for text in (f"{turn['role']}:\n", turn["content"], "\n")
+                )
+                body += [self.eos_id] if is_answer and self.eos_id is not None else []
+                ids += [*head, *body, *tail]
+                is_target += [False] * len(head) + [is_answer] * len(body) + [False] * len(tail)
+            return TokenizedDocument.from_ids(ids, is_target)
         from jinja2 import TemplateError
 
         try:
@@ -96,28 +126,14 @@ class TrainingTokenizer:
             raise ValueError(msg) from error
         return TokenizedDocument.from_ids(made["input_ids"], [bool(mask) for mask in made["assistant_masks"]])
 
-    def _encode_without_template(self, turns: Turns) -> TokenizedDocument:
-        self.tokenizer.encode_special_tokens = True
-        ids = [token for token in self.tokenizer.encode("").ids if token != self.eos_id]
-        is_target = [False] * len(ids)
-        for turn in turns:
-            is_answer = turn["role"] == ASSISTANT
-            head, body, tail = (
-                list(self.tokenizer.encode(text, add_special_tokens=False).ids)
-                for text in (f"{turn['role']}:\n", turn["content"], "\n")
-            )
-            body += [self.eos_id] if is_answer and self.eos_id is not None else []
-            ids += [*head, *body, *tail]
-            is_target += [False] * len(head) + [is_answer] * len(body) + [False] * len(tail)
-        return TokenizedDocument.from_ids(ids, is_target)
-
     def _encode_by_prefix(self, turns: Turns) -> TokenizedDocument:
-        full = self._render(turns)
+        render = functools.partial(self._hub.apply_chat_template, tokenize=False)
+        full: str = render(turns, add_generation_prompt=False)
         spans: list[tuple[int, int]] = []  # answers, as ranges of characters in `full`
         for index, turn in enumerate(turns):
             if turn["role"] == ASSISTANT:
-                before = self._render(turns[:index], prompt=True) if index else ""
-                after = self._render(turns[: index + 1])
+                before = render(turns[:index], add_generation_prompt=True) if index else ""
+                after = render(turns[: index + 1], add_generation_prompt=False)
                 if not (after.startswith(before) and full.startswith(after)):
                     msg = (
                         "the tokenizer's chat template rewrites earlier turns, so answers cannot be located:"
@@ -129,27 +145,3 @@ class TrainingTokenizer:
         made = self.tokenizer.encode(full, add_special_tokens=False)
         is_target = [any(low <= start < high for low, high in spans) for start, _ in made.offsets]
         return TokenizedDocument.from_ids(made.ids, is_target)
-
-    def _render(self, turns: Turns, *, prompt: bool = False) -> str:
-        return self._hub.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
-
-
-def _load(name: str) -> Any:
-    try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError as error:
-        msg = f"tokenizer={name!r} needs transformers: pip install 'lightning-eff[hf]'"
-        raise ModuleNotFoundError(msg) from error
-    try:
-        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        msg = (
-            f"tokenizer={name!r} cannot be loaded: {reason}\n"
-            "  try: a folder with tokenizer.json, or null for bytes; a name needs the network or the cache"
-        )
-        raise ValueError(msg) from error
-    if not loaded.is_fast:
-        msg = f"tokenizer={name!r} has no tokenizer.json: expected one that the library tokenizers can read"
-        raise ValueError(msg)
-    return loaded
