@@ -11,7 +11,6 @@ from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.text import text_table
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.bench import gemm_cases
-from lightning_eff.kernels.devices import Device
 from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.kernels.tiles import (
     MIN_WAVE_EFFICIENCY,
@@ -82,18 +81,18 @@ def explain_micro_batches(device: str) -> str:
         f"{1.0 - MIN_WAVE_EFFICIENCY:.0%} of the time of {info.num_sms} SMs idle in a layer's forward pass "
         "(bfloat16):"
     )
-    table = [[f"{n} x {k}", *_filling_tokens(n, k, info)] for n, k in gemm_cases.WEIGHTS]
-    return "\n".join([*lines, text_table(["N x K", "from", "worst above"], table)])
-
-
-def _filling_tokens(n: int, k: int, device: Device) -> list[str]:
-    """Return the fewest tokens that fill a device, and the larger number that wastes most of it."""
+    rows: list[list[str]] = []
     sizes = range(STEP_TOKENS, MAX_TOKENS + 1, STEP_TOKENS)
-    best = {tokens: rank_configs(Shape.packed(tokens, n, k, torch.bfloat16), device)[0] for tokens in sizes}
-    full = {m: cost for m, cost in best.items() if cost.waves >= 1.0 and cost.config.split_k == 1}
-    max_idle = 1.0 - MIN_WAVE_EFFICIENCY
-    first = next((m for m, cost in full.items() if cost.wave_quantization <= max_idle), None)
-    if first is None:
-        return [f"above {MAX_TOKENS}", ""]
-    worst = max((m for m in sizes if m >= first), key=lambda m: best[m].wave_quantization)
-    return [str(first), f"{worst}, {best[worst].wave_quantization:.0%} idle"]
+    for n, k in gemm_cases.WEIGHTS:
+        best = {m: rank_configs(Shape.packed(m, n, k, torch.bfloat16), info)[0] for m in sizes}
+        full = [m for m, cost in best.items() if cost.waves >= 1.0 and cost.config.split_k == 1]
+        # The fewest tokens that fill the device, and the larger number that wastes most of it.
+        fills = (m for m in full if best[m].wave_quantization <= 1.0 - MIN_WAVE_EFFICIENCY)
+        first = next(fills, None)
+        if first is None:
+            rows.append([f"{n} x {k}", f"above {MAX_TOKENS}", ""])
+            continue
+        worst = max((m for m in sizes if m >= first), key=lambda m: best[m].wave_quantization)
+        idle = f"{worst}, {best[worst].wave_quantization:.0%} idle"
+        rows.append([f"{n} x {k}", str(first), idle])
+    return "\n".join([*lines, text_table(["N x K", "from", "worst above"], rows)])

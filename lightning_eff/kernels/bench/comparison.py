@@ -106,19 +106,12 @@ def fastest_by_bucket(comparisons: Iterable[CaseComparison]) -> dict[str, str]:
         buckets.setdefault(comparison.bucket, []).append(comparison)
     fastest: dict[str, str] = {}
     for bucket, members in buckets.items():
-        names = [result.name for result in members[0].results if result.name not in (LIBRARY, DISPATCH)]
-        gains = {name: gain for name in names if (gain := _gain(name, members)) is not None}
+        gains: dict[str, float] = {}
+        for name in [result.name for result in members[0].results if result.name not in (LIBRARY, DISPATCH)]:
+            results = [next((r for r in member.results if r.name == name), None) for member in members]
+            ratios = [member.ratio(result) for member, result in zip(members, results, strict=True)]
+            kept = [ratio for ratio in ratios if ratio is not None and ratio >= 1.0]
+            if len(kept) == len(members):
+                gains[name] = geometric_mean(kept)
         fastest[bucket] = max(gains, key=lambda name: gains[name]) if gains else dispatch.LIBRARY
     return fastest
-
-
-def _gain(name: str, members: Iterable[CaseComparison]) -> float | None:
-    """Return the mean ratio of a config; None where it is slower than the library in any case."""
-    ratios: list[float] = []
-    for member in members:
-        result = next((result for result in member.results if result.name == name), None)
-        ratio = member.ratio(result)
-        if ratio is None or ratio < 1.0:
-            return None
-        ratios.append(ratio)
-    return geometric_mean(ratios)

@@ -54,16 +54,6 @@ class Timing:
     low_s: float
     high_s: float
 
-    @classmethod
-    def of(cls, rounds_s: Sequence[float]) -> Timing:
-        """Return median and range of rounds.
-
-        Example:
-            >>> Timing.of([3.0, 1.0, 2.0])
-            Timing(median_s=2.0, low_s=1.0, high_s=3.0)
-        """
-        return cls(median_s=statistics.median(rounds_s), low_s=min(rounds_s), high_s=max(rounds_s))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -88,24 +78,11 @@ class Problem:
     @cached_property
     def operands(self) -> Operands:
         """The operands that kernels are launched with."""
+        adds = self.start is not None
         return check_operands(
-            self.a,
-            self.b,
-            self.d if self.start is not None else None,
-            beta=0.0 if self.start is None else 1.0,
-            bias=self.bias,
-            out_dtype=self.case.out_dtype,
-            activation=self.case.activation,
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that one call touches, each counted once."""
-        return sum(t.numel() * t.element_size() for t in (self.a, self.b, self.d))
-
-    def poison(self) -> None:
-        """Fill the result with NaN, or with C where the product is added to it."""
-        self.d.fill_(math.nan) if self.start is None else self.d.copy_(self.start)
+            self.a, self.b, self.d if adds else None, beta=1.0 if adds else 0.0, bias=self.bias,
+            out_dtype=self.case.out_dtype, activation=self.case.activation,
+        )  # fmt: skip
 
     def copy(self) -> Problem:
         """Return the same numbers and strides at other addresses."""
@@ -181,7 +158,10 @@ def interleaved(measures: Mapping[str, Measure], rounds: int) -> dict[str, Timin
     for _ in range(rounds):
         for name, measure in measures.items():
             seconds[name].append(measure())
-    return {name: Timing.of(times) for name, times in seconds.items()}
+    return {
+        name: Timing(median_s=statistics.median(times), low_s=min(times), high_s=max(times))
+        for name, times in seconds.items()
+    }
 
 
 def by_clock(
