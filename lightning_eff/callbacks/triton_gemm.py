@@ -165,12 +165,9 @@ class TritonGemm(Managed):
     def layers_of(self, model: nn.Module) -> dict[str, TritonLinear]:
         """Convert the layers of a model that the options select, and return them by name."""
         return swap(
-            model,
-            min_features=self.min_features,
-            blocks=self.blocks,
-            backend=self.backend,
+            model, min_features=self.min_features, blocks=self.blocks, backend=self.backend,
             accumulation=self._accumulation if self.accumulate else None,
-        )
+        )  # fmt: skip
 
     def _apply(self, model: nn.Module) -> int:
         new = self.layers_of(model)
@@ -192,7 +189,7 @@ class TritonGemm(Managed):
 
         def record(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             self._rows[name] = inputs[0].numel() // max(inputs[0].shape[-1], 1)
-            handles.pop(name).remove()
+            handles[name].remove()  # of a copy of the layer too, where it does nothing
 
         for name, layer in self._swapped.items():
             handles[name] = layer.register_forward_pre_hook(partial(record, name))

@@ -167,15 +167,13 @@ def _measure(options: argparse.Namespace, device: torch.device) -> GemmReport:
     comparisons = _compare(options, device, effort)
     environment |= {"clocks after": machine.gpu_clocks(device)} if on_gpu else {}
     reason = assembly.why_not_compiled()
-    configs = () if on_gpu or reason else CONFIGS[:QUICK_TILES] if options.quick else CONFIGS
+    configs = () if on_gpu or reason else CONFIGS
+    configs = configs[:QUICK_TILES] if options.quick else configs
+    compiled = assembly.compile_configs(configs, getattr(torch, options.dtype))
     return GemmReport(
-        comparisons=comparisons,
-        host=candidates.host_times(device, effort),
-        compiled=assembly.compile_configs(configs, getattr(torch, options.dtype)),
-        not_compiled=reason,
-        environment=environment,
-        on_gpu=on_gpu,
-    )
+        comparisons=comparisons, host=candidates.host_times(device, effort), compiled=compiled,
+        not_compiled=reason, environment=environment, on_gpu=on_gpu,
+    )  # fmt: skip
 
 
 def _compare(options: argparse.Namespace, device: torch.device, effort: Effort) -> list[CaseComparison]:

@@ -44,11 +44,6 @@ class Device:
         """Whether Triton multiplies float8 on it: NVIDIA GPUs since Ada, and anywhere in the interpreter."""
         return self.capability >= 89 or not self.capability
 
-    @property
-    def has_tma(self) -> bool:
-        """Whether tiles are copied by the tensor memory accelerator."""
-        return self.capability >= 90
-
     def peak(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """Return operations per second in a dtype; float32's where the device has no units for it."""
         name = "tf32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")
@@ -122,16 +117,11 @@ def of(device: torch.device) -> Device:
     like = min(DEVICES.values(), key=lambda info: (abs(info.capability - capability), info.num_sms))
     ratio = properties.multi_processor_count / like.num_sms
     return Device(
-        name=properties.name,
-        capability=capability,
-        num_sms=properties.multi_processor_count,
+        name=properties.name, capability=capability, num_sms=properties.multi_processor_count,
         peak_tflops={key: value * ratio for key, value in like.peak_tflops.items()},
-        memory_gbs=like.memory_gbs * ratio,
-        l2_gbs=like.l2_gbs * ratio,
-        l2_bytes=properties.L2_cache_size,
-        shared_bytes=properties.shared_memory_per_block_optin,
-        memory_bytes=properties.total_memory,
-    )
+        memory_gbs=like.memory_gbs * ratio, l2_gbs=like.l2_gbs * ratio, l2_bytes=properties.L2_cache_size,
+        shared_bytes=properties.shared_memory_per_block_optin, memory_bytes=properties.total_memory,
+    )  # fmt: skip
 
 
 def this_cpu() -> Device:
@@ -144,13 +134,8 @@ def this_cpu() -> Device:
     data = data or [32 * KIB, KIB**2]
     cores = torch.get_num_threads()
     return Device(
-        name="CPU",
-        capability=0,
-        num_sms=cores,
+        name="CPU", capability=0, num_sms=cores,
         peak_tflops={"float32": 0.1 * cores, "float64": 0.05 * cores},
-        memory_gbs=20.0,
-        l2_gbs=100.0,
-        l2_bytes=max(data),
-        shared_bytes=data[min(1, len(data) - 1)],
+        memory_gbs=20.0, l2_gbs=100.0, l2_bytes=max(data), shared_bytes=data[min(1, len(data) - 1)],
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-    )
+    )  # fmt: skip

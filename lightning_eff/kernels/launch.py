@@ -28,8 +28,8 @@ def launch(
     *,
     pre: Tensor | None = None,
     logsumexp: Tensor | None = None,
-) -> None:
-    """Run the kernels with a config.
+) -> Tensor:
+    """Run the kernels with a config, and return the result.
 
     Args:
         operands: Checked, of sizes above 0.
@@ -40,8 +40,7 @@ def launch(
     """
     if d.is_cuda and d.device.index != torch.cuda.current_device():
         with torch.cuda.device(d.device):  # Triton launches on the current device
-            launch(operands, config, d, pre=pre, logsumexp=logsumexp)
-        return
+            return launch(operands, config, d, pre=pre, logsumexp=logsumexp)
     batch, is_split = math.prod(operands.batch), config.split_k > 1
     # One value for each row and tile; a second logsumexp over the tiles follows below.
     columns = -(-operands.N // SUM_N) if is_split else -(-operands.N // config.block_n) * config.subtiles
@@ -69,6 +68,7 @@ def launch(
         d.copy_(target.reshape(d.shape))
     if logsumexp is not None and sums is not None:
         logsumexp.copy_(torch.logsumexp(sums, 1).reshape(logsumexp.shape))
+    return d
 
 
 def _launch_gemm(
@@ -77,17 +77,12 @@ def _launch_gemm(
     num_tiles = -(-operands.M // config.block_m) * -(-operands.N // config.block_n) * config.split_k
     sizes = (operands.M, operands.N, operands.K, operands.columns)
     constants: dict[str, Any] = {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k_bytes // operands.a.element_size(),
-        "GROUP_M": GROUP_M,
-        "SPLIT_K": config.split_k,
-        "ACTIVATION": operands.activation,
-        "PRECISION": float32_precision(operands.a),
-        "INTERPRETED": INTERPRETED,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
+        "GROUP_M": GROUP_M, "SPLIT_K": config.split_k, "ACTIVATION": operands.activation,
+        "PRECISION": float32_precision(operands.a), "INTERPRETED": INTERPRETED,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
     if config.kernel == "pointers":
         a, b = (_one_batch_axis(matrix, operands.batch) for matrix in (operands.a, operands.b))
         tensors, strides = _epilogue_arguments(operands, pre, sums, d)

@@ -29,7 +29,8 @@ def _is_autocast(device: str) -> bool:
 
 def gemm(operands: Operands, *, out: Tensor | None = None) -> Tensor:
     """Compute `activation(alpha * A @ B + beta * C + bias)`; the epilogue is rounded once."""
-    with _without_autocast(operands):
+    device = operands.a.device.type  # the operands have their dtypes already
+    with torch.autocast(device, enabled=False) if _is_autocast(device) else nullcontext():
         result = _one_call(operands, out)
         if result is not None:
             return result
@@ -44,16 +45,11 @@ def gemm(operands: Operands, *, out: Tensor | None = None) -> Tensor:
 
 def gemm_logsumexp(operands: Operands) -> tuple[Tensor, Tensor]:
     """Compute the same without an activation, and the logsumexp of each row before it is rounded."""
-    with _without_autocast(operands):
+    device = operands.a.device.type
+    with torch.autocast(device, enabled=False) if _is_autocast(device) else nullcontext():
         result = _before_activation(operands)
         wide = torch.float64 if operands.a.dtype == torch.float64 else torch.float32
         return result.to(operands.out_dtype), torch.logsumexp(result, -1).to(wide)
-
-
-def _without_autocast(operands: Operands) -> torch.autocast | nullcontext[None]:
-    """Disable autocast: the operands have their dtypes already."""
-    device = operands.a.device.type
-    return torch.autocast(device, enabled=False) if _is_autocast(device) else nullcontext()
 
 
 def _one_call(operands: Operands, out: Tensor | None) -> Tensor | None:

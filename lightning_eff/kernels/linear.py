@@ -220,15 +220,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str | None,
-        backend: str,
-        accumulation: Accumulation | None,
-        decision: Decision | None,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, backend: str,
+        accumulation: Accumulation | None, decision: Decision | None,
+    ) -> Tensor:  # fmt: skip
         if decision is not None:  # its operands are x [T, K] and weight.T [K, N], cast by autocast
             rows, low_weight = decision.operands.a, decision.operands.b.T
             y, pre = operator.compute_with(decision, PRE if activation else NOTHING)
@@ -262,11 +256,11 @@ class _Linear(torch.autograd.Function):
         if needs_x:  # dX [T, K] = dY [T, N] @ W [N, K]
             grad_x = matmul.gemm(grad, low_weight, backend=ctx.backend).to(ctx.x_dtype)
         is_ours = ctx.backend != "torch"
-        adds = needs_weight and accumulation is not None and accumulation.takes(weight)
         # On a CPU torch's library adds in the dtype of its operands only; elsewhere autograd adds.
-        if adds and (is_ours or rows.is_cuda or total.dtype == rows.dtype):
+        takes = needs_weight and accumulation is not None and accumulation.takes(weight)
+        if takes and (is_ours or rows.is_cuda or total.dtype == rows.dtype):
             # In memory: weight.grad [N, K] = 1 * dY.T [N, T] @ X [T, K] + 1 * weight.grad
-            accumulation.num_added += 1
+            ctx.accumulation.num_added += 1
             matmul.gemm(grad.T, rows, total, beta=1.0, out=total, out_dtype=total.dtype, backend=ctx.backend)
         elif needs_weight:  # dW [N, K] = dY.T [N, T] @ X [T, K]
             dtype = weight.dtype if is_ours else None

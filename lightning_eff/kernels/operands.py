@@ -158,19 +158,13 @@ def check_operands(
     M, N = a.shape[-2], b.shape[-1]
     bias = _expanded("bias", bias, (N,))
     operands = Operands(
-        a=a,
-        b=b,
-        alpha=alpha,
-        beta=beta,
-        activation=activation,
-        at=at,
+        a=a, b=b, alpha=alpha, beta=beta, activation=activation, at=at, batch=batch,
         c=_expanded("c", c, (*batch, M, N)),
         bias=bias.contiguous() if bias is not None else None,
         scale_a=_expanded_scale("scale_a", scale_a, M),
         scale_b=_expanded_scale("scale_b", scale_b, N),
         out_dtype=out_dtype or (torch.bfloat16 if a.dtype in FLOAT8 else a.dtype),
-        batch=batch,
-    )
+    )  # fmt: skip
     if at is not None:
         operands.at = _expanded("gradient_at", at, operands.size)
         check_no_gradient(operands, "gemm(gradient_at=...)")

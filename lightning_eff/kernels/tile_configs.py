@@ -163,11 +163,6 @@ class Shape:
         return cls(M=M, N=N, K=K, dtype=dtype, aligned=aligned)
 
     @property
-    def has_tensor_cores(self) -> bool:
-        """Whether tensor cores multiply this dtype: not float32, except as TF32."""
-        return self.dtype != torch.float32 or self.tf32
-
-    @property
     def out_itemsize(self) -> int:
         """Bytes per element of the result."""
         return (self.out_dtype or self.dtype).itemsize

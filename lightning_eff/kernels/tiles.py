@@ -102,12 +102,16 @@ def fits(config: TileConfig, shape: Shape, device: Device) -> bool:
         if not is_long or 2 * num_tiles > device.num_sms:
             return False
     if config.kernel == "tma":
-        has_tma = device.has_tma and shape.aligned and shape.has_tensor_cores and shape.batch == 1
-        if not has_tma or config.adds > shape.adds:
+        if not _has_tma(shape, device) or not shape.aligned or shape.batch != 1 or config.adds > shape.adds:
             return False
         if config.shared_bytes(shape) + MARGIN_BYTES > device.shared_bytes:
             return False
     return config.can_finish(shape)
+
+
+def _has_tma(shape: Shape, device: Device) -> bool:
+    """Return whether TMA may feed the tensor cores: since Hopper, and not with float32, except as TF32."""
+    return device.capability >= 90 and (shape.dtype != torch.float32 or shape.tf32)
 
 
 def fitting_configs(shape: Shape, device: Device) -> list[TileConfig]:
@@ -213,7 +217,7 @@ def explain_tiles(
         raise ValueError(text)
     shape = Shape.packed(M, N, K, dtype)
     cost = rank_configs(shape, device)[0]
-    uses_tma = device.has_tma and shape.has_tensor_cores
+    uses_tma = _has_tma(shape, device)
     return Explanation(
         cost=cost,
         fitting_m=_fitting_m(cost),

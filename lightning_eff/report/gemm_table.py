@@ -101,11 +101,9 @@ class GemmReport:
         plain = [c for c in plain if layout in (None, c.case.layout)]
         configs = [ratio for c in plain if (ratio := c.ratio(c.best_config)) is not None]
         calls = [ratio for c in plain if (ratio := c.ratio(c.named(DISPATCH))) is not None]
-        means = {
-            "best_row": geometric_mean(configs) if configs else None,
-            "gemm": geometric_mean(calls) if calls else None,
-        }
-        return {"layout": layout or "all", "cases": len(plain), **means} if configs or calls else None
+        means = {"best_row": configs, "gemm": calls}
+        values = {name: geometric_mean(ratios) if ratios else None for name, ratios in means.items()}
+        return {"layout": layout or "all", "cases": len(plain), **values} if configs or calls else None
 
     def _means(self) -> list[dict[str, Any]]:
         return [mean for layout in (*LAYOUTS, None) if (mean := self.mean(layout))]
@@ -157,7 +155,7 @@ class GemmReport:
         ]
         if means:
             sections.append(text_table(["geometric mean of ratios", "cases", "best config", "gemm"], means))
-        times = ", ".join(f"{name} {_range(timing, US, 1)} us" for name, timing in self.host.items())
+        times = ", ".join(f"{name} {_time(timing, US, 1)} us" for name, timing in self.host.items())
         sections.append(f" host time per call: {times}")
         targets = [
             [t.what, _number(t.value), _number(t.must), _number(t.ambitious), t.verdict]
@@ -179,15 +177,14 @@ class GemmReport:
 def _case_cells(comparison: CaseComparison, *, on_gpu: bool) -> Iterator[str]:
     method = "graph" if on_gpu else "clock"
     case, best = comparison.case, comparison.best_config
-    library, call = comparison.named(LIBRARY), comparison.named(DISPATCH)
+    library, call = comparison.named(LIBRARY).timings.get(method), comparison.named(DISPATCH)
     yield from (str(case), case.layout, case.kind, str(case.dtype).removeprefix("torch."))
-    yield _time(library, method)
+    yield _time(library)
     if on_gpu:
-        timing = library.timings.get(method)
-        yield _number(case.flop / timing.median_s / 1e12 if timing else None, 0)
-        yield from (best.name, _time(best, method)) if best else ("-", "-")
+        yield _number(case.flop / library.median_s / 1e12 if library else None, 0)
+        yield from (best.name, _time(best.timings.get(method))) if best else ("-", "-")
         yield _number(comparison.ratio(best))
-    yield _time(call, method)
+    yield _time(call.timings.get(method))
     yield _number(comparison.ratio(call))
     yield comparison.chosen
     yield "INCORRECT" if comparison.incorrect else "yes"
@@ -209,12 +206,10 @@ def _compiled_table(configs: Sequence[CompiledConfig]) -> str:
     return text_table(header, rows)
 
 
-def _time(result: CandidateResult, method: str) -> str:
-    timing = result.timings.get(method)
-    return _range(timing, MS, 3) if timing else "INCORRECT"
-
-
-def _range(timing: Timing, unit: float, digits: int) -> str:
+def _time(timing: Timing | None, unit: float = MS, digits: int = 3) -> str:
+    """Return the median and the range of a time; a candidate without one was incorrect."""
+    if timing is None:
+        return "INCORRECT"
     times = (timing.median_s, timing.low_s, timing.high_s)
     median, low, high = (f"{seconds * unit:.{digits}f}" for seconds in times)
     return f"{median} ({low}..{high})"

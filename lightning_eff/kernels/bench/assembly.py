@@ -130,17 +130,12 @@ def _arguments(kernel: Any, config: TileConfig, variant: Variant) -> tuple[dict[
     absent = [name for key, tensors in names.items() if key not in variant.epilogue for name in tensors]
     a_by_rows, b_by_rows = variant.layout[0] == "n", variant.layout[1] == "n"
     constants: dict[str, Any] = dict.fromkeys(absent) | {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k_bytes // variant.dtype.itemsize,
-        "GROUP_M": GROUP_M,
-        "SPLIT_K": config.split_k,
-        "ACTIVATION": variant.activation,
-        "PRECISION": "tf32" if variant.tf32 else "ieee",
-        "INTERPRETED": False,
-        "stride_cn": 1,
-        "stride_xn": 1,
-    }
+        "GROUP_M": GROUP_M, "SPLIT_K": config.split_k, "ACTIVATION": variant.activation,
+        "PRECISION": "tf32" if variant.tf32 else "ieee", "INTERPRETED": False,
+        "stride_cn": 1, "stride_xn": 1,
+    }  # fmt: skip
     if kernel is gemm_tma:
         layout = {"A_BY_ROWS": a_by_rows, "B_BY_ROWS": b_by_rows, "NUM_SMS": 132}
         constants |= layout | config.constants
@@ -209,9 +204,8 @@ def compile_configs(configs: Iterable[TileConfig], dtype: torch.dtype) -> list[C
     """Compile configs for sm_90 as a linear layer launches them: forward, or adding its weight's gradient."""
     compiled: list[CompiledConfig] = []
     for config in configs:
-        variant = Variant(dtype=dtype, out_dtype=dtype)
-        if config.adds:
-            variant = Variant(dtype=dtype, out_dtype=torch.float32, layout="tn")
+        weight_gradient = Variant(dtype=dtype, out_dtype=torch.float32, layout="tn")
+        variant = weight_gradient if config.adds else Variant(dtype=dtype, out_dtype=dtype)
         try:
             compiled.append(CompiledConfig(row=str(config), assembly=assemble(config, variant)))
         except compiler_errors() as error:

@@ -70,9 +70,9 @@ def compare_case(case: Case, device: torch.device, effort: Effort) -> CaseCompar
     checked = {candidate.name: check_candidate(candidate, problem) for candidate in runs}
     correct = [candidate for candidate in runs if checked[candidate.name].is_correct]
     if device.type == "cuda":
-        # As many problems as exceed the L2 cache, so that no call of a graph finds its operands there.
+        # As many problems as exceed four times the L2 cache, so that no call finds its operands there.
         num_bytes = sum(t.numel() * t.element_size() for t in (problem.a, problem.b, problem.d))
-        num_problems = timing.num_copies(num_bytes, devices.of(device).l2_bytes)
+        num_problems = min(timing.MAX_CALLS, 1 + 4 * devices.of(device).l2_bytes // num_bytes)
         problems = [problem, *(problem.copy() for _ in range(num_problems - 1))]
         flush = torch.empty(timing.FLUSH_BYTES, dtype=torch.int8, device=device)
         methods = {
@@ -85,12 +85,9 @@ def compare_case(case: Case, device: torch.device, effort: Effort) -> CaseCompar
     for method, measures in methods.items():
         for name, timed in timing.interleaved(measures, effort.rounds).items():
             checked[name].timings[method] = timed
-    return CaseComparison(
-        case=case,
-        results=tuple(checked.values()),
-        bucket=dispatch.bucket(shape),
-        chosen=str(chosen) if chosen is not None else dispatch.LIBRARY,
-    )
+    results, bucket = tuple(checked.values()), dispatch.bucket(shape)
+    computed_by = str(chosen) if chosen is not None else dispatch.LIBRARY
+    return CaseComparison(case=case, results=results, bucket=bucket, chosen=computed_by)
 
 
 def candidates(problem: Problem, *, every_row: bool) -> list[Candidate]:
@@ -118,12 +115,7 @@ def candidates(problem: Problem, *, every_row: bool) -> list[Candidate]:
 
 def config_candidate(config: TileConfig) -> Candidate:
     """Return a config as a candidate."""
-
-    def run(problem: Problem) -> Tensor:
-        launch(problem.operands, config, problem.d)
-        return problem.d
-
-    return Candidate(name=str(config), run=run, by_library=False)
+    return Candidate(name=str(config), run=lambda own: launch(own.operands, config, own.d), by_library=False)
 
 
 def _by_library(problem: Problem) -> Tensor:

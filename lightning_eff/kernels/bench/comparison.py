@@ -35,11 +35,6 @@ class CandidateResult:
         """Whether each element is within the bound of `timing.error`."""
         return self.error <= 1.0
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain types; JSON has no infinity."""
-        error = self.error if self.error < float("inf") else None
-        return asdict(self) | {"error": error, "correct": self.is_correct}
-
 
 @dataclass(frozen=True, kw_only=True)
 class CaseComparison:
@@ -64,9 +59,7 @@ class CaseComparison:
     @property
     def best_config(self) -> CandidateResult | None:
         """The correct config with the largest ratio; None where no config was measured."""
-        timed = [
-            result for result in self.results if result.name not in (LIBRARY, DISPATCH) and result.timings
-        ]
+        timed = [r for r in self.results if r.name not in (LIBRARY, DISPATCH) and r.timings]
         return max(timed, key=lambda result: self.ratio(result) or 0.0, default=None)
 
     @property
@@ -88,10 +81,12 @@ class CaseComparison:
     def as_dict(self) -> dict[str, Any]:
         """Return plain types."""
         case = asdict(self.case) | {"dtype": str(self.case.dtype).removeprefix("torch.")}
-        candidates = [
-            result.as_dict() | {"ratio": None if result.name == LIBRARY else self.ratio(result)}
-            for result in self.results
-        ]
+        candidates: list[dict[str, Any]] = []
+        for result in self.results:
+            error = result.error if result.error < float("inf") else None  # JSON has no infinity
+            ratio = None if result.name == LIBRARY else self.ratio(result)
+            more = {"error": error, "correct": result.is_correct, "ratio": ratio}
+            candidates.append(asdict(result) | more)
         return case | {"chosen": self.chosen, "candidates": candidates}
 
 

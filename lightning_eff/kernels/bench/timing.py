@@ -99,14 +99,10 @@ def problem(case: Case, device: torch.device, *, seed: int = 0) -> Problem:
 
     a = normal(case.K, case.M).T if case.layout[0] == "t" else normal(case.M, case.K)
     b = normal(case.N, case.K).T if case.layout[1] == "t" else normal(case.K, case.N)
-    return Problem(
-        case=case,
-        a=a,
-        b=b,
-        bias=normal(1, case.N)[0] if case.kind == "fused" else None,
-        start=normal(case.M, case.N, case.out_dtype) if case.kind == "adds" else None,
-        d=torch.full((case.M, case.N), math.nan, dtype=case.out_dtype, device=device),
-    )
+    bias = normal(1, case.N)[0] if case.kind == "fused" else None
+    start = normal(case.M, case.N, case.out_dtype) if case.kind == "adds" else None
+    d = torch.full((case.M, case.N), math.nan, dtype=case.out_dtype, device=device)
+    return Problem(case=case, a=a, b=b, bias=bias, start=start, d=d)
 
 
 def sampled_rows(num_rows: int, at_most: int = MAX_ROWS, *, seed: int = 0) -> Tensor:
@@ -196,16 +192,6 @@ def flushed(call: TimedCall, round_s: float) -> Measure:
 
     rep_ms = max(1, round(round_s * 1e3))
     return lambda: float(cast("float", do_bench(call, warmup=1, rep=rep_ms, return_mode="median"))) * 1e-3
-
-
-def num_copies(problem_bytes: int, l2_bytes: int) -> int:
-    """Return how many copies of a problem exceed four times a cache.
-
-    Example:
-        >>> num_copies(400 * 2**20, 50 * 2**20), num_copies(2**20, 50 * 2**20)
-        (1, 201)
-    """
-    return min(MAX_CALLS, 1 + 4 * l2_bytes // max(1, problem_bytes))
 
 
 def captured(calls: Sequence[TimedCall], flush: Tensor) -> Measure:
