@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_eff.core import model_surgery
@@ -157,17 +159,15 @@ class TritonGemm(Managed):
         if stage == "fit":
             self._swapped, self._rows, self._accumulation.num_added = {}, {}, 0
             model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
-            self.cleanup.callback(self._restore, pl_module)
+            self.cleanup.callback(lambda: [unswap(layer) for layer in self._swapped.values()])
+            self.cleanup.callback(model_surgery.restore, pl_module)  # pushed last, so undone first
 
     def layers_of(self, model: nn.Module) -> dict[str, TritonLinear]:
         """Convert the layers of a model that the options select, and return them by name."""
         return swap(
-            model,
-            min_features=self.min_features,
-            blocks=self.blocks,
-            backend=self.backend,
+            model, min_features=self.min_features, blocks=self.blocks, backend=self.backend,
             accumulation=self._accumulation if self.accumulate else None,
-        )
+        )  # fmt: skip
 
     def _apply(self, model: nn.Module) -> int:
         new = self.layers_of(model)
@@ -180,28 +180,22 @@ class TritonGemm(Managed):
             warnings.warn(text, NoEffectWarning, stacklevel=2)
         return len(new)
 
-    def _restore(self, module: pl.LightningModule) -> None:
-        model_surgery.restore(module)
-        for layer in self._swapped.values():
-            unswap(layer)
-
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the rows of each layer's input for the report, and add weight gradients in place."""
         self._device = trainer.strategy.root_device
         self._dtype = matmul_dtype(str(trainer.precision_plugin.precision), self._device.type)
+        handles: dict[str, RemovableHandle] = {}
+
+        def record(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._rows[name] = inputs[0].numel() // max(inputs[0].shape[-1], 1)
+            handles[name].remove()  # of a copy of the layer too, where it does nothing
+
         for name, layer in self._swapped.items():
-            self._record_rows(name, layer)
+            handles[name] = layer.register_forward_pre_hook(partial(record, name))
         step = trainer.fit_loop.epoch_loop.automatic_optimization
         if self.accumulate and isinstance(step, lightning_loop.ExactStep):
             step.around_backward = lambda: self._adding(trainer)
-
-    def _record_rows(self, name: str, layer: nn.Module) -> None:
-        def record(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._rows[name] = inputs[0].numel() // max(inputs[0].shape[-1], 1)
-            handle.remove()
-
-        handle = layer.register_forward_pre_hook(record)
 
     def _adding(self, trainer: pl.Trainer) -> AbstractContextManager[None]:
         """Allow gradients to be added in one backward pass.

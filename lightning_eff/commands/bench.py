@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from lightning_eff.kernels.bench.candidates import Effort
     from lightning_eff.kernels.bench.comparison import CaseComparison
-    from lightning_eff.kernels.bench.gemm_cases import Case
     from lightning_eff.report.gemm_table import GemmReport
 
 USAGE = """lightning-eff bench [--quick] [--tune] [--explain DEVICE] [--shapes M,N,K[;...]] [--dtype NAME]
@@ -61,9 +60,21 @@ def main(arguments: Sequence[str]) -> int:
     report = _measure(options, device)
     sys.stdout.write(json.dumps(report.as_dict(), indent=1) + "\n" if options.json else report.text())
     if options.out is not None:
-        _write(report, options.out, arguments)
+        command = shlex.join(["lightning-eff", "bench", *arguments])
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        raw = {"command": command, "date": date} | report.as_dict()
+        (options.out / "gemm.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+        title = f"# The tiled GEMM and torch's library\n\n```console\n$ {command}\n```\n\n{date}"
+        text = f"{title}\n\n```text\n{report.text()}```\n"
+        (options.out / "gemm.md").write_text(text, encoding="utf-8")
     if options.tune:
-        _save_choices(report.comparisons, device)
+        from lightning_eff.kernels import dispatch
+        from lightning_eff.kernels.bench.comparison import fastest_by_bucket
+
+        fastest = fastest_by_bucket(report.comparisons)
+        path = dispatch.save_choices(dispatch.identity(device), fastest)
+        choices = "1 choice" if len(fastest) == 1 else f"{len(fastest)} choices"
+        sys.stderr.write(f"saved {choices} in {path}; processes that start now use them\n")
     return EXIT_FAILED if report.incorrect else EXIT_OK
 
 
@@ -92,20 +103,16 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         allowed = f"one of {', '.join(OPERAND_DTYPES)}"
         raise ConfigError(key="--dtype", value=options.dtype, allowed=allowed, remedies=["--dtype bf16"])
     options.dtype = OPERAND_DTYPES[options.dtype]
-    options.sizes = _parse_sizes(options.shapes) if options.shapes else ()
-    return options
-
-
-def _parse_sizes(text: str) -> tuple[tuple[int, int, int], ...]:
-    sizes: list[tuple[int, int, int]] = []
-    for shape in text.split(";"):
+    sizes: list[tuple[int, ...]] = []
+    for shape in options.shapes.split(";") if options.shapes else ():
         numbers = [number.strip() for number in shape.split(",")]
         if len(numbers) != 3 or not all(number.isdecimal() and int(number) for number in numbers):
             allowed = "M,N,K[;M,N,K...], whole numbers of at least 1"
             remedies = ["--shapes '4096,4096,4096'"]
-            raise ConfigError(key="--shapes", value=text, allowed=allowed, remedies=remedies)
-        sizes.append((int(numbers[0]), int(numbers[1]), int(numbers[2])))
-    return tuple(sizes)
+            raise ConfigError(key="--shapes", value=options.shapes, allowed=allowed, remedies=remedies)
+        sizes.append(tuple(map(int, numbers)))
+    options.sizes = tuple(sizes)
+    return options
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -157,68 +164,43 @@ def _measure(options: argparse.Namespace, device: torch.device) -> GemmReport:
         effort = candidates.Effort(every_row=options.tune, round_s=QUICK_ROUND_S)
     environment = machine.machine_info(device) | {"triton": machine.package_version("triton")}
     environment |= {"clocks before": machine.gpu_clocks(device)} if on_gpu else {}
-    comparisons = _compare(_cases(options, on_gpu=on_gpu), device, effort, options.out)
+    comparisons = _compare(options, device, effort)
     environment |= {"clocks after": machine.gpu_clocks(device)} if on_gpu else {}
     reason = assembly.why_not_compiled()
-    configs = () if on_gpu or reason else CONFIGS[:QUICK_TILES] if options.quick else CONFIGS
+    configs = () if on_gpu or reason else CONFIGS
+    configs = configs[:QUICK_TILES] if options.quick else configs
+    compiled = assembly.compile_configs(configs, getattr(torch, options.dtype))
     return GemmReport(
-        comparisons=comparisons,
-        host=candidates.host_times(device, effort),
-        compiled=assembly.compile_configs(configs, getattr(torch, options.dtype)),
-        not_compiled=reason,
-        environment=environment,
-        on_gpu=on_gpu,
-    )
+        comparisons=comparisons, host=candidates.host_times(device, effort), compiled=compiled,
+        not_compiled=reason, environment=environment, on_gpu=on_gpu,
+    )  # fmt: skip
 
 
-def _cases(options: argparse.Namespace, *, on_gpu: bool) -> list[Case]:
+def _compare(options: argparse.Namespace, device: torch.device, effort: Effort) -> list[CaseComparison]:
+    """Measure one case after another, with progress on stderr, and append each to a file of `--out`."""
     import torch
 
-    from lightning_eff.kernels.bench import gemm_cases
+    from lightning_eff.kernels.bench import candidates, gemm_cases
 
+    on_gpu = device.type == "cuda"
     dtype = getattr(torch, options.dtype) if on_gpu else torch.float32
     if options.sizes:
         layers = [gemm_cases.Layer(*size) for size in options.sizes]
-        return gemm_cases.cases(layers, layers, dtype)
-    if options.quick:
-        return gemm_cases.cases(gemm_cases.QUICK, gemm_cases.QUICK[:1], dtype)
-    if on_gpu:
-        return gemm_cases.default_cases(dtype)
-    return gemm_cases.cases(gemm_cases.ON_CPU, gemm_cases.ON_CPU, dtype)
-
-
-def _compare(
-    cases: Sequence[Case], device: torch.device, effort: Effort, folder: Path | None
-) -> list[CaseComparison]:
-    """Measure one case after another, with progress on stderr, and append each to a file in a folder."""
-    from lightning_eff.kernels.bench import candidates
-
+        cases = gemm_cases.cases(layers, layers, dtype)
+    elif options.quick:
+        cases = gemm_cases.cases(gemm_cases.QUICK, gemm_cases.QUICK[:1], dtype)
+    elif on_gpu:
+        cases = gemm_cases.default_cases(dtype)
+    else:
+        cases = gemm_cases.cases(gemm_cases.ON_CPU, gemm_cases.ON_CPU, dtype)
     comparisons: list[CaseComparison] = []
-    if folder is not None:
-        (folder / CASE_BY_CASE).write_text("", encoding="utf-8")
+    path = options.out / CASE_BY_CASE if options.out is not None else None
+    if path is not None:
+        path.write_text("", encoding="utf-8")
     for number, case in enumerate(cases, 1):
         sys.stderr.write(f"{number}/{len(cases)} {case} {case.layout} {case.kind}\n")
         comparisons.append(candidates.compare_case(case, device, effort))
-        if folder is not None:
-            with (folder / CASE_BY_CASE).open("a", encoding="utf-8") as file:
+        if path is not None:
+            with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(comparisons[-1].as_dict()) + "\n")
     return comparisons
-
-
-def _write(report: GemmReport, folder: Path, arguments: Sequence[str]) -> None:
-    command = shlex.join(["lightning-eff", "bench", *arguments])
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    raw = {"command": command, "date": date} | report.as_dict()
-    (folder / "gemm.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-    title = f"# The tiled GEMM and torch's library\n\n```console\n$ {command}\n```\n\n{date}"
-    (folder / "gemm.md").write_text(f"{title}\n\n```text\n{report.text()}```\n", encoding="utf-8")
-
-
-def _save_choices(comparisons: Sequence[CaseComparison], device: torch.device) -> None:
-    from lightning_eff.kernels import dispatch
-    from lightning_eff.kernels.bench.comparison import fastest_by_bucket
-
-    fastest = fastest_by_bucket(comparisons)
-    path = dispatch.save_choices(dispatch.identity(device), fastest)
-    choices = "1 choice" if len(fastest) == 1 else f"{len(fastest)} choices"
-    sys.stderr.write(f"saved {choices} in {path}; processes that start now use them\n")

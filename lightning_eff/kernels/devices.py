@@ -40,19 +40,9 @@ class Device:
     memory_bytes: int
 
     @property
-    def has_tensor_cores(self) -> bool:
-        """Whether it has tensor cores: NVIDIA GPUs since Volta."""
-        return self.capability >= 70
-
-    @property
     def has_float8(self) -> bool:
         """Whether Triton multiplies float8 on it: NVIDIA GPUs since Ada, and anywhere in the interpreter."""
         return self.capability >= 89 or not self.capability
-
-    @property
-    def has_tma(self) -> bool:
-        """Whether tiles are copied by the tensor memory accelerator."""
-        return self.capability >= 90
 
     def peak(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """Return operations per second in a dtype; float32's where the device has no units for it."""
@@ -61,12 +51,7 @@ class Device:
         return self.peak_tflops.get(name, self.peak_tflops["float32"]) * 1e12
 
 
-def _peaks(half: float, tf32: float, float32: float, float8: float | None = None) -> dict[str, float]:
-    peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": float32}
-    return peaks if float8 is None else peaks | {"float8": float8}
-
-
-_HOPPER = _peaks(989.0, 495.0, 67.0, 1979.0)
+_HOPPER = {"bfloat16": 989.0, "float16": 989.0, "tf32": 495.0, "float32": 67.0, "float8": 1979.0}
 DEVICES: Mapping[str, Device] = {
     "h100": Device(
         name="H100", capability=90, num_sms=132, peak_tflops=_HOPPER,
@@ -79,17 +64,20 @@ DEVICES: Mapping[str, Device] = {
         memory_bytes=int(139.8 * KIB**3),
     ),
     "a100": Device(
-        name="A100", capability=80, num_sms=108, peak_tflops=_peaks(312.0, 156.0, 19.5),
+        name="A100", capability=80, num_sms=108,
+        peak_tflops={"bfloat16": 312.0, "float16": 312.0, "tf32": 156.0, "float32": 19.5},
         memory_gbs=2039, l2_gbs=6500, l2_bytes=40 * KIB**2, shared_bytes=163 * KIB,
         memory_bytes=int(79.15 * KIB**3),
     ),
     "rtx4090": Device(
-        name="RTX 4090", capability=89, num_sms=128, peak_tflops=_peaks(165.2, 82.6, 82.6, 330.3),
+        name="RTX 4090", capability=89, num_sms=128,
+        peak_tflops={"bfloat16": 165.2, "float16": 165.2, "tf32": 82.6, "float32": 82.6, "float8": 330.3},
         memory_gbs=1008, l2_gbs=5000, l2_bytes=72 * KIB**2, shared_bytes=99 * KIB,
         memory_bytes=int(23.5 * KIB**3),
     ),
     "b200": Device(
-        name="B200", capability=100, num_sms=148, peak_tflops=_peaks(2250.0, 1125.0, 75.0, 4500.0),
+        name="B200", capability=100, num_sms=148,
+        peak_tflops={"bfloat16": 2250, "float16": 2250, "tf32": 1125, "float32": 75, "float8": 4500},
         memory_gbs=8000, l2_gbs=12000, l2_bytes=126 * KIB**2, shared_bytes=227 * KIB,
         memory_bytes=int(178.3 * KIB**3),
     ),
@@ -129,38 +117,25 @@ def of(device: torch.device) -> Device:
     like = min(DEVICES.values(), key=lambda info: (abs(info.capability - capability), info.num_sms))
     ratio = properties.multi_processor_count / like.num_sms
     return Device(
-        name=properties.name,
-        capability=capability,
-        num_sms=properties.multi_processor_count,
+        name=properties.name, capability=capability, num_sms=properties.multi_processor_count,
         peak_tflops={key: value * ratio for key, value in like.peak_tflops.items()},
-        memory_gbs=like.memory_gbs * ratio,
-        l2_gbs=like.l2_gbs * ratio,
-        l2_bytes=properties.L2_cache_size,
-        shared_bytes=properties.shared_memory_per_block_optin,
-        memory_bytes=properties.total_memory,
-    )
+        memory_gbs=like.memory_gbs * ratio, l2_gbs=like.l2_gbs * ratio, l2_bytes=properties.L2_cache_size,
+        shared_bytes=properties.shared_memory_per_block_optin, memory_bytes=properties.total_memory,
+    )  # fmt: skip
 
 
 def this_cpu() -> Device:
     """Describe this machine's CPU by its caches; its speed is a guess, which only ranks sizes."""
-    sizes = {path.parent.name: _bytes(path) for path in sorted(_CACHES.glob("index*/size"))}
-    kinds = {path.parent.name: path.read_text().strip() for path in sorted(_CACHES.glob("index*/type"))}
-    data = [size for index, size in sizes.items() if kinds.get(index) != "Instruction"] or [32 * KIB, KIB**2]
+    data: list[int] = []  # sizes of the caches that hold data, the first level's first
+    for path in sorted(_CACHES.glob("index*/size")):
+        kind, size = path.with_name("type"), path.read_text().strip()  # Linux writes 1024K, say
+        if not kind.exists() or kind.read_text().strip() != "Instruction":
+            data.append(int(size.rstrip("KM")) * {"K": KIB, "M": KIB**2}.get(size[-1], 1))
+    data = data or [32 * KIB, KIB**2]
     cores = torch.get_num_threads()
     return Device(
-        name="CPU",
-        capability=0,
-        num_sms=cores,
+        name="CPU", capability=0, num_sms=cores,
         peak_tflops={"float32": 0.1 * cores, "float64": 0.05 * cores},
-        memory_gbs=20.0,
-        l2_gbs=100.0,
-        l2_bytes=max(data),
-        shared_bytes=data[min(1, len(data) - 1)],
+        memory_gbs=20.0, l2_gbs=100.0, l2_bytes=max(data), shared_bytes=data[min(1, len(data) - 1)],
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-    )
-
-
-def _bytes(path: Path) -> int:
-    """Read a size as Linux writes it, 1024K say."""
-    text = path.read_text().strip()
-    return int(text.rstrip("KM")) * (KIB**2 if text.endswith("M") else KIB if text.endswith("K") else 1)
+    )  # fmt: skip

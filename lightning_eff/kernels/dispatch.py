@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import re
 import tempfile
@@ -179,16 +178,17 @@ def bucket(shape: Shape) -> str:
         'bfloat16-bfloat16-4096x4096x768-nt'
     """
     dtypes = [str(dtype).removeprefix("torch.") for dtype in (shape.dtype, shape.out_dtype or shape.dtype)]
-    sizes = "x".join(str(_rounded_up(size)) for size in (shape.M, shape.N, shape.K))
-    marks = {"batch": shape.batch > 1, "unaligned": not shape.aligned, "c": shape.reads_c, "adds": shape.adds}
-    marks |= {"fused": shape.fused, "gated": shape.columns_ratio != 1.0, "gradient": shape.reads_at}
-    marks |= {"tf32": shape.tf32}
-    return "-".join([*dtypes, sizes, shape.layout, *(mark for mark, holds in marks.items() if holds)])
-
-
-def _rounded_up(size: int) -> int:
-    step = 2 ** max(0, math.floor(math.log2(max(size, 1))) - 2)
-    return -(-size // step) * step
+    sizes: list[str] = []
+    for size in (shape.M, shape.N, shape.K):
+        step = 2 ** max(0, size.bit_length() - 3)
+        sizes.append(str(-(-size // step) * step))
+    marks = {
+        "batch": shape.batch > 1, "unaligned": not shape.aligned, "c": shape.reads_c, "adds": shape.adds,
+        "fused": shape.fused, "gated": shape.columns_ratio != 1.0, "gradient": shape.reads_at,
+        "tf32": shape.tf32,
+    }  # fmt: skip
+    parts = [*dtypes, "x".join(sizes), shape.layout]
+    return "-".join(parts + [mark for mark, holds in marks.items() if holds])
 
 
 @functools.cache

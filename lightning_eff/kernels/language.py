@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 triton: Any = None
 tl: Any = None
 try:
@@ -41,12 +38,3 @@ def _probe():
 
 INTERPRETED: bool = triton is not None and not isinstance(_probe, triton.JITFunction)
 """Whether Triton's interpreter runs the kernels, also on a CPU: TRITON_INTERPRET=1 was set at import."""
-
-
-def use_torch_allocator(device: torch.device) -> None:
-    """Allocate the scratch memory of kernels that make tensor descriptors by torch; holds for this thread."""
-
-    def allocate(size: int, _alignment: int, _stream: int | None) -> Tensor:
-        return torch.empty(size, dtype=torch.int8, device=device)
-
-    triton.set_allocator(allocate)

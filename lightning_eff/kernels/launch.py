@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.gemm_kernels import gemm_pointers, gemm_tma, reduce_split_k
-from lightning_eff.kernels.language import INTERPRETED, use_torch_allocator
+from lightning_eff.kernels.language import INTERPRETED, triton
 from lightning_eff.kernels.operands import Operands, float32_precision
 from lightning_eff.kernels.tile_configs import TileConfig
 
@@ -28,8 +28,8 @@ def launch(
     *,
     pre: Tensor | None = None,
     logsumexp: Tensor | None = None,
-) -> None:
-    """Run the kernels with a config.
+) -> Tensor:
+    """Run the kernels with a config, and return the result.
 
     Args:
         operands: Checked, of sizes above 0.
@@ -40,18 +40,21 @@ def launch(
     """
     if d.is_cuda and d.device.index != torch.cuda.current_device():
         with torch.cuda.device(d.device):  # Triton launches on the current device
-            launch(operands, config, d, pre=pre, logsumexp=logsumexp)
-        return
+            return launch(operands, config, d, pre=pre, logsumexp=logsumexp)
     batch, is_split = math.prod(operands.batch), config.split_k > 1
     # One value for each row and tile; a second logsumexp over the tiles follows below.
     columns = -(-operands.N // SUM_N) if is_split else -(-operands.N // config.block_n) * config.subtiles
-    sums = _scratch(d, batch, columns, operands.M) if logsumexp is not None else None
+    sums = None
+    if logsumexp is not None:
+        sums = torch.empty(batch, columns, operands.M, dtype=torch.float32, device=d.device)
     target = d if config.kernel == "tma" and not is_split else _one_batch_axis(d, operands.batch)
     if is_split:
         # Each split is padded to whole tiles along M, and to 16 bytes a row, which TMA requires.
         rows = -(-operands.M // config.block_m) * config.block_m
-        partials = _scratch(d, batch * config.split_k, rows, -(-operands.N // 4) * 4)
-        _launch_gemm(operands.product(), config, partials, None, None)
+        size = (batch * config.split_k, rows, -(-operands.N // 4) * 4)
+        partials = torch.empty(size, dtype=torch.float32, device=d.device)
+        product = Operands(a=operands.a, b=operands.b, out_dtype=torch.float32, batch=operands.batch)
+        _launch_gemm(product, config, partials, None, None)
         tensors, strides = _epilogue_arguments(operands, pre, sums, target)
         num_tiles = -(-operands.M // SUM_M) * -(-operands.N // SUM_N)
         reduce_split_k[(batch * num_tiles,)](
@@ -65,6 +68,7 @@ def launch(
         d.copy_(target.reshape(d.shape))
     if logsumexp is not None and sums is not None:
         logsumexp.copy_(torch.logsumexp(sums, 1).reshape(logsumexp.shape))
+    return d
 
 
 def _launch_gemm(
@@ -73,17 +77,12 @@ def _launch_gemm(
     num_tiles = -(-operands.M // config.block_m) * -(-operands.N // config.block_n) * config.split_k
     sizes = (operands.M, operands.N, operands.K, operands.columns)
     constants: dict[str, Any] = {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k(operands.a.element_size()),
-        "GROUP_M": GROUP_M,
-        "SPLIT_K": config.split_k,
-        "ACTIVATION": operands.activation,
-        "PRECISION": float32_precision(operands.a),
-        "INTERPRETED": INTERPRETED,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k_bytes // operands.a.element_size(),
+        "GROUP_M": GROUP_M, "SPLIT_K": config.split_k, "ACTIVATION": operands.activation,
+        "PRECISION": float32_precision(operands.a), "INTERPRETED": INTERPRETED,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
     if config.kernel == "pointers":
         a, b = (_one_batch_axis(matrix, operands.batch) for matrix in (operands.a, operands.b))
         tensors, strides = _epilogue_arguments(operands, pre, sums, d)
@@ -94,16 +93,18 @@ def _launch_gemm(
         return
     c = None if config.adds else operands.c  # a config that adds never reads C: it is d
     at = None if operands.at is None else operands.at.contiguous()
+    a_by_rows, b_by_rows = operands.a.stride(1) == 1, operands.b.stride(1) == 1
     strides = [
-        _pitch(operands.a), _pitch(operands.b), *_strides(c, 2), _strides(pre if at is None else at, 2)[0]
+        operands.a.stride(0 if a_by_rows else 1), operands.b.stride(0 if b_by_rows else 1),
+        *_strides(c, 2), _strides(pre if at is None else at, 2)[0], d.stride(-2),
     ]  # fmt: skip
-    num_sms = devices.of(d.device).num_sms
-    use_torch_allocator(d.device)
+    device, num_sms = d.device, devices.of(d.device).num_sms
+    # A kernel that makes tensor descriptors needs scratch memory; the allocator holds for this thread.
+    triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))
     gemm_tma[(min(num_sms, num_tiles),)](
         operands.a, operands.b, c, operands.bias, operands.scale_a, operands.scale_b, at, pre, sums, d,
-        *sizes, *strides, d.stride(-2), operands.alpha, operands.beta,
-        NUM_SMS=num_sms, A_BY_ROWS=operands.a.stride(1) == 1, B_BY_ROWS=operands.b.stride(1) == 1,
-        **config.constants, **constants,
+        *sizes, *strides, operands.alpha, operands.beta,
+        NUM_SMS=num_sms, A_BY_ROWS=a_by_rows, B_BY_ROWS=b_by_rows, **config.constants, **constants,
     )  # fmt: skip
 
 
@@ -116,21 +117,12 @@ def _epilogue_arguments(
     return [c, operands.bias, operands.scale_a, operands.scale_b, at, x, sums, d], strides
 
 
-def _scratch(like: Tensor, *size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.float32, device=like.device)
-
-
 def _one_batch_axis(tensor: Tensor | None, batch: tuple[int, ...]) -> Any:
     """Return `[batch, rows, columns]`; a broadcast axis has stride 0."""
     if tensor is None:
         return None
     matrix = tensor.shape[-2:]
     return tensor.expand(*batch, *matrix).reshape(math.prod(batch), *matrix)
-
-
-def _pitch(matrix: Tensor) -> int:
-    """Return the stride of a matrix along the axis that is not contiguous."""
-    return matrix.stride(0) if matrix.stride(1) == 1 else matrix.stride(1)
 
 
 def _strides(tensor: Tensor | None, num_axes: int) -> tuple[int, ...]:

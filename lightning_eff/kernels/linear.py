@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from lightning_eff.kernels.operator import NOTHING, PRE, in_transform
 from lightning_eff.kernels.reference import ACTIVATIONS, GATED, activation_gradient
 
 
+@dataclass(eq=False)
 class Accumulation:
     """Controls when layers may add to gradients in place, and counts how often they did.
 
@@ -56,9 +58,8 @@ class Accumulation:
         1
     """
 
-    def __init__(self) -> None:
-        self.is_open = False
-        self.num_added = 0
+    is_open: bool = False
+    num_added: int = 0
 
     @contextmanager
     def open(self) -> Generator[None]:
@@ -135,13 +136,9 @@ class TritonLinear(nn.Linear):
     def forward(self, input: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
         """Compute the layer."""
         return linear(
-            input,
-            self.weight,
-            self.bias,
-            activation=self.activation,
-            backend=self.backend,
+            input, self.weight, self.bias, activation=self.activation, backend=self.backend,
             accumulation=self.accumulation,
-        )
+        )  # fmt: skip
 
     @override
     def extra_repr(self) -> str:
@@ -223,15 +220,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str | None,
-        backend: str,
-        accumulation: Accumulation | None,
-        decision: Decision | None,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, backend: str,
+        accumulation: Accumulation | None, decision: Decision | None,
+    ) -> Tensor:  # fmt: skip
         if decision is not None:  # its operands are x [T, K] and weight.T [K, N], cast by autocast
             rows, low_weight = decision.operands.a, decision.operands.b.T
             y, pre = operator.compute_with(decision, PRE if activation else NOTHING)
@@ -259,28 +250,22 @@ class _Linear(torch.autograd.Function):
         if ctx.activation is not None:
             grad = activation_gradient(grad, pre, ctx.activation)
         grad = grad.to(rows.dtype)
+        weight, total, accumulation = ctx.weight, ctx.weight.grad, ctx.accumulation
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         if needs_x:  # dX [T, K] = dY [T, N] @ W [N, K]
             grad_x = matmul.gemm(grad, low_weight, backend=ctx.backend).to(ctx.x_dtype)
-        if needs_weight:
-            grad_weight = _weight_gradient(ctx, grad.T, rows)
+        is_ours = ctx.backend != "torch"
+        # On a CPU torch's library adds in the dtype of its operands only; elsewhere autograd adds.
+        takes = needs_weight and accumulation is not None and accumulation.takes(weight)
+        if takes and (is_ours or rows.is_cuda or total.dtype == rows.dtype):
+            # In memory: weight.grad [N, K] = 1 * dY.T [N, T] @ X [T, K] + 1 * weight.grad
+            ctx.accumulation.num_added += 1
+            matmul.gemm(grad.T, rows, total, beta=1.0, out=total, out_dtype=total.dtype, backend=ctx.backend)
+        elif needs_weight:  # dW [N, K] = dY.T [N, T] @ X [T, K]
+            dtype = weight.dtype if is_ours else None
+            grad_weight = matmul.gemm(grad.T, rows, out_dtype=dtype, backend=ctx.backend).to(weight.dtype)
         if needs_bias:  # db [N] = dY summed over T
-            wide = grad.dtype if ctx.backend == "torch" else torch.promote_types(grad.dtype, ctx.bias_dtype)
+            wide = torch.promote_types(grad.dtype, ctx.bias_dtype) if is_ours else grad.dtype
             grad_bias = grad.sum(0, dtype=wide).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None, None, None
-
-
-def _weight_gradient(ctx: Any, grad: Tensor, rows: Tensor) -> Tensor | None:
-    """Compute dW [N, K] = dY.T [N, T] @ X [T, K], or add it to `weight.grad` and return None."""
-    weight, is_ours = ctx.weight, ctx.backend != "torch"
-    total, accumulation = weight.grad, ctx.accumulation
-    if accumulation is not None and accumulation.takes(weight):
-        # On a CPU torch's library adds in the dtype of its operands only; elsewhere autograd adds.
-        can_add = is_ours or rows.is_cuda or total.dtype == rows.dtype
-        accumulation.num_added += can_add
-        if can_add:  # weight.grad [N, K] = 1 * dY.T @ X + 1 * weight.grad
-            matmul.gemm(grad, rows, total, beta=1.0, out=total, out_dtype=total.dtype, backend=ctx.backend)
-            return None
-    dtype = weight.dtype if is_ours else None
-    return matmul.gemm(grad, rows, out_dtype=dtype, backend=ctx.backend).to(weight.dtype)

@@ -2,6 +2,11 @@
 
 A call checks its operands once (operands.py), decides once who computes (dispatch.py), and passes that
 decision on: to library.py, or through operator.py and launch.py to the kernels (gemm_kernels.py).
+
+Example:
+    >>> gemm(torch.ones(2, 3), torch.ones(3, 2), torch.ones(2, 2), alpha=2.0, beta=-1.0)
+    tensor([[5., 5.],
+            [5., 5.]])
 """
 
 # pyright: basic
@@ -50,27 +55,19 @@ def gemm(
         activation: `relu`, `silu`, `gelu_tanh`, or None; or `swiglu`, `silu(gate) * up` with gates in even
             and ups in odd columns, so that the result has N / 2.
         out_dtype: Of the result; None for that of `a`, or bfloat16 for float8.
-        out: Receives the result; it may be `c`. Without gradients, as everywhere in torch. If it overlaps an
-            operand otherwise, the result is computed in new memory and copied.
+        out: Receives the result, which is then `out`; it may be `c`. Without gradients, as everywhere in
+            torch. If it overlaps another operand, the result is computed in new memory and copied.
         scale_a: Factor of each row of `a`, float32 `[M]` or one value; for float8.
         scale_b: Factor of each column of `b`, `[N]`.
         gradient_at: Input of `activation`. The result is then the gradient there, `(...) *
             activation'(gradient_at)`, with 2 N columns for `swiglu`; it has no gradient of its own.
         backend: `torch`: its library; `triton`: our kernels; `auto`: what was measured to be faster.
 
-    Returns:
-        The result, in `out` if that is set.
-
     Raises:
         ValueError: Shapes, devices, names or scales that do not fit.
         TypeError: A dtype that the kernels do not multiply, or a factor that is no number.
         RuntimeError: `triton` where its kernels cannot run, or gradients with `out` or `gradient_at`.
         ImportError: `triton`, which is not installed.
-
-    Example:
-        >>> gemm(torch.ones(2, 3), torch.ones(3, 2), torch.ones(2, 2), alpha=2.0, beta=-1.0)
-        tensor([[5., 5.],
-                [5., 5.]])
     """
     alpha, beta = float(alpha), float(beta)
     a, b = library.autocast(a, b)
@@ -78,19 +75,20 @@ def gemm(
         a, b, c if beta else None, alpha=alpha, beta=beta, bias=bias, scale_a=scale_a, scale_b=scale_b,
         out_dtype=out_dtype, activation=activation, at=gradient_at,
     )  # fmt: skip
-    if out is None:
-        return _compute(operands, None, backend)
-    check_out(operands, out)
-    if overlaps_operand(operands, out):
-        return out.copy_(_compute(operands, None, backend))
     return _compute(operands, out, backend)
 
 
 def _compute(operands: Operands, out: Tensor | None, backend: str) -> Tensor:
+    if out is not None:
+        check_out(operands, out)
+        if overlaps_operand(operands, out):
+            return out.copy_(_compute(operands, None, backend))
     folded, folded_out = fold_batch(operands, out)
     decision = dispatch.decide(folded, backend, out=folded_out)
     result = library.gemm(folded, out=folded_out) if decision is None else operator.compute(decision)
-    return out if out is not None else result if folded is operands else result.view(operands.size)
+    if out is not None:
+        return out
+    return result if folded is operands else result.view(operands.size)
 
 
 def gemm_logsumexp(

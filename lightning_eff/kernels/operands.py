@@ -82,10 +82,6 @@ class Operands:
         """Shape of D."""
         return (*self.batch, self.M, self.columns)
 
-    def product(self) -> Operands:
-        """Return A and B alone, for a float32 product."""
-        return Operands(a=self.a, b=self.b, out_dtype=torch.float32, batch=self.batch)
-
     def shape(self, *, adds: bool = False) -> Shape:
         """Return what the choice of a config depends on.
 
@@ -94,14 +90,13 @@ class Operands:
         """
         aligned = not self.batch and is_aligned(self.a) and is_aligned(self.b)
         aligned = aligned and self.columns * self.out_dtype.itemsize % TMA_BYTES == 0
-        # A bias costs neither backend a pass of its own.
-        fused = (self.scale_a, self.scale_b, self.activation)
         read = [tensor.element_size() for tensor in (self.c, self.at) if tensor is not None]
         return Shape(
             M=self.M, N=self.N, K=self.K, dtype=self.a.dtype, out_dtype=self.out_dtype,
             batch=math.prod(self.batch), aligned=aligned, reads_c=self.c is not None, adds=adds,
             layout="".join("n" if matrix.stride(-1) == 1 else "t" for matrix in (self.a, self.b)),
-            fused=any(operand is not None for operand in fused),
+            # A bias costs neither backend a pass of its own.
+            fused=any(part is not None for part in (self.scale_a, self.scale_b, self.activation)),
             columns_ratio=self.columns / max(self.N, 1),
             reads_at=self.at is not None, read_itemsize=max(read, default=0),
             tf32=float32_precision(self.a) == "tf32",
@@ -154,16 +149,7 @@ def check_operands(
         ValueError: Shapes, devices, an activation or a scale do not fit.
         TypeError: A dtype that the kernels do not multiply, or two that differ.
     """
-    if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
-        text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: expected [*batch, M, K] and [*batch, K, N]"
-        raise ValueError(text)
-    _check_dtypes(a, b, out_dtype)
-    _check_activation(activation, a, b, at)
-    try:
-        batch = batch_of(a, b)
-    except RuntimeError:
-        text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: their batch axes cannot be broadcast"
-        raise ValueError(text) from None
+    batch = _check_product(a, b, out_dtype, activation, at)
     tensors = {"b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b, "gradient_at": at}
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != a.device:
@@ -172,19 +158,13 @@ def check_operands(
     M, N = a.shape[-2], b.shape[-1]
     bias = _expanded("bias", bias, (N,))
     operands = Operands(
-        a=a,
-        b=b,
-        alpha=alpha,
-        beta=beta,
-        activation=activation,
-        at=at,
+        a=a, b=b, alpha=alpha, beta=beta, activation=activation, at=at, batch=batch,
         c=_expanded("c", c, (*batch, M, N)),
         bias=bias.contiguous() if bias is not None else None,
         scale_a=_expanded_scale("scale_a", scale_a, M),
         scale_b=_expanded_scale("scale_b", scale_b, N),
         out_dtype=out_dtype or (torch.bfloat16 if a.dtype in FLOAT8 else a.dtype),
-        batch=batch,
-    )
+    )  # fmt: skip
     if at is not None:
         operands.at = _expanded("gradient_at", at, operands.size)
         check_no_gradient(operands, "gemm(gradient_at=...)")
@@ -193,24 +173,24 @@ def check_operands(
     return operands
 
 
-def _check_dtypes(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> None:
-    dtypes = f"gemm of a {a.dtype} and b {b.dtype}"
+def _check_product(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype | None, activation: str | None, at: Tensor | None
+) -> tuple[int, ...]:
+    """Check the shapes of A and B, the dtypes and the activation, and return the batch axes."""
+    if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
+        text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: expected [*batch, M, K] and [*batch, K, N]"
+        raise ValueError(text)
     if a.dtype not in OPERAND_DTYPES or b.dtype not in OPERAND_DTYPES:
-        text = f"{dtypes}: expected {_names(OPERAND_DTYPES)}"
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in OPERAND_DTYPES)
+        text = f"gemm of a {a.dtype} and b {b.dtype}: expected {names}"
         raise TypeError(text)
     if out_dtype not in (None, *RESULT_DTYPES):
-        text = f"out_dtype={out_dtype}: expected {_names(RESULT_DTYPES)}, or None"
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in RESULT_DTYPES)
+        text = f"out_dtype={out_dtype}: expected {names}, or None"
         raise TypeError(text)
     if a.dtype != b.dtype and not (a.dtype in FLOAT8 and b.dtype in FLOAT8):
-        text = f"{dtypes}: expected one dtype for both, or two float8 dtypes"
+        text = f"gemm of a {a.dtype} and b {b.dtype}: expected one dtype for both, or two float8 dtypes"
         raise TypeError(text)
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
-def _check_activation(activation: str | None, a: Tensor, b: Tensor, at: Tensor | None) -> None:
     if activation is not None and activation not in ACTIVATIONS:
         text = f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
         raise ValueError(text)
@@ -223,6 +203,11 @@ def _check_activation(activation: str | None, a: Tensor, b: Tensor, at: Tensor |
             "of columns of b, a gate and an up for each column of the result"
         )
         raise ValueError(text)
+    try:
+        return batch_of(a, b)
+    except RuntimeError:
+        text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: their batch axes cannot be broadcast"
+        raise ValueError(text) from None
 
 
 def _expanded(name: str, tensor: Tensor | None, size: tuple[int, ...]) -> Tensor | None:
@@ -313,12 +298,10 @@ def overlaps_operand(operands: Operands, out: Tensor) -> bool:
         return False
     c = None if operands.c is None or in_place(operands.c, out) else operands.c
     read = (operands.a, operands.b, c, operands.bias, operands.scale_a, operands.scale_b, operands.at)
-    begin, end = _addresses(out)
-    spans = [_addresses(tensor) for tensor in read if tensor is not None and tensor.numel()]
-    return any(first < end and begin < last for first, last in spans)
-
-
-def _addresses(tensor: Tensor) -> tuple[int, int]:
-    """Return the first address of a tensor's elements, and the one after the last."""
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    spans: list[tuple[int, int]] = []  # the first address of a tensor's elements, and the one after the last
+    for tensor in (out, *(tensor for tensor in read if tensor is not None and tensor.numel())):
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        num_elements = 1 + sum((length - 1) * stride for length, stride in steps)
+        spans.append((tensor.data_ptr(), tensor.data_ptr() + num_elements * tensor.element_size()))
+    begin, end = spans[0]
+    return any(first < end and begin < last for first, last in spans[1:])

@@ -111,11 +111,19 @@ def _operands(*arguments: Any) -> Operands:
     )  # fmt: skip
 
 
-def _implementation(*arguments: Any) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    OPERATOR_NAME, mutates_args=(), schema=f"({_TENSORS}, {_FACTORS}, str returns) -> (Tensor, Tensor)"
+)
+def _operator(*arguments: Any) -> tuple[Tensor, Tensor]:
     return _allocate_and_launch(Decision(_operands(*arguments)), arguments[-1])
 
 
-def _implementation_into(out: Tensor, *arguments: Any) -> None:
+@torch.library.custom_op(
+    f"{OPERATOR_NAME}_into",
+    mutates_args=("out",),
+    schema=f"(Tensor(a0!) out, {_TENSORS}, {_FACTORS}) -> ()",
+)
+def _operator_into(out: Tensor, *arguments: Any) -> None:
     if out.numel():
         operands = _operands(*arguments)
         launch(operands, Decision(operands, out).config(out), out)
@@ -143,7 +151,18 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...
     """
     if grad is None:
         return (None,) * _NUM_INPUTS
-    _check_differentiable(ctx)
+    if ctx.activation is not None and not ctx.has_pre:
+        text = f"{OPERATOR_NAME} saved no input of {ctx.activation}: call it with returns='pre'"
+        raise RuntimeError(text)
+    if ctx.is_scaled:
+        text = "gemm with scales has no gradient: a float8 layer computes its own from what it has scaled"
+        raise RuntimeError(text)
+    if ctx.activation not in (None, "relu") and torch.is_grad_enabled():
+        text = (
+            f"our kernels have no second derivative through activation={ctx.activation!r}: "
+            "apply the activation separately, or use backend='torch'"
+        )
+        raise RuntimeError(text)
     a, b, pre = ctx.saved_tensors
     if ctx.activation is not None:
         grad = activation_gradient(grad, pre, ctx.activation)
@@ -161,40 +180,13 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...
     )
 
 
-def _check_differentiable(ctx: Any) -> None:
-    text = ""
-    if ctx.activation is not None and not ctx.has_pre:
-        text = f"{OPERATOR_NAME} saved no input of {ctx.activation}: call it with returns='pre'"
-    elif ctx.is_scaled:
-        text = "gemm with scales has no gradient: a float8 layer computes its own from what it has scaled"
-    elif ctx.activation not in (None, "relu") and torch.is_grad_enabled():
-        text = (
-            f"our kernels have no second derivative through activation={ctx.activation!r}: "
-            "apply the activation separately, or use backend='torch'"
-        )
-    if text:
-        raise RuntimeError(text)
-
-
 def _product(a: Tensor, b: Tensor, alpha: float, like: Tensor) -> Tensor:
     """Return alpha * a @ b by our kernels, as in the forward pass, summed to the shape of `like`."""
     operands = Operands(a=a, b=b, alpha=alpha, out_dtype=like.dtype, batch=batch_of(a, b))
     return compute(Decision(operands)).sum_to_size(like.shape)
 
 
-_operator = torch.library.custom_op(
-    OPERATOR_NAME,
-    _implementation,
-    mutates_args=(),
-    schema=f"({_TENSORS}, {_FACTORS}, str returns) -> (Tensor, Tensor)",
-)
 _operator.register_fake(lambda *arguments: _allocate(_operands(*arguments), arguments[-1]))
 _operator.register_autograd(_backward, setup_context=_setup_context)
-_operator_into = torch.library.custom_op(
-    f"{OPERATOR_NAME}_into",
-    _implementation_into,
-    mutates_args=("out",),
-    schema=f"(Tensor(a0!) out, {_TENSORS}, {_FACTORS}) -> ()",
-)
 register_flop_formula(torch.ops.lightning_eff.gemm)(_flop)
 register_flop_formula(torch.ops.lightning_eff.gemm_into)(lambda _, *shapes, **__: _flop(*shapes))

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _swiglu(x: Tensor) -> Tensor:
-    return F.silu(x[..., 0::2]) * x[..., 1::2]
-
-
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
-    "gelu_tanh": _gelu_tanh,
-    "swiglu": _swiglu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "swiglu": lambda x: F.silu(x[..., 0::2]) * x[..., 1::2],
 }
 """Activations that the kernels compute. Not the exact GELU: erf spills registers."""
 GATED = ("swiglu",)

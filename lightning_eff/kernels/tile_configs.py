@@ -51,9 +51,8 @@ class TileConfig:
 
     def __str__(self) -> str:
         # The key of a config in the files that `bench --tune` writes: a change invalidates them.
-        text = (
-            f"{self.kernel} {self.block_m}x{self.block_n}, {self.num_stages} stages, {self.num_warps} warps"
-        )
+        block = f"{self.kernel} {self.block_m}x{self.block_n}"
+        text = f"{block}, {self.num_stages} stages, {self.num_warps} warps"
         marks = {"subtiles": self.subtiles > 1, "specialized": self.specialize, "adding": self.adds}
         marks[f"K in {self.split_k} parts"] = self.split_k > 1
         return ", ".join([text, *(mark for mark, holds in marks.items() if holds)])
@@ -61,21 +60,13 @@ class TileConfig:
     @property
     def constants(self) -> dict[str, bool | int]:
         """Constants of `gemm_tma` alone; its two loops are flattened unless warps specialize."""
-        return {
-            "SUBTILES": self.subtiles,
-            "ADDS": self.adds,
-            "FLATTEN": not self.specialize,
-            "SPECIALIZE": self.specialize,
-        }
-
-    def block_k(self, itemsize: int) -> int:
-        """Return the depth of a step in elements."""
-        return self.block_k_bytes // itemsize
+        marks = {"SUBTILES": self.subtiles, "ADDS": self.adds}
+        return marks | {"FLATTEN": not self.specialize, "SPECIALIZE": self.specialize}
 
     def shared_bytes(self, shape: Shape) -> int:
         """Return the most shared memory that `gemm_tma` uses.
 
-        (num_stages * (block_m + block_n) * block_k) of operands, and a finished tile [block_m, block_n /
+        num_stages * (block_m + block_n) * block_k of operands, and a finished tile [block_m, block_n /
         subtiles] for each tensor that is stored or read in the epilogue.
         """
         if self.split_k > 1:  # the epilogue is computed by reduce_split_k
@@ -170,16 +161,6 @@ class Shape:
         """
         aligned = not (N * dtype.itemsize % TMA_BYTES or K * dtype.itemsize % TMA_BYTES)
         return cls(M=M, N=N, K=K, dtype=dtype, aligned=aligned)
-
-    @property
-    def has_tensor_cores(self) -> bool:
-        """Whether tensor cores multiply this dtype: not float32, except as TF32."""
-        return self.dtype != torch.float32 or self.tf32
-
-    @property
-    def flop(self) -> int:
-        """Operations; a multiplication and an addition count as two."""
-        return 2 * self.batch * self.M * self.N * self.K
 
     @property
     def out_itemsize(self) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 
@@ -29,7 +28,6 @@ MARGIN_BYTES = 2048
 """Shared memory that a kernel uses besides tiles, at most: barriers, and scratch of the epilogue."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Cost:
     """The predicted cost of a config for a shape on a device.
 
@@ -37,44 +35,33 @@ class Cost:
         shape: Of the GEMM.
         config: Of the kernel.
         device: That computes it.
+
+    Attributes:
+        grid: Tiles along M and along N.
+        num_tiles: Tiles of all products, times the number of splits of K.
+        waves: Tiles per SM.
+        wave_quantization: Fraction of the SMs' time that is idle in the last wave.
+        tile_quantization: Fraction of the computed elements that are beyond the edge of the result.
+        depth: Columns of A that one tile reads, in whole steps.
+        l2_bytes: Bytes from the L2 cache to the SMs: both operands of every tile.
+        memory_bytes: Bytes to and from memory: operands once per wave, or once if the L2 cache holds them; D.
+        bound: The longest of `computing`, `memory` and `the cache`.
+        seconds: Predicted time: that of `bound`, and one launch, two with split K.
+        peak_fraction: Predicted fraction of the device's peak.
     """
 
-    shape: Shape
-    config: TileConfig
-    device: Device
+    def __init__(self, *, shape: Shape, config: TileConfig, device: Device) -> None:
+        self.shape, self.config, self.device = shape, config, device
+        itemsize, block_m, block_n = shape.dtype.itemsize, config.block_m, config.block_n
+        rows, columns = self.grid = -(-shape.M // block_m), -(-shape.N // block_n)
+        self.num_tiles = shape.batch * rows * columns * config.split_k
+        self.waves = self.num_tiles / device.num_sms
+        self.wave_quantization = 1.0 - self.waves / math.ceil(self.waves)
+        self.tile_quantization = 1.0 - shape.M * shape.N / (rows * block_m * columns * block_n)
+        block_k = config.block_k_bytes // itemsize
+        self.depth = -(-shape.K // (block_k * config.split_k)) * block_k
+        self.l2_bytes = self.num_tiles * (block_m + block_n) * self.depth * itemsize
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Tiles along M and along N."""
-        return -(-self.shape.M // self.config.block_m), -(-self.shape.N // self.config.block_n)
-
-    @property
-    def num_tiles(self) -> int:
-        """Tiles of all products, times the number of splits of K."""
-        return self.shape.batch * self.grid[0] * self.grid[1] * self.config.split_k
-
-    @property
-    def waves(self) -> float:
-        """Tiles per SM."""
-        return self.num_tiles / self.device.num_sms
-
-    @property
-    def wave_quantization(self) -> float:
-        """Fraction of the SMs' time that is idle in the last wave."""
-        return 1.0 - self.waves / math.ceil(self.waves)
-
-    @property
-    def tile_quantization(self) -> float:
-        """Fraction of the computed elements that are beyond the edge of the result."""
-        rows, columns = self.grid
-        computed = rows * self.config.block_m * columns * self.config.block_n
-        return 1.0 - self.shape.M * self.shape.N / computed
-
-    @cached_property
-    def memory_bytes(self) -> float:
-        """Bytes to and from memory: operands once per wave, or once if the L2 cache holds them; and D."""
-        shape, config, (rows, columns) = self.shape, self.config, self.grid
-        itemsize = shape.dtype.itemsize
         # What the epilogue reads for each element of the product: C, and the input of an activation.
         read = shape.columns_ratio * shape.reads_at + shape.reads_c
         read_bytes = read * max(shape.read_itemsize, shape.out_itemsize)
@@ -82,53 +69,26 @@ class Cost:
         result = elements * (shape.out_itemsize * shape.columns_ratio + read_bytes)
         if config.split_k > 1:  # float32 partial sums are written and read
             result += 2 * 4 * elements * config.split_k
-        once = shape.batch * (shape.M + shape.N) * shape.K * itemsize
-        if once <= self.device.l2_bytes / 2:
-            return result + once
-        # A wave is a band of 8 rows of tiles (GROUP_M), as wide as the SMs allow.
-        wave_rows = min(8, rows)
-        wave_columns = min(columns, max(1, self.device.num_sms // wave_rows))
-        wave_elements = (wave_rows * config.block_m + wave_columns * config.block_n) * self.depth
-        waves = max(1.0, self.num_tiles / (wave_rows * wave_columns))
-        return result + max(once, wave_elements * itemsize * waves)
+        operands = shape.batch * (shape.M + shape.N) * shape.K * itemsize
+        if operands > device.l2_bytes / 2:
+            # A wave is a band of 8 rows of tiles (GROUP_M), as wide as the SMs allow.
+            wave_rows = min(8, rows)
+            wave_columns = min(columns, max(1, device.num_sms // wave_rows))
+            wave_elements = (wave_rows * block_m + wave_columns * block_n) * self.depth
+            waves = max(1.0, self.num_tiles / (wave_rows * wave_columns))
+            operands = max(operands, wave_elements * itemsize * waves)
+        self.memory_bytes = result + operands
 
-    @property
-    def depth(self) -> int:
-        """Columns of A that one tile reads, in whole steps."""
-        block_k = self.config.block_k(self.shape.dtype.itemsize)
-        return -(-self.shape.K // (block_k * self.config.split_k)) * block_k
-
-    @property
-    def l2_bytes(self) -> float:
-        """Bytes from the L2 cache to the SMs: both operands of every tile."""
-        blocks = self.config.block_m + self.config.block_n
-        return self.num_tiles * blocks * self.depth * self.shape.dtype.itemsize
-
-    @cached_property
-    def seconds(self) -> float:
-        """Predicted time: the longest of computing, memory and L2 cache, and one launch, two with split K."""
-        return max(self._times.values()) + KERNEL_LAUNCH_S * (2 if self.config.split_k > 1 else 1)
-
-    @property
-    def bound(self) -> str:
-        """The longest of `computing`, `memory` and `the cache`."""
-        return max(self._times, key=lambda resource: self._times[resource])
-
-    @cached_property
-    def _times(self) -> dict[str, float]:
-        peak = self.device.peak(self.shape.dtype, tf32=self.shape.tf32)
-        sm_flops = peak * self.config.efficiency / self.device.num_sms
-        tile_s = 2 * self.config.block_m * self.config.block_n * self.depth / sm_flops
-        return {
+        peak = device.peak(shape.dtype, tf32=shape.tf32)
+        tile_s = 2 * block_m * block_n * self.depth / (peak * config.efficiency / device.num_sms)
+        times = {
             "computing": math.ceil(self.waves) * tile_s,
-            "memory": self.memory_bytes / (self.device.memory_gbs * 1e9),
-            "the cache": self.l2_bytes / (self.device.l2_gbs * 1e9),
+            "memory": self.memory_bytes / (device.memory_gbs * 1e9),
+            "the cache": self.l2_bytes / (device.l2_gbs * 1e9),
         }
-
-    @property
-    def peak_fraction(self) -> float:
-        """Predicted fraction of the device's peak."""
-        return self.shape.flop / self.seconds / self.device.peak(self.shape.dtype, tf32=self.shape.tf32)
+        self.bound = max(times, key=lambda resource: times[resource])
+        self.seconds = times[self.bound] + KERNEL_LAUNCH_S * (2 if config.split_k > 1 else 1)
+        self.peak_fraction = 2 * elements * shape.K / self.seconds / peak
 
 
 def fits(config: TileConfig, shape: Shape, device: Device) -> bool:
@@ -137,17 +97,21 @@ def fits(config: TileConfig, shape: Shape, device: Device) -> bool:
         return False
     if config.split_k > 1:
         # Worth it where most SMs would be idle otherwise, and each split has two steps at least.
-        cost = Cost(shape=shape, config=config, device=device)
-        is_long = 2 * config.split_k * config.block_k(shape.dtype.itemsize) <= shape.K
-        if not is_long or 2 * cost.num_tiles > config.split_k * device.num_sms:
+        num_tiles = shape.batch * -(-shape.M // config.block_m) * -(-shape.N // config.block_n)
+        is_long = 2 * config.split_k * (config.block_k_bytes // shape.dtype.itemsize) <= shape.K
+        if not is_long or 2 * num_tiles > device.num_sms:
             return False
     if config.kernel == "tma":
-        has_tma = device.has_tma and shape.aligned and shape.has_tensor_cores and shape.batch == 1
-        if not has_tma or config.adds > shape.adds:
+        if not _has_tma(shape, device) or not shape.aligned or shape.batch != 1 or config.adds > shape.adds:
             return False
         if config.shared_bytes(shape) + MARGIN_BYTES > device.shared_bytes:
             return False
     return config.can_finish(shape)
+
+
+def _has_tma(shape: Shape, device: Device) -> bool:
+    """Return whether TMA may feed the tensor cores: since Hopper, and not with float32, except as TF32."""
+    return device.capability >= 90 and (shape.dtype != torch.float32 or shape.tf32)
 
 
 def fitting_configs(shape: Shape, device: Device) -> list[TileConfig]:
@@ -202,7 +166,8 @@ class Explanation:
         )
         rows, columns = cost.grid
         splits = f", K in {cost.config.split_k} parts," if cost.config.split_k > 1 else ""
-        better_m = f": M={_either(self.fitting_m)} {'fits' if len(self.fitting_m) == 1 else 'fit'}"
+        fitting_m = " or ".join(map(str, self.fitting_m))
+        better_m = f": M={fitting_m} {'fits' if len(self.fitting_m) == 1 else 'fit'}"
         yield (
             f"{rows} x {columns} tiles{splits} make {cost.waves:.2f} waves of {device.num_sms} SMs, "
             f"wave quantization {cost.wave_quantization:.0%}"
@@ -213,13 +178,9 @@ class Explanation:
             if value not in better:
                 yield (
                     f"a row of {letter}={value} is {value * shape.dtype.itemsize} bytes, "
-                    f"no multiple of {TMA_BYTES}: no TMA; pad {letter} to {_either(better)}"
+                    f"no multiple of {TMA_BYTES}: no TMA; pad {letter} to {' or '.join(map(str, better))}"
                 )
         yield f"{cost.memory_bytes / 1e9:.3g} GB to and from memory, bound by {cost.bound}"
-
-
-def _either(sizes: tuple[int, ...]) -> str:
-    return " or ".join(map(str, sizes))
 
 
 def explain_tiles(
@@ -256,10 +217,10 @@ def explain_tiles(
         raise ValueError(text)
     shape = Shape.packed(M, N, K, dtype)
     cost = rank_configs(shape, device)[0]
-    uses_tma = device.has_tma and shape.has_tensor_cores
+    uses_tma = _has_tma(shape, device)
     return Explanation(
         cost=cost,
-        fitting_m=tuple(_fitting_m(cost)),
+        fitting_m=_fitting_m(cost),
         aligned_n=_aligned(N, dtype.itemsize, cost.config.block_n) if uses_tma else (N,),
         aligned_k=_aligned(K, dtype.itemsize, 64) if uses_tma else (K,),
     )
@@ -269,7 +230,7 @@ def size_multiple(dtype: torch.dtype, device: str | Device) -> int:
     """Return what the sizes of a GEMM should be multiples of, in elements: 16 bytes on tensor cores.
 
     NVIDIA recommends 8 elements of 16 bits, 16 of float8, 4 of float32 (as TF32). A CPU, or a GPU without
-    tensor cores, has no such preference.
+    tensor cores (before Volta), has no such preference.
 
     Args:
         dtype: Of the operands.
@@ -280,26 +241,24 @@ def size_multiple(dtype: torch.dtype, device: str | Device) -> int:
         (8, 1)
     """
     device = devices.named(device) if isinstance(device, str) else device
-    return max(1, TMA_BYTES // dtype.itemsize) if device.has_tensor_cores else 1
+    return max(1, TMA_BYTES // dtype.itemsize) if device.capability >= 70 else 1
 
 
-def _fitting_m(cost: Cost) -> Iterator[int]:
-    """Yield M if it fills the device, else the next smaller and the next larger that do, in whole tiles."""
-    block, num_sms, rows = cost.config.block_m, cost.device.num_sms, cost.grid[0]
-
-    def fills(rows: int) -> bool:
-        best = rank_configs(replace(cost.shape, M=rows * block), cost.device)[0]
-        is_full = best.waves >= 1.0 and 1.0 - best.wave_quantization >= MIN_WAVE_EFFICIENCY
-        return is_full and best.config.split_k == 1
-
+def _fitting_m(cost: Cost) -> tuple[int, ...]:
+    """Return M if it fills the device, else the next smaller and the next larger that do, in whole tiles."""
     # With less than one wave, another M gains nothing.
     if 1.0 - cost.wave_quantization >= MIN_WAVE_EFFICIENCY or cost.waves < 1.0:
-        yield cost.shape.M
-        return
+        return (cost.shape.M,)
+    block, num_sms, rows = cost.config.block_m, cost.device.num_sms, cost.grid[0]
+    fitting: list[int] = []
     for candidates in (range(rows - 1, 0, -1), range(rows + 1, rows + 2 * num_sms + 1)):
-        filling = next((rows for rows in candidates if fills(rows)), None)
-        if filling is not None:
-            yield filling * block
+        for num_rows in candidates:
+            best = rank_configs(replace(cost.shape, M=num_rows * block), cost.device)[0]
+            is_full = best.waves >= 1.0 and 1.0 - best.wave_quantization >= MIN_WAVE_EFFICIENCY
+            if is_full and best.config.split_k == 1:
+                fitting.append(num_rows * block)
+                break
+    return tuple(fitting)
 
 
 def _aligned(size: int, itemsize: int, block: int) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ class GemmReport:
             "means": self._means(),
             "host": {name: asdict(timing) for name, timing in self.host.items()},
             "targets": [asdict(target) | {"verdict": target.verdict} for target in self.targets()],
-            "compiled": [compiled.as_dict() for compiled in self.compiled],
+            "compiled": [asdict(compiled) | {"fits": compiled.fits} for compiled in self.compiled],
             "not_compiled": self.not_compiled,
             "measured_on_gpu": self.on_gpu,
             "environment": dict(self.environment),
@@ -101,11 +101,9 @@ class GemmReport:
         plain = [c for c in plain if layout in (None, c.case.layout)]
         configs = [ratio for c in plain if (ratio := c.ratio(c.best_config)) is not None]
         calls = [ratio for c in plain if (ratio := c.ratio(c.named(DISPATCH))) is not None]
-        means = {
-            "best_row": geometric_mean(configs) if configs else None,
-            "gemm": geometric_mean(calls) if calls else None,
-        }
-        return {"layout": layout or "all", "cases": len(plain), **means} if configs or calls else None
+        means = {"best_row": configs, "gemm": calls}
+        values = {name: geometric_mean(ratios) if ratios else None for name, ratios in means.items()}
+        return {"layout": layout or "all", "cases": len(plain), **values} if configs or calls else None
 
     def _means(self) -> list[dict[str, Any]]:
         return [mean for layout in (*LAYOUTS, None) if (mean := self.mean(layout))]
@@ -114,108 +112,104 @@ class GemmReport:
         """Return the targets that were fully measured: on a GPU, in bfloat16, with the default list."""
         if not self.on_gpu:
             return []
-        return [*self._cube_targets(), *self._mean_targets(), *self._host_targets()]
-
-    def _cube_targets(self) -> Iterator[Target]:
+        targets: list[Target] = []
         for comparison in self.comparisons:
             case, best = comparison.case, comparison.best_config
             if case.is_cube and (case.layout, case.dtype, case.kind) == ("nt", torch.bfloat16, "plain"):
                 ratio = comparison.ratio(best)
                 speed = case.flop / best.timings["graph"].median_s / 1e12 if best else None
-                yield Target(what=f"best config, {case}", value=ratio, must=0.93, ambitious=0.98)
-                yield Target(what="  its TFLOP/s", value=speed, must=None, ambitious=770.0)
-
-    def _mean_targets(self) -> Iterator[Target]:
+                targets.append(Target(what=f"best config, {case}", value=ratio, must=0.93, ambitious=0.98))
+                targets.append(Target(what="  its TFLOP/s", value=speed, must=None, ambitious=770.0))
         listed = {c for c in default_cases(torch.bfloat16) if c.kind == "plain" and not c.is_cube}
         measured = [comparison for comparison in self.comparisons if comparison.case in listed]
-        if {comparison.case for comparison in measured} != listed:
-            return
-        configs = [comparison.ratio(comparison.best_config) for comparison in measured]
-        calls = [comparison.ratio(comparison.named(DISPATCH)) for comparison in measured]
-        yield Target(what="best configs, geometric mean", value=_mean(configs), must=0.90, ambitious=0.96)
-        yield Target(what="gemm, geometric mean", value=_mean(calls), must=None, ambitious=1.00)
-        worst = None if None in calls else min(call for call in calls if call is not None)
-        yield Target(what="gemm, worst case", value=worst, must=0.99, ambitious=None)
-
-    def _host_targets(self) -> Iterator[Target]:
+        if {comparison.case for comparison in measured} == listed:
+            ratios = [(c.ratio(c.best_config), c.ratio(c.named(DISPATCH))) for c in measured]
+            configs = [config for config, _ in ratios if config is not None]
+            calls = [call for _, call in ratios if call is not None]
+            # A mean over all cases: none where a candidate of a case was not timed.
+            config_mean = geometric_mean(configs) if len(configs) == len(measured) else None
+            call_mean = geometric_mean(calls) if len(calls) == len(measured) else None
+            worst = min(calls) if len(calls) == len(measured) else None
+            targets += [
+                Target(what="best configs, geometric mean", value=config_mean, must=0.90, ambitious=0.96),
+                Target(what="gemm, geometric mean", value=call_mean, must=None, ambitious=1.00),
+                Target(what="gemm, worst case", value=worst, must=0.99, ambitious=None),
+            ]
         for name, timing in self.host.items():
             if name.startswith(DISPATCH):
                 what, us = f"{name}, host us", timing.median_s * US
-                yield Target(what=what, value=us, must=30.0, ambitious=12.0, smaller_is_better=True)
+                targets.append(Target(what=what, value=us, must=30.0, ambitious=12.0, smaller_is_better=True))
+        return targets
 
     def text(self) -> str:
         """Return all tables."""
-        return "\n\n".join(self._sections()) + "\n"
-
-    def _sections(self) -> Iterator[str]:
-        yield TWO_METHODS if self.on_gpu else NO_GPU
-        yield "\n".join(f" {key}: {value}" for key, value in self.environment.items())
+        environment = "\n".join(f" {key}: {value}" for key, value in self.environment.items())
         header = ["M x N x K", "layout", "kind", "dtype", "library ms"]
         header += ["TFLOP/s", "best config", "ms", "ratio"] if self.on_gpu else []
         header += ["gemm ms", "ratio", "computed by", "correct"]
-        yield text_table(header, [list(_case_cells(c, on_gpu=self.on_gpu)) for c in self.comparisons])
+        cases = [list(_case_cells(c, on_gpu=self.on_gpu)) for c in self.comparisons]
+        sections = [TWO_METHODS if self.on_gpu else NO_GPU, environment, text_table(header, cases)]
         means = [
             [mean["layout"], str(mean["cases"]), _number(mean["best_row"]), _number(mean["gemm"])]
             for mean in self._means()
         ]
         if means:
-            yield text_table(["geometric mean of ratios", "cases", "best config", "gemm"], means)
-        times = ", ".join(f"{name} {_range(timing, US, 1)} us" for name, timing in self.host.items())
-        yield f" host time per call: {times}"
+            sections.append(text_table(["geometric mean of ratios", "cases", "best config", "gemm"], means))
+        times = ", ".join(f"{name} {_time(timing, US, 1)} us" for name, timing in self.host.items())
+        sections.append(f" host time per call: {times}")
         targets = [
             [t.what, _number(t.value), _number(t.must), _number(t.ambitious), t.verdict]
             for t in self.targets()
         ]
         if targets:
-            yield text_table(["target", "measured", "must", "ambitious", ""], targets)
-        if not self.on_gpu:
-            yield self._compiled_section()
+            sections.append(text_table(["target", "measured", "must", "ambitious", ""], targets))
+        if not self.on_gpu and self.not_compiled:
+            sections.append(f" configs for sm_90: not compiled. {self.not_compiled}")
+        elif not self.on_gpu:
+            sections.append(_compiled_table(self.compiled))
         for comparison, result in self.incorrect:
-            case = comparison.case
+            case = f"{comparison.case} {comparison.case.layout} {comparison.case.kind}"
             why = result.refusal or f"its error is {result.error:.3g} times what is allowed"
-            yield f" INCORRECT, not timed: {result.name} for {case} {case.layout} {case.kind}: {why}"
-
-    def _compiled_section(self) -> str:
-        if self.not_compiled:
-            return f" configs for sm_90: not compiled. {self.not_compiled}"
-        header = ["config for sm_90", "registers", "stack", "shared", "tensor core", "TMA", "spills", "fits"]
-        return text_table(header, [_compiled_cells(compiled) for compiled in self.compiled])
+            sections.append(f" INCORRECT, not timed: {result.name} for {case}: {why}")
+        return "\n\n".join(sections) + "\n"
 
 
 def _case_cells(comparison: CaseComparison, *, on_gpu: bool) -> Iterator[str]:
     method = "graph" if on_gpu else "clock"
     case, best = comparison.case, comparison.best_config
-    library, call = comparison.named(LIBRARY), comparison.named(DISPATCH)
+    library, call = comparison.named(LIBRARY).timings.get(method), comparison.named(DISPATCH)
     yield from (str(case), case.layout, case.kind, str(case.dtype).removeprefix("torch."))
-    yield _time(library, method)
+    yield _time(library)
     if on_gpu:
-        timing = library.timings.get(method)
-        yield _number(case.flop / timing.median_s / 1e12 if timing else None, 0)
-        yield from (best.name, _time(best, method)) if best else ("-", "-")
+        yield _number(case.flop / library.median_s / 1e12 if library else None, 0)
+        yield from (best.name, _time(best.timings.get(method))) if best else ("-", "-")
         yield _number(comparison.ratio(best))
-    yield _time(call, method)
+    yield _time(call.timings.get(method))
     yield _number(comparison.ratio(call))
     yield comparison.chosen
     yield "INCORRECT" if comparison.incorrect else "yes"
 
 
-def _compiled_cells(compiled: CompiledConfig) -> list[str]:
-    code = compiled.assembly
-    if code is None:
-        return [compiled.row, *("-",) * 6, f"no: {compiled.refusal}"]
-    counts = code.instructions
-    tma = counts["tma_loads"] + counts["tma_stores"] + counts["tma_adds"]
-    numbers = (code.registers, code.stack_bytes, code.shared_bytes, counts["tensor_core"], tma)
-    cells = [*map(str, numbers), str(counts["local_memory"])]
-    return [compiled.row, *cells, "yes" if compiled.fits else "no"]
+def _compiled_table(configs: Sequence[CompiledConfig]) -> str:
+    rows: list[list[str]] = []
+    for compiled in configs:
+        code = compiled.assembly
+        if code is None:
+            rows.append([compiled.row, *("-",) * 6, f"no: {compiled.refusal}"])
+            continue
+        counts = code.instructions
+        tma = counts["tma_loads"] + counts["tma_stores"] + counts["tma_adds"]
+        numbers = (code.registers, code.stack_bytes, code.shared_bytes, counts["tensor_core"], tma)
+        cells = [*map(str, numbers), str(counts["local_memory"])]
+        rows.append([compiled.row, *cells, "yes" if compiled.fits else "no"])
+    header = ["config for sm_90", "registers", "stack", "shared", "tensor core", "TMA", "spills", "fits"]
+    return text_table(header, rows)
 
 
-def _time(result: CandidateResult, method: str) -> str:
-    timing = result.timings.get(method)
-    return _range(timing, MS, 3) if timing else "INCORRECT"
-
-
-def _range(timing: Timing, unit: float, digits: int) -> str:
+def _time(timing: Timing | None, unit: float = MS, digits: int = 3) -> str:
+    """Return the median and the range of a time; a candidate without one was incorrect."""
+    if timing is None:
+        return "INCORRECT"
     times = (timing.median_s, timing.low_s, timing.high_s)
     median, low, high = (f"{seconds * unit:.{digits}f}" for seconds in times)
     return f"{median} ({low}..{high})"
@@ -223,9 +217,3 @@ def _range(timing: Timing, unit: float, digits: int) -> str:
 
 def _number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _mean(ratios: Sequence[float | None]) -> float | None:
-    """Return the geometric mean; None unless every ratio was measured."""
-    measured = [ratio for ratio in ratios if ratio is not None]
-    return geometric_mean(measured) if measured and len(measured) == len(ratios) else None

@@ -9,17 +9,9 @@ import torch
 
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.text import text_table
-from lightning_eff.kernels import devices
+from lightning_eff.kernels import devices, tiles
 from lightning_eff.kernels.bench import gemm_cases
-from lightning_eff.kernels.devices import Device
 from lightning_eff.kernels.tile_configs import Shape
-from lightning_eff.kernels.tiles import (
-    MIN_WAVE_EFFICIENCY,
-    Explanation,
-    explain_tiles,
-    rank_configs,
-    size_multiple,
-)
 
 EXPLAINED_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32)
 KNOWN_LAYERS = tuple((gemm_cases.TOKENS[-1], *weight) for weight in gemm_cases.WEIGHTS)
@@ -54,7 +46,7 @@ def known_device(key: str, name: str) -> str:
 
 def explain_layers(
     device: str, sizes: Sequence[tuple[int, int, int]] = KNOWN_LAYERS, dtype: torch.dtype = torch.bfloat16
-) -> list[Explanation]:
+) -> list[tiles.Explanation]:
     """Explain the forward passes of layers.
 
     Args:
@@ -62,7 +54,7 @@ def explain_layers(
         sizes: M, N and K of each layer.
         dtype: Of the operands.
     """
-    return [explain_tiles(*size, dtype, device) for size in sizes]
+    return [tiles.explain_tiles(*size, dtype, device) for size in sizes]
 
 
 def explain_micro_batches(device: str) -> str:
@@ -71,29 +63,29 @@ def explain_micro_batches(device: str) -> str:
     Args:
         device: A known name.
     """
-    info = devices.named(device)
+    info, max_idle = devices.named(device), 1.0 - tiles.MIN_WAVE_EFFICIENCY
     dtypes = [dtype for dtype in EXPLAINED_DTYPES if dtype.itemsize > 1 or info.has_float8]
-    multiples = [f"{size_multiple(dtype, info)} in {str(dtype).removeprefix('torch.')}" for dtype in dtypes]
+    names = {str(dtype).removeprefix("torch."): dtype for dtype in dtypes}
+    multiples = [f"{tiles.size_multiple(dtype, info)} in {name}" for name, dtype in names.items()]
     lines = [f"multiples for {info.name} (multiple_of=auto): {', '.join(multiples)}"]
     if not info.capability:
         return "\n".join([*lines, "no waves to fill: torch's library blocks a product for the caches"])
     lines.append(
         f"tokens, in steps of {STEP_TOKENS} to {MAX_TOKENS}, that leave at most "
-        f"{1.0 - MIN_WAVE_EFFICIENCY:.0%} of the time of {info.num_sms} SMs idle in a layer's forward pass "
+        f"{max_idle:.0%} of the time of {info.num_sms} SMs idle in a layer's forward pass "
         "(bfloat16):"
     )
-    table = [[f"{n} x {k}", *_filling_tokens(n, k, info)] for n, k in gemm_cases.WEIGHTS]
-    return "\n".join([*lines, text_table(["N x K", "from", "worst above"], table)])
-
-
-def _filling_tokens(n: int, k: int, device: Device) -> list[str]:
-    """Return the fewest tokens that fill a device, and the larger number that wastes most of it."""
+    rows: list[list[str]] = []
     sizes = range(STEP_TOKENS, MAX_TOKENS + 1, STEP_TOKENS)
-    best = {tokens: rank_configs(Shape.packed(tokens, n, k, torch.bfloat16), device)[0] for tokens in sizes}
-    full = {m: cost for m, cost in best.items() if cost.waves >= 1.0 and cost.config.split_k == 1}
-    max_idle = 1.0 - MIN_WAVE_EFFICIENCY
-    first = next((m for m, cost in full.items() if cost.wave_quantization <= max_idle), None)
-    if first is None:
-        return [f"above {MAX_TOKENS}", ""]
-    worst = max((m for m in sizes if m >= first), key=lambda m: best[m].wave_quantization)
-    return [str(first), f"{worst}, {best[worst].wave_quantization:.0%} idle"]
+    for n, k in gemm_cases.WEIGHTS:
+        best = {m: tiles.rank_configs(Shape.packed(m, n, k, torch.bfloat16), info)[0] for m in sizes}
+        full = [m for m, cost in best.items() if cost.waves >= 1.0 and cost.config.split_k == 1]
+        # The fewest tokens that fill the device, and the larger number that wastes most of it.
+        first = next((m for m in full if best[m].wave_quantization <= max_idle), None)
+        if first is None:
+            rows.append([f"{n} x {k}", f"above {MAX_TOKENS}", ""])
+            continue
+        worst = max((m for m in sizes if m >= first), key=lambda m: best[m].wave_quantization)
+        idle = f"{worst}, {best[worst].wave_quantization:.0%} idle"
+        rows.append([f"{n} x {k}", str(first), idle])
+    return "\n".join([*lines, text_table(["N x K", "from", "worst above"], rows)])

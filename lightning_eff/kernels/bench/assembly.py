@@ -13,7 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +103,9 @@ def assemble(config: TileConfig, variant: Variant, capability: int = 90, *, sums
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = gemm_tma if config.kernel == "tma" else gemm_pointers
-    constants = _constants(config, variant)
-    if sums:
-        kernel, own = reduce_split_k, {"BLOCK_M": SUM_M, "BLOCK_N": SUM_N, "stride_dn": 1}
-        constants = {name: value for name, value in (constants | own).items() if name in kernel.arg_names}
-    types = {name: _type(name, variant) for name in kernel.arg_names if name not in constants}
+    multiplies = gemm_tma if config.kernel == "tma" else gemm_pointers
+    kernel = reduce_split_k if sums else multiplies
+    constants, types = _arguments(kernel, config, variant)
     divisible = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
@@ -126,42 +123,36 @@ def assemble(config: TileConfig, variant: Variant, capability: int = 90, *, sums
     return _read(compiled.asm["cubin"], int(compiled.metadata.shared))
 
 
-def _constants(config: TileConfig, variant: Variant) -> dict[str, Any]:
-    """Return what a launch would compile in: sizes, the epilogue, absent tensors, strides of 1."""
+def _arguments(kernel: Any, config: TileConfig, variant: Variant) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what a launch would compile into a kernel, and Triton's types of its other arguments."""
     names = {"scales": ("scale_a", "scale_b")}
     names |= {name: (name,) for name in ("bias", "c", "at", "pre", "logsumexp")}
     absent = [name for key, tensors in names.items() if key not in variant.epilogue for name in tensors]
     a_by_rows, b_by_rows = variant.layout[0] == "n", variant.layout[1] == "n"
     constants: dict[str, Any] = dict.fromkeys(absent) | {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k(variant.dtype.itemsize),
-        "GROUP_M": GROUP_M,
-        "SPLIT_K": config.split_k,
-        "ACTIVATION": variant.activation,
-        "PRECISION": "tf32" if variant.tf32 else "ieee",
-        "INTERPRETED": False,
-        "stride_cn": 1,
-        "stride_xn": 1,
-    }
-    if config.kernel == "tma":
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k_bytes // variant.dtype.itemsize,
+        "GROUP_M": GROUP_M, "SPLIT_K": config.split_k, "ACTIVATION": variant.activation,
+        "PRECISION": "tf32" if variant.tf32 else "ieee", "INTERPRETED": False,
+        "stride_cn": 1, "stride_xn": 1,
+    }  # fmt: skip
+    if kernel is gemm_tma:
         layout = {"A_BY_ROWS": a_by_rows, "B_BY_ROWS": b_by_rows, "NUM_SMS": 132}
-        return constants | layout | config.constants
-    contiguous = {"stride_ak" if a_by_rows else "stride_am": 1, "stride_bn" if b_by_rows else "stride_bk": 1}
-    return constants | contiguous | {"stride_dn": 1}
-
-
-def _type(name: str, variant: Variant) -> str:
-    """Return Triton's type of an argument that is no constant."""
-    if name in ("a", "b"):
-        return f"*{_TRITON_DTYPES[variant.dtype]}"
-    if name in ("c", "at") and variant.read_dtype is not None:
-        return f"*{_TRITON_DTYPES[variant.read_dtype]}"
-    if name in ("c", "bias", "at", "pre", "d"):
-        return f"*{_TRITON_DTYPES[variant.out_dtype]}"
-    if name.startswith("scale") or name in ("logsumexp", "partials"):
-        return "*fp32"
-    return "fp32" if name in ("alpha", "beta") else "i64" if name.endswith("z") else "i32"
+        constants |= layout | config.constants
+    else:  # arguments that equal 1 are compiled in
+        layout = {"stride_ak" if a_by_rows else "stride_am", "stride_bn" if b_by_rows else "stride_bk"}
+        constants |= dict.fromkeys((*layout, "stride_dn"), 1)
+    if kernel is reduce_split_k:
+        constants |= {"BLOCK_M": SUM_M, "BLOCK_N": SUM_N}
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    read_dtype, float32 = variant.read_dtype or variant.out_dtype, torch.float32
+    tensors = dict.fromkeys(("a", "b"), variant.dtype) | dict.fromkeys(("c", "at"), read_dtype)
+    tensors |= dict.fromkeys(("bias", "pre", "d"), variant.out_dtype)
+    tensors |= dict.fromkeys(("scale_a", "scale_b", "logsumexp", "partials"), float32)
+    types = {name: f"*{_TRITON_DTYPES[dtype]}" for name, dtype in tensors.items()}
+    types |= {"alpha": "fp32", "beta": "fp32"}
+    types |= {name: "i64" if name.endswith("z") else "i32" for name in kernel.arg_names if name not in types}
+    return constants, {name: types[name] for name in kernel.arg_names if name not in constants}
 
 
 def _read(cubin: bytes, shared_bytes: int) -> Assembly:
@@ -208,18 +199,13 @@ class CompiledConfig:
         spills = code.stack_bytes + code.instructions["local_memory"]
         return not spills and code.shared_bytes <= DEVICES["h200"].shared_bytes
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        return asdict(self) | {"fits": self.fits}
-
 
 def compile_configs(configs: Iterable[TileConfig], dtype: torch.dtype) -> list[CompiledConfig]:
     """Compile configs for sm_90 as a linear layer launches them: forward, or adding its weight's gradient."""
     compiled: list[CompiledConfig] = []
     for config in configs:
-        variant = Variant(dtype=dtype, out_dtype=dtype)
-        if config.adds:
-            variant = Variant(dtype=dtype, out_dtype=torch.float32, layout="tn")
+        weight_gradient = Variant(dtype=dtype, out_dtype=torch.float32, layout="tn")
+        variant = weight_gradient if config.adds else Variant(dtype=dtype, out_dtype=dtype)
         try:
             compiled.append(CompiledConfig(row=str(config), assembly=assemble(config, variant)))
         except compiler_errors() as error:

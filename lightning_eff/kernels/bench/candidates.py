@@ -6,8 +6,10 @@ makes of them. On the CPU only `gemm` is measured, and it must cost what the lib
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -60,62 +62,60 @@ class Candidate:
 
 
 def compare_case(case: Case, device: torch.device, effort: Effort) -> CaseComparison:
-    """Check every candidate of a case, then time those that are correct."""
+    """Check every candidate of a case, then time those that are correct, in turn."""
     problem = timing.problem(case, device)
     shape = problem.operands.shape(adds=case.kind == "adds")
     chosen = dispatch.measured_config(shape, device)
     runs = candidates(problem, every_row=effort.every_row)
-    checked = [check_candidate(run, problem) for run in runs]
-    correct = [run for run, result in zip(runs, checked, strict=True) if result.is_correct]
-    timings = _timings(correct, problem, effort)
-    results = tuple(replace(result, timings=timings.get(result.name, {})) for result in checked)
-    return CaseComparison(
-        case=case,
-        results=results,
-        bucket=dispatch.bucket(shape),
-        chosen=str(chosen) if chosen is not None else dispatch.LIBRARY,
-    )
+    checked = {candidate.name: check_candidate(candidate, problem) for candidate in runs}
+    correct = [candidate for candidate in runs if checked[candidate.name].is_correct]
+    if device.type == "cuda":
+        # As many problems as exceed four times the L2 cache, so that no call finds its operands there.
+        num_bytes = sum(t.numel() * t.element_size() for t in (problem.a, problem.b, problem.d))
+        num_problems = min(timing.MAX_CALLS, 1 + 4 * devices.of(device).l2_bytes // num_bytes)
+        problems = [problem, *(problem.copy() for _ in range(num_problems - 1))]
+        flush = torch.empty(timing.FLUSH_BYTES, dtype=torch.int8, device=device)
+        methods = {
+            "flushed": {c.name: timing.flushed(partial(c.run, problem), effort.round_s) for c in correct},
+            "graph": {c.name: timing.captured([partial(c.run, p) for p in problems], flush) for c in correct},
+        }
+    else:
+        clocks = {c.name: timing.by_clock(partial(c.run, problem), effort.round_s) for c in correct}
+        methods = {"clock": clocks}
+    for method, measures in methods.items():
+        for name, timed in timing.interleaved(measures, effort.rounds).items():
+            checked[name].timings[method] = timed
+    results, bucket = tuple(checked.values()), dispatch.bucket(shape)
+    computed_by = str(chosen) if chosen is not None else dispatch.LIBRARY
+    return CaseComparison(case=case, results=results, bucket=bucket, chosen=computed_by)
 
 
 def candidates(problem: Problem, *, every_row: bool) -> list[Candidate]:
     """Return torch's library, `gemm`, and on a GPU configs."""
-    device = problem.d.device
+    case, device, adds = problem.case, problem.d.device, problem.start is not None
     backend = "auto" if device.type == "cuda" else "torch"
     decision = dispatch.decide(problem.operands, backend, out=problem.d)
+
+    def by_gemm(own: Problem) -> Tensor:
+        return gemm(
+            own.a, own.b, own.d if adds else None, beta=1.0 if adds else 0.0, bias=own.bias,
+            activation=case.activation, out_dtype=case.out_dtype, out=own.d, backend=backend,
+        )  # fmt: skip
+
     runs = [
         Candidate(name=LIBRARY, run=_by_library, by_library=True),
-        Candidate(name=DISPATCH, run=lambda problem: _by_gemm(problem, backend), by_library=decision is None),
+        Candidate(name=DISPATCH, run=by_gemm, by_library=decision is None),
     ]
     if device.type != "cuda" or assembly.why_not_compiled():
         return runs
-    shape = problem.operands.shape(adds=problem.case.kind == "adds")
+    shape = problem.operands.shape(adds=case.kind == "adds")
     ranked = [cost.config for cost in tiles.rank_configs(shape, devices.of(device))]
     return runs + [config_candidate(config) for config in (ranked if every_row else ranked[:TOP_CONFIGS])]
 
 
 def config_candidate(config: TileConfig) -> Candidate:
     """Return a config as a candidate."""
-
-    def run(problem: Problem) -> Tensor:
-        launch(problem.operands, config, problem.d)
-        return problem.d
-
-    return Candidate(name=str(config), run=run, by_library=False)
-
-
-def _by_gemm(problem: Problem, backend: str) -> Tensor:
-    adds = problem.start is not None
-    return gemm(
-        problem.a,
-        problem.b,
-        problem.d if adds else None,
-        beta=1.0 if adds else 0.0,
-        bias=problem.bias,
-        activation=problem.case.activation,
-        out_dtype=problem.case.out_dtype,
-        out=problem.d,
-        backend=backend,
-    )
+    return Candidate(name=str(config), run=lambda own: launch(own.operands, config, own.d), by_library=False)
 
 
 def _by_library(problem: Problem) -> Tensor:
@@ -131,8 +131,8 @@ def _by_library(problem: Problem) -> Tensor:
 
 
 def check_candidate(candidate: Candidate, problem: Problem) -> CandidateResult:
-    """Run a candidate into a result filled with NaN, and compare it with float64."""
-    problem.poison()
+    """Run a candidate into a result filled with NaN, or with C if it adds, and compare it with float64."""
+    problem.d.fill_(math.nan) if problem.start is None else problem.d.copy_(problem.start)
     try:
         result = candidate.run(problem)
     except assembly.compiler_errors() as error:
@@ -140,30 +140,6 @@ def check_candidate(candidate: Candidate, problem: Problem) -> CandidateResult:
         return CandidateResult(name=candidate.name, error=float("inf"), refusal=refusal)
     error = timing.error(problem, result, rounds_between=candidate.by_library)
     return CandidateResult(name=candidate.name, error=error)
-
-
-def _timings(runs: Sequence[Candidate], problem: Problem, effort: Effort) -> dict[str, dict[str, Timing]]:
-    """Return timings by candidate and method; the candidates take turns."""
-    device = problem.d.device
-
-    def call(run: Candidate, own: Problem = problem) -> TimedCall:
-        return lambda: run.run(own)
-
-    if device.type == "cuda":
-        num_problems = timing.num_copies(problem.num_bytes, devices.of(device).l2_bytes)
-        problems = [problem, *(problem.copy() for _ in range(num_problems - 1))]
-        flush = torch.empty(timing.FLUSH_BYTES, dtype=torch.int8, device=device)
-        methods = {
-            "flushed": {run.name: timing.flushed(call(run), effort.round_s) for run in runs},
-            "graph": {run.name: timing.captured([call(run, own) for own in problems], flush) for run in runs},
-        }
-    else:
-        methods = {"clock": {run.name: timing.by_clock(call(run), effort.round_s) for run in runs}}
-    timings: dict[str, dict[str, Timing]] = {}
-    for method, measures in methods.items():
-        for name, timed in timing.interleaved(measures, effort.rounds).items():
-            timings.setdefault(name, {})[method] = timed
-    return timings
 
 
 def host_times(device: torch.device, effort: Effort) -> dict[str, Timing]:

@@ -35,11 +35,6 @@ class CandidateResult:
         """Whether each element is within the bound of `timing.error`."""
         return self.error <= 1.0
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain types; JSON has no infinity."""
-        error = self.error if self.error < float("inf") else None
-        return asdict(self) | {"error": error, "correct": self.is_correct}
-
 
 @dataclass(frozen=True, kw_only=True)
 class CaseComparison:
@@ -64,9 +59,7 @@ class CaseComparison:
     @property
     def best_config(self) -> CandidateResult | None:
         """The correct config with the largest ratio; None where no config was measured."""
-        timed = [
-            result for result in self.results if result.name not in (LIBRARY, DISPATCH) and result.timings
-        ]
+        timed = [r for r in self.results if r.name not in (LIBRARY, DISPATCH) and r.timings]
         return max(timed, key=lambda result: self.ratio(result) or 0.0, default=None)
 
     @property
@@ -88,10 +81,12 @@ class CaseComparison:
     def as_dict(self) -> dict[str, Any]:
         """Return plain types."""
         case = asdict(self.case) | {"dtype": str(self.case.dtype).removeprefix("torch.")}
-        candidates = [
-            result.as_dict() | {"ratio": None if result.name == LIBRARY else self.ratio(result)}
-            for result in self.results
-        ]
+        candidates: list[dict[str, Any]] = []
+        for result in self.results:
+            error = result.error if result.error < float("inf") else None  # JSON has no infinity
+            ratio = None if result.name == LIBRARY else self.ratio(result)
+            more = {"error": error, "correct": result.is_correct, "ratio": ratio}
+            candidates.append(asdict(result) | more)
         return case | {"chosen": self.chosen, "candidates": candidates}
 
 
@@ -106,19 +101,12 @@ def fastest_by_bucket(comparisons: Iterable[CaseComparison]) -> dict[str, str]:
         buckets.setdefault(comparison.bucket, []).append(comparison)
     fastest: dict[str, str] = {}
     for bucket, members in buckets.items():
-        names = [result.name for result in members[0].results if result.name not in (LIBRARY, DISPATCH)]
-        gains = {name: gain for name in names if (gain := _gain(name, members)) is not None}
+        gains: dict[str, float] = {}
+        for name in [result.name for result in members[0].results if result.name not in (LIBRARY, DISPATCH)]:
+            results = [next((r for r in member.results if r.name == name), None) for member in members]
+            ratios = [member.ratio(result) for member, result in zip(members, results, strict=True)]
+            kept = [ratio for ratio in ratios if ratio is not None and ratio >= 1.0]
+            if len(kept) == len(members):
+                gains[name] = geometric_mean(kept)
         fastest[bucket] = max(gains, key=lambda name: gains[name]) if gains else dispatch.LIBRARY
     return fastest
-
-
-def _gain(name: str, members: Iterable[CaseComparison]) -> float | None:
-    """Return the mean ratio of a config; None where it is slower than the library in any case."""
-    ratios: list[float] = []
-    for member in members:
-        result = next((result for result in member.results if result.name == name), None)
-        ratio = member.ratio(result)
-        if ratio is None or ratio < 1.0:
-            return None
-        ratios.append(ratio)
-    return geometric_mean(ratios)

@@ -94,21 +94,6 @@ class Layer:
     outputs: int
     inputs: int
 
-    def case(self, layout: str, dtype: torch.dtype, kind: Kind = "plain") -> Case:
-        """Return its GEMM of a layout.
-
-        Example:
-            >>> [str(Layer(2048, 3072, 768).case(layout, torch.bfloat16)) for layout in LAYOUTS]
-            ['2048x3072x768', '2048x768x3072', '3072x768x2048']
-        """
-        sizes = {
-            "nt": (self.tokens, self.outputs, self.inputs),
-            "nn": (self.tokens, self.inputs, self.outputs),
-            "tn": (self.outputs, self.inputs, self.tokens),
-        }
-        M, N, K = sizes[layout]
-        return Case(M=M, N=N, K=K, layout=layout, dtype=dtype, kind=kind)
-
 
 LANGUAGE_MODELS = tuple(Layer(tokens, *weight) for weight in WEIGHTS for tokens in TOKENS)
 MORE = tuple(Layer(tokens, *weight) for weight in ((4096, 4096), (28672, 4096)) for tokens in (2048, 8192))
@@ -119,12 +104,24 @@ QUICK = (Layer(96, 256, 128), Layer(128, 128, 384))
 
 
 def cases(layers: Sequence[Layer], more: Sequence[Layer], dtype: torch.dtype) -> list[Case]:
-    """Return the three plain GEMMs of `layers`, then the `adds` and `fused` ones of `more`."""
-    return [
-        *(layer.case(layout, dtype) for layer in layers for layout in LAYOUTS),
-        *(layer.case("tn", dtype, "adds") for layer in more),
-        *(layer.case("nt", dtype, "fused") for layer in more),
+    """Return the three plain GEMMs of `layers`, then the `adds` and `fused` ones of `more`.
+
+    Example:
+        >>> [str(case) for case in cases([Layer(2048, 3072, 768)], [], torch.bfloat16)]
+        ['2048x3072x768', '2048x768x3072', '3072x768x2048']
+    """
+    gemms: list[tuple[Layer, str, Kind]] = [
+        *((layer, layout, "plain") for layer in layers for layout in LAYOUTS),
+        *((layer, "tn", "adds") for layer in more),
+        *((layer, "nt", "fused") for layer in more),
     ]
+    found: list[Case] = []
+    for layer, layout, kind in gemms:
+        T, outputs, inputs = layer.tokens, layer.outputs, layer.inputs
+        sizes = {"nt": (T, outputs, inputs), "nn": (T, inputs, outputs), "tn": (outputs, inputs, T)}
+        M, N, K = sizes[layout]
+        found.append(Case(M=M, N=N, K=K, layout=layout, dtype=dtype, kind=kind))
+    return found
 
 
 def default_cases(dtype: torch.dtype) -> list[Case]:

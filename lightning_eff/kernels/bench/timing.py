@@ -54,16 +54,6 @@ class Timing:
     low_s: float
     high_s: float
 
-    @classmethod
-    def of(cls, rounds_s: Sequence[float]) -> Timing:
-        """Return median and range of rounds.
-
-        Example:
-            >>> Timing.of([3.0, 1.0, 2.0])
-            Timing(median_s=2.0, low_s=1.0, high_s=3.0)
-        """
-        return cls(median_s=statistics.median(rounds_s), low_s=min(rounds_s), high_s=max(rounds_s))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -88,24 +78,11 @@ class Problem:
     @cached_property
     def operands(self) -> Operands:
         """The operands that kernels are launched with."""
+        adds = self.start is not None
         return check_operands(
-            self.a,
-            self.b,
-            self.d if self.start is not None else None,
-            beta=0.0 if self.start is None else 1.0,
-            bias=self.bias,
-            out_dtype=self.case.out_dtype,
-            activation=self.case.activation,
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that one call touches, each counted once."""
-        return sum(t.numel() * t.element_size() for t in (self.a, self.b, self.d))
-
-    def poison(self) -> None:
-        """Fill the result with NaN, or with C where the product is added to it."""
-        self.d.fill_(math.nan) if self.start is None else self.d.copy_(self.start)
+            self.a, self.b, self.d if adds else None, beta=1.0 if adds else 0.0, bias=self.bias,
+            out_dtype=self.case.out_dtype, activation=self.case.activation,
+        )  # fmt: skip
 
     def copy(self) -> Problem:
         """Return the same numbers and strides at other addresses."""
@@ -122,14 +99,10 @@ def problem(case: Case, device: torch.device, *, seed: int = 0) -> Problem:
 
     a = normal(case.K, case.M).T if case.layout[0] == "t" else normal(case.M, case.K)
     b = normal(case.N, case.K).T if case.layout[1] == "t" else normal(case.K, case.N)
-    return Problem(
-        case=case,
-        a=a,
-        b=b,
-        bias=normal(1, case.N)[0] if case.kind == "fused" else None,
-        start=normal(case.M, case.N, case.out_dtype) if case.kind == "adds" else None,
-        d=torch.full((case.M, case.N), math.nan, dtype=case.out_dtype, device=device),
-    )
+    bias = normal(1, case.N)[0] if case.kind == "fused" else None
+    start = normal(case.M, case.N, case.out_dtype) if case.kind == "adds" else None
+    d = torch.full((case.M, case.N), math.nan, dtype=case.out_dtype, device=device)
+    return Problem(case=case, a=a, b=b, bias=bias, start=start, d=d)
 
 
 def sampled_rows(num_rows: int, at_most: int = MAX_ROWS, *, seed: int = 0) -> Tensor:
@@ -181,7 +154,10 @@ def interleaved(measures: Mapping[str, Measure], rounds: int) -> dict[str, Timin
     for _ in range(rounds):
         for name, measure in measures.items():
             seconds[name].append(measure())
-    return {name: Timing.of(times) for name, times in seconds.items()}
+    return {
+        name: Timing(median_s=statistics.median(times), low_s=min(times), high_s=max(times))
+        for name, times in seconds.items()
+    }
 
 
 def by_clock(
@@ -216,16 +192,6 @@ def flushed(call: TimedCall, round_s: float) -> Measure:
 
     rep_ms = max(1, round(round_s * 1e3))
     return lambda: float(cast("float", do_bench(call, warmup=1, rep=rep_ms, return_mode="median"))) * 1e-3
-
-
-def num_copies(problem_bytes: int, l2_bytes: int) -> int:
-    """Return how many copies of a problem exceed four times a cache.
-
-    Example:
-        >>> num_copies(400 * 2**20, 50 * 2**20), num_copies(2**20, 50 * 2**20)
-        (1, 201)
-    """
-    return min(MAX_CALLS, 1 + 4 * l2_bytes // max(1, problem_bytes))
 
 
 def captured(calls: Sequence[TimedCall], flush: Tensor) -> Measure:
