@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from peft import AdaLoraConfig, AdaLoraModel
 from peft.tuners.adalora.layer import RankAllocator
-from torch import Tensor, nn
+from torch import nn
 
 
 class RankSchedule:
@@ -35,11 +35,7 @@ class RankSchedule:
         self.rankallocator = RankAllocator(model, config, adapter)
 
     def allocate(self, step: int) -> None:
-        """Update importance scores and ranks after an optimizer step.
-
-        Args:
-            step: Its index, from 0.
-        """
+        """Update importance scores and ranks after the optimizer step with this index, from 0."""
         duck: Any = self
         AdaLoraModel.update_and_allocate(duck, step)
 
@@ -82,11 +78,10 @@ class RankSchedule:
         """Restore `state_dict`; call it when the parameters are on the device that they are trained on."""
         allocator: Any = self.rankallocator
         devices = {name: parameter.device for name, parameter in self.model.named_parameters()}
-
-        def moved(averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: tensor.to(devices[name], copy=True) for name, tensor in averages.items()}
-
-        allocator.exp_avg_ipt, allocator.exp_avg_unc = moved(state["importance"]), moved(state["uncertainty"])
+        allocator.exp_avg_ipt, allocator.exp_avg_unc = (
+            {name: tensor.to(devices[name], copy=True) for name, tensor in state[key].items()}
+            for key in ("importance", "uncertainty")
+        )
         # PEFT tests only the keys of `ipt` for which layers have begun; each step computes new values.
         allocator.ipt = dict(allocator.exp_avg_ipt)
         self.config.rank_pattern = state["rank_pattern"]

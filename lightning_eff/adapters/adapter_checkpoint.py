@@ -22,7 +22,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from lightning_eff.adapters.base_fingerprint import Fingerprint, format_names, split_state
-from lightning_eff.adapters.inject import adapter_config
+from lightning_eff.adapters.inject import peft_config_of
 from lightning_eff.adapters.quantized import quantized_prefixes
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.shards import full_shape, is_sharded
@@ -45,7 +45,7 @@ NO_ADAPTER = (
 
 def adapter_settings(model: nn.Module) -> dict[str, Any]:
     """Return the fields of a method's config that decide what its adapters compute, in plain types."""
-    config = adapter_config(model)
+    config = peft_config_of(model)
     settings = {
         key: value
         for key, value in (config.to_dict() if config is not None else {}).items()
@@ -70,7 +70,7 @@ def strip_base(
         CheckpointError: The adapter cannot be saved: its tensors are empty, or merged into the base.
     """
     base, rest = split_state(model)
-    trained = _trained(model)
+    trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
     state: Mapping[str, Any] = checkpoint["state_dict"]
     empty = [name for name in trained if name in rest and not state[name].numel()]
     merged = [n for n, m in model.named_modules() if isinstance(m, BaseTunerLayer) and m.merged]
@@ -104,28 +104,34 @@ def check_adapter(
     Raises:
         CheckpointError: Method, keys, shapes or base do not fit; the first are named.
     """
-    state = _checked_state(checkpoint)
-    stamp: Any = checkpoint.get(CHECKPOINT_KEY)
+    state, stamp = _checked_state(checkpoint), checkpoint.get(CHECKPOINT_KEY)
     stamp = stamp if isinstance(stamp, dict) else {}
+    here, saved = adapter_settings(model), stamp.get("settings")
+    saved = saved if isinstance(saved, Mapping) else {}
+    different = [key for key, value in here.items() if key in saved and saved[key] != value]
+    if different:
+        key = "peft_type" if "peft_type" in different else different[0]
+        name = "method" if key == "peft_type" else f"options.{key}"
+        values = [str(settings[key])[:60] for settings in (saved, here)]
+        remedy = f"callbacks.peft_adapter.{name}={values[0].lower()}"
+        text = f"it holds an adapter with {name} {values[0]!a}, and this run has {values[1]!a}"
+        text += f"\n  try: {remedy!a}"
+        raise CheckpointError(text)
     base, rest = split_state(model)
-    trained = _trained(model)
-    _check_settings(adapter_settings(model), stamp.get("settings"))
+    trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
     has_base = stamp.get("base") is None
     # A quantized layer checks in its own `_load_from_state_dict` which formats it can load.
     unchecked = quantized_prefixes(model) if has_base else ()
     state_here = base | rest if has_base else rest
     expected = {name: value for name, value in state_here.items() if not name.startswith(unchecked)}
-    if not trained.keys() & state.keys():
+    if not any(name in state for name in trained):
         if has_base:
             raise CheckpointError(NO_ADAPTER)
-        _check_tensors(state, {}, missing=[*trained], unexpected=[*state])
+        _check_tensors(state, {}, missing=trained, unexpected=[*state])
+    missing = [name for name in (expected if strict else trained) if name not in state]
     unexpected = [name for name in state if name not in expected and not name.startswith(unchecked)]
-    _check_tensors(
-        state,
-        expected,
-        missing=[name for name in (expected if strict else trained) if name not in state],
-        unexpected=unexpected if strict or not has_base else [],
-    )
+    unexpected = unexpected if strict or not has_base else []
+    _check_tensors(state, expected, missing=missing, unexpected=unexpected)
     if not has_base:
         fingerprint.check(model, stamp["base"])
     return set() if has_base else set(base)
@@ -189,10 +195,6 @@ def _remove(missing: list[str], absent: Iterable[str]) -> None:
     missing[:] = [name for name in missing if name not in absent]
 
 
-def _trained(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-
-
 def _checked_state(checkpoint: Mapping[str, Any]) -> Mapping[str, Tensor]:
     state = checkpoint.get("state_dict")
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
@@ -203,19 +205,6 @@ def _checked_state(checkpoint: Mapping[str, Any]) -> Mapping[str, Tensor]:
         text = f"it holds empty tensors: {format_names(empty)}"
         raise CheckpointError(text)
     return state
-
-
-def _check_settings(wanted: Mapping[str, Any], recorded: Any) -> None:
-    known: Mapping[str, Any] = recorded if isinstance(recorded, Mapping) else {}
-    different = [key for key, value in wanted.items() if key in known and known[key] != value]
-    if not different:
-        return
-    key = "peft_type" if "peft_type" in different else different[0]
-    name = "method" if key == "peft_type" else f"options.{key}"
-    saved, here = (f"{str(settings[key])[:60]!a}" for settings in (known, wanted))
-    remedy = f"callbacks.peft_adapter.{name}={str(known[key])[:60].lower()}"
-    text = f"it holds an adapter with {name} {saved}, and this run has {here}\n  try: {remedy!a}"
-    raise CheckpointError(text)
 
 
 def _check_tensors(
@@ -240,16 +229,11 @@ def _check_tensors(
 
 
 class AdapterCheckpointHooks:
-    """Extend a LightningModule's checkpoint hooks, from now on, for as long as it has adapters.
+    """Extend a LightningModule's checkpoint hooks, from now on, for as long as it has adapters."""
 
-    Args:
-        module: With adapters.
-        save_base: Save full checkpoints.
-    """
-
-    def __init__(self, module: pl.LightningModule, *, save_base: bool) -> None:
+    def __init__(self, module: pl.LightningModule) -> None:
         self.module = module
-        self.save_base = save_base
+        self.save_base = False
         self.fingerprint = Fingerprint()
         self.num_saved = 0
         self._own_save = module.on_save_checkpoint
@@ -258,15 +242,6 @@ class AdapterCheckpointHooks:
         module.on_save_checkpoint = self.on_save_checkpoint
         module.on_load_checkpoint = self.on_load_checkpoint
         module.register_load_state_dict_post_hook(self.after_load)
-
-    @classmethod
-    def attach(cls, module: pl.LightningModule, *, save_base: bool) -> AdapterCheckpointHooks:
-        """Return a module's hooks, which are added by the first call."""
-        hooks = getattr(module.__dict__.get("on_save_checkpoint"), "__self__", None)
-        if not isinstance(hooks, AdapterCheckpointHooks):
-            return cls(module, save_base=save_base)
-        hooks.save_base = save_base
-        return hooks
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Call the module's own hook, then remove the base.

@@ -47,17 +47,14 @@ def split_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         [['weight', 'bias'], ['running_mean', 'running_var', 'num_batches_tracked']]
     """
     wrappers = [f"{name}." for name in wrapped_layers(module)]
-
-    def is_adapters(name: str) -> bool:
+    frozen: set[str] = set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         # a name outside of all wrappers counts as the base's
         inner = next((name.removeprefix(w) for w in wrappers if name.startswith(w)), "base_layer")
-        return not {"base_layer", "original_module"} & {*inner.split(".")}
-
-    parameters = module.named_parameters(remove_duplicate=False)
-    frozen = {name for name, p in parameters if not p.requires_grad and not is_adapters(name)}
+        if not parameter.requires_grad and {"base_layer", "original_module"} & {*inner.split(".")}:
+            frozen.add(name)
     quantized = quantized_prefixes(module)
-    base: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
+    base, rest = dict[str, Any](), dict[str, Any]()
     for name, value in module.state_dict(keep_vars=True).items():
         is_plain = isinstance(value, Tensor) and not is_sharded(value)
         state = base if name in frozen or name.startswith(quantized) else rest
@@ -95,9 +92,7 @@ class Fingerprint:
 
     def record(self, module: nn.Module) -> dict[str, Any]:
         """Return the fingerprint in plain types, as a checkpoint keeps it."""
-        base, _ = split_state(module)
-        layouts = {name: _layout(value) for name, value in base.items()}
-        total, tensors = self._hash(module, base, layouts)
+        total, tensors = self._hash(module, {})
         return {"sha256": total, "tensors": tensors}
 
     def check(self, module: nn.Module, record: Any) -> None:
@@ -110,18 +105,25 @@ class Fingerprint:
         Raises:
             CheckpointError: It is another base; the first tensors that differ are named.
         """
-        expected = _recorded_tensors(record)
-        base, _ = split_state(module)
-        recorded = {name: expected.get(plain_name(name), "") for name in base}
-        layouts = {name: _layout(value, recorded[name]) for name, value in base.items()}
-        total, tensors = self._hash(module, base, layouts)
+        expected: Any = record.get("tensors") if isinstance(record, dict) else None
+        texts = [text for pair in expected.items() for text in pair] if isinstance(expected, dict) else [None]
+        if not all(isinstance(text, str) for text in texts) or not isinstance(record.get("sha256"), str):
+            text = "it holds an adapter without the fingerprint of its base"
+            raise CheckpointError(text)
+        total, tensors = self._hash(module, expected)
         if total == record["sha256"]:
             return
         names = {*tensors, *expected}
         others = sorted(name for name in names if tensors.get(name) != expected.get(name))
-        if not self.exact and _differ_by_rounding(others, module, tensors, expected):
-            self.others = others
-            return
+        if others and not self.exact:
+            # Rounding explains other values, not other layouts, in quantized layers, and only if unquantized
+            # frozen tensors prove that it is the same base.
+            quantized = tuple(f"{plain_name(prefix[:-1])}." for prefix in quantized_prefixes(module))
+            layouts = [[known.get(n, "").partition(" ")[0] for n in others] for known in (tensors, expected)]
+            is_rounding = all(name.startswith(quantized) for name in others) and layouts[0] == layouts[1]
+            if is_rounding and any(not name.startswith(quantized) for name in tensors):
+                self.others = others
+                return
         text = (
             f"it holds an adapter for another base: {format_names(others)} of {len(names)} frozen tensors "
             f"differ (fingerprint {str(record['sha256'])[:12]!a})\n"
@@ -129,86 +131,50 @@ class Fingerprint:
         )
         raise CheckpointError(text)
 
-    def _hash(
-        self, module: nn.Module, base: Mapping[str, Any], layouts: Mapping[str, str]
-    ) -> tuple[str, dict[str, str]]:
-        """Return the SHA-256 of all tensors, and by plain name each one's layout and start of its digest."""
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        names = [name for name, value in sorted(base.items()) if isinstance(value, Tensor)]
+    def _hash(self, module: nn.Module, recorded: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+        """Return the SHA-256 of all tensors, and by plain name each one's layout and start of its digest.
 
-        def digest(name: str) -> str:
-            parameter = parameters[name] if name in parameters else base[name]
-            return self._digest(name, base[name], parameter, layouts[name])
-
+        The layout is `dtype[shape]`, in the recorded dtype if both are floating-point of more than 8 bits.
+        """
+        base = {name: value for name, value in split_state(module)[0].items() if isinstance(value, Tensor)}
+        parameters = base | dict(module.named_parameters(remove_duplicate=False))
+        names, dtypes, layouts = sorted(base), dict[str, torch.dtype](), dict[str, str]()
+        for name, value in base.items():
+            dtypes[name] = value.dtype
+            if value.is_floating_point() and value.dtype.itemsize > 1:
+                layout = recorded.get(plain_name(name), "")
+                dtypes[name] = FLOAT_DTYPES.get(layout.partition("[")[0], value.dtype)
+            shape = ",".join(str(n) for n in full_shape(value))
+            layouts[name] = f"{str(dtypes[name]).removeprefix('torch.')}[{shape}]"
+        columns = [[known[name] for name in names] for known in (base, parameters, dtypes)]
         if any(is_sharded(value) for value in base.values()):
             # Gathering a sharded tensor is a collective of all ranks: one after the other, in one order.
-            digests = {name: digest(name) for name in names}
+            digests = dict(zip(names, map(self._digest, names, *columns), strict=True))
         else:
             with ThreadPoolExecutor(NUM_THREADS) as pool:
-                digests = dict(zip(names, pool.map(digest, names), strict=True))
+                digests = dict(zip(names, pool.map(self._digest, names, *columns), strict=True))
         lines = sorted(f"{plain_name(name)} {layouts[name]} {digests[name]}\n" for name in names)
         tensors = {plain_name(n): f"{layouts[n]} {digests[n][:NUM_DIGEST_CHARACTERS]}" for n in names}
         return hashlib.sha256("".join(lines).encode()).hexdigest(), tensors
 
-    def _digest(self, name: str, value: Tensor, parameter: Tensor, layout: str) -> str:
-        """Return a tensor's SHA-256 in the dtype of its layout, from the cache if it did not change.
+    def _digest(self, name: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> str:
+        """Return the SHA-256 of a tensor's values in a dtype, from the cache if it did not change.
 
         `parameter` is the parameter, of which `value` may be a detached view that is new in each call.
         """
-        dtype = FLOAT_DTYPES.get(layout.partition("[")[0], value.dtype)
         version = parameter._version  # noqa: SLF001 - torch 2.13's count of changes in place
         cached = self._digests_by_name.get(name)
         if cached is not None and cached[0] is parameter and cached[1:3] == (version, dtype):
             return cached[3]
         digest, full = hashlib.sha256(), full_tensor(value).detach()
-        _update(digest, full.to(dtype) if full.dtype != dtype else full)
+        parts = [full.to(dtype) if full.dtype != dtype else full]
+        while parts:
+            part: Any = parts.pop(0)
+            if hasattr(part, "__tensor_flatten__"):  # a wrapper subclass: its inner tensors
+                parts = [*(getattr(part, key) for key in part.__tensor_flatten__()[0]), *parts]
+                continue
+            flat = part.cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
         self._digests_by_name[name] = (parameter, version, dtype, digest.hexdigest())
         self.num_hashed += 1
         return digest.hexdigest()
-
-
-def _differ_by_rounding(
-    others: list[str], module: nn.Module, tensors: Mapping[str, str], expected: Mapping[str, str]
-) -> bool:
-    """Return whether only values in quantized layers differ, of a base that has other frozen tensors too."""
-    quantized = tuple(f"{plain_name(prefix[:-1])}." for prefix in quantized_prefixes(module))
-    is_layout_equal = all(
-        tensors.get(name, "").partition(" ")[0] == expected.get(name, "").partition(" ")[0] for name in others
-    )
-    is_quantized = all(name.startswith(quantized) for name in others)
-    has_proof = any(not name.startswith(quantized) for name in tensors)
-    return bool(others) and is_quantized and is_layout_equal and has_proof
-
-
-def _recorded_tensors(record: Any) -> dict[str, str]:
-    tensors: Any = record.get("tensors") if isinstance(record, dict) else None
-    is_plain = isinstance(tensors, dict) and all(
-        isinstance(text, str) for pair in tensors.items() for text in pair
-    )
-    if not is_plain or not isinstance(record.get("sha256"), str):
-        text = "it holds an adapter without the fingerprint of its base"
-        raise CheckpointError(text)
-    return tensors
-
-
-def _layout(value: Any, recorded: str = "") -> str:
-    """Return `dtype[shape]` of a tensor, in the recorded dtype if both are floating-point.
-
-    Formats of 8 bits and fewer are never converted. Empty for state that is no tensor.
-    """
-    if not isinstance(value, Tensor):
-        return ""
-    is_float = value.is_floating_point() and value.dtype.itemsize > 1
-    dtype = FLOAT_DTYPES.get(recorded.partition("[")[0], value.dtype) if is_float else value.dtype
-    return f"{str(dtype).removeprefix('torch.')}[{','.join(str(n) for n in full_shape(value))}]"
-
-
-def _update(digest: Any, value: Tensor) -> None:
-    """Hash a tensor's values in the order of its indices; of a wrapper subclass, its inner tensors."""
-    flatten: Any = getattr(value, "__tensor_flatten__", None)
-    if flatten is not None:
-        for name in flatten()[0]:
-            _update(digest, getattr(value, name))
-        return
-    flat = value.cpu().contiguous().reshape(-1)
-    digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")

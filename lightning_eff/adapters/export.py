@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.utils.other import ModulesToSaveWrapper
 from safetensors.torch import save_model
@@ -27,15 +27,14 @@ from lightning_eff.adapters.base_fingerprint import split_state
 from lightning_eff.adapters.inject import (
     ADAPTER_NAME,
     adapted_layers,
-    adapter_config,
     hidden_attributes,
-    huggingface_models,
     ignore_peft_warnings,
+    peft_config_of,
     replace_modules,
     wrapped_layers,
 )
 from lightning_eff.adapters.methods import name_of_method, upstream_message
-from lightning_eff.adapters.module_tree import plain_name, tied_parameters, untie
+from lightning_eff.adapters.module_tree import outermost, plain_name, tied_parameters, untie
 from lightning_eff.adapters.quantized import is_quantized
 from lightning_eff.adapters.targets import exact_targets
 from lightning_eff.core.errors import ConfigError
@@ -58,7 +57,12 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
     """
     peft_model = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
     if peft_model is None:
-        _reject_tied_tokens(model)
+        for name, layer in wrapped_layers(model).items():
+            has_tokens = any(isinstance(module, TrainableTokensLayer) for module in layer.modules())
+            if has_tokens and tied_parameters(model, layer):
+                allowed = f"true here: {name.removeprefix(_exported_part(model)[0])} has a tied weight, "
+                allowed += "and PEFT trains tokens in both layers or none"
+                raise ConfigError(key="--merge", value=False, allowed=allowed, remedies=["--merge"])
         peft_model = _with_peft_adapters(model)
     with ignore_peft_warnings():
         peft_model.save_pretrained(str(folder))
@@ -75,7 +79,7 @@ def merge_adapters(model: nn.Module) -> list[str]:
     Raises:
         ConfigError: The method cannot be merged, or the base is quantized.
     """
-    method = name_of_method(adapter_config(model))
+    method = name_of_method(peft_config_of(model))
     if any(is_quantized(module) for module in model.modules()):
         allowed = "a base that is not quantized: its few bits would round the adapter away"
         remedies = [
@@ -113,42 +117,57 @@ def save_full_model(model: nn.Module, folder: Path) -> None:
     if not isinstance(part, PreTrainedModel):
         save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
         return
-    _untie_config(part)
+    own: Any = part
+    pairs = own.get_expanded_tied_weights_keys(all_submodels=True)
+    if any(part.get_parameter(target) is not part.get_parameter(source) for target, source in pairs.items()):
+        # transformers 5.23 has one flag for all tied weights: those that are still tied become copies
+        for name in pairs:
+            untie(part, part.get_submodule(name.rpartition(".")[0]))
+        models: list[Any] = [module for module in part.modules() if isinstance(module, PreTrainedModel)]
+        for config in (c for m in models for c in (m.config, m.config.get_text_config())):
+            config.tie_word_embeddings = False
+        for submodel in models:
+            submodel.all_tied_weights_keys = {}
     part.save_pretrained(str(folder))
+    origin = str(part.name_or_path or "")  # a folder, or the name of a model in the local cache
+    is_folder = bool(origin) and Path(origin).expanduser().is_dir()
+    is_cached = bool(origin) and not is_folder and origin.count("/") <= 1
     for name in TOKENIZER_FILES:
-        source = _local_file(str(part.name_or_path or ""), name)
-        if source is not None and not (folder / name).exists():
+        source: Any = Path(origin).expanduser() / name if is_folder else None
+        source = try_to_load_from_cache(origin, name) if is_cached else source
+        if isinstance(source, (str, Path)) and Path(source).is_file() and not (folder / name).exists():
             shutil.copyfile(source, folder / name)
 
 
 def _exported_part(model: nn.Module) -> tuple[str, nn.Module]:
     """Return the Hugging Face model that holds all of a module's state, with its prefix; else the module."""
-    found = huggingface_models(model)
+    found = outermost(model, lambda _, module: isinstance(module, PreTrainedModel))
     name = next(iter(found), "")
     has_all = name and len(found) == 1 and all(key.startswith(f"{name}.") for key in model.state_dict())
     return (f"{name}.", found[name]) if has_all else ("", model)
 
 
-def _reject_tied_tokens(model: nn.Module) -> None:
-    """Reject trained tokens of an embedding that is tied to the head: PEFT would change them in both."""
-    for name, layer in wrapped_layers(model).items():
-        has_tokens = any(isinstance(module, TrainableTokensLayer) for module in layer.modules())
-        if has_tokens and tied_parameters(model, layer):
-            plain = name.removeprefix(_exported_part(model)[0])
-            allowed = f"true here: {plain} has a tied weight, and PEFT trains tokens in both layers or none"
-            raise ConfigError(key="--merge", value=False, allowed=allowed, remedies=["--merge"])
-
-
 def _with_peft_adapters(model: nn.Module) -> PeftModel:
     """Replace a model's adapters by PEFT's own with the same values."""
-    config = adapter_config(model)
-    if config is None:
+    present = peft_config_of(model)
+    if present is None:
         text = "a model without adapters"
         raise TypeError(text)
     prefix, part = _exported_part(model)
     _, rest = split_state(model)
     layers = [name.removeprefix(prefix) for name in adapted_layers(model)]
-    config: Any = _relative_config(config, prefix)
+    # The same layers, named from inside the part.
+    config: Any = dataclasses.replace(present)
+    for key in ("target_modules", "modules_to_save", "exclude_modules"):
+        targets = getattr(config, key, None)
+        if isinstance(targets, (list, set, tuple)):
+            setattr(config, key, sorted(str(name).removeprefix(prefix) for name in targets))
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern = getattr(config, key, None)
+        if isinstance(pattern, Mapping):
+            relative = {str(name).removeprefix(prefix): value for name, value in pattern.items()}
+            # AdaLoRA's unused ranks are zeros in tensors of full rank, which its pattern would cut off
+            setattr(config, key, None if config.peft_type == "ADALORA" else relative)
     _remove_adapters(model, merge=False)
     if isinstance(getattr(config, "target_modules", None), str):
         config.target_modules = exact_targets(layers, part)
@@ -167,23 +186,6 @@ def _with_peft_adapters(model: nn.Module) -> PeftModel:
     for name, value in initial.items():
         setattr(peft_model.peft_config[ADAPTER_NAME], name, value)
     return peft_model
-
-
-def _relative_config(config: PeftConfig, prefix: str) -> PeftConfig:
-    """Return a config with the same layers, named from inside the part with this prefix."""
-    config = dataclasses.replace(config)
-    fields: Any = config
-    for key in ("target_modules", "modules_to_save", "exclude_modules"):
-        names = getattr(fields, key, None)
-        if isinstance(names, (list, set, tuple)):
-            setattr(fields, key, sorted(str(name).removeprefix(prefix) for name in names))
-    for key in ("rank_pattern", "alpha_pattern"):
-        pattern = getattr(fields, key, None)
-        if isinstance(pattern, Mapping):
-            relative = {str(name).removeprefix(prefix): value for name, value in pattern.items()}
-            # AdaLoRA's unused ranks are zeros in tensors of full rank, which its pattern would cut off
-            setattr(fields, key, None if config.peft_type == "ADALORA" else relative)
-    return config
 
 
 @torch.no_grad()
@@ -206,29 +208,3 @@ def _remove_adapters(model: nn.Module, *, merge: bool) -> None:
             new[layer] = layer.get_base_layer()
     replace_modules(model, new)
     model.__dict__.pop("peft_config", None)
-
-
-def _untie_config(part: PreTrainedModel) -> None:
-    """Change a config that ties weights, if some of them differ; its other tied weights become copies."""
-    own: Any = part
-    pairs = own.get_expanded_tied_weights_keys(all_submodels=True)
-    if all(part.get_parameter(target) is part.get_parameter(source) for target, source in pairs.items()):
-        return
-    for name in pairs:  # transformers 5.23 has one flag for all tied weights
-        untie(part, part.get_submodule(name.rpartition(".")[0]))
-    models: list[Any] = [module for module in part.modules() if isinstance(module, PreTrainedModel)]
-    for model in models:
-        for config in (model.config, model.config.get_text_config()):
-            config.tie_word_embeddings = False
-        model.all_tied_weights_keys = {}
-
-
-def _local_file(name_or_path: str, file: str) -> Path | None:
-    """Return a file of a model's folder, or of the local Hugging Face cache; it downloads nothing."""
-    if not name_or_path:
-        return None
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return path / file if (path / file).is_file() else None
-    found = try_to_load_from_cache(name_or_path, file) if name_or_path.count("/") <= 1 else None
-    return Path(found) if isinstance(found, str) else None

@@ -57,12 +57,7 @@ def wrapped_layers(model: nn.Module) -> dict[str, nn.Module]:
     return outermost(model, lambda _, module: isinstance(module, WRAPPERS))
 
 
-def huggingface_models(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost Hugging Face models in a module, by name."""
-    return outermost(model, lambda _, module: isinstance(module, PreTrainedModel))
-
-
-def adapter_config(model: nn.Module) -> PeftConfig | None:
+def peft_config_of(model: nn.Module) -> PeftConfig | None:
     """Return the config that a model's adapters were made with; None without adapters."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict):
@@ -94,26 +89,28 @@ def inject_adapters(model: nn.Module, config: PeftConfig, *, upcast: bool) -> di
         return _wrap_for_prompts(model, config)
     tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(config.peft_type)]
     targets = resolve_targets(model, config, tuner_class)
-    _reject_quantized(targets, config)
-    with (
-        ignore_peft_warnings(),
-        hidden_attributes(model),
-        _bitsandbytes_flags(model),
-        _materialized(targets.values()) as is_meta,
-    ):
+    quantized = next((name for name, layer in targets.items() if is_quantized(layer)), None)
+    if quantized is not None and name_of_method(config) not in FOR_QUANTIZED:
+        allowed = f"a method for quantized layers such as {quantized}: {', '.join(FOR_QUANTIZED)}"
+        raise method_error(config, allowed, "precision=frozen_bf16")
+    with ignore_peft_warnings(), hidden_attributes(model), _prepared(model, targets.values()) as is_meta:
         try:
             tuner = tuner_class(model, config, adapter_name=ADAPTER_NAME)
         except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
             raise option_at_fault(error, config) from error
-    _reject_tensors_outside(tuner, config)
-    layers = adapted_layers(model)
-    if config.peft_type == PeftType.ADALORA:
-        # PEFT 0.21 gives the rank that AdaLoRA divides by a gradient if the layer is in float64.
-        for rank in (p for name, p in model.named_parameters() if ".ranknum." in name):
-            rank.requires_grad = False
+    outside = [
+        n for n, _ in (*tuner.named_parameters(), *tuner.named_buffers()) if not n.startswith("model.")
+    ]
+    if outside:  # no optimizer and no checkpoint would include them
+        allowed = f"a method whose tensors are all in layers; this one keeps {outside[0]} outside the model"
+        raise method_error(config, allowed)
+    # PEFT 0.21 gives the rank that AdaLoRA divides by a gradient if the layer is in float64.
+    for rank in (p for name, p in model.named_parameters() if ".ranknum." in name):
+        rank.requires_grad = False
     _replace_all_names(model)
     if upcast:
         cast_adapter_dtype(model, ADAPTER_NAME)
+    layers = adapted_layers(model)
     if is_meta:
         _keep_initial_values(layers, config)
     return layers
@@ -141,7 +138,7 @@ def hidden_attributes(model: nn.Module) -> Generator[None]:
 
 def _reject_other_adapters(model: nn.Module, config: PeftConfig) -> None:
     """Reject a config that differs from that of the model's adapters."""
-    present = adapter_config(model)
+    present = peft_config_of(model)
     if present is None or present.peft_type != config.peft_type:
         method = name_of_method(present) or "of an unknown method"
         allowed = f"a model without adapters; this one has some, {method}"
@@ -155,43 +152,18 @@ def _reject_other_adapters(model: nn.Module, config: PeftConfig) -> None:
             raise ConfigError(key=f"options.{key}", value=wanted[key], allowed=allowed)
 
 
-def _reject_quantized(targets: dict[str, nn.Module], config: PeftConfig) -> None:
-    """Reject a method that reads the raw weight, if a target is quantized: it would read codes as values."""
-    quantized = next((name for name, layer in targets.items() if is_quantized(layer)), None)
-    if quantized is not None and name_of_method(config) not in FOR_QUANTIZED:
-        allowed = f"a method for quantized layers such as {quantized}: {', '.join(FOR_QUANTIZED)}"
-        raise method_error(config, allowed, "precision=frozen_bf16")
-
-
-def _reject_tensors_outside(tuner: nn.Module, config: PeftConfig) -> None:
-    """Reject a method with tensors outside the model, which no optimizer and no checkpoint would include."""
-    for name, _ in (*tuner.named_parameters(), *tuner.named_buffers()):
-        if not name.startswith("model."):
-            allowed = f"a method whose tensors are all in layers; this one keeps {name} outside the model"
-            raise method_error(config, allowed)
-
-
 @contextmanager
-def _bitsandbytes_flags(model: nn.Module) -> Generator[None]:
-    """Set the flags by which PEFT chooses its layers for quantized ones, as transformers sets them."""
+def _prepared(model: nn.Module, layers: Iterable[nn.Module]) -> Generator[bool]:
+    """Set what PEFT chooses its layers by: flags for quantized layers, and parameters with a device.
+
+    PEFT creates an adapter on its layer's device. Parameters on the meta device are replaced by expanded NaN
+    scalars, so that their adapters are real; an adapter that is computed from the weight gets NaN, by which
+    `_keep_initial_values` finds it. Yields whether a parameter was on the meta device.
+    """
     flags = {flag for layer in model.modules() if (flag := bitsandbytes_flag(layer)) is not None}
     new = [flag for flag in flags if not hasattr(model, flag)]
-    for flag in new:
+    for flag in new:  # as transformers sets them
         setattr(model, flag, True)
-    try:
-        yield
-    finally:
-        for flag in new:
-            delattr(model, flag)
-
-
-@contextmanager
-def _materialized(layers: Iterable[nn.Module]) -> Generator[bool]:
-    """Replace parameters on the meta device by expanded NaN scalars, so that their adapters are real.
-
-    PEFT creates an adapter on its layer's device. An adapter that is computed from the weight gets NaN, by
-    which `_keep_initial_values` finds it. Yields whether a parameter was on the meta device.
-    """
     held = [
         (module, name, parameter)
         for layer in layers
@@ -209,6 +181,8 @@ def _materialized(layers: Iterable[nn.Module]) -> Generator[bool]:
         for module, name, meta in held:
             meta.requires_grad = getattr(module, name).requires_grad
             setattr(module, name, meta)
+        for flag in new:
+            delattr(model, flag)
 
 
 def _keep_initial_values(layers: dict[str, nn.Module], config: PeftConfig) -> None:
@@ -219,7 +193,8 @@ def _keep_initial_values(layers: dict[str, nn.Module], config: PeftConfig) -> No
     """
     for name, layer in layers.items():
         for path, module in layer.named_modules(prefix=name):
-            values = {k: t.detach().clone() for k, t in _own_tensors(module).items() if not t.is_meta}
+            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            values = {key: tensor.detach().clone() for key, tensor in own if not tensor.is_meta}
             if any(bool(t.isnan().any()) for t in values.values() if t.is_floating_point()):
                 allowed = f"a method whose initial values need no weights: {path} is on the meta device"
                 raise method_error(config, allowed)
@@ -231,17 +206,12 @@ def _keep_initial_values(layers: dict[str, nn.Module], config: PeftConfig) -> No
 
 @torch.no_grad()
 def _reset(module: nn.Module, values: dict[str, Tensor]) -> None:
-    tensors = _own_tensors(module)
     for key, value in values.items():
-        tensor, full = tensors[key], value
+        tensor, full = getattr(module, key), value
         if isinstance(tensor, DTensor):  # a collective of all ranks of the mesh
             full = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
         tensor.copy_(full)
     module.__dict__.pop("reset_parameters", None)
-
-
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
 
 
 def _replace_all_names(model: nn.Module) -> None:
@@ -268,7 +238,7 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> Non
 
 def _wrap_for_prompts(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module]:
     """Wrap the one Hugging Face model in a module in a PeftModel, which prepends virtual tokens."""
-    found = list(huggingface_models(model))
+    found = list(outermost(model, lambda _, module: isinstance(module, PreTrainedModel)))
     if len(found) != 1 or not found[0]:
         allowed = "a method for any layers, for example lora; this one needs exactly one Hugging Face model"
         allowed += f" as a part, and found {len(found)}"

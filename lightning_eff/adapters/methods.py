@@ -122,8 +122,13 @@ def make_config(
         lightning_eff.core.errors.ConfigError: options.lora_alfa=4: expected a field of LoraConfig; ...
     """
     kind = config_class(method)
-    fields = check_options(kind, options)
-    arguments: dict[str, Any] = {"modules_to_save": as_list(modules_to_save)} if modules_to_save else {}
+    if not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        allowed = f"fields of {kind.__name__} by name"
+        remedies = ["callbacks.peft_adapter.options={r: 8}"]
+        raise ConfigError(key="options", value=options, allowed=allowed, remedies=remedies)
+    fields = _check_options(kind, options)
+    saved = [modules_to_save] if isinstance(modules_to_save, str) else modules_to_save
+    arguments: dict[str, Any] = {"modules_to_save": list(saved)} if saved else {}
     if method not in PROMPTS:
         is_one = targets is None or isinstance(targets, str)
         arguments["target_modules"] = targets if is_one else list(targets or ())
@@ -142,68 +147,35 @@ def make_config(
         raise ConfigError(key="options", value=dict(options), allowed=allowed) from error
 
 
-def as_list(names: str | Sequence[str] | None) -> list[str]:
-    """Return names as a list; a string is one name.
-
-    Example:
-        >>> as_list("head"), as_list(["head", "norm"]), as_list(None)
-        (['head'], ['head', 'norm'], [])
-    """
-    return [names] if isinstance(names, str) else list(names or ())
-
-
-def check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> set[str]:
-    """Check that a method has these options, and that their values have the right types.
-
-    Args:
-        kind: The class of the method's config.
-        options: Its fields; a value that is no mapping is rejected.
-
-    Returns:
-        The names of all fields.
-
-    Raises:
-        ConfigError: An option is wrong.
-    """
-    if not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        allowed = f"fields of {kind.__name__} by name"
-        remedies = ["callbacks.peft_adapter.options={r: 8}"]
-        raise ConfigError(key="options", value=options, allowed=allowed, remedies=remedies)
+def _check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> set[str]:
+    """Check the names and the types of options of a method; return the names of all fields of its config."""
     fields = {field.name for field in dataclasses.fields(kind) if field.init}
     hints = typing.get_type_hints(kind)
     for key, value in options.items():
-        if key in RESERVED or key not in fields:
-            allowed = _allowed_name(kind, key, fields - RESERVED)
+        if key in ARGUMENTS:
+            allowed = f"no such option: pass {key} to PeftAdapter itself, not inside options"
+        elif key in RESERVED:
+            allowed = f"no such option: PEFT sets {key} itself"
+        elif key not in fields:
+            suggestion = suggest_name(key, fields - RESERVED)
+            if OTHER_NAMES.get(key) in fields:
+                suggestion = f"did you mean {OTHER_NAMES[key]!r}?"
+            elif not suggestion.startswith("did you mean"):  # the method's own fields first, in PEFT's order
+                own = [name for name in vars(kind)["__annotations__"] if name in fields - RESERVED]
+                suggestion = f"it has: {', '.join(own[:MAX_FIELDS_SHOWN])}, ..."
+            allowed = f"a field of {kind.__name__}; {suggestion}"
         else:
-            allowed = _allowed_value(key, value, hints[key])
-        if allowed:
-            raise ConfigError(key=f"options.{key}", value=value, allowed=allowed)
+            hint: Any = hints[key]
+            is_flag = isinstance(value, bool) and hint in (int, float)  # bool is a subclass of int
+            is_whole_float = isinstance(value, int) and is_bearable(float(value), hint)  # 8 for 8.0
+            if is_flag or not (is_bearable(value, hint) or is_whole_float):
+                allowed = (hint.__name__ if isinstance(hint, type) else str(hint)).replace("typing.", "")
+            elif key in SCALES and value == 0:
+                allowed = "a number other than 0: it multiplies the adapter's output"
+            else:
+                continue
+        raise ConfigError(key=f"options.{key}", value=value, allowed=allowed)
     return fields
-
-
-def _allowed_name(kind: type[PeftConfig], key: str, fields: set[str]) -> str:
-    if key in ARGUMENTS:
-        return f"no such option: pass {key} to PeftAdapter itself, not inside options"
-    if key in RESERVED:
-        return f"no such option: PEFT sets {key} itself"
-    hint = suggest_name(key, fields)
-    if OTHER_NAMES.get(key) in fields:
-        hint = f"did you mean {OTHER_NAMES[key]!r}?"
-    elif not hint.startswith("did you mean"):  # the method's own fields first, in PEFT's order
-        own = [name for name in vars(kind)["__annotations__"] if name in fields]
-        hint = f"it has: {', '.join(own[:MAX_FIELDS_SHOWN])}, ..."
-    return f"a field of {kind.__name__}; {hint}"
-
-
-def _allowed_value(key: str, value: Any, hint: Any) -> str:
-    """Return what an option accepts if the value is wrong, else an empty string."""
-    is_flag = isinstance(value, bool) and hint in (int, float)  # bool is a subclass of int
-    is_whole_float = isinstance(value, int) and is_bearable(float(value), hint)  # 8 for 8.0
-    if is_flag or not (is_bearable(value, hint) or is_whole_float):
-        return (hint.__name__ if isinstance(hint, type) else str(hint)).replace("typing.", "")
-    if key in SCALES and value == 0:
-        return "a number other than 0: it multiplies the adapter's output"
-    return ""
 
 
 def upstream_message(error: Exception) -> str:

@@ -16,11 +16,7 @@ from lightning_eff.core.errors import ConfigError, suggest_name
 
 
 def outermost(model: nn.Module, matches: Callable[[str, nn.Module], bool]) -> dict[str, nn.Module]:
-    """Return the modules that match and are not inside another match, by name.
-
-    Args:
-        model: Where to look, itself included.
-        matches: Predicate of name and module.
+    """Return the modules of a model, itself included, that match and are not inside another match, by name.
 
     Example:
         >>> model = nn.Sequential(nn.Sequential(nn.Sequential()), nn.ReLU())
@@ -36,15 +32,10 @@ def outermost(model: nn.Module, matches: Callable[[str, nn.Module], bool]) -> di
 
 
 def check_module_names(key: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Check that each name is a module's name, or the end of one.
-
-    Args:
-        key: The setting that holds the names, for the error.
-        names: What to check.
-        known: The model's module names.
+    """Check that each name is a known module's name, or the end of one.
 
     Raises:
-        ConfigError: A name matches no module.
+        ConfigError: A name matches no module; `key` is the setting that holds the names.
     """
     modules = list(known)
     for name in names:

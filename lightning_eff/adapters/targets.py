@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from peft import PeftConfig
@@ -41,7 +41,7 @@ def resolve_targets(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]
 
     Args:
         model: Gets the adapters.
-        config: From `make_config`; its targets and heads are changed in place.
+        config: From `make_config`; its targets are changed in place, and the heads of its task are added.
         tuner: PEFT's class of the method, which has default targets by architecture.
 
     Raises:
@@ -51,7 +51,15 @@ def resolve_targets(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]
     modules = {name: module for name, module in model.named_modules() if name}
     has_target_parameters = bool(getattr(config, "target_parameters", None))
     _check_names("modules_to_save", getattr(config, "modules_to_save", None), modules)
-    _add_task_heads(model, config)
+    if config.task_type in TASK_HEADS and hasattr(config, "modules_to_save"):  # as PEFT's model class does
+        saved = list(fields.modules_to_save or ())
+        new = [name for name in task_heads(model, config.task_type) if not is_in_module(name, saved)]
+        if not saved and not new:
+            task = str(getattr(config.task_type, "value", config.task_type))
+            allowed = f"a model whose head is called {' or '.join(TASK_HEADS[task])}; name any other head"
+            remedies = ["callbacks.peft_adapter.modules_to_save=[NAME_OF_THE_HEAD]"]
+            raise ConfigError(key="options.task_type", value=task, allowed=allowed, remedies=remedies)
+        fields.modules_to_save = [*saved, *new]
     if fields.target_modules is None and not has_target_parameters:
         # PEFT 0.21 keeps IA3's defaults in constants and not in its tuner class
         of_ia3 = TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING
@@ -65,11 +73,7 @@ def resolve_targets(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]
     _check_names("options.exclude_modules", getattr(config, "exclude_modules", None), modules)
     _reject_tied_copies(model, config, modules)
     layers = {name: module for name, module in modules.items() if check_target_module_exists(config, name)}
-    _check_layer_numbers(config, layers, modules)
-    if not layers and not has_target_parameters:
-        allowed = "layers that are neither excluded nor in modules_to_save"
-        raise ConfigError(key="target_modules", value=shown_targets(config), allowed=allowed)
-    _check_layers(layers)
+    _check_layers(config, layers, modules)
     return layers
 
 
@@ -101,21 +105,6 @@ def task_heads(model: nn.Module, task_type: str | None) -> list[str]:
     return list(
         outermost(model, lambda name, module: name.endswith(ends) and any(True for _ in module.parameters()))
     )
-
-
-def _add_task_heads(model: nn.Module, config: PeftConfig) -> None:
-    """Add the heads of the config's task to `modules_to_save`, as PEFT's model class for the task does."""
-    fields: Any = config
-    if config.task_type not in TASK_HEADS or not hasattr(config, "modules_to_save"):
-        return
-    saved = list(fields.modules_to_save or ())
-    new = [name for name in task_heads(model, config.task_type) if not is_in_module(name, saved)]
-    if not saved and not new:
-        task = str(getattr(config.task_type, "value", config.task_type))
-        allowed = f"a model whose head is called {' or '.join(TASK_HEADS[task])}; name any other head"
-        remedies = ["callbacks.peft_adapter.modules_to_save=[NAME_OF_THE_HEAD]"]
-        raise ConfigError(key="options.task_type", value=task, allowed=allowed, remedies=remedies)
-    fields.modules_to_save = [*saved, *new]
 
 
 def _all_linear(model: nn.Module, config: PeftConfig) -> str | set[str]:
@@ -191,29 +180,26 @@ def _reject_tied_copies(model: nn.Module, config: PeftConfig, modules: Mapping[s
             raise ConfigError(key="modules_to_save", value=name, allowed=allowed, remedies=remedies)
 
 
-def _check_layer_numbers(config: PeftConfig, layers: Iterable[str], modules: Iterable[str]) -> None:
-    """Reject numbers in `layers_to_transform` that no layer has: PEFT ignores them."""
+def _check_layers(
+    config: PeftConfig, layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Module]
+) -> None:
+    """Reject numbers that no targeted layer has, which PEFT ignores, no layers, and layers of other kinds."""
     fields: Any = config
     numbers = getattr(config, "layers_to_transform", None)
     wanted = {numbers} if isinstance(numbers, int) else set(numbers or ())
-    if wanted <= _numbers_in(layers):
-        return
-    anywhere = dataclasses.replace(fields, layers_to_transform=None, layers_pattern=None)
-    targets = [name for name in modules if check_target_module_exists(anywhere, name)]
-    known: list[int] = []
-    for number in sorted(_numbers_in(targets)):
-        alone = dataclasses.replace(fields, layers_to_transform=[number])
-        known += [number] if any(check_target_module_exists(alone, name) for name in targets) else []
-    allowed = f"numbers of targeted layers, as in model.layers.0.q_proj; PEFT finds {known}"
-    raise ConfigError(key="options.layers_to_transform", value=numbers, allowed=allowed)
-
-
-def _numbers_in(names: Iterable[str]) -> set[int]:
-    return {int(part) for name in names for part in name.split(".") if part.isdigit()}
-
-
-def _check_layers(layers: Mapping[str, nn.Module]) -> None:
-    """Reject layers with an activation inside, and lazy ones, whose adapter would have size 0."""
+    numbers_by_name = {name: {int(n) for n in name.split(".") if n.isdigit()} for name in modules}
+    if not wanted <= set().union(*(numbers_by_name[name] for name in layers)):
+        anywhere = dataclasses.replace(fields, layers_to_transform=None, layers_pattern=None)
+        targets = [name for name in modules if check_target_module_exists(anywhere, name)]
+        known: list[int] = []
+        for number in sorted(set[int]().union(*(numbers_by_name[name] for name in targets))):
+            alone = dataclasses.replace(fields, layers_to_transform=[number])
+            known += [number] if any(check_target_module_exists(alone, name) for name in targets) else []
+        allowed = f"numbers of targeted layers, as in model.layers.0.q_proj; PEFT finds {known}"
+        raise ConfigError(key="options.layers_to_transform", value=numbers, allowed=allowed)
+    if not layers and not getattr(config, "target_parameters", None):
+        allowed = "layers that are neither excluded nor in modules_to_save"
+        raise ConfigError(key="target_modules", value=shown_targets(config), allowed=allowed)
     for name, layer in layers.items():
         if isinstance(layer, TritonLinear) and layer.activation is not None:
             # PEFT adds the adapter's output to the layer's, which is behind the activation

@@ -33,8 +33,8 @@ from typing_extensions import override
 
 from lightning_eff.adapters.adalora import RankSchedule
 from lightning_eff.adapters.adapter_checkpoint import AdapterCheckpointHooks
-from lightning_eff.adapters.inject import ADAPTER_NAME, adapted_layers, adapter_config, inject_adapters
-from lightning_eff.adapters.methods import Targets, as_list, make_config, method_rules
+from lightning_eff.adapters.inject import ADAPTER_NAME, adapted_layers, inject_adapters, peft_config_of
+from lightning_eff.adapters.methods import Targets, make_config, method_rules
 from lightning_eff.adapters.module_tree import is_in_module
 from lightning_eff.adapters.quantized import num_weights
 from lightning_eff.adapters.targets import task_heads
@@ -49,8 +49,6 @@ from lightning_eff.core.text import human_bytes
 
 OWN_CHECKPOINTS = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 """Strategies that write checkpoints themselves, base included; ours with `whole_checkpoints` do not."""
-UNKNOWN_STEPS = 10**9
-"""AdaLoRA's number of steps until the run's is known."""
 
 
 def adapt(
@@ -132,7 +130,6 @@ class PeftAdapter(Managed):
         self.save_base = save_base
         self.base_checkpoint = base_checkpoint
         check_flags(autocast_adapter_dtype=autocast_adapter_dtype, save_base=save_base)
-        self._config(UNKNOWN_STEPS)  # for its errors
         remedy = "leave those layers out, or name them: callbacks.peft_adapter.unused=[PATTERN]"
         self._first = FirstGradients(remedy=remedy, unused=unused or ())
         self._adapted: dict[str, nn.Module] = {}
@@ -141,11 +138,19 @@ class PeftAdapter(Managed):
         self._saved_ranks: Mapping[str, Any] | None = None
         self._trainer: pl.Trainer | None = None
         self._hooks: AdapterCheckpointHooks | None = None
+        self._config()  # for its errors
 
-    def _config(self, total_step: int) -> Any:
+    def _config(self) -> Any:
         options: Any = self.options or {}
         if self.method == "adalora" and isinstance(options, Mapping):
-            options = {"total_step": total_step, **options}
+            steps, trainer = 1e9, self._trainer  # a placeholder until the run's number is known
+            if "total_step" not in options and trainer is not None and trainer.training:
+                steps = trainer.estimated_stepping_batches
+            if not 0 < steps < float("inf"):
+                allowed = "the number of optimizer steps, since this run has no end"
+                remedy = "callbacks.peft_adapter.options.total_step=1000"
+                raise ConfigError(key="options.total_step", value=None, allowed=allowed, remedies=[remedy])
+            options = {"total_step": int(steps), **options}
         config = make_config(self.method, options, self.target_modules, self.modules_to_save)
         if isinstance(config, AdaLoraConfig) and config.init_r <= config.target_r:
             allowed = f"more than target_r={config.target_r}, the average rank at the end"
@@ -160,8 +165,10 @@ class PeftAdapter(Managed):
         """Return the modules that will be trained in full, or are inside one; adapters freeze the others."""
         if adapted_layers(model):
             return model_surgery.trained_modules(model, names)
-        saved = [*as_list(self.modules_to_save), *task_heads(model, (self.options or {}).get("task_type"))]
-        return {name for name in names if is_in_module(name, saved)}
+        saved = self.modules_to_save or ()
+        saved = [saved] if isinstance(saved, str) else saved
+        heads = task_heads(model, (self.options or {}).get("task_type"))
+        return {name for name in names if is_in_module(name, [*saved, *heads])}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -188,7 +195,7 @@ class PeftAdapter(Managed):
 
     def _apply(self, model: nn.Module) -> int:
         try:
-            config = self._config(self._total_steps())
+            config = self._config()
             new = inject_adapters(model, config, upcast=self.autocast_adapter_dtype)
             self._first.check_patterns(model)
         except ConfigError as error:
@@ -203,54 +210,38 @@ class PeftAdapter(Managed):
         has_full_state = has_full_state or getattr(strategy, "whole_checkpoints", False)
         self._hooks = self._schedule = None
         if isinstance(model, pl.LightningModule) and has_full_state:
-            self._hooks = AdapterCheckpointHooks.attach(model, save_base=self.save_base)
-        present = adapter_config(model)
+            attached = getattr(model.__dict__.get("on_save_checkpoint"), "__self__", None)
+            is_attached = isinstance(attached, AdapterCheckpointHooks)
+            self._hooks = attached if is_attached else AdapterCheckpointHooks(model)
+            self._hooks.save_base = self.save_base
+        present = peft_config_of(model)
         if isinstance(present, AdaLoraConfig):
             present.total_step = config.total_step
             self._schedule = RankSchedule(model, present, ADAPTER_NAME)
         return len(new)
 
-    def _total_steps(self) -> int:
-        """Return the run's optimizer steps if AdaLoRA's schedule needs them, else a placeholder."""
-        trainer = self._trainer
-        is_needed = self.method == "adalora" and "total_step" not in (self.options or {})
-        if not is_needed or trainer is None or not trainer.training:
-            return UNKNOWN_STEPS
-        steps = trainer.estimated_stepping_batches
-        if not 0 < steps < float("inf"):
-            allowed = "the number of optimizer steps, since this run has no end"
-            remedy = "callbacks.peft_adapter.options.total_step=1000"
-            raise ConfigError(key="options.total_step", value=None, allowed=allowed, remedies=[remedy])
-        return int(steps)
-
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._check_optimizers(trainer, pl_module)
+        optimized = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
+        missing = [n for n, p in pl_module.named_parameters() if p.requires_grad and id(p) not in optimized]
+        # a strategy that flattens parameters optimizes none of the module's own
+        if missing and any(id(p) in optimized for p in pl_module.parameters()):
+            remedy = "self.parameters() in configure_optimizers, or OptimizerChoice"
+            text = f"{parameters_have(missing)} no optimizer\n  try: {remedy}"
+            raise GradientError(text)
         self._first.watch(pl_module, trainer.optimizers)
-        self.cleanup.callback(self._first.take_off)
+        self.cleanup.callback(self._first.remove_hooks)
         schedule = self._schedule
         if schedule is None:
             return
         if self._saved_ranks:
             schedule.load_state_dict(self._saved_ranks)
             self._saved_ranks = None
-
-        def allocate(*_: Any) -> None:
-            schedule.allocate(trainer.global_step)  # Lightning 2.6 counts this step after the hook
-
         for optimizer in trainer.optimizers:
             stepped: Any = getattr(optimizer, "optimizer", optimizer)
-            self.cleanup.callback(stepped.register_step_post_hook(allocate).remove)
-
-    def _check_optimizers(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Raise an error if the optimizers have some of the module's parameters but not the adapters."""
-        optimized = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
-        missing = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in optimized]
-        # a strategy that flattens parameters optimizes none of the module's own
-        if missing and any(id(p) in optimized for p in module.parameters()):
-            remedy = "self.parameters() in configure_optimizers, or OptimizerChoice"
-            text = f"{parameters_have(missing)} no optimizer\n  try: {remedy}"
-            raise GradientError(text)
+            # Lightning 2.6 counts this step after the hook
+            handle = stepped.register_step_post_hook(lambda *_: schedule.allocate(trainer.global_step))
+            self.cleanup.callback(handle.remove)
 
     @override
     def on_before_optimizer_step(

@@ -9,8 +9,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.adapters.module_tree import check_module_names, is_in_module, plain_name
-from lightning_eff.adapters.quantized import is_quantized
-from lightning_eff.core.errors import ConfigError
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 """Layers that on some devices reject weights of another dtype than their input's; they have few weights."""
@@ -70,17 +68,3 @@ def matrices(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[tuple[st
         for key, parameter in own.items():
             if parameter.is_floating_point() and not parameter.requires_grad:
                 yield f"{name}.{key}".strip("."), parameter
-
-
-def reject_trained(model: nn.Module) -> None:
-    """Reject quantized layers with a trained parameter: bitsandbytes casts a bias as it computes.
-
-    Raises:
-        ConfigError: A quantized layer has one.
-    """
-    for name, module in model.named_modules():
-        if is_quantized(module) and any(p.requires_grad for p in module.parameters(recurse=False)):
-            plain = plain_name(name)
-            allowed = f"[{plain}], or a frozen bias: {plain} is quantized, and its bias is trained"
-            remedies = ("callbacks.peft_adapter.options.bias=none", f"precision.skip_modules=[{plain}]")
-            raise ConfigError(key="precision.skip_modules", value=None, allowed=allowed, remedies=remedies)

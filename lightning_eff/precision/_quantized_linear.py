@@ -115,7 +115,8 @@ class Linear8bit(modules.Linear8bitLt):
         layout: Tensor | None = state_dict.pop(f"{prefix}weight_format", None)
         saved: Tensor | None = state_dict.get(key)
         if saved is not None and saved.is_floating_point():
-            state_dict[key], scale = _quantize_rows(saved.to(self.weight.device))
+            half = saved.to(self.weight.device, torch.float16)
+            state_dict[key], scale, _ = int8_vectorwise_quant(half)
         elif saved is not None and (scale is None or (layout is not None and int(layout) != 0)):
             error_msgs.append(f"{key} was saved in another format than int8 with one scale per row")
             scale = None
@@ -140,7 +141,7 @@ def quantize(
     Args:
         layer: Of exactly that class; its weight has its final values, on its device.
         quant_type: `nf4`, `fp4` or `int8`.
-        compute_dtype: Of matrix products; the bias is kept in it.
+        compute_dtype: Of matrix products and of the bias.
         blocksize: Weights per scale, with 4 bits.
         double_quant: Quantize the scales to 8 bits, with 4 bits.
 
@@ -154,40 +155,27 @@ def quantize(
     before = layer.weight.detach()
     own: Any = layer
     if quant_type in FOUR_BITS:
-        weight = bnb.nn.Params4bit(
-            layer.weight.data,
-            requires_grad=False,
-            blocksize=blocksize,
-            compress_statistics=double_quant,
-            quant_type=quant_type,
-        )
-        _change_class(layer, Linear4bit(1, 1, compute_dtype=compute_dtype, device="meta"))
-        own.weight = weight.to(device=before.device)  # the move to a device quantizes
-        own.quant_state = own.weight.quant_state
-        own.support_avx512bf16_for_cpu = False  # a repacked weight passes no gradient on
+        template = Linear4bit(1, 1, compute_dtype=compute_dtype, device="meta")
+        options = {"blocksize": blocksize, "compress_statistics": double_quant, "quant_type": quant_type}
+        weight = bnb.nn.Params4bit(before, requires_grad=False, **options)
+        weight = weight.to(device=before.device)  # the move to a device quantizes
     else:
-        codes, scale = _quantize_rows(layer.weight.data)
-        _change_class(layer, Linear8bit(1, 1, has_fp16_weights=False, device="meta"))
-        own.compute_dtype = compute_dtype
-        own.weight = bnb.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=scale)
+        template = Linear8bit(1, 1, has_fp16_weights=False, device="meta")
+        # W = codes * scale / 127, with the largest magnitude of a row as its scale
+        codes, scale, _ = int8_vectorwise_quant(before.to(torch.float16))
+        weight = bnb.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=scale)
+    own.__class__ = type(template)
+    for name, value in vars(template).items():
+        vars(layer).setdefault(name, value)
+    own.weight, own.compute_dtype = weight, compute_dtype
+    if quant_type in FOUR_BITS:
+        own.quant_state = weight.quant_state
+        own.support_avx512bf16_for_cpu = False  # a repacked weight passes no gradient on
     if own.bias is not None:
         own.bias.data = own.bias.data.to(compute_dtype)
         own.bias.requires_grad = False
     lost = (dequantize(own.weight) - before.float()).norm()
     return float(lost / before.float().norm().clamp(min=torch.finfo(torch.float32).tiny))
-
-
-def _quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 codes and the scale of each row, its largest magnitude: `W = codes * scale / 127`."""
-    codes, scale, _ = int8_vectorwise_quant(weight.to(torch.float16))
-    return codes, scale
-
-
-def _change_class(layer: nn.Linear, template: nn.Module) -> None:
-    """Change a layer's class to a template's, and add the attributes that it lacks."""
-    layer.__class__ = type(template)  # pyright: ignore[reportAttributeAccessIssue]
-    for name, value in vars(template).items():
-        vars(layer).setdefault(name, value)
 
 
 def dequantize(weight: Any) -> Tensor:

@@ -57,9 +57,8 @@ LIGHTNING_KEY = "MixedPrecision"
 AS_REQUESTED = "as requested"
 
 
-def step_context(
-    precision: str, device_type: str, *, keep_casts: bool = True
-) -> AbstractContextManager[torch.autocast | None]:
+@contextlib.contextmanager
+def step_context(precision: str, device_type: str, *, keep_casts: bool = True) -> Generator[None]:
     """Return the context for the forward pass of one step; for loops without a Trainer.
 
     Args:
@@ -75,12 +74,9 @@ def step_context(
     """
     dtype = COMPUTE_DTYPES[precision]
     if precision.endswith("-mixed"):
-        return torch.autocast(device_type, dtype=dtype, cache_enabled=keep_casts)
-    return _default_dtype(dtype)
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Generator[None]:
+        with torch.autocast(device_type, dtype=dtype, cache_enabled=keep_casts):
+            yield
+        return
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -116,6 +112,8 @@ class AutoPrecision(Precision):
     """
 
     __repr__ = rules.plugin_repr
+    _slow_text = "precision={0!r} will be slow: {1}; precision='auto' would choose {2!r}"
+    """With the precision, the reason, and what auto would choose."""
 
     def __init__(
         self,
@@ -140,17 +138,14 @@ class AutoPrecision(Precision):
 
     def facts(self) -> Facts:
         """Return what follows on a device that only emulates the format."""
-        auto = self.precision == "auto"
-        dtype = torch.bfloat16 if auto else COMPUTE_DTYPES[self.precision]
-        emulated = Rule(
-            name=f"machine/emulated_{str(dtype).removeprefix('torch.')}",
-            reason="auto chooses 32-true, which is faster there"
-            if auto
-            else f"{self.precision} will be slow",
-            remedies=("precision=auto",),
-            verdict=Verdict.ADJUSTED if auto else Verdict.WARNED,
-        )
-        return Facts(excludes=(emulated,))
+        dtype, reason = COMPUTE_DTYPES.get(self.precision), f"{self.precision} will be slow"
+        verdict = Verdict.WARNED
+        if dtype is None:
+            dtype, reason = torch.bfloat16, "auto chooses 32-true, which is faster there"
+            verdict = Verdict.ADJUSTED
+        name = f"machine/emulated_{str(dtype).removeprefix('torch.')}"
+        rule = Rule(name=name, reason=reason, remedies=("precision=auto",), verdict=verdict)
+        return Facts(excludes=(rule,))
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -162,45 +157,25 @@ class AutoPrecision(Precision):
         if self.precision == "auto":
             self.precision, self._reason = auto_precision(device_type)
         dtype = COMPUTE_DTYPES[self.precision]
-        self._warn_if_emulated(device_type, dtype)
+        support = dtype_support(device_type, dtype)
+        if not support.native:
+            text = self._slow_text.format(self.precision, support.why, auto_precision(device_type)[0])
+            warnings.warn(text, SlowPathWarning, stacklevel=2)
         if self.precision == "16-mixed" and self.scaler is None:
             self.scaler = torch.amp.GradScaler(device_type)
-        self._set_tf32(device_type)
+        if self.tf32 and device_type != "cuda":
+            text = f"tf32=True has no effect on {device_type}: TF32 is a format of NVIDIA GPUs"
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
+        if self.tf32 is not None and device_type == "cuda" and self._switches is None:
+            self._switches = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+            torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+            torch.backends.cudnn.allow_tf32 = self.tf32
         self._bytes_before = sum(parameter.nbytes for parameter in module.parameters())
         if self.precision == "bf16-true":
             module.to(dtype=dtype)
         self._bytes_after = sum(parameter.nbytes for parameter in module.parameters())
-        if dtype != torch.float32:
-            self._count_cast_layers(module)
-        return module
-
-    def _settle_device(self, module: nn.Module) -> str:
-        if self.device is None:
-            if not isinstance(module, pl.LightningModule):
-                allowed = "a device type, for example cpu, for a module without a Trainer"
-                raise ConfigError(key="device", value=None, allowed=allowed)
-            self.device = module.trainer.strategy.root_device.type
-        return self.device
-
-    def _warn_if_emulated(self, device_type: str, dtype: torch.dtype) -> None:
-        answer = dtype_support(device_type, dtype)
-        if not answer.native:
-            text = f"precision={self.precision!r} will be slow: {answer.why}; precision='auto' would choose "
-            warnings.warn(f"{text}{auto_precision(device_type)[0]!r}", SlowPathWarning, stacklevel=2)
-
-    def _set_tf32(self, device_type: str) -> None:
-        if self.tf32 is None or self._switches is not None:
-            return
-        if device_type != "cuda":
-            if self.tf32:
-                text = f"tf32=True has no effect on {device_type}: TF32 is a format of NVIDIA GPUs"
-                warnings.warn(text, NoEffectWarning, stacklevel=2)
-            return
-        self._switches = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
-        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = self.tf32
-
-    def _count_cast_layers(self, module: nn.Module) -> None:
+        if dtype == torch.float32:
+            return module
         is_true = self.precision.endswith("-true")  # then all layers with parameters are cast
         self._cast_layers = {
             name: type(layer).__name__
@@ -211,6 +186,15 @@ class AutoPrecision(Precision):
         if not self._cast_layers:
             text = f"precision={self.precision!r} has no effect: no linear, convolution or recurrent layer"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
+        return module
+
+    def _settle_device(self, module: nn.Module) -> str:
+        if self.device is None:
+            if not isinstance(module, pl.LightningModule):
+                allowed = "a device type, for example cpu, for a module without a Trainer"
+                raise ConfigError(key="device", value=None, allowed=allowed)
+            self.device = module.trainer.strategy.root_device.type
+        return self.device
 
     @override
     def teardown(self) -> None:
@@ -222,18 +206,18 @@ class AutoPrecision(Precision):
 
     @override
     def train_step_context(self) -> AbstractContextManager[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return step_context(self._chosen(), str(self.device), keep_casts=self.keep_casts)
+        precision = "32-true" if self.precision == "auto" else self.precision  # before convert_module
+        return step_context(precision, str(self.device), keep_casts=self.keep_casts)
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
-        return step_context(self._chosen(), str(self.device), keep_casts=False)
-
-    def _chosen(self) -> str:
-        return "32-true" if self.precision == "auto" else self.precision  # auto: before convert_module
+        precision = "32-true" if self.precision == "auto" else self.precision
+        return step_context(precision, str(self.device), keep_casts=False)
 
     @override
     def module_init_context(self) -> AbstractContextManager[None]:
-        return _default_dtype(torch.bfloat16) if self.precision == "bf16-true" else contextlib.nullcontext()
+        is_low = self.precision == "bf16-true"
+        return step_context("bf16-true", "cpu") if is_low else contextlib.nullcontext()
 
     tensor_init_context = module_init_context
 
@@ -259,12 +243,9 @@ class AutoPrecision(Precision):
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError(
-                key="precision",
-                value=self.precision,
-                allowed="another format with LBFGS, which evaluates the loss several times per step",
-                remedies=["precision=bf16_mixed", "precision=fp32"],
-            )
+            allowed = "another format with LBFGS, which evaluates the loss several times per step"
+            remedies = ["precision=bf16_mixed", "precision=fp32"]
+            raise ConfigError(key="precision", value=self.precision, allowed=allowed, remedies=remedies)
         result = closure()
         is_skipped = result is None and model.automatic_optimization  # training_step returned None
         if not is_skipped:
@@ -309,13 +290,7 @@ class AutoPrecision(Precision):
             did += "; cast " + ", ".join(f"{human_count(n)} {kind}" for kind, n in kinds.most_common())
         if self._bytes_after != self._bytes_before:
             did += f"; parameters {human_bytes(self._bytes_before)} -> {human_bytes(self._bytes_after)}"
-        return Outcome(
-            did=did,
-            effective=is_float32 or bool(self._cast_layers) or self._switches is not None,
-            numbers={
-                "precision": self.precision,
-                "device": self.device,
-                "layers": dict(self._cast_layers),
-                "parameter_bytes": self._bytes_after,
-            },
-        )
+        is_effective = is_float32 or bool(self._cast_layers) or self._switches is not None
+        numbers = {"precision": self.precision, "device": self.device, "layers": dict(self._cast_layers)}
+        numbers["parameter_bytes"] = self._bytes_after
+        return Outcome(did=did, effective=is_effective, numbers=numbers)

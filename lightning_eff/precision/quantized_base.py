@@ -23,7 +23,6 @@ Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314; https://huggingf
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -36,8 +35,8 @@ from typing_extensions import override
 from lightning_eff.adapters.module_tree import plain_name
 from lightning_eff.adapters.quantized import is_quantized, storage_bytes
 from lightning_eff.core import model_surgery, rules
-from lightning_eff.core.dtypes import auto_precision, dtype_support
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, SlowPathWarning
+from lightning_eff.core.dtypes import auto_precision
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.technique import (
     NEW_PARAMETERS,
@@ -49,7 +48,7 @@ from lightning_eff.core.technique import (
     Verdict,
 )
 from lightning_eff.core.text import human_bytes
-from lightning_eff.precision._frozen_parts import linear_layers, matrices, reject_trained
+from lightning_eff.precision._frozen_parts import linear_layers, matrices
 from lightning_eff.precision.auto import COMPUTE_DTYPES, AutoPrecision
 
 QUANTIZED = ("nf4", "fp4", "int8")
@@ -95,6 +94,7 @@ class QuantizedBase(AutoPrecision):
     """
 
     __repr__ = rules.plugin_repr
+    _slow_text = "matrix products in {0} will be slow: {1}"
     stage = Stage.QUANTIZE
 
     def __init__(
@@ -163,6 +163,8 @@ class QuantizedBase(AutoPrecision):
         layers = linear_layers(model, self.skip_modules or ())
         if self.quant_type in CAST:
             return 0
+        from lightning_eff.precision._quantized_linear import quantize
+
         frozen = model_surgery.frozen_modules(model, layers)
         new = {name: layer for name, layer in layers.items() if name in frozen}
         present = {name: layer for name, layer in model.named_modules() if is_quantized(layer)}
@@ -171,34 +173,23 @@ class QuantizedBase(AutoPrecision):
             raise self._quant_type_error(allowed)
         if new:
             self._errors, self._bytes = {}, {}
+        options: dict[str, Any] = {"blocksize": self.blocksize, "double_quant": self.double_quant}
         for name, layer in new.items():
-            self._quantize_layer(name, layer)
+            if layer.weight.is_meta or layer.weight.dtype == torch.float64:
+                has = "is on the meta device" if layer.weight.is_meta else "has 64 bits"
+                allowed = f"a model with weights of at most 32 bits in memory: {name} {has}"
+                raise self._quant_type_error(allowed, ())
+            before, dtype = storage_bytes(layer.parameters()), COMPUTE_DTYPES[self.precision]
+            error = quantize(layer, self.quant_type, compute_dtype=dtype, **options)
+            if not error < MAX_ERROR:  # true for NaN too
+                allowed = f"a format that can hold {name}: {error:.0%} of its norm would be lost"
+                raise self._quant_type_error(allowed, (f"precision.skip_modules=[{name}]",))
+            self._errors[name] = error
+            self._bytes[name] = (before, storage_bytes(layer.parameters()))
         for name, layer in present.items():
             num_bytes = storage_bytes(layer.parameters(recurse=False))
             self._bytes.setdefault(plain_name(name), (num_bytes, num_bytes))
         return len(new)
-
-    def _quantize_layer(self, name: str, layer: nn.Linear) -> None:
-        from lightning_eff.precision._quantized_linear import quantize
-
-        if layer.weight.is_meta or layer.weight.dtype == torch.float64:
-            has = "is on the meta device" if layer.weight.is_meta else "has 64 bits"
-            allowed = f"a model with weights of at most 32 bits in memory: {name} {has}"
-            raise self._quant_type_error(allowed, ())
-        before = storage_bytes(layer.parameters())
-        error = quantize(
-            layer,
-            self.quant_type,
-            compute_dtype=COMPUTE_DTYPES[self.precision],
-            blocksize=self.blocksize,
-            double_quant=self.double_quant,
-        )
-        if not error < MAX_ERROR:  # true for NaN too
-            allowed = f"a format that can hold {name}: {error:.0%} of its norm would be lost"
-            remedies = (f"precision.skip_modules=[{name}]",)
-            raise self._quant_type_error(allowed, remedies)
-        self._errors[name] = error
-        self._bytes[name] = (before, storage_bytes(layer.parameters()))
 
     def cast_frozen(self, model: nn.Module) -> int:
         """Cast frozen matrices to 16 bits, if requested, and trained parameters to float32.
@@ -211,23 +202,32 @@ class QuantizedBase(AutoPrecision):
         if not trained and (trainer is None or trainer.training):
             allowed = "a model with trained parameters"
             raise self._quant_type_error(allowed)
-        reject_trained(model)
-        count = sum(_cast(p, torch.float32) for p in trained if p.is_floating_point())
+        for name, module in model.named_modules():
+            # bitsandbytes casts a quantized layer's bias as it computes
+            if is_quantized(module) and any(p.requires_grad for p in module.parameters(recurse=False)):
+                plain = plain_name(name)
+                allowed = f"[{plain}], or a frozen bias: {plain} is quantized, and its bias is trained"
+                remedies = ("callbacks.peft_adapter.options.bias=none", f"precision.skip_modules=[{plain}]")
+                raise ConfigError(
+                    key="precision.skip_modules", value=None, allowed=allowed, remedies=remedies
+                )
+        low = [p for p in trained if p.is_floating_point() and p.dtype != torch.float32]
+        for parameter in low:
+            parameter.data = parameter.data.to(torch.float32)
         self._num_trained, self._trained_bytes = len(trained), storage_bytes(trained)
         if self.quant_type not in CAST:
-            return count
-        found = dict(matrices(model, self.skip_modules or ()))
+            return len(low)
+        found, dtype = dict(matrices(model, self.skip_modules or ())), CAST[self.quant_type]
         if not found:
             allowed = "a model with frozen weights: all of its weights are trained"
             raise self._quant_type_error(allowed)
-        self._bytes = {name: sizes for name, sizes in self._bytes.items() if name in found}
-        for name, parameter in found.items():
-            before = parameter.nbytes
-            is_changed = _cast(parameter, CAST[self.quant_type])
-            if is_changed or name not in self._bytes:
-                self._bytes[name] = (before, parameter.nbytes)
-            count += is_changed
-        return count
+        high = {name: parameter.nbytes for name, parameter in found.items() if parameter.dtype != dtype}
+        for name in high:
+            found[name].data = found[name].data.to(dtype)
+        sizes = {name: (high.get(name, p.nbytes), p.nbytes) for name, p in found.items()}
+        # a second call finds them cast, and keeps the bytes that they had before
+        self._bytes = {n: size if n in high else self._bytes.get(n, size) for n, size in sizes.items()}
+        return len(low) + len(high)
 
     def _settle_precision(self, model: nn.Module) -> None:
         """Choose the dtype of matrix products: that of a model that was loaded in 16 bits."""
@@ -262,13 +262,6 @@ class QuantizedBase(AutoPrecision):
         return super().convert_module(module)
 
     @override
-    def _warn_if_emulated(self, device_type: str, dtype: torch.dtype) -> None:
-        answer = dtype_support(device_type, dtype)
-        if not answer.native:
-            text = f"matrix products in {self.precision} will be slow: {answer.why}"
-            warnings.warn(text, SlowPathWarning, stacklevel=2)
-
-    @override
     def outcome(self) -> Outcome:
         """Return the number of converted layers, their bytes before and after, and the largest error."""
         before, after = (sum(sizes[i] for sizes in self._bytes.values()) for i in (0, 1))
@@ -288,11 +281,3 @@ class QuantizedBase(AutoPrecision):
             "errors": dict(self._errors),
         }
         return Outcome(did=did, effective=bool(self._bytes), numbers=numbers)
-
-
-def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    """Cast a parameter in place; return whether that changed it."""
-    is_changed = parameter.dtype != dtype
-    if is_changed:
-        parameter.data = parameter.data.to(dtype)
-    return is_changed

@@ -303,7 +303,7 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
         r"m=\[0\]: .* PEFT finds \[\]",
     ),
     ({"target_modules": "all_linear"}, "did you mean 'all-linear'"),
-    ({"unused": ["xx*"]}, "peft_adapter.unused='xx.*': expected a pattern of names"),
+    ({"unused": ["xx*"]}, "peft_adapter.unused='xx.*': expected a pattern of parameter names"),
     ({"modules_to_save": ["hed"]}, "modules_to_save='hed'"),
     ({"options": {"exclude_modules": ["hed"]}}, r"peft_adapter\.options\.exclude_modules=.hed."),
     ({"target_modules": ["first"], "modules_to_save": ["first"]}, "neither excluded nor in modules_to_save"),
@@ -544,6 +544,7 @@ def test_callbacks_that_cannot_meet_adapters_are_refused(other: pl.Callback) -> 
         make_trainer(callbacks=[PeftAdapter(), other]).fit(Deep(), make_loader())
 
 
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning")
 @pytest.mark.parametrize(("method", "r"), [("lora", 4), ("vera", 8)])
 def test_tile_comes_after_adapters_and_compile_last(method: str, r: int) -> None:
     tiled = TritonGemm(min_features=8)

@@ -242,9 +242,9 @@ def test_tf32_without_cuda_is_said_and_with_it_set_and_restored(net: Callable[..
         make_trainer(plugins=[AutoPrecision(precision="32-true", tf32=True)], max_steps=1).fit(
             net(), make_loader()
         )
-    plugin = AutoPrecision(precision="32-true", tf32=True)
+    plugin = AutoPrecision(precision="32-true", device="cuda", tf32=True)
     before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
-    plugin._set_tf32("cuda")
+    plugin.convert_module(nn.Linear(2, 2))
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("high", True)
     assert plugin.outcome().effective
     plugin.teardown()
