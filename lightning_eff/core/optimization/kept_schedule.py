@@ -8,7 +8,6 @@ absolute rates (OneCycleLR).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -31,11 +30,12 @@ class ReplacedOptimizer:
 
     def __init__(self, own: Optimizer, optimizer: Optimizer) -> None:
         self.groups: list[dict[str, Any]] = own.param_groups
-        self._optimizer = optimizer
+        self.bases = [float(group["lr"]) for group in optimizer.param_groups]
+        self.starts = [float(group.get("initial_lr", group["lr"])) for group in self.groups]
         group_of = {p: index for index, group in enumerate(self.groups) for p in group["params"]}
-        self._followed = [group_of[group["params"][0]] for group in optimizer.param_groups]
-        self._bases = [float(group["lr"]) for group in optimizer.param_groups]
-        self._starts = [float(group.get("initial_lr", group["lr"])) for group in self.groups]
+        self.followed = [group_of[group["params"][0]] for group in optimizer.param_groups]
+        """Index of the group that a group of the new optimizer follows."""
+        self._optimizer = optimizer
         for group in self.groups:
             group["params"] = []
         own.state.clear()
@@ -45,34 +45,19 @@ class ReplacedOptimizer:
         if close is not None:
             close()
 
-    def _factor(self, index: int) -> float | None:
-        """Return a group's rate as a multiple of its first; None if the schedule sets absolute rates."""
-        group, start = self.groups[index], self._starts[index]
-        return None if "max_lr" in group or not start else float(group["lr"]) / start
-
-    def copy_schedule_keys(self) -> None:
-        """Copy what the scheduler reads into the trained groups, for a resumed run that steps it directly."""
-        for group, base, index in zip(self._optimizer.param_groups, self._bases, self._followed, strict=True):
-            group |= {key: self.groups[index][key] for key in SCHEDULE_KEYS if key in self.groups[index]}
-            if self._factor(index) is not None:
-                group["initial_lr"] = base
-
-    def resume(self, rates: Iterable[float]) -> None:
-        """Set saved rates; momenta come from the optimizer that trains, which was loaded before."""
-        for group, rate in zip(self.groups, rates, strict=False):
-            group["lr"] = rate
-        for group, index in zip(self._optimizer.param_groups, self._followed, strict=False):
-            self.groups[index] |= {k: group[k] for k in MOMENTA if k in self.groups[index] and k in group}
-        self.update_rates()
-
     def update_rates(self) -> None:
         """Set the learning rates of the optimizer that trains: `base * lr / first lr`, or `lr` itself."""
+        # None where the schedule sets absolute rates.
+        factors = [
+            None if "max_lr" in group or not start else float(group["lr"]) / start
+            for group, start in zip(self.groups, self.starts, strict=False)
+        ]
         groups = self._optimizer.param_groups
-        for group in groups[len(self._bases) :]:  # added later: follows the first group from its own rate
-            self._bases.append(float(group["lr"]) / (self._factor(0) or 1.0))
-            self._followed.append(0)
-        for group, base, index in zip(groups, self._bases, self._followed, strict=True):
-            own, factor = self.groups[index], self._factor(index)
+        for group in groups[len(self.bases) :]:  # added later: follows the first group from its own rate
+            self.bases.append(float(group["lr"]) / (factors[0] or 1.0))
+            self.followed.append(0)
+        for group, base, index in zip(groups, self.bases, self.followed, strict=True):
+            own, factor = self.groups[index], factors[index]
             rate = float(own["lr"]) if factor is None else base * factor
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)  # a compiled step reads this tensor
@@ -95,7 +80,12 @@ class KeptSchedule(LRScheduler):
         self.kept = kept
         self.optimizer = optimizer
         self._replaced = replaced
-        replaced.copy_schedule_keys()
+        # Copy what the scheduler reads into the trained groups, for a resumed run that steps it directly.
+        for group, base, index in zip(optimizer.param_groups, replaced.bases, replaced.followed, strict=True):
+            own = replaced.groups[index]
+            group |= {key: own[key] for key in SCHEDULE_KEYS if key in own}
+            if "max_lr" not in own and replaced.starts[index]:
+                group["initial_lr"] = base
         replaced.update_rates()
 
     def __getattr__(self, name: str) -> Any:
@@ -120,4 +110,11 @@ class KeptSchedule(LRScheduler):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.kept.load_state_dict(state_dict)
-        self._replaced.resume(state_dict.get("_last_lr", ()))
+        groups = self._replaced.groups
+        for own, rate in zip(groups, state_dict.get("_last_lr", ()), strict=False):
+            own["lr"] = rate
+        # Momenta come from the optimizer that trains, which was loaded before.
+        for group, index in zip(self.optimizer.param_groups, self._replaced.followed, strict=False):
+            own = groups[index]
+            own |= {key: group[key] for key in MOMENTA if key in own and key in group}
+        self._replaced.update_rates()
