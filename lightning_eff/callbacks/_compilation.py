@@ -46,7 +46,8 @@ class Compilations:
         """Stop counting; a second call does nothing."""
         if self._is_open:
             self._is_open = False
-            self._read_counters()
+            self.graphs = counters["stats"]["unique_graphs"] - self._graphs_before
+            self.graph_breaks = Counter(counters["graph_break"]) - self._breaks_before
             callback_handler.remove_start_callback(self._on_start)
             callback_handler.remove_end_callback(self._on_end)
 
@@ -58,8 +59,5 @@ class Compilations:
 
     def _on_end(self, _: CallbackArgs) -> None:
         self.elapsed_s += time.perf_counter() - self._began_s
-        self._read_counters()
-
-    def _read_counters(self) -> None:
         self.graphs = counters["stats"]["unique_graphs"] - self._graphs_before
         self.graph_breaks = Counter(counters["graph_break"]) - self._breaks_before

@@ -80,14 +80,10 @@ def compile_in_place(
             before = vars(owner).get(attribute)
             if not isinstance(before, CompiledCall):
                 vars(owner)[attribute] = CompiledCall(method, options)
-                undo[path] = functools.partial(_uncompile, owner, attribute, before)
+                undo[path] = functools.partial(vars(owner).pop, attribute)
+                if before is not None:
+                    undo[path] = functools.partial(vars(owner).update, {attribute: before})
     return undo
-
-
-def _uncompile(owner: nn.Module, attribute: str, before: Any) -> None:
-    del vars(owner)[attribute]
-    if before is not None:
-        vars(owner)[attribute] = before
 
 
 def _resolve(model: nn.Module, target: str, blocks: BlockSelector) -> dict[str, Any]:

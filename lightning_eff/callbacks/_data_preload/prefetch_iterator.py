@@ -83,15 +83,6 @@ class LoaderStats:
     max_ready_bytes: int = 0
     draws: bool = False
 
-    def count(self, wait_s: float) -> None:
-        """Count a batch that was waited for."""
-        self.last_taken_s = time.perf_counter()
-        if self.num_taken == 0:
-            self.first_taken_s = self.last_taken_s
-        else:
-            self.wait_s += wait_s
-        self.num_taken += 1
-
 
 class PrefetchIterator:
     """One pass over a loader.
@@ -141,7 +132,20 @@ class PrefetchIterator:
         # The first two batches are fetched here, and all of them if the second one drew random numbers.
         is_beginning = self._thread is None and self._num_fetched < 2
         is_direct = self._settings.num_batches < 1 or self._stats.draws or is_beginning
-        fetched = self._fetch() if is_direct else self._take_ready()
+        if is_direct:
+            fetched = self._fetch()
+        else:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="lightning_eff prefetch", daemon=True)
+                self._thread.start()
+            with self._changed:
+                self._is_awaited = not self._ready
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._ready)
+                self._is_awaited = False
+                fetched = self._ready.popleft()
+                self._ready_bytes -= fetched.num_bytes
+                self._changed.notify_all()
         if fetched.error is not None:
             self.close()
             raise fetched.error
@@ -150,7 +154,13 @@ class PrefetchIterator:
             current.wait_event(fetched.arrived)
             for tensor in tensors_of(fetched.batch):
                 tensor.record_stream(current)  # the side stream allocated it, this one uses it last
-        self._stats.count(time.perf_counter() - start)
+        stats = self._stats
+        stats.last_taken_s = time.perf_counter()
+        if stats.num_taken == 0:
+            stats.first_taken_s = stats.last_taken_s
+        else:
+            stats.wait_s += stats.last_taken_s - start
+        stats.num_taken += 1
         self.taken_state = fetched.state
         return fetched.batch
 
@@ -178,26 +188,23 @@ class PrefetchIterator:
                 batch, arrived = move_data_to_device(batch, device), self._stream.record_event()
         return FetchedBatch(batch, state=state, arrived=arrived)
 
-    def _take_ready(self) -> FetchedBatch:
-        """Wait for the thread's next batch; starts the thread."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lightning_eff prefetch", daemon=True)
-            self._thread.start()
-        with self._changed:
-            self._is_awaited = not self._ready
-            self._changed.notify_all()
-            while not self._ready:
-                self._changed.wait()
-            self._is_awaited = False
-            fetched = self._ready.popleft()
-            self._ready_bytes -= fetched.num_bytes
-            self._changed.notify_all()
-        return fetched
-
     def _run(self) -> None:
         """Fetch until the end, a failure, the limit or `close`; in the thread."""
         torch.set_grad_enabled(self._grad)
-        while self._wait_for_room():
+        settings = self._settings
+        while True:
+            with self._changed:
+                while not self._is_stopped:
+                    in_bytes = settings.max_bytes is None or self._ready_bytes < settings.max_bytes
+                    has_room = not self._ready or (len(self._ready) < settings.num_batches and in_bytes)
+                    is_needed = self._is_awaited and not self._ready  # also past the limit, and in a pause
+                    is_planned = self._num_fetched < settings.limit() and not self._is_paused
+                    if has_room and (is_needed or is_planned):
+                        break
+                    self._changed.wait()
+                else:
+                    return
+                self._is_fetching = True
             fetched = self._fetch()
             fetched.num_bytes = sum(tensor.nbytes for tensor in tensors_of(fetched.batch))
             with self._changed:
@@ -209,20 +216,6 @@ class PrefetchIterator:
                 self._changed.notify_all()
             if fetched.error is not None:
                 return
-
-    def _wait_for_room(self) -> bool:
-        """Wait until another batch may be fetched; return False after `close`."""
-        settings = self._settings
-        with self._changed:
-            while not self._is_stopped:
-                in_bytes = settings.max_bytes is None or self._ready_bytes < settings.max_bytes
-                has_room = not self._ready or (len(self._ready) < settings.num_batches and in_bytes)
-                is_needed = self._is_awaited and not self._ready  # also past the limit, and in a pause
-                if has_room and (is_needed or (self._num_fetched < settings.limit() and not self._is_paused)):
-                    self._is_fetching = True
-                    return True
-                self._changed.wait()
-        return False
 
     def pause(self, *, paused: bool) -> None:
         """Stop or resume prefetching; waits for the batch that is being fetched."""
@@ -246,12 +239,7 @@ class PrefetchIterator:
 def tensors_of(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch, in dataclasses too."""
     found: list[Tensor] = []
-
-    def append(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    apply_to_collection(batch, Tensor, append)
+    apply_to_collection(batch, Tensor, found.append)  # it returns a copy, of no use here
     return found
 
 

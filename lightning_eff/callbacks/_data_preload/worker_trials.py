@@ -93,7 +93,13 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
     """
     counts = [2**power for power in range(16) if 2**power <= max_workers]
     trial = LoaderTrial(loader, budget_s / (1 + len(counts)))
-    reason = _reason_against_workers(loader) if counts else ""
+    # Not safe to start processes, if the loader starts none itself.
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    reason = ""
+    if counts and multiprocessing.current_process().daemon:
+        reason = "this process may not start others"
+    elif counts and method != "fork" and loader.num_workers == 0:
+        reason = f"processes are started by {method}, which runs a script without a main guard again"
     with preserved_random_state():
         tried = {0: trial.alone()}
         for count in () if reason else counts:
@@ -105,16 +111,6 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
             if count > 1 and tried[count] > MAX_TIME_RATIO * min(tried[c] for c in tried if c < count):
                 break
     return WorkerChoice(0 if reason else best_num_workers(tried), tried, trial.idle_s, reason)
-
-
-def _reason_against_workers(loader: DataLoader[Any]) -> str:
-    """Return why it is not safe to start processes, if the loader starts none itself."""
-    if multiprocessing.current_process().daemon:
-        return "this process may not start others"
-    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    if method != "fork" and loader.num_workers == 0:
-        return f"processes are started by {method}, which runs a script without a main guard again"
-    return ""
 
 
 def best_num_workers(seconds_per_batch: dict[int, float]) -> int:
@@ -144,7 +140,15 @@ class LoaderTrial:
         self._loader = loader
         self._budget_s = budget_s
         self._num_samples = len(loader.dataset)  # pyright: ignore[reportArgumentType]
-        self._size = self._batch_size = _batch_size(loader)
+        size: Any = 1  # of a loader that hands out samples
+        if loader.batch_sampler is not None:
+            size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        if size is None:  # a batch sampler of its own: the average
+            try:
+                size = -(-self._num_samples // len(loader))
+            except (TypeError, NotImplementedError, ZeroDivisionError):
+                size = 1
+        self._size = self._batch_size = int(size)
         self._reference: list[Any] = []
         self._is_random = False
 
@@ -206,19 +210,6 @@ class LoaderTrial:
         else:
             keywords |= {"batch_sampler": indices}
         return iter(DataLoader(loader.dataset, **keywords))
-
-
-def _batch_size(loader: DataLoader[Any]) -> int:
-    """Return the samples of a batch, on average where the loader has a batch sampler of unknown size."""
-    if loader.batch_sampler is None:
-        return 1
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    if size is not None:
-        return int(size)
-    try:
-        return -(-len(loader.dataset) // len(loader))  # pyright: ignore[reportArgumentType]
-    except (TypeError, NotImplementedError, ZeroDivisionError):
-        return 1
 
 
 def _are_equal(left: Any, right: Any) -> bool:
