@@ -15,19 +15,12 @@ from torch._dynamo.utils import counters
 
 @dataclass
 class Compilations:
-    """Counts from `open` to `close`.
-
-    Args:
-        graphs: Compiled graphs.
-        recompilations: Compilations of code that had been compiled before, for other shapes or settings.
-        graph_breaks: How often a graph ended early, by reason.
-        elapsed_s: Wall time of tracing and compiling, backward graphs included.
-    """
+    """Counts from `open` to `close`."""
 
     graphs: int = 0
-    recompilations: int = 0
-    graph_breaks: Counter[str] = field(default_factory=Counter[str])
-    elapsed_s: float = 0.0
+    recompilations: int = 0  # of code that had been compiled before, for other shapes or settings
+    graph_breaks: Counter[str] = field(default_factory=Counter[str])  # by reason
+    elapsed_s: float = 0.0  # wall time of tracing and compiling, backward graphs included
     _began_s: float = 0.0
     _graphs_before: int = 0
     _breaks_before: Counter[str] = field(default_factory=Counter[str])

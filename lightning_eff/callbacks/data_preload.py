@@ -109,8 +109,7 @@ class DataPreload(Managed):
         self._final: Outcome | None = None
         self._epoch = 0
         self._transfer_hook = self._not_measured = ""
-        self._validation_s = 0.0
-        self._validation_began_s = 0.0
+        self._validation_s = self._validation_began_s = 0.0
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -174,11 +173,9 @@ class DataPreload(Managed):
         measured: WorkerChoice | None = None
         self._not_measured = "its dataset has no indices"
         if worker_trials.is_map_style(loader):
-            most = worker_trials.num_cores(getattr(trainer, "num_devices", 1))
+            most, budget_s = worker_trials.num_cores(getattr(trainer, "num_devices", 1)), self.max_measure_s
             try:
-                measured = worker_trials.choose_num_workers(
-                    loader, max_workers=most, budget_s=self.max_measure_s
-                )
+                measured = worker_trials.choose_num_workers(loader, max_workers=most, budget_s=budget_s)
                 self._not_measured = measured.reason
             except worker_trials.SAMPLE_ERRORS as error:
                 self._not_measured = f"a trial failed ({type(error).__name__}: {error})".splitlines()[0]
@@ -259,17 +256,15 @@ class DataPreload(Managed):
             parts.append(f"{waits[1]:.1%} of the time waiting for data ({estimate})")
         if self._transfer_hook:
             parts.append(f"not moved ahead: {self._transfer_hook} moves batches itself")
-        return Outcome(
-            did="; ".join(parts),
-            effective=any(loader.num_workers > 0 or loader.num_ahead > 0 for loader in stats),
-            numbers={
-                "num_workers": [loader.num_workers for loader in stats],
-                "seconds_per_batch": [c.seconds_per_batch if c else {} for c in self._choices],
-                "max_ready_bytes": max(loader.max_ready_bytes for loader in stats),
-                "data_wait_share_before": waits[0] if waits else None,
-                "data_wait_share": waits[1] if waits else None,
-            },
-        )
+        numbers = {
+            "num_workers": [loader.num_workers for loader in stats],
+            "seconds_per_batch": [c.seconds_per_batch if c else {} for c in self._choices],
+            "max_ready_bytes": max(loader.max_ready_bytes for loader in stats),
+            "data_wait_share_before": waits[0] if waits else None,
+            "data_wait_share": waits[1] if waits else None,
+        }
+        is_effective = any(loader.num_workers > 0 or loader.num_ahead > 0 for loader in stats)
+        return Outcome(did="; ".join(parts), effective=is_effective, numbers=numbers)
 
     def _wait_fractions(self) -> tuple[float, float] | None:
         """Return the fraction of the time spent waiting: estimated without preloading, and measured."""

@@ -67,9 +67,6 @@ def keep_outputs(
 
     A kept output that the forward writes to in place is recomputed after all. Recurrent layers do so to every
     product; a GRU through views without a common version counter, which PyTorch's own check does not detect.
-
-    Args:
-        operations: Overloads of operators.
     """
 
     def policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> bool:
@@ -249,8 +246,5 @@ class GradientCheckpointing(Managed):
         did = f"{len(names)} of {self._num_blocks} blocks recomputed ({self.policy}), {times}"
         if any(recomputed.is_cache_disabled for recomputed in self._recomputed.values()):
             did += "; their key-value cache stays empty"
-        return Outcome(
-            did=did,
-            effective=count > 0,
-            numbers={"blocks": names, "num_blocks": self._num_blocks, "recomputations": count},
-        )
+        numbers = {"blocks": names, "num_blocks": self._num_blocks, "recomputations": count}
+        return Outcome(did=did, effective=count > 0, numbers=numbers)

@@ -141,8 +141,16 @@ class OptimizerChoice(Managed):
         self._has_modes = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
         if hasattr(optimizer, "close"):
             self.cleanup.callback(optimizer.close)
-        self._gradient_reader = _gradient_reader(trainer, pl_module)
         self._has_freed_gradients = False
+        # A user's hook that may read gradients between two steps.
+        self._gradient_reader = ""
+        callbacks: Sequence[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        for owner, base in [(pl_module, pl.LightningModule), *((c, pl.Callback) for c in callbacks)]:
+            is_trusted = type(owner).__module__.partition(".")[0] in (PACKAGE, "lightning")
+            for hook in GRADIENT_HOOKS:
+                is_own = getattr(type(owner), hook, None) is not getattr(base, hook, None)
+                if hook in vars(owner) or (is_own and not is_trusted):
+                    self._gradient_reader = self._gradient_reader or f"{type(owner).__name__}.{hook}"
         super().on_fit_start(trainer, pl_module)
         if not self._has_modes:
             return
@@ -165,7 +173,8 @@ class OptimizerChoice(Managed):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = trainer.global_step
         dataloaders.restore_loader_state(trainer)
-        self._first_rates = self._rates()
+        groups = trainer.optimizers[0].param_groups
+        self._first_rates = [float(group["lr"]) for group in groups if "lr" in group]
         self._set_mode(train=True)
 
     @override
@@ -210,10 +219,6 @@ class OptimizerChoice(Managed):
         if hasattr(optimizer, "pause"):
             optimizer.pause(paused=paused)
 
-    def _rates(self) -> list[float]:
-        groups = self._built.param_groups if self._built is not None else []
-        return [float(group["lr"]) for group in groups if "lr" in group]
-
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._built is None:
@@ -248,7 +253,8 @@ class OptimizerChoice(Managed):
         did = f"{title} over {sum(counts)} tensors in {len(counts)} groups; state {where}"
         did += f", {bytes_per_parameter:.2f} bytes per parameter" if held else ""
         own = self._built.outcome() if isinstance(self._built, Technique) else Outcome(did="")
-        first, rates = self._first_rates, self._rates()
+        first = self._first_rates
+        rates = [float(group["lr"]) for group in self._built.param_groups if "lr" in group]
         lr = f"lr {max(rates):.3g}" if rates else ""
         if first and first != rates:
             lr = f"lr {max(first):.3g} at the start, {max(rates):.3g} at the end"
@@ -260,15 +266,3 @@ class OptimizerChoice(Managed):
         numbers = {"tensors": counts, "state_bytes": held, "state_bytes_per_parameter": bytes_per_parameter}
         did = "; ".join(text for text in (did, own.did, lr, note) if text)
         return Outcome(did=did, effective=own.effective, numbers=numbers)
-
-
-def _gradient_reader(trainer: pl.Trainer, module: pl.LightningModule) -> str:
-    """Return the name of a user's hook that may read gradients between two steps; empty if none may."""
-    callbacks: Sequence[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    for owner, base in [(module, pl.LightningModule), *((c, pl.Callback) for c in callbacks)]:
-        is_trusted = type(owner).__module__.partition(".")[0] in (PACKAGE, "lightning")
-        for hook in GRADIENT_HOOKS:
-            is_own = getattr(type(owner), hook, None) is not getattr(base, hook, None)
-            if hook in vars(owner) or (is_own and not is_trusted):
-                return f"{type(owner).__name__}.{hook}"
-    return ""

@@ -89,12 +89,8 @@ class CpuOffload(PerParameter):
     @staticmethod
     def facts() -> Facts:
         """Return where it has no effect, and the strategies that move state themselves."""
-        no_effect = Rule(
-            name="run/cpu",
-            reason="the optimizer's state is on the CPU already",
-            remedies=("optimizer=adamw",),
-            verdict=Verdict.WARNED,
-        )
+        reason, remedies = "the optimizer's state is on the CPU already", ("optimizer=adamw",)
+        no_effect = Rule(name="run/cpu", reason=reason, remedies=remedies, verdict=Verdict.WARNED)
         return Facts(excludes=(no_effect, *PLACES_STATE))
 
     @override
@@ -174,8 +170,6 @@ class CpuOffload(PerParameter):
         """Return how many bytes the host holds for it."""
         num_bytes = sum(copy.nbytes for copy in self._copies.values())
         num_bytes += sum(v.nbytes for s in self.state.values() for v in s.values() if isinstance(v, Tensor))
-        return Outcome(
-            did=f"{human_bytes(num_bytes)} of copies and state on the host",
-            effective=any(parameter.device != HOST for parameter in self._copies),
-            numbers={"host_bytes": num_bytes},
-        )
+        did = f"{human_bytes(num_bytes)} of copies and state on the host"
+        is_effective = any(parameter.device != HOST for parameter in self._copies)
+        return Outcome(did=did, effective=is_effective, numbers={"host_bytes": num_bytes})

@@ -32,12 +32,20 @@ from lightning_eff.core.text import human_bytes
 
 PER_MICRO_BATCH = "it would step on every micro-batch"
 REASONS = {
+    "run/clipping": (
+        "there are no gradients left to clip when the Trainer would",
+        "optimizer.max_parameter_norm=1.0 trainer.gradient_clip_val=null",
+    ),
     "run/accumulation": (PER_MICRO_BATCH, "trainer.accumulate_grad_batches=1"),
     "lightning/GradientAccumulationScheduler": (PER_MICRO_BATCH,),
     "callbacks/gradient_accumulation": (PER_MICRO_BATCH, "~callbacks.gradient_accumulation"),
     "callbacks/micro_batch": (PER_MICRO_BATCH, "~callbacks.micro_batch"),
     "run/scaler": ("it would step on scaled gradients, before the scaler can check for overflow",),
     "run/many_devices": ("each replica would step on its own gradients, before they are averaged",),
+    "run/clipping_by_module": (
+        "there are no gradients left to clip when the module would",
+        "optimizer.max_parameter_norm=1.0 in place of that method",
+    ),
 }
 """Of what needs the gradients after the backward pass: why it fails, and its own remedy if it has one."""
 
@@ -91,29 +99,14 @@ class InBackward(PerParameter):
     @staticmethod
     def facts() -> Facts:
         """Return what needs the gradients after the backward pass."""
-        plain = "optimizer=adamw"
         excludes = [
-            Rule(
-                name="run/clipping",
-                reason="there are no gradients left to clip when the Trainer would",
-                remedies=("optimizer.max_parameter_norm=1.0 trainer.gradient_clip_val=null", plain),
-            ),
-            *(
-                Rule(name=name, reason=reason, remedies=(*own, plain))
-                for name, (reason, *own) in REASONS.items()
-            ),
-            Rule(
-                name="run/clipping_by_module",
-                reason="there are no gradients left to clip when the module would",
-                remedies=("optimizer.max_parameter_norm=1.0 in place of that method", plain),
-            ),
-            # OptimizerChoice refuses such modules itself; this is for an optimizer that a module made.
-            Rule(
-                name="run/manual_optimization",
-                reason="it would step in every backward pass of the module's own",
-                remedies=("an optimizer of torch.optim in configure_optimizers",),
-            ),
+            Rule(name=name, reason=reason, remedies=(*own, "optimizer=adamw"))
+            for name, (reason, *own) in REASONS.items()
         ]
+        # OptimizerChoice refuses such modules itself; this is for an optimizer that a module made.
+        reason = "it would step in every backward pass of the module's own"
+        remedy = "an optimizer of torch.optim in configure_optimizers"
+        excludes.append(Rule(name="run/manual_optimization", reason=reason, remedies=(remedy,)))
         return Facts(excludes=tuple(excludes))
 
     @override
@@ -182,8 +175,6 @@ class InBackward(PerParameter):
 
     def outcome(self) -> Outcome:
         """Return how many bytes of gradients the last step did not hold."""
-        return Outcome(
-            did=f"gradients of {human_bytes(self._freed_bytes)} freed one by one in the backward pass",
-            effective=self._freed_bytes > 0,
-            numbers={"freed_gradient_bytes": self._freed_bytes},
-        )
+        did = f"gradients of {human_bytes(self._freed_bytes)} freed one by one in the backward pass"
+        numbers = {"freed_gradient_bytes": self._freed_bytes}
+        return Outcome(did=did, effective=self._freed_bytes > 0, numbers=numbers)

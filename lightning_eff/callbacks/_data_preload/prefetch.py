@@ -22,13 +22,7 @@ from lightning_eff.callbacks._data_preload.prefetch_iterator import (
 
 
 class PrefetchLoader:
-    """A loader with batches ready.
-
-    Args:
-        loader: Any iterable.
-        settings: How far to prefetch.
-        tuned: The same loader with other workers, iterated for the training; None iterates `loader` itself.
-    """
+    """Any iterable with batches ready; `tuned` is the same loader with other workers, for the training."""
 
     _OWN = ("loader", "settings", "stats", "_tuned", "_current", "_taken_state", "_is_over")
 

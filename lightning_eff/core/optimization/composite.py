@@ -49,10 +49,8 @@ class PerParameter(WrapperOptimizer):
 
     Args:
         params: Parameters or groups.
-        optimizer: Called once with all groups, for their options, and once for each parameter; None is
-            `ADAMW`.
-        copy: Returns the tensor that the inner optimizer updates in place of a parameter; None updates the
-            parameter itself.
+        optimizer: Called with all groups, for their options, and for each parameter; None is `ADAMW`.
+        copy: Returns the tensor that is updated in place of a parameter; None updates the parameter.
         options: Keywords of the inner optimizers that the wrapper sets, `lr` for example.
 
     Raises:
@@ -106,14 +104,14 @@ class PerParameter(WrapperOptimizer):
 
     def step_parameter(self, parameter: Tensor) -> None:
         """Step one parameter with the current options of its group."""
-        inner, copy = self._inner[parameter], self._copies[parameter]
-        group = self._group_of[parameter]
-        inner.param_groups[0].update(group | {"params": [copy]})
+        inner, group = self._inner[parameter], self._group_of[parameter]
+        inner_group = inner.param_groups[0]
+        inner_group |= group | {"params": inner_group["params"]}
         inner.step()
         if parameter not in self.state and inner.param_groups[0].keys() != group.keys():
             allowed = "one that keeps its state for each parameter; this one counts in its groups"
             raise ConfigError(key="optimizer", value=self.kind_behind.__name__, allowed=allowed)
-        self.state[parameter] = inner.state[copy]
+        self.state[parameter] = inner.state[self._copies[parameter]]
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -50,12 +50,7 @@ class FirstGradients:
                 raise ConfigError(key="unused", value=pattern, allowed=allowed)
 
     def watch(self, module: nn.Module, optimizers: Iterable[Any]) -> None:
-        """Check the gradients of the next step.
-
-        Args:
-            module: Gives the parameters their names.
-            optimizers: Optimizers, or Lightning's wrappers of them.
-        """
+        """Check the gradients of the next step of each optimizer, or Lightning's wrapper of one."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for wrapped in optimizers:
             # DeepSpeed steps flattened tensors; its strategy adds the parameters' groups as `whole_groups`.

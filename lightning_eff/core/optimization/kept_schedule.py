@@ -21,11 +21,9 @@ SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentu
 
 
 class ReplacedOptimizer:
-    """An optimizer that no longer steps; the groups of another one follow its groups' learning rates.
+    """An optimizer that no longer steps, and is left without parameters and state.
 
-    Args:
-        own: The replaced optimizer; it is left without parameters and state.
-        optimizer: The one that trains. Each of its groups follows the group that had its first parameter.
+    Each group of the optimizer that trains follows the rate of the group that had its first parameter.
     """
 
     def __init__(self, own: Optimizer, optimizer: Optimizer) -> None:
@@ -68,13 +66,7 @@ class ReplacedOptimizer:
 
 
 class KeptSchedule(LRScheduler):
-    """A scheduler of a replaced optimizer, used for the optimizer that trains.
-
-    Args:
-        kept: The scheduler; attributes that are not defined here are its own.
-        optimizer: The optimizer that trains.
-        replaced: The optimizer that the scheduler is bound to.
-    """
+    """A scheduler of a replaced optimizer, used for the one that trains; other attributes are `kept`'s."""
 
     def __init__(self, kept: Any, optimizer: Optimizer, replaced: ReplacedOptimizer) -> None:
         self.kept = kept
@@ -104,8 +96,7 @@ class KeptSchedule(LRScheduler):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's own state, which a run that steps it directly can load too."""
-        return self.kept.state_dict()
+        return self.kept.state_dict()  # a run that steps it directly can load it too
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
