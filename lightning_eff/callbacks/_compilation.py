@@ -15,19 +15,12 @@ from torch._dynamo.utils import counters
 
 @dataclass
 class Compilations:
-    """Counts from `open` to `close`.
-
-    Args:
-        graphs: Compiled graphs.
-        recompilations: Compilations of code that had been compiled before, for other shapes or settings.
-        graph_breaks: How often a graph ended early, by reason.
-        elapsed_s: Wall time of tracing and compiling, backward graphs included.
-    """
+    """Counts from `open` to `close`."""
 
     graphs: int = 0
-    recompilations: int = 0
-    graph_breaks: Counter[str] = field(default_factory=Counter[str])
-    elapsed_s: float = 0.0
+    recompilations: int = 0  # of code that had been compiled before, for other shapes or settings
+    graph_breaks: Counter[str] = field(default_factory=Counter[str])  # by reason
+    elapsed_s: float = 0.0  # wall time of tracing and compiling, backward graphs included
     _began_s: float = 0.0
     _graphs_before: int = 0
     _breaks_before: Counter[str] = field(default_factory=Counter[str])
@@ -46,7 +39,8 @@ class Compilations:
         """Stop counting; a second call does nothing."""
         if self._is_open:
             self._is_open = False
-            self._read_counters()
+            self.graphs = counters["stats"]["unique_graphs"] - self._graphs_before
+            self.graph_breaks = Counter(counters["graph_break"]) - self._breaks_before
             callback_handler.remove_start_callback(self._on_start)
             callback_handler.remove_end_callback(self._on_end)
 
@@ -58,8 +52,5 @@ class Compilations:
 
     def _on_end(self, _: CallbackArgs) -> None:
         self.elapsed_s += time.perf_counter() - self._began_s
-        self._read_counters()
-
-    def _read_counters(self) -> None:
         self.graphs = counters["stats"]["unique_graphs"] - self._graphs_before
         self.graph_breaks = Counter(counters["graph_break"]) - self._breaks_before

@@ -109,8 +109,7 @@ class DataPreload(Managed):
         self._final: Outcome | None = None
         self._epoch = 0
         self._transfer_hook = self._not_measured = ""
-        self._validation_s = 0.0
-        self._validation_began_s = 0.0
+        self._validation_s = self._validation_began_s = 0.0
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -118,26 +117,33 @@ class DataPreload(Managed):
             return
         super().setup(trainer, pl_module, stage)
         self._reset()
+        datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        owners = [pl_module, *([datamodule] if datamodule is not None else [])]
+        hooks = [(o, hook) for o in owners for hook in TRANSFER_HOOKS if is_overridden(hook, o)]
+        self._transfer_hook = f"{type(hooks[0][0]).__name__}.{hooks[0][1]}" if hooks else ""
         self.cleanup.callback(self._finish)
-        unhook = dataloaders.add_loader_transform(
-            trainer, lambda loader: self._prepare(loader, trainer, pl_module)
-        )
+        unhook = dataloaders.add_loader_transform(trainer, lambda loader: self._prepare(loader, trainer))
         self.cleanup.callback(unhook)
 
-    def _prepare(self, loader: Any, trainer: pl.Trainer, module: pl.LightningModule) -> PrefetchLoader:
+    def _prepare(self, loader: Any, trainer: pl.Trainer) -> PrefetchLoader:
         """Return the loader that the training iterates in place of `loader`."""
-        if self._loaders and trainer.current_epoch != self._epoch:
-            self._end_loaders()  # Lightning replaces the loaders of an earlier epoch
+        if trainer.current_epoch != self._epoch:
+            for earlier in self._loaders:  # Lightning replaces them
+                earlier.end()
             self._loaders, self._choices = [], []
         self._epoch = trainer.current_epoch
-        device = trainer.strategy.root_device
+        device, precision = trainer.strategy.root_device, str(trainer.precision)
         choice = self._choose(loader, trainer)
         num_workers = getattr(loader, "num_workers", 0) if choice is None else choice.num_workers
         tuned = self._tuned(loader, num_workers, device) if choice is not None else None
-        self._transfer_hook = _transfer_hook(trainer, module)
         is_moved = device.type == "cuda" and not self._transfer_hook
-        # Workers prefetch themselves, and their batches have only to be moved.
-        is_ahead = is_moved if num_workers > 0 else _may_use_thread(choice, trainer, is_moved=is_moved)
+        if num_workers > 0:  # workers prefetch themselves, and their batches have only to be moved
+            is_ahead = is_moved
+        elif choice is None or (precision.endswith("-true") and precision != "32-true"):
+            # A stream may depend on the training, and these precisions set a default dtype of all threads.
+            is_ahead = False
+        else:
+            is_ahead = is_moved or choice.idle_s >= MIN_IDLE_S
         settings = PrefetchSettings(
             num_batches=self.num_batches_ahead if is_ahead else 0,
             max_bytes=self.max_bytes_ahead,
@@ -162,26 +168,21 @@ class DataPreload(Managed):
             self._not_measured = "set by num_workers"
             return WorkerChoice(self.num_workers, {}, 0.0)
         key = (type(loader.dataset), loader.batch_size)  # alike loaders, and those of later epochs, once
-        if key not in self._measured:
-            self._measured[key] = self._measure(loader, trainer)
-        return self._measured[key]
-
-    def _measure(self, loader: DataLoader[Any], trainer: pl.Trainer) -> WorkerChoice | None:
+        if key in self._measured:
+            return self._measured[key]
         measured: WorkerChoice | None = None
+        self._not_measured = "its dataset has no indices"
         if worker_trials.is_map_style(loader):
-            most = worker_trials.num_cores(getattr(trainer, "num_devices", 1))
+            most, budget_s = worker_trials.num_cores(getattr(trainer, "num_devices", 1)), self.max_measure_s
             try:
-                measured = worker_trials.choose_num_workers(
-                    loader, max_workers=most, budget_s=self.max_measure_s
-                )
+                measured = worker_trials.choose_num_workers(loader, max_workers=most, budget_s=budget_s)
                 self._not_measured = measured.reason
             except worker_trials.SAMPLE_ERRORS as error:
                 self._not_measured = f"a trial failed ({type(error).__name__}: {error})".splitlines()[0]
-        else:
-            self._not_measured = "its dataset has no indices"
         own = loader.num_workers if measured is None else measured.num_workers
         decided = int(trainer.strategy.broadcast(own))  # every rank takes part; rank 0 decides
-        return None if measured is None else replace(measured, num_workers=decided)
+        self._measured[key] = None if measured is None else replace(measured, num_workers=decided)
+        return self._measured[key]
 
     def _tuned(self, loader: DataLoader[Any], num_workers: int, device: torch.device) -> DataLoader[Any]:
         """Return a loader over the same dataset and sampler for the training; the user's stays as it is."""
@@ -218,15 +219,12 @@ class DataPreload(Managed):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end_loaders()
-
-    def _end_loaders(self) -> None:
-        for loader in self._loaders:
-            loader.end()
+        self._finish()
 
     def _finish(self) -> None:
         """Keep the outcome, and drop the loaders with their data."""
-        self._end_loaders()
+        for loader in self._loaders:
+            loader.end()
         self._final = self.outcome()
         self._loaders, self._choices = [], []
 
@@ -237,39 +235,36 @@ class DataPreload(Managed):
         if not self._loaders:
             return Outcome(did="no training data yet", effective=False)
         stats = [loader.stats for loader in self._loaders]
-        parts = list(dict.fromkeys(map(self._describe, self._loaders, self._choices)))
+        texts: list[str] = []
+        for loader, choice in zip(stats, self._choices, strict=True):
+            text = "1 worker" if loader.num_workers == 1 else f"{loader.num_workers} workers"
+            if choice is not None and choice.seconds_per_batch:
+                tried = [f"{s * 1e3:.2f} ms with {count}" for count, s in choice.seconds_per_batch.items()]
+                text += f" (a batch takes {', '.join(tried)})"
+                text += f", no more: {choice.reason}" if choice.reason else ""
+            else:
+                text += f", not measured: {self._not_measured}"
+            if loader.draws:
+                text += "; not prefetched: samples draw random numbers in this process"
+            elif loader.num_ahead:
+                text += f"; up to {human_bytes(loader.max_ready_bytes)} ready"
+            texts.append(text)
+        parts = list(dict.fromkeys(texts))
         waits = self._wait_fractions()
         if waits is not None:
             estimate = f"estimate without preloading: {waits[0]:.1%}"
             parts.append(f"{waits[1]:.1%} of the time waiting for data ({estimate})")
         if self._transfer_hook:
             parts.append(f"not moved ahead: {self._transfer_hook} moves batches itself")
-        return Outcome(
-            did="; ".join(parts),
-            effective=any(loader.num_workers > 0 or loader.num_ahead > 0 for loader in stats),
-            numbers={
-                "num_workers": [loader.num_workers for loader in stats],
-                "seconds_per_batch": [c.seconds_per_batch if c else {} for c in self._choices],
-                "max_ready_bytes": max(loader.max_ready_bytes for loader in stats),
-                "data_wait_share_before": waits[0] if waits else None,
-                "data_wait_share": waits[1] if waits else None,
-            },
-        )
-
-    def _describe(self, loader: PrefetchLoader, choice: WorkerChoice | None) -> str:
-        stats = loader.stats
-        text = "1 worker" if stats.num_workers == 1 else f"{stats.num_workers} workers"
-        if choice is not None and choice.seconds_per_batch:
-            tried = [f"{s * 1e3:.2f} ms with {count}" for count, s in choice.seconds_per_batch.items()]
-            text += f" (a batch takes {', '.join(tried)})"
-            text += f", no more: {choice.reason}" if choice.reason else ""
-        else:
-            text += f", not measured: {self._not_measured}"
-        if stats.draws:
-            text += "; not prefetched: samples draw random numbers in this process"
-        elif stats.num_ahead:
-            text += f"; up to {human_bytes(stats.max_ready_bytes)} ready"
-        return text
+        numbers = {
+            "num_workers": [loader.num_workers for loader in stats],
+            "seconds_per_batch": [c.seconds_per_batch if c else {} for c in self._choices],
+            "max_ready_bytes": max(loader.max_ready_bytes for loader in stats),
+            "data_wait_share_before": waits[0] if waits else None,
+            "data_wait_share": waits[1] if waits else None,
+        }
+        is_effective = any(loader.num_workers > 0 or loader.num_ahead > 0 for loader in stats)
+        return Outcome(did="; ".join(parts), effective=is_effective, numbers=numbers)
 
     def _wait_fractions(self) -> tuple[float, float] | None:
         """Return the fraction of the time spent waiting: estimated without preloading, and measured."""
@@ -283,22 +278,3 @@ class DataPreload(Managed):
         # Alone, each batch after the first would be waited for in full; the rest of the time stays the same.
         alone_s = sum(c.seconds_per_batch[0] for c in self._choices if c is not None) * (num_taken - 1)
         return alone_s / (alone_s + max(0.0, total_s - waited_s)), min(1.0, waited_s / total_s)
-
-
-def _may_use_thread(choice: WorkerChoice | None, trainer: pl.Trainer, *, is_moved: bool) -> bool:
-    """Return whether a thread may fetch samples that this process makes, and is worth it."""
-    precision = str(trainer.precision)
-    # A stream may depend on the training, and "-true" precisions set a default dtype that all threads share.
-    if choice is None or (precision.endswith("-true") and precision != "32-true"):
-        return False
-    return is_moved or choice.idle_s >= MIN_IDLE_S
-
-
-def _transfer_hook(trainer: pl.Trainer, module: pl.LightningModule) -> str:
-    """Return the name of a user's hook that moves batches to the device; empty if there is none."""
-    datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-    for owner in [module, *([datamodule] if datamodule is not None else [])]:
-        for hook in TRANSFER_HOOKS:
-            if is_overridden(hook, owner):
-                return f"{type(owner).__name__}.{hook}"
-    return ""

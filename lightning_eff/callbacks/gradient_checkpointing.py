@@ -67,9 +67,6 @@ def keep_outputs(
 
     A kept output that the forward writes to in place is recomputed after all. Recurrent layers do so to every
     product; a GRU through views without a common version counter, which PyTorch's own check does not detect.
-
-    Args:
-        operations: Overloads of operators.
     """
 
     def policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> bool:
@@ -233,25 +230,21 @@ class GradientCheckpointing(Managed):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._recomputed and not self._num_recomputations():
-            text = f"GradientCheckpointing recomputed nothing: {self.outcome().did}"
+        outcome = self.outcome()
+        if self._recomputed and not outcome.effective:
+            text = f"GradientCheckpointing recomputed nothing: {outcome.did}"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
-
-    def _num_recomputations(self) -> int:
-        return sum(recomputed.num_recomputed for recomputed in self._recomputed.values())
 
     def outcome(self) -> Outcome:
         """Return which blocks are recomputed, and how often they were."""
         if self.policy == "budget":
             did = f"the compiler keeps {self.memory_budget:.0%} of the activations of each graph"
             return Outcome(did=did, effective=self._is_budget_set)
-        names, count = list(self._recomputed), self._num_recomputations()
+        names = list(self._recomputed)
+        count = sum(recomputed.num_recomputed for recomputed in self._recomputed.values())
         times = "once" if count == 1 else f"{count} times"
         did = f"{len(names)} of {self._num_blocks} blocks recomputed ({self.policy}), {times}"
         if any(recomputed.is_cache_disabled for recomputed in self._recomputed.values()):
             did += "; their key-value cache stays empty"
-        return Outcome(
-            did=did,
-            effective=count > 0,
-            numbers={"blocks": names, "num_blocks": self._num_blocks, "recomputations": count},
-        )
+        numbers = {"blocks": names, "num_blocks": self._num_blocks, "recomputations": count}
+        return Outcome(did=did, effective=count > 0, numbers=numbers)

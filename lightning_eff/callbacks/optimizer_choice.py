@@ -30,13 +30,8 @@ from lightning_eff.core import dataloaders
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.optimization.build import SchedulerFactory, attach
-from lightning_eff.core.optimization.composite import FreesGradients, OptimizerFactory
-from lightning_eff.core.optimization.factories import (
-    factory_keywords,
-    inner_class,
-    optimizer_classes,
-    state_layout,
-)
+from lightning_eff.core.optimization.composite import ADAMW, FreesGradients, OptimizerFactory, PerParameter
+from lightning_eff.core.optimization.factories import factory_keywords, optimizer_classes, state_layout
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import PACKAGE, SCHEDULE, Facts, Outcome, Technique
 from lightning_eff.core.text import human_bytes
@@ -88,6 +83,8 @@ class OptimizerChoice(Managed):
         self._gradient_reader = ""
         self._last_step = 0
         self._first_rates: list[float] = []
+        self._has_modes = False
+        """Whether the optimizer evaluates at other weights than it trains at."""
         self._has_freed_gradients = False
 
     def facts(self) -> Facts:
@@ -117,14 +114,11 @@ class OptimizerChoice(Managed):
         attach(module, self.optimizer, self.scheduler, keep=own)
 
     def _restore_later(self, owner: Any, name: str) -> None:
-        before = vars(owner).get(name)
-
-        def restore() -> None:
-            vars(owner).pop(name, None)
-            if before is not None:
-                setattr(owner, name, before)
-
-        self.cleanup.callback(restore)
+        attributes = vars(owner)
+        if name in attributes:
+            self.cleanup.callback(attributes.update, {name: attributes[name]})
+        else:
+            self.cleanup.callback(attributes.pop, name, None)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -142,20 +136,27 @@ class OptimizerChoice(Managed):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Before the rules: an optimizer that they refuse has hooks on the parameters, and is closed too.
-        self._built = trainer.optimizers[0]
-        close = getattr(self._built, "close", None)
-        if close is not None:
-            self.cleanup.callback(close)
-        self._gradient_reader = _gradient_reader(trainer, pl_module)
+        optimizer: Any = trainer.optimizers[0]
+        self._built = optimizer
+        self._has_modes = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+        if hasattr(optimizer, "close"):
+            self.cleanup.callback(optimizer.close)
         self._has_freed_gradients = False
+        # A user's hook that may read gradients between two steps.
+        self._gradient_reader = ""
+        callbacks: Sequence[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        for owner, base in [(pl_module, pl.LightningModule), *((c, pl.Callback) for c in callbacks)]:
+            is_trusted = type(owner).__module__.partition(".")[0] in (PACKAGE, "lightning")
+            for hook in GRADIENT_HOOKS:
+                is_own = getattr(type(owner), hook, None) is not getattr(base, hook, None)
+                if hook in vars(owner) or (is_own and not is_trusted):
+                    self._gradient_reader = self._gradient_reader or f"{type(owner).__name__}.{hook}"
         super().on_fit_start(trainer, pl_module)
-        if _averages(self._built):
-            self._switch_around_saves(trainer, self._built)
-
-    def _switch_around_saves(self, trainer: pl.Trainer, optimizer: Any) -> None:
-        """Save the weights that are evaluated, also where no callback is called: in `save_weights_only`."""
+        if not self._has_modes:
+            return
         save = trainer.save_checkpoint
 
+        # Saves the weights that are evaluated, also where no callback is called: in `save_weights_only`.
         def save_evaluated(*arguments: Any, **keywords: Any) -> None:
             is_training = any(group.get("train_mode", False) for group in optimizer.param_groups)
             optimizer.eval()
@@ -172,8 +173,9 @@ class OptimizerChoice(Managed):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = trainer.global_step
         dataloaders.restore_loader_state(trainer)
-        self._first_rates = _rates(self._built)
-        self._use_weights(train=True)
+        groups = trainer.optimizers[0].param_groups
+        self._first_rates = [float(group["lr"]) for group in groups if "lr" in group]
+        self._set_mode(train=True)
 
     @override
     def on_train_batch_end(
@@ -188,46 +190,48 @@ class OptimizerChoice(Managed):
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            self._use_weights(train=False)
-            self._pause(paused=True)
+            self._set_mode(train=False, paused=True)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            self._use_weights(train=not trainer.sanity_checking)
-            self._pause(paused=False)
+            self._set_mode(train=not trainer.sanity_checking)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._use_weights(train=False)
+        self._set_mode(train=False)
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._use_weights(train=False)
+        self._set_mode(train=False)
         super().on_exception(trainer, pl_module, exception)
 
-    def _pause(self, *, paused: bool) -> None:
-        """Have an optimizer that steps in the backward pass leave those of a validation alone."""
-        pause = getattr(self._built, "pause", None)
-        if pause is not None:
-            pause(paused=paused)
+    def _set_mode(self, *, train: bool, paused: bool = False) -> None:
+        """Switch an optimizer that averages to the weights of training or evaluation, and pause its hooks.
 
-    def _use_weights(self, *, train: bool) -> None:
-        """Have an optimizer that averages switch to the weights to train at, or to evaluate at."""
-        if _averages(self._built):
-            optimizer: Any = self._built
+        A paused optimizer leaves the gradients of a validation's own backward passes alone.
+        """
+        optimizer: Any = self._built
+        if self._has_modes:
             _ = optimizer.train() if train else optimizer.eval()
+        if hasattr(optimizer, "pause"):
+            optimizer.pause(paused=paused)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._built is None else {"optimizer": state_layout(_kind(self._built))}
+        if self._built is None:
+            return {}
+        return {"optimizer": state_layout(getattr(self._built, "kind_behind", None) or type(self._built))}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse the checkpoint of another optimizer, before any of it is loaded."""
-        saved, ours = state_dict.get("optimizer", ""), state_layout(inner_class(self.optimizer))
+        kinds = optimizer_classes(self.optimizer)
+        if kinds and issubclass(kinds[0], PerParameter):  # the state is that of the optimizer inside
+            kinds = kinds[1:] or optimizer_classes(ADAMW)
+        saved, ours = state_dict.get("optimizer", ""), state_layout(kinds[0] if kinds else None)
         if saved and ours and saved != ours:
             allowed = f"{saved}, with which the checkpoint was saved: another optimizer cannot use its state"
             remedy = "ckpt_path=PATH of a run with this optimizer, or the option that makes the other one"
@@ -243,56 +247,22 @@ class OptimizerChoice(Managed):
         held = state_bytes(self._built)
         bytes_per_parameter = sum(held.values()) / num_parameters
         options = [name for name in ("fused", "foreach") if self._built.defaults.get(name)]
-        title = _kind(self._built).__name__ + (f" ({options[0]})" if options else "")
+        kind = getattr(self._built, "kind_behind", None) or type(self._built)
+        title = kind.__name__ + (f" ({options[0]})" if options else "")
         where = ", ".join(f"{human_bytes(size)} on {device}" for device, size in held.items()) or "none"
         did = f"{title} over {sum(counts)} tensors in {len(counts)} groups; state {where}"
         did += f", {bytes_per_parameter:.2f} bytes per parameter" if held else ""
         own = self._built.outcome() if isinstance(self._built, Technique) else Outcome(did="")
-        return Outcome(
-            did="; ".join(text for text in (did, own.did, *self._notes(self._built)) if text),
-            effective=own.effective,
-            numbers={
-                "tensors": counts,
-                "state_bytes": held,
-                "state_bytes_per_parameter": bytes_per_parameter,
-            },
-        )
-
-    def _notes(self, optimizer: Optimizer) -> tuple[str, str]:
-        """Return what to report on learning rates and on gradients."""
-        first, rates = self._first_rates, _rates(optimizer)
+        first = self._first_rates
+        rates = [float(group["lr"]) for group in self._built.param_groups if "lr" in group]
         lr = f"lr {max(rates):.3g}" if rates else ""
         if first and first != rates:
             lr = f"lr {max(first):.3g} at the start, {max(rates):.3g} at the end"
-        if isinstance(optimizer, FreesGradients):
-            return lr, ""
-        if self._gradient_reader:
-            return lr, f"gradients kept until the next forward pass: {self._gradient_reader} may read them"
-        return lr, "gradients freed at the end of each step" if self._has_freed_gradients else ""
-
-
-def _kind(optimizer: Optimizer) -> type:
-    """Return the class that does the work, inside a wrapper or a sharding strategy's optimizer."""
-    return getattr(optimizer, "kind_behind", None) or type(optimizer)
-
-
-def _rates(optimizer: Optimizer | None) -> list[float]:
-    groups = optimizer.param_groups if optimizer is not None else []
-    return [float(group["lr"]) for group in groups if "lr" in group]
-
-
-def _averages(optimizer: Optimizer | None) -> bool:
-    """Return whether an optimizer evaluates at other weights than it trains at."""
-    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
-
-
-def _gradient_reader(trainer: pl.Trainer, module: pl.LightningModule) -> str:
-    """Return the name of a user's hook that may read gradients between two steps; empty if none may."""
-    callbacks: Sequence[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    for owner, base in [(module, pl.LightningModule), *((c, pl.Callback) for c in callbacks)]:
-        is_trusted = type(owner).__module__.partition(".")[0] in (PACKAGE, "lightning")
-        for hook in GRADIENT_HOOKS:
-            is_own = getattr(type(owner), hook, None) is not getattr(base, hook, None)
-            if hook in vars(owner) or (is_own and not is_trusted):
-                return f"{type(owner).__name__}.{hook}"
-    return ""
+        note = "gradients freed at the end of each step" if self._has_freed_gradients else ""
+        if isinstance(self._built, FreesGradients):
+            note = ""
+        elif self._gradient_reader:
+            note = f"gradients kept until the next forward pass: {self._gradient_reader} may read them"
+        numbers = {"tensors": counts, "state_bytes": held, "state_bytes_per_parameter": bytes_per_parameter}
+        did = "; ".join(text for text in (did, own.did, lr, note) if text)
+        return Outcome(did=did, effective=own.effective, numbers=numbers)

@@ -80,14 +80,10 @@ def compile_in_place(
             before = vars(owner).get(attribute)
             if not isinstance(before, CompiledCall):
                 vars(owner)[attribute] = CompiledCall(method, options)
-                undo[path] = functools.partial(_uncompile, owner, attribute, before)
+                undo[path] = functools.partial(vars(owner).pop, attribute)
+                if before is not None:
+                    undo[path] = functools.partial(vars(owner).update, {attribute: before})
     return undo
-
-
-def _uncompile(owner: nn.Module, attribute: str, before: Any) -> None:
-    del vars(owner)[attribute]
-    if before is not None:
-        vars(owner)[attribute] = before
 
 
 def _resolve(model: nn.Module, target: str, blocks: BlockSelector) -> dict[str, Any]:
@@ -214,13 +210,11 @@ class TorchCompile(Managed):
         # torch 2.13 counts recompilations by code object, which all blocks of a class share; past the limit
         # it would continue uncompiled.
         limit = RECOMPILATIONS_PER_PART * max(1, self._num_parts)
-        self.cleanup.enter_context(
-            dynamo_config.patch(
-                recompile_limit=limit,
-                accumulated_recompile_limit=max(256, limit),
-                fail_on_recompile_limit_hit=True,
-            )
+        most = max(256, limit)
+        limits = dynamo_config.patch(
+            recompile_limit=limit, accumulated_recompile_limit=most, fail_on_recompile_limit_hit=True
         )
+        self.cleanup.enter_context(limits)
         if not self._num_parts:
             text = "TorchCompile found no repeated blocks: name them with blocks=, or another target="
             warnings.warn(text, NoEffectWarning, stacklevel=2)
@@ -236,25 +230,12 @@ class TorchCompile(Managed):
         """Return what was compiled, into how many graphs, and how long it took."""
         counts = self._compilations
         num_breaks = sum(counts.graph_breaks.values())
-        did = (
-            f"{_count(self._num_parts, 'part')} compiled by {self.backend}: "
-            f"{_count(counts.graphs, 'graph')}, {_count(counts.recompilations, 'recompilation')}, "
-            f"{_count(num_breaks, 'graph break')}, {counts.elapsed_s:.1f} s"
-        )
+        nouns = {"part": self._num_parts, "graph": counts.graphs, "recompilation": counts.recompilations}
+        nouns["graph break"] = num_breaks
+        parts, *rest = [f"{n} {noun}{'' if n == 1 else 's'}" for noun, n in nouns.items()]
+        did = f"{parts} compiled by {self.backend}: {', '.join(rest)}, {counts.elapsed_s:.1f} s"
         if num_breaks:
             did += f" ({counts.graph_breaks.most_common(1)[0][0].splitlines()[0]})"
-        return Outcome(
-            did=did,
-            effective=counts.graphs > 0,
-            numbers={
-                "parts": self._num_parts,
-                "graphs": counts.graphs,
-                "recompilations": counts.recompilations,
-                "graph_breaks": dict(counts.graph_breaks),
-                "compile_s": counts.elapsed_s,
-            },
-        )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+        numbers = {"parts": self._num_parts, "graphs": counts.graphs, "recompilations": counts.recompilations}
+        numbers |= {"graph_breaks": dict(counts.graph_breaks), "compile_s": counts.elapsed_s}
+        return Outcome(did=did, effective=counts.graphs > 0, numbers=numbers)

@@ -23,7 +23,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -85,12 +84,14 @@ class EfficiencyReport(pl.Callback):
         if stage == "fit":
             self.report = {}
             strategy = trainer.strategy
-            candidates = [strategy.precision_plugin, strategy, strategy.checkpoint_io, *_callbacks(trainer)]
+            callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+            candidates = [strategy.precision_plugin, strategy, strategy.checkpoint_io, *callbacks]
             self._asked = [(technique, config_of(technique)) for technique in techniques(candidates)]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        reports = [callback for callback in _callbacks(trainer) if isinstance(callback, EfficiencyReport)]
+        callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        reports = [callback for callback in callbacks if isinstance(callback, EfficiencyReport)]
         first = next((callback for callback in reports if callback.dirpath == self.dirpath), self)
         if first is not self:
             return  # it writes the same files
@@ -142,7 +143,7 @@ class EfficiencyReport(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._meter is not None:
             self._finish(trainer, self._meter, status="finished", reason="")
-            self._print()
+            rank_zero_info("\n%s\n report: %s", summary.report_text(self.report), self._folder / PAGE_FILE)
 
     @override
     def on_exception(
@@ -161,9 +162,9 @@ class EfficiencyReport(pl.Callback):
             try:
                 teardown()
             finally:
-                self.report["ledger"] = summary.json_safe(self._ledger(trainer))
-                self._write(meter)
-                self._print()
+                self._write(trainer, meter)
+                page = self._folder / PAGE_FILE
+                rank_zero_info("\n%s\n report: %s", summary.report_text(self.report), page)
 
         # Callbacks after this one save checkpoints now, in the background too; the strategy's teardown waits
         # for these saves and follows all callbacks' hooks.
@@ -176,6 +177,10 @@ class EfficiencyReport(pl.Callback):
         half = torch.float16 if precision.startswith("16") else torch.float32
         dtype = torch.bfloat16 if "bf16" in precision else half
         held = meter.memory()
+        # The command line in a form that can be typed again, however the program was started.
+        program = Path(sys.argv[0])
+        is_ours = program.name == "lightning-eff" or program.parent.name == "lightning_eff"
+        command = shlex.join(["lightning-eff" if is_ours else sys.argv[0], *sys.argv[1:]])
         optimizer_bytes = sum(sum(state_bytes(optimizer).values()) for optimizer in trainer.optimizers)
         findings = {
             "title": "Efficiency report",
@@ -184,35 +189,28 @@ class EfficiencyReport(pl.Callback):
             "num_steps": trainer.global_step - self._first_step,
             "measured": meter.summary(dtype=dtype, world_size=trainer.world_size)
             | {"optimizer_state_bytes": optimizer_bytes or None},
-            "ledger": self._ledger(trainer),
+            "ledger": [],
             "losses": self._losses.curve(),
             "memory": {} if held is None else held.as_dict(),
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "environment": machine.machine_info(meter.device),
-            "command": _command(),
+            "command": command,
         }
         self.report = summary.json_safe(findings)
-        self._write(meter)
+        self._write(trainer, meter)
 
-    def _ledger(self, trainer: pl.Trainer) -> list[dict[str, Any]]:
-        """Return one row a technique: its arguments, status, and what it did so far."""
+    def _write(self, trainer: pl.Trainer, meter: Meter) -> None:
+        """Update the ledger, one row a technique, and write both files."""
         rows: list[dict[str, Any]] = []
         for technique, arguments in self._asked:
             outcome = technique.outcome()
             effect = "applied" if outcome.effective else "no effect"
-            rows.append(
-                {
-                    "technique": name_of(technique),
-                    "asked": arguments,
-                    "status": effect if trainer.global_step > self._first_step else "not run",
-                    "did": outcome.did,
-                    "numbers": dict(outcome.numbers),
-                }
-            )
-        return rows
-
-    @rank_zero_only
-    def _write(self, meter: Meter) -> None:
+            row = {"technique": name_of(technique), "asked": arguments}
+            row["status"] = effect if trainer.global_step > self._first_step else "not run"
+            rows.append(row | {"did": outcome.did, "numbers": dict(outcome.numbers)})
+        self.report["ledger"] = summary.json_safe(rows)
+        if not trainer.is_global_zero:
+            return
         folder = self._folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / LEDGER_FILE).write_text(json.dumps(self.report, indent=1, allow_nan=False))
@@ -220,9 +218,6 @@ class EfficiencyReport(pl.Callback):
         config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
         page = summary.report_page(self.report, meter.throughput, config)
         (folder / PAGE_FILE).write_text(page, encoding="utf-8")
-
-    def _print(self) -> None:
-        rank_zero_info("\n%s\n report: %s", summary.report_text(self.report), self._folder / PAGE_FILE)
 
     def outcome_of(self, name: str) -> dict[str, Any]:
         """Return the ledger's row of one technique after `fit`.
@@ -235,14 +230,3 @@ class EfficiencyReport(pl.Callback):
         """
         rows = {row["technique"]: row for row in self.report.get("ledger", [])}
         return rows[name]
-
-
-def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _command() -> str:
-    """Return the command line in a form that can be typed again, however the program was started."""
-    program = Path(sys.argv[0])
-    is_ours = program.name == "lightning-eff" or program.parent.name == "lightning_eff"
-    return shlex.join(["lightning-eff" if is_ours else sys.argv[0], *sys.argv[1:]])

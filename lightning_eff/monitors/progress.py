@@ -57,8 +57,7 @@ class Progress(ProgressBar):
 
     @override
     def disable(self) -> None:
-        """Show nothing; Lightning calls this on every rank but the first."""
-        self._is_enabled = False
+        self._is_enabled = False  # Lightning calls this on every rank but the first
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

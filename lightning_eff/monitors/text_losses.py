@@ -53,12 +53,9 @@ class TextLosses(pl.Callback):
         data: Any = getattr(trainer, "datamodule", None)
         if not hasattr(pl_module, "loss") or not hasattr(data, "texts"):
             run = f"{type(pl_module).__name__} on {type(data).__name__}"
-            raise ConfigError(
-                key="",
-                value=f"monitors.text_losses cannot run with {run}",
-                allowed="a module with loss(logits, targets) and a data module with texts()",
-                remedies=["~monitors.text_losses"],
-            )
+            fault = f"monitors.text_losses cannot run with {run}"
+            allowed = "a module with loss(logits, targets) and a data module with texts()"
+            raise ConfigError(key="", value=fault, allowed=allowed, remedies=["~monitors.text_losses"])
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

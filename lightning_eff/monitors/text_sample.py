@@ -59,12 +59,9 @@ class TextSample(pl.Callback):
         data: Any = getattr(trainer, "datamodule", None)
         if not hasattr(pl_module, "generate") or not hasattr(data, "tokenizer"):
             run = f"{type(pl_module).__name__} on {type(data).__name__}"
-            raise ConfigError(
-                key="",
-                value=f"monitors.text_sample cannot run with {run}",
-                allowed="a module with generate() and a data module with a tokenizer",
-                remedies=["~monitors.text_sample"],
-            )
+            fault = f"monitors.text_sample cannot run with {run}"
+            allowed = "a module with generate() and a data module with a tokenizer"
+            raise ConfigError(key="", value=fault, allowed=allowed, remedies=["~monitors.text_sample"])
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -24,12 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff.core.errors import NoEffectWarning
-from lightning_eff.core.optimization.composite import (
-    OptimizerFactory,
-    PerParameter,
-    call_closure,
-    inner_factory,
-)
+from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
 from lightning_eff.core.technique import PLACES_STATE, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes
 
@@ -80,42 +75,38 @@ class CpuOffload(PerParameter):
         pin_memory: bool = True,
     ) -> None:
         self.pin_memory = pin_memory
-        self._copies: dict[Tensor, Tensor] = {}
         self._side_stream: torch.cuda.Stream | None = None
         self._has_warned = False
-        super().__init__(params, inner_factory(optimizer, lr=lr, weight_decay=weight_decay))
+        # Not a method: it would hold this optimizer, and with it the host's memory, in a cycle.
+        super().__init__(
+            params,
+            optimizer,
+            copy=lambda p: torch.empty_like(p, device=HOST, pin_memory=pin_memory and p.is_cuda),
+            lr=lr,
+            weight_decay=weight_decay,
+        )
 
     @staticmethod
     def facts() -> Facts:
         """Return where it has no effect, and the strategies that move state themselves."""
-        no_effect = Rule(
-            name="run/cpu",
-            reason="the optimizer's state is on the CPU already",
-            remedies=("optimizer=adamw",),
-            verdict=Verdict.WARNED,
-        )
+        reason, remedies = "the optimizer's state is on the CPU already", ("optimizer=adamw",)
+        no_effect = Rule(name="run/cpu", reason=reason, remedies=remedies, verdict=Verdict.WARNED)
         return Facts(excludes=(no_effect, *PLACES_STATE))
-
-    @override
-    def host_copy(self, parameter: Tensor) -> Tensor:
-        if parameter not in self._copies:
-            pinned = self.pin_memory and parameter.is_cuda
-            self._copies[parameter] = torch.empty_like(parameter, device=HOST, pin_memory=pinned)
-        return self._copies[parameter]
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            inner_state, copy = self._inner[parameter].state, self.host_copy(parameter)
+            inner_state, copy = self._inner[parameter].state, self._copies[parameter]
             inner_state[copy] = HostState(inner_state.get(copy, {}))
 
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = call_closure(closure)
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         # All copies to the host are queued at once and arrive in this order, while earlier parameters step.
-        fetched = [(p, self._fetch(p)) for p in self.parameters() if p.grad is not None]
+        fetched = [(p, self._fetch(p)) for p in self._copies if p.grad is not None]
         for parameter, arrived in fetched:
             if arrived is not None:
                 arrived.synchronize()
@@ -170,17 +161,15 @@ class CpuOffload(PerParameter):
                 group["params"] = parameters
         loaded = self.state
         self.state = type(loaded)(dict)
-        for parameter in self.parameters():
-            if self._copies[parameter] in loaded:
-                self.state[parameter] = HostState(loaded[self._copies[parameter]])
+        for parameter, copy in self._copies.items():
+            if copy in loaded:
+                self.state[parameter] = HostState(loaded[copy])
         self.share_state()
 
     def outcome(self) -> Outcome:
         """Return how many bytes the host holds for it."""
         num_bytes = sum(copy.nbytes for copy in self._copies.values())
         num_bytes += sum(v.nbytes for s in self.state.values() for v in s.values() if isinstance(v, Tensor))
-        return Outcome(
-            did=f"{human_bytes(num_bytes)} of copies and state on the host",
-            effective=any(parameter.device != HOST for parameter in self._copies),
-            numbers={"host_bytes": num_bytes},
-        )
+        did = f"{human_bytes(num_bytes)} of copies and state on the host"
+        is_effective = any(parameter.device != HOST for parameter in self._copies)
+        return Outcome(did=did, effective=is_effective, numbers={"host_bytes": num_bytes})

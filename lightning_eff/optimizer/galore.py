@@ -71,21 +71,21 @@ class GaLore(pytorch_optimizer.GaLore):
         if rank < 1:
             raise ConfigError(key="rank", value=rank, allowed="a whole number of at least 1")
         hidden, others = split_hidden(params)
-        projection: dict[str, Any] = {
-            "rank": rank,
-            "update_proj_gap": update_proj_gap,
-            "scale": scale,
-            "projection_type": "std",
-        }
-        # A matrix whose shorter side is at most `rank` would not get smaller: it joins the rest.
-        wide = [group | {"params": [p for p in group["params"] if min(p.shape) > rank]} for group in hidden]
-        narrow = [
-            group | {"params": [p for p in group["params"] if min(p.shape) <= rank]} for group in hidden
-        ]
-        projected = [group | projection for group in wide if group["params"]]
+        projection: dict[str, Any] = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale}
+        projection["projection_type"] = "std"
+        projected: list[dict[str, Any]] = []
+        unprojected: list[dict[str, Any]] = []
+        for group in hidden:
+            # A matrix whose shorter side is at most `rank` would not get smaller: it joins the rest.
+            wide = [p for p in group["params"] if min(p.shape) > rank]
+            narrow = [p for p in group["params"] if min(p.shape) <= rank]
+            if wide:
+                projected.append(group | projection | {"params": wide})
+            if narrow:
+                unprojected.append(group | {"params": narrow})
         self.rest = rest
         first, second = betas
-        groups = [*projected, *(group for group in narrow if group["params"]), *others]
+        groups = [*projected, *unprojected, *others]
         super().__init__(groups, lr=lr, weight_decay=weight_decay, betas=(first, second), eps=1e-8)
         self._num_projected = sum(len(group["params"]) for group in projected)
 
@@ -113,8 +113,6 @@ class GaLore(pytorch_optimizer.GaLore):
 
     def outcome(self) -> Outcome:
         """Return how many matrices are projected."""
-        return Outcome(
-            did=f"{self._num_projected} hidden matrices wider than the rank projected",
-            effective=self._num_projected > 0,
-            numbers={"hidden": self._num_projected},
-        )
+        count = self._num_projected
+        did = f"{count} hidden matrices wider than the rank projected"
+        return Outcome(did=did, effective=count > 0, numbers={"hidden": count})

@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,23 +26,26 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.optimization.composite import (
-    OptimizerFactory,
-    PerParameter,
-    call_closure,
-    inner_factory,
-)
+from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes
 
 PER_MICRO_BATCH = "it would step on every micro-batch"
 REASONS = {
+    "run/clipping": (
+        "there are no gradients left to clip when the Trainer would",
+        "optimizer.max_parameter_norm=1.0 trainer.gradient_clip_val=null",
+    ),
     "run/accumulation": (PER_MICRO_BATCH, "trainer.accumulate_grad_batches=1"),
     "lightning/GradientAccumulationScheduler": (PER_MICRO_BATCH,),
     "callbacks/gradient_accumulation": (PER_MICRO_BATCH, "~callbacks.gradient_accumulation"),
     "callbacks/micro_batch": (PER_MICRO_BATCH, "~callbacks.micro_batch"),
     "run/scaler": ("it would step on scaled gradients, before the scaler can check for overflow",),
     "run/many_devices": ("each replica would step on its own gradients, before they are averaged",),
+    "run/clipping_by_module": (
+        "there are no gradients left to clip when the module would",
+        "optimizer.max_parameter_norm=1.0 in place of that method",
+    ),
 }
 """Of what needs the gradients after the backward pass: why it fails, and its own remedy if it has one."""
 
@@ -82,41 +86,27 @@ class InBackward(PerParameter):
             raise ConfigError(key="max_parameter_norm", value=max_parameter_norm, allowed=allowed)
         self.max_parameter_norm = max_parameter_norm
         self._gradient_hooks: OrderedDict[int, Callable[[Tensor, Tensor], None]] = OrderedDict()
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ExitStack()
+        """Removes the hooks of the parameters."""
         self._freed_bytes = 0
         self._stepped: set[Tensor] = set()
         self._is_paused = False
-        super().__init__(params, inner_factory(optimizer, lr=lr, weight_decay=weight_decay))
-        # Not __del__: Lightning 2.6's wrapper is an instance of a derived class with these same handles, and
+        super().__init__(params, optimizer, lr=lr, weight_decay=weight_decay)
+        # Not __del__: Lightning 2.6's wrapper is an instance of a derived class with this same stack, and
         # dies before the optimizer.
-        weakref.finalize(self, _remove, self._handles)
+        weakref.finalize(self, self._hooks.close)
 
     @staticmethod
     def facts() -> Facts:
         """Return what needs the gradients after the backward pass."""
-        plain = "optimizer=adamw"
         excludes = [
-            Rule(
-                name="run/clipping",
-                reason="there are no gradients left to clip when the Trainer would",
-                remedies=("optimizer.max_parameter_norm=1.0 trainer.gradient_clip_val=null", plain),
-            ),
-            *(
-                Rule(name=name, reason=reason, remedies=(*own, plain))
-                for name, (reason, *own) in REASONS.items()
-            ),
-            Rule(
-                name="run/clipping_by_module",
-                reason="there are no gradients left to clip when the module would",
-                remedies=("optimizer.max_parameter_norm=1.0 in place of that method", plain),
-            ),
-            # OptimizerChoice refuses such modules itself; this is for an optimizer that a module made.
-            Rule(
-                name="run/manual_optimization",
-                reason="it would step in every backward pass of the module's own",
-                remedies=("an optimizer of torch.optim in configure_optimizers",),
-            ),
+            Rule(name=name, reason=reason, remedies=(*own, "optimizer=adamw"))
+            for name, (reason, *own) in REASONS.items()
         ]
+        # OptimizerChoice refuses such modules itself; this is for an optimizer that a module made.
+        reason = "it would step in every backward pass of the module's own"
+        remedy = "an optimizer of torch.optim in configure_optimizers"
+        excludes.append(Rule(name="run/manual_optimization", reason=reason, remedies=(remedy,)))
         return Facts(excludes=tuple(excludes))
 
     @override
@@ -131,7 +121,7 @@ class InBackward(PerParameter):
 
         # A parameter that is unfrozen later has no hook: `step` uses its gradient.
         for parameter in [p for p in self.param_groups[-1]["params"] if p.requires_grad]:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(step_if_alive))
+            self._hooks.callback(parameter.register_post_accumulate_grad_hook(step_if_alive).remove)
 
     def register_gradient_hook(self, hook: Callable[[Tensor, Tensor], None]) -> RemovableHandle:
         """Call `hook(parameter, gradient)` with every gradient before it is used."""
@@ -168,8 +158,9 @@ class InBackward(PerParameter):
         """Run the closure, whose backward pass steps; gradients that are left are used too."""
         if closure is not None:
             self._freed_bytes = 0
-        loss = call_closure(closure)
-        for parameter in [p for p in self.parameters() if p not in self._stepped]:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for parameter in [p for p in self._copies if p not in self._stepped]:
             self.step_and_free(parameter)
         self._stepped.clear()
         return loss
@@ -180,17 +171,10 @@ class InBackward(PerParameter):
 
     def close(self) -> None:
         """Remove the hooks: a later backward pass keeps its gradients."""
-        _remove(self._handles)
+        self._hooks.close()
 
     def outcome(self) -> Outcome:
         """Return how many bytes of gradients the last step did not hold."""
-        return Outcome(
-            did=f"gradients of {human_bytes(self._freed_bytes)} freed one by one in the backward pass",
-            effective=self._freed_bytes > 0,
-            numbers={"freed_gradient_bytes": self._freed_bytes},
-        )
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()
+        did = f"gradients of {human_bytes(self._freed_bytes)} freed one by one in the backward pass"
+        numbers = {"freed_gradient_bytes": self._freed_bytes}
+        return Outcome(did=did, effective=self._freed_bytes > 0, numbers=numbers)

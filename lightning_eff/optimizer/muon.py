@@ -15,7 +15,7 @@ Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; scaling a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.optimization.composite import CompositeOptimizer
+from lightning_eff.core.optimization.composite import WrapperOptimizer
 from lightning_eff.core.optimization.parameter_groups import split_hidden
 from lightning_eff.core.technique import NEEDS_MATRICES, Facts, Outcome
 
 
-class Muon(CompositeOptimizer):
+class Muon(WrapperOptimizer):
     """torch's Muon and torch's AdamW as one optimizer.
 
     Args:
@@ -79,18 +79,50 @@ class Muon(CompositeOptimizer):
         muon = torch.optim.Muon(hidden, **shape, **shared)
         first, second = betas
         self._adamw = functools.partial(torch.optim.AdamW, betas=(first, second), fused=fused, **shared)
-        super().__init__([muon, self._adamw(others)] if others else [muon])
+        optimizers: list[Optimizer] = [muon, self._adamw(others)] if others else [muon]
+        super().__init__([group for inner in optimizers for group in inner.param_groups], {})
+        self.optimizers = optimizers  # from here on `add_param_group` passes groups on
+        for inner in self.optimizers:
+            self.state.update(inner.state)
+            inner.state = self.state  # one dict for all, so that a loaded state reaches every inner optimizer
 
     @override
-    def assign_group(self, group: dict[str, Any]) -> list[tuple[Optimizer, dict[str, Any]]]:
-        hidden, others = split_hidden([group])
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "optimizers" not in vars(self):  # called by Optimizer.__init__, with groups that inner ones have
+            super().add_param_group(param_group)
+            return
+        hidden, others = split_hidden([param_group])
+        present = {parameter for group in self.param_groups for parameter in group["params"]}
+        if any(parameter in present for group in (*hidden, *others) for parameter in group["params"]):
+            text = "some parameters appear in more than one parameter group"
+            raise ValueError(text)
         if others and len(self.optimizers) == 1:
             adamw = self._adamw([torch.zeros(0)])  # an optimizer cannot be made without a parameter
             adamw.param_groups.clear()
             adamw.state = self.state
             self.optimizers.append(adamw)
-        muon, adamw = self.optimizers[0], self.optimizers[-1]
-        return [(muon, members) for members in hidden] + [(adamw, members) for members in others]
+        for inner, groups in ((self.optimizers[0], hidden), (self.optimizers[-1], others)):
+            for group in groups:
+                inner.add_param_group(group)
+                self.param_groups.append(inner.param_groups[-1])
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for inner in self.optimizers:
+            inner.step()
+        return loss
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # Optimizer.load_state_dict replaces the groups and the state; inner ones must use the same objects.
+        index_of = {id(group): index for index, group in enumerate(self.param_groups)}
+        indices_of = [[index_of[id(group)] for group in inner.param_groups] for inner in self.optimizers]
+        super().load_state_dict(state_dict)
+        for inner, indices in zip(self.optimizers, indices_of, strict=True):
+            inner.param_groups = [self.param_groups[index] for index in indices]
+            inner.state = self.state
 
     @staticmethod
     def facts() -> Facts:

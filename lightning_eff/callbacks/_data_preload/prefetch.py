@@ -7,7 +7,8 @@ gets an iterator of the loader itself, and takes nothing from the training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,13 +22,7 @@ from lightning_eff.callbacks._data_preload.prefetch_iterator import (
 
 
 class PrefetchLoader:
-    """A loader with batches ready.
-
-    Args:
-        loader: Any iterable.
-        settings: How far to prefetch.
-        tuned: The same loader with other workers, iterated for the training; None iterates `loader` itself.
-    """
+    """Any iterable with batches ready; `tuned` is the same loader with other workers, for the training."""
 
     _OWN = ("loader", "settings", "stats", "_tuned", "_current", "_taken_state", "_is_over")
 
@@ -43,30 +38,23 @@ class PrefetchLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._is_over or (self._current is not None and not self._current.ended):
             return iter(self.loader)
-        get_state = self.loader.state_dict if isinstance(self, StatefulPrefetchLoader) else None
-        begin = self._source_factory()
-        self._current = PrefetchIterator(begin, self.settings, self.stats, get_state)
-        return self._current
-
-    def _source_factory(self) -> Callable[[], Iterator[Any]]:
-        """Return what makes the pass's iterator, with the same draws from the random state as `loader`.
-
-        torch 2.13: a loader without workers draws a seed when its iterator is made, and the sampler's with
-        the first batch; one with workers draws both at once; persistent workers draw none in later passes.
-        """
-        tuned, loader = self._tuned, self.loader
-        if tuned is loader or loader.num_workers > 0:
-            if tuned is not loader and tuned._iterator is not None and not loader.persistent_workers:  # noqa: SLF001
-                _draw_seed(loader)  # persistent workers of ours draw none, new ones of the loader would
-            source = iter(tuned)
-            return lambda: source
-        seed = _draw_seed(loader)
-
-        def make_source() -> Iterator[Any]:
+        # The pass's iterator makes the same draws from the random state as the loader's. torch 2.13: a loader
+        # without workers draws a seed when its iterator is made, and the sampler's with the first batch; one
+        # with workers draws both at once; persistent workers draw none in later passes.
+        tuned, loader, seed = self._tuned, self.loader, 0
+        is_at_once = tuned is loader or loader.num_workers > 0
+        # Persistent workers of ours draw no seed, and new ones of the loader would.
+        is_kept = is_at_once and tuned is not loader and tuned._iterator is not None  # noqa: SLF001
+        if not is_at_once or (is_kept and not loader.persistent_workers):
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+        get_state = loader.state_dict if isinstance(self, StatefulPrefetchLoader) else None
+        current = PrefetchIterator(functools.partial(iter, tuned), self.settings, self.stats, get_state)
+        if is_at_once:
+            current.source = iter(tuned)
+        else:
             object.__setattr__(tuned, "generator", torch.Generator().manual_seed(seed))
-            return iter(tuned)
-
-        return make_source
+        self._current = current
+        return current
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -136,11 +124,6 @@ class StatefulPrefetchLoader(PrefetchLoader):
         self.close()
         self._taken_state = None
         self.loader.load_state_dict(state_dict)
-
-
-def _draw_seed(loader: Any) -> int:
-    """Draw the seed that a DataLoader draws when it makes an iterator."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
 
 
 def wrap(loader: Any, settings: PrefetchSettings, tuned: Any = None) -> PrefetchLoader:

@@ -25,83 +25,41 @@ JOIN_TIMEOUT_S = 60.0
 
 @dataclass
 class FetchedBatch:
-    """One batch, or the error that ended the pass.
+    """One batch, or the error that ended the pass."""
 
-    Args:
-        batch: From the loader, on the device if it is moved ahead.
-        num_bytes: Bytes of its tensors.
-        state: The loader's state after it, for a stateful loader.
-        arrived: CUDA event of the end of the copy to the device; None if nothing was copied.
-        error: What the loader raised, `StopIteration` at its end.
-    """
-
-    batch: Any = None
+    batch: Any = None  # on the device if it is moved ahead
     num_bytes: int = 0
-    state: Any = None
-    arrived: Any = None
-    error: BaseException | None = None
+    state: Any = None  # of a stateful loader, after this batch
+    arrived: Any = None  # CUDA event of the end of the copy to the device; None if nothing was copied
+    error: BaseException | None = None  # what the loader raised, `StopIteration` at its end
 
 
 @dataclass
 class PrefetchSettings:
-    """How far to prefetch.
+    """How far to prefetch."""
 
-    Args:
-        num_batches: Batches that may be ready; 0 prefetches none.
-        max_bytes: Bytes that may be ready, beyond the first batch; None for no limit.
-        device: A CUDA device to copy batches to, on a side stream; None leaves them on the host.
-        limit: Returns how many batches the epoch takes.
-    """
-
-    num_batches: int
-    max_bytes: int | None
-    device: torch.device | None
-    limit: Callable[[], float]
+    num_batches: int  # that may be ready; 0 prefetches none
+    max_bytes: int | None  # that may be ready, beyond the first batch; None for no limit
+    device: torch.device | None  # a CUDA device to copy batches to, on a side stream; None copies none
+    limit: Callable[[], float]  # returns how many batches the epoch takes
 
 
 @dataclass
 class LoaderStats:
-    """What was measured of a loader.
+    """What was measured of a loader."""
 
-    Args:
-        num_workers: Worker processes of the loader; set by the callback.
-        num_taken: Batches that were handed out.
-        wait_s: Seconds of waiting for them, without the first, for which workers are started.
-        first_taken_s: When the first was handed out.
-        last_taken_s: When the last was handed out.
-        num_ahead: Batches that were prefetched.
-        max_ready_bytes: The most bytes that were ready at a time.
-        draws: Whether a sample drew random numbers in this process.
-    """
-
-    num_workers: int = 0
-    num_taken: int = 0
-    wait_s: float = 0.0
+    num_workers: int = 0  # set by the callback
+    num_taken: int = 0  # batches that were handed out
+    wait_s: float = 0.0  # of waiting for them, without the first, for which workers are started
     first_taken_s: float = 0.0
     last_taken_s: float = 0.0
-    num_ahead: int = 0
+    num_ahead: int = 0  # batches that were prefetched
     max_ready_bytes: int = 0
-    draws: bool = False
-
-    def count(self, wait_s: float) -> None:
-        """Count a batch that was waited for."""
-        self.last_taken_s = time.perf_counter()
-        if self.num_taken == 0:
-            self.first_taken_s = self.last_taken_s
-        else:
-            self.wait_s += wait_s
-        self.num_taken += 1
+    draws: bool = False  # whether a sample drew random numbers in this process
 
 
 class PrefetchIterator:
-    """One pass over a loader.
-
-    Args:
-        begin: Returns the loader's iterator; called for the first batch.
-        settings: How far to prefetch.
-        stats: Updated with each batch.
-        get_state: Returns the state of a stateful loader; None for another.
-    """
+    """One pass over a loader: `begin` is called for the first batch, and `stats` updated with each."""
 
     def __init__(
         self,
@@ -122,10 +80,10 @@ class PrefetchIterator:
         self._grad = torch.is_grad_enabled()  # a thread has a grad mode of its own
         self._thread: threading.Thread | None = None
         self._stream: Any = None
-        self._ready: deque[FetchedBatch] = deque()
-        self._ready_bytes = 0
         self._changed = threading.Condition()
         """Guards the batches that are ready and the flags below."""
+        self._ready: deque[FetchedBatch] = deque()
+        self._ready_bytes = 0
         self._is_stopped = False
         self._is_awaited = False
         self._is_paused = False
@@ -141,7 +99,20 @@ class PrefetchIterator:
         # The first two batches are fetched here, and all of them if the second one drew random numbers.
         is_beginning = self._thread is None and self._num_fetched < 2
         is_direct = self._settings.num_batches < 1 or self._stats.draws or is_beginning
-        fetched = self._fetch() if is_direct else self._take_ready()
+        if is_direct:
+            fetched = self._fetch()
+        else:  # wait for the thread's next batch
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="lightning_eff prefetch", daemon=True)
+                self._thread.start()
+            with self._changed:
+                self._is_awaited = not self._ready
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._ready)
+                self._is_awaited = False
+                fetched = self._ready.popleft()
+                self._ready_bytes -= fetched.num_bytes
+                self._changed.notify_all()
         if fetched.error is not None:
             self.close()
             raise fetched.error
@@ -150,7 +121,13 @@ class PrefetchIterator:
             current.wait_event(fetched.arrived)
             for tensor in tensors_of(fetched.batch):
                 tensor.record_stream(current)  # the side stream allocated it, this one uses it last
-        self._stats.count(time.perf_counter() - start)
+        stats = self._stats
+        stats.last_taken_s = time.perf_counter()
+        if stats.num_taken == 0:
+            stats.first_taken_s = stats.last_taken_s
+        else:
+            stats.wait_s += stats.last_taken_s - start
+        stats.num_taken += 1
         self.taken_state = fetched.state
         return fetched.batch
 
@@ -178,26 +155,23 @@ class PrefetchIterator:
                 batch, arrived = move_data_to_device(batch, device), self._stream.record_event()
         return FetchedBatch(batch, state=state, arrived=arrived)
 
-    def _take_ready(self) -> FetchedBatch:
-        """Wait for the thread's next batch; starts the thread."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lightning_eff prefetch", daemon=True)
-            self._thread.start()
-        with self._changed:
-            self._is_awaited = not self._ready
-            self._changed.notify_all()
-            while not self._ready:
-                self._changed.wait()
-            self._is_awaited = False
-            fetched = self._ready.popleft()
-            self._ready_bytes -= fetched.num_bytes
-            self._changed.notify_all()
-        return fetched
-
     def _run(self) -> None:
         """Fetch until the end, a failure, the limit or `close`; in the thread."""
         torch.set_grad_enabled(self._grad)
-        while self._wait_for_room():
+        settings = self._settings
+        while True:
+            with self._changed:
+                while not self._is_stopped:  # wait until another batch may be fetched
+                    in_bytes = settings.max_bytes is None or self._ready_bytes < settings.max_bytes
+                    has_room = not self._ready or (len(self._ready) < settings.num_batches and in_bytes)
+                    is_needed = self._is_awaited and not self._ready  # also past the limit, and in a pause
+                    is_planned = self._num_fetched < settings.limit() and not self._is_paused
+                    if has_room and (is_needed or is_planned):
+                        break
+                    self._changed.wait()
+                else:
+                    return
+                self._is_fetching = True
             fetched = self._fetch()
             fetched.num_bytes = sum(tensor.nbytes for tensor in tensors_of(fetched.batch))
             with self._changed:
@@ -209,20 +183,6 @@ class PrefetchIterator:
                 self._changed.notify_all()
             if fetched.error is not None:
                 return
-
-    def _wait_for_room(self) -> bool:
-        """Wait until another batch may be fetched; return False after `close`."""
-        settings = self._settings
-        with self._changed:
-            while not self._is_stopped:
-                in_bytes = settings.max_bytes is None or self._ready_bytes < settings.max_bytes
-                has_room = not self._ready or (len(self._ready) < settings.num_batches and in_bytes)
-                is_needed = self._is_awaited and not self._ready  # also past the limit, and in a pause
-                if has_room and (is_needed or (self._num_fetched < settings.limit() and not self._is_paused)):
-                    self._is_fetching = True
-                    return True
-                self._changed.wait()
-        return False
 
     def pause(self, *, paused: bool) -> None:
         """Stop or resume prefetching; waits for the batch that is being fetched."""
@@ -246,12 +206,7 @@ class PrefetchIterator:
 def tensors_of(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch, in dataclasses too."""
     found: list[Tensor] = []
-
-    def append(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    apply_to_collection(batch, Tensor, append)
+    apply_to_collection(batch, Tensor, found.append)  # it returns a copy, of no use here
     return found
 
 

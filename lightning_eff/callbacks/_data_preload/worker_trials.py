@@ -10,14 +10,14 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pickle import PicklingError  # the error alone: nothing is unpickled here
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -26,16 +26,8 @@ MIN_BATCHES, MAX_BATCHES = 4, 512
 MAX_TIME_RATIO = 0.9
 """More workers are chosen only if a batch then takes at most this fraction of the time."""
 SAMPLE_ERRORS = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-    RuntimeError,
-    OSError,
-    EOFError,
-    PicklingError,
+    *(LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError, RuntimeError),
+    *(OSError, EOFError, PicklingError),
 )
 """What samples raise for an index that their own sampler would not use, or in a worker."""
 WORKER_TIMEOUT_S = 20.0
@@ -44,19 +36,12 @@ WORKER_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class WorkerChoice:
-    """How many workers to use, and the measurements behind it.
-
-    Args:
-        num_workers: The best number.
-        seconds_per_batch: By number of workers; 0 is this process.
-        idle_s: The least time that a batch in this process waited for a disk, a network or a lock.
-        reason: Why workers were not tried, or not trusted; empty if they were.
-    """
+    """How many workers to use, and the measurements behind it."""
 
     num_workers: int
-    seconds_per_batch: dict[int, float]
-    idle_s: float
-    reason: str = ""
+    seconds_per_batch: dict[int, float]  # by number of workers; 0 is this process
+    idle_s: float  # the least time that a batch in this process waited for a disk, a network or a lock
+    reason: str = ""  # why workers were not tried, or not trusted; empty if they were
 
 
 def is_map_style(loader: Any) -> bool:
@@ -79,13 +64,8 @@ def num_cores(num_processes: int = 1) -> int:
 def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: float) -> WorkerChoice:
     """Try 0, 1, 2, 4 ... workers, until more do not help.
 
-    Args:
-        loader: Its dataset and collation are used.
-        max_workers: The most to try.
-        budget_s: Seconds for all trials, the start of workers not counted.
-
-    Raises:
-        Exception: One of `SAMPLE_ERRORS`: the dataset has no samples at indices 0, 1, 2, ...
+    `budget_s` is for all trials, the start of workers not counted. Raises one of `SAMPLE_ERRORS` where the
+    dataset has no samples at indices 0, 1, 2, ...
 
     Example:
         >>> choose_num_workers(DataLoader(range(64)), max_workers=0, budget_s=0.1).num_workers
@@ -93,8 +73,15 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
     """
     counts = [2**power for power in range(16) if 2**power <= max_workers]
     trial = LoaderTrial(loader, budget_s / (1 + len(counts)))
-    reason = _reason_against_workers(loader) if counts else ""
-    with preserved_random_state():
+    # Not safe to start processes, if the loader starts none itself.
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    reason = ""
+    if counts and multiprocessing.current_process().daemon:
+        reason = "this process may not start others"
+    elif counts and method != "fork" and loader.num_workers == 0:
+        reason = f"processes are started by {method}, which runs a script without a main guard again"
+    random_states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
         tried = {0: trial.alone()}
         for count in () if reason else counts:
             try:
@@ -104,17 +91,11 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
                 break
             if count > 1 and tried[count] > MAX_TIME_RATIO * min(tried[c] for c in tried if c < count):
                 break
+    finally:
+        torch.set_rng_state(random_states[0])
+        np.random.set_state(random_states[1])
+        random.setstate(random_states[2])
     return WorkerChoice(0 if reason else best_num_workers(tried), tried, trial.idle_s, reason)
-
-
-def _reason_against_workers(loader: DataLoader[Any]) -> str:
-    """Return why it is not safe to start processes, if the loader starts none itself."""
-    if multiprocessing.current_process().daemon:
-        return "this process may not start others"
-    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    if method != "fork" and loader.num_workers == 0:
-        return f"processes are started by {method}, which runs a script without a main guard again"
-    return ""
 
 
 def best_num_workers(seconds_per_batch: dict[int, float]) -> int:
@@ -132,19 +113,22 @@ def best_num_workers(seconds_per_batch: dict[int, float]) -> int:
 
 
 class LoaderTrial:
-    """Times batches of a loader's dataset, made by index.
-
-    Args:
-        loader: Its dataset, collation and worker settings are used.
-        budget_s: Seconds for each number of workers. Slow samples are timed in smaller batches.
-    """
+    """Times batches of a loader's dataset, made by index; slow samples are timed in smaller batches."""
 
     def __init__(self, loader: DataLoader[Any], budget_s: float) -> None:
         self.idle_s = 0.0
         self._loader = loader
         self._budget_s = budget_s
         self._num_samples = len(loader.dataset)  # pyright: ignore[reportArgumentType]
-        self._size = self._batch_size = _batch_size(loader)
+        size: Any = 1  # of a loader that hands out samples
+        if loader.batch_sampler is not None:
+            size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        if size is None:  # a batch sampler of its own: the average
+            try:
+                size = -(-self._num_samples // len(loader))
+            except (TypeError, NotImplementedError, ZeroDivisionError):
+                size = 1
+        self._size = self._batch_size = int(size)
         self._reference: list[Any] = []
         self._is_random = False
 
@@ -161,11 +145,7 @@ class LoaderTrial:
         return seconds
 
     def with_workers(self, count: int) -> float:
-        """Return the seconds of a batch with `count` workers.
-
-        Raises:
-            ValueError: A worker's samples differ from this process's, and they draw no random numbers.
-        """
+        """Return the seconds of a batch; refuse workers whose samples differ without drawing at random."""
         if not self._is_random:
             batches = list(self._batches(count, 1, MIN_BATCHES))
             if not _are_equal(self._reference, batches):
@@ -208,39 +188,12 @@ class LoaderTrial:
         return iter(DataLoader(loader.dataset, **keywords))
 
 
-def _batch_size(loader: DataLoader[Any]) -> int:
-    """Return the samples of a batch, on average where the loader has a batch sampler of unknown size."""
-    if loader.batch_sampler is None:
-        return 1
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    if size is not None:
-        return int(size)
-    try:
-        return -(-len(loader.dataset) // len(loader))  # pyright: ignore[reportArgumentType]
-    except (TypeError, NotImplementedError, ZeroDivisionError):
-        return 1
-
-
 def _are_equal(left: Any, right: Any) -> bool:
     """Compare batches; what cannot be compared counts as different."""
     pairs = tree_leaves(left), tree_leaves(right)
     if len(pairs[0]) != len(pairs[1]):
         return False
     return all(
-        torch.equal(a, b)
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        else bool(a is b or a == b)
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a is b or a == b)
         for a, b in zip(*pairs, strict=True)
     )
-
-
-@contextmanager
-def preserved_random_state() -> Generator[None]:
-    """Restore the random states of PyTorch's CPU generator, NumPy and Python at the end."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])

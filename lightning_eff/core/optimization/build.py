@@ -42,9 +42,16 @@ def build(
         optimizer: Called with parameter groups.
         own: Groups of the module's own optimizer, see `parameter_groups`.
     """
-    keywords = factory_keywords(optimizer)
-    decays, needs_hidden = _group_needs(optimizer, keywords)
+    keywords, kinds = factory_keywords(optimizer), optimizer_classes(optimizer)
+    if kinds:
+        signatures = [inspect.signature(kind).parameters for kind in kinds]
+        decay = next((s["weight_decay"].default for s in signatures if "weight_decay" in s), 0.0)
+    else:  # a plain function shows no class: make one optimizer over a parameter of no use
+        probe = optimizer([nn.Parameter(torch.zeros(1, 1))])
+        kinds, decay = [type(probe)], probe.param_groups[0].get("weight_decay")
+    needs_hidden = any(getattr(kind, "hidden_groups", False) for kind in kinds)
     hidden = hidden_matrices(module, keywords.get("rest")) if needs_hidden else None
+    decays = bool(keywords.get("weight_decay", decay))
     groups = parameter_groups(module, decays=decays, hidden=hidden, own=own)
     popped = [(group.pop("lr_fraction", None), group["params"]) for group in groups]
     fraction_of = {parameter: fraction for fraction, parameters in popped for parameter in parameters}
@@ -67,19 +74,6 @@ def build(
                 group["lr"] = group["lr"] * fraction
     built.register_load_state_dict_pre_hook(functools.partial(_refuse_foreign_state, keywords))
     return built
-
-
-def _group_needs(factory: OptimizerFactory, keywords: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether an optimizer decays weights, and whether it needs groups of hidden matrices."""
-    kinds = optimizer_classes(factory)
-    if kinds:
-        signatures = [inspect.signature(kind).parameters for kind in kinds]
-        decay = next((s["weight_decay"].default for s in signatures if "weight_decay" in s), 0.0)
-    else:  # a plain function shows no class: make one optimizer over a parameter of no use
-        probe = factory([nn.Parameter(torch.zeros(1, 1))])
-        kinds, decay = [type(probe)], probe.param_groups[0].get("weight_decay")
-    needs_hidden = any(getattr(kind, "hidden_groups", False) for kind in kinds)
-    return bool(keywords.get("weight_decay", decay)), needs_hidden
 
 
 def _refuse_foreign_state(keywords: Mapping[str, Any], built: Optimizer, saved: Mapping[str, Any]) -> None:
@@ -133,7 +127,7 @@ def _configure(
 ) -> Any:
     """Return the optimizer and its schedules in one of the forms that Lightning accepts."""
     configured = keep() if keep is not None else None
-    optimizers, schedules = ([None], []) if configured is None else _split_configuration(configured)
+    optimizers, schedules = _split_configuration(configured)
     if len(optimizers) != 1:
         allowed = "a module with one optimizer of its own"
         raise ConfigError(key="optimizer", value=f"{len(optimizers)} optimizers", allowed=allowed)
@@ -141,8 +135,12 @@ def _configure(
     built = build(module, optimizer, _groups_of(own) if own is not None else None)
     replaced = ReplacedOptimizer(own, built) if own is not None else None
     if scheduler is not None:
+        # A schedule that takes the number of steps, and has not been given it, gets the Trainer's.
+        keywords = getattr(scheduler, "keywords", {})
+        parameter = inspect.signature(getattr(scheduler, "func", scheduler)).parameters.get("total_steps")
+        default = "unknown" if parameter is None else parameter.default
         filled: dict[str, Any] = {}
-        if _lacks_total_steps(scheduler):
+        if keywords.get("total_steps", default) is None:
             steps = module.trainer.estimated_stepping_batches
             filled["total_steps"] = int(steps) if 0 < steps < float("inf") else None
         return [built], [{"scheduler": scheduler(built, **filled), "interval": "step"}]
@@ -156,16 +154,6 @@ def _configure(
         schedule.setdefault("reduce_on_plateau", isinstance(stepped, ReduceLROnPlateau))
         schedule["scheduler"] = KeptSchedule(stepped, built, replaced)
     return [built], schedules
-
-
-def _lacks_total_steps(scheduler: SchedulerFactory) -> bool:
-    """Return whether a schedule takes the number of steps and has not been given it."""
-    keywords: Mapping[str, Any] = getattr(scheduler, "keywords", {})
-    if "total_steps" in keywords:
-        return keywords["total_steps"] is None
-    function: Any = getattr(scheduler, "func", scheduler)
-    parameter = inspect.signature(function).parameters.get("total_steps")
-    return parameter is not None and parameter.default is None
 
 
 def _groups_of(own: Optimizer) -> list[dict[str, Any]]:
@@ -187,18 +175,16 @@ def _groups_of(own: Optimizer) -> list[dict[str, Any]]:
 def _split_configuration(configured: Any) -> tuple[list[Any], list[dict[str, Any]]]:
     """Split what `configure_optimizers` returned, in any form, into optimizers and schedules."""
     if isinstance(configured, Mapping):
-        monitor = {"monitor": configured["monitor"]} if "monitor" in configured else {}
         schedule = configured.get("lr_scheduler")
-        return [configured["optimizer"]], [monitor | _as_dict(schedule)] if schedule is not None else []
-    if not isinstance(configured, (list, tuple)):
+        optimizers, found = [configured["optimizer"]], [] if schedule is None else [schedule]
+        shared = {"monitor": configured["monitor"]} if "monitor" in configured else {}
+    elif not isinstance(configured, (list, tuple)):
         return [configured], []
-    if len(configured) == 2 and isinstance(configured[0], (list, tuple)):
+    elif len(configured) == 2 and isinstance(configured[0], (list, tuple)):
         optimizers, schedules = configured
-        several = schedules if isinstance(schedules, (list, tuple)) else [schedules]
-        return list(optimizers), [_as_dict(schedule) for schedule in several]
-    pairs = [_split_configuration(item) for item in configured]
-    return [o for optimizers, _ in pairs for o in optimizers], [s for _, found in pairs for s in found]
-
-
-def _as_dict(schedule: Any) -> dict[str, Any]:
-    return dict(schedule) if isinstance(schedule, Mapping) else {"scheduler": schedule}
+        found, shared = schedules if isinstance(schedules, (list, tuple)) else [schedules], {}
+    else:
+        pairs = [_split_configuration(item) for item in configured]
+        return [o for optimizers, _ in pairs for o in optimizers], [s for _, found in pairs for s in found]
+    as_dicts = [s if isinstance(s, Mapping) else {"scheduler": s} for s in found]
+    return list(optimizers), [shared | dict(schedule) for schedule in as_dicts]

@@ -8,7 +8,7 @@ work.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -44,110 +44,74 @@ class WrapperOptimizer(Optimizer):
         raise TypeError(text)
 
 
-class CompositeOptimizer(WrapperOptimizer):
-    """Several optimizers that step one after the other, each over its own parameters.
-
-    Args:
-        optimizers: The inner optimizers; their groups keep this order.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        super().__init__([group for inner in optimizers for group in inner.param_groups], {})
-        self.optimizers = list(optimizers)  # from here on `add_param_group` passes groups on
-        for inner in self.optimizers:
-            self.state.update(inner.state)
-            inner.state = self.state  # one dict for all, so that a loaded state reaches every inner optimizer
-
-    def assign_group(self, group: dict[str, Any]) -> list[tuple[Optimizer, dict[str, Any]]]:
-        """Split a group that is added later into pairs of an inner optimizer and its group."""
-        raise NotImplementedError
-
-    @override
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if "optimizers" not in vars(self):  # called by Optimizer.__init__, with groups that inner ones have
-            super().add_param_group(param_group)
-            return
-        assigned = self.assign_group(param_group)
-        present = {parameter for group in self.param_groups for parameter in group["params"]}
-        if any(parameter in present for _, group in assigned for parameter in group["params"]):
-            text = "some parameters appear in more than one parameter group"
-            raise ValueError(text)
-        for inner, group in assigned:
-            inner.add_param_group(group)
-            self.param_groups.append(inner.param_groups[-1])
-
-    @override
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = call_closure(closure)
-        for inner in self.optimizers:
-            inner.step()
-        return loss
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Optimizer.load_state_dict replaces the groups and the state; inner ones must use the same objects.
-        index_of = {id(group): index for index, group in enumerate(self.param_groups)}
-        indices_of = [[index_of[id(group)] for group in inner.param_groups] for inner in self.optimizers]
-        super().load_state_dict(state_dict)
-        for inner, indices in zip(self.optimizers, indices_of, strict=True):
-            inner.param_groups = [self.param_groups[index] for index in indices]
-            inner.state = self.state
-
-
 class PerParameter(WrapperOptimizer):
     """One inner optimizer for each parameter, so that a parameter can step when its gradient is ready.
 
     Args:
         params: Parameters or groups.
-        factory: Called once with all groups, for their options, and once for each parameter.
+        optimizer: Called with all groups, for their options, and for each parameter; None is `ADAMW`.
+        copy: Returns the tensor that is updated in place of a parameter; None updates the parameter.
+        options: Keywords of the inner optimizers that the wrapper sets, `lr` for example.
 
     Raises:
-        ConfigError: The inner optimizer cannot step one parameter alone; some show it in the first step.
+        ConfigError: `optimizer` sets one of `options` itself, or cannot step one parameter alone; some show
+            it in the first step.
     """
 
-    def __init__(self, params: Iterable[Any], factory: OptimizerFactory) -> None:
-        template = factory(params)
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer: OptimizerFactory | None,
+        *,
+        copy: Callable[[Tensor], Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        inner = optimizer or ADAMW
+        keywords: dict[str, Any] = getattr(inner, "keywords", {})
+        for key in options.keys() & keywords.keys():
+            allowed = f"{key} on the outer optimizer alone"
+            raise ConfigError(key=f"optimizer.{key}", value=keywords[key], allowed=allowed)
+        self._factory = functools.partial(inner, **options)
+        template = self._factory(params)
         if isinstance(template, WrapperOptimizer):
             kind, allowed = type(template).__name__, "one that steps any parameter on its own"
             raise ConfigError(key="optimizer", value=kind, allowed=allowed)
-        self._factory = factory
         self.kind_behind = type(template)
         """The class that does the work, whose layout the state has."""
+        self._copy = copy
+        self._copies: dict[Tensor, Tensor] = {}
+        """The tensor that the inner optimizer updates, by parameter, in the order of the groups."""
         self._inner: dict[Tensor, Optimizer] = {}
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         super().__init__(template.param_groups, template.defaults)
-
-    def host_copy(self, parameter: Tensor) -> Tensor:
-        """Return the tensor that the inner optimizer updates: the parameter, or its copy on the host."""
-        return parameter
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for parameter in group["params"]:
+            copy = self._copies[parameter] = self._copy(parameter) if self._copy is not None else parameter
             self._group_of[parameter] = group
-            inner_group = self._options(parameter) | {"params": [self.host_copy(parameter)]}
-            self._inner[parameter] = self._factory([inner_group])
+            self._inner[parameter] = self._factory([group | {"params": [copy]}])
 
-    def _options(self, parameter: Tensor) -> dict[str, Any]:
-        return {key: value for key, value in self._group_of[parameter].items() if key != "params"}
+    def parameters(self) -> Iterable[Tensor]:
+        """Return all parameters in the order of their groups."""
+        return self._copies.keys()
 
-    def parameters(self) -> Iterator[Tensor]:
-        """Yield all parameters in the order of their groups."""
-        for group in self.param_groups:
-            yield from group["params"]
+    def host_copy(self, parameter: Tensor) -> Tensor:
+        """Return the tensor that the inner optimizer updates: the parameter, or its copy on the host."""
+        return self._copies[parameter]
 
     def step_parameter(self, parameter: Tensor) -> None:
         """Step one parameter with the current options of its group."""
-        inner, options = self._inner[parameter], self._options(parameter)
-        inner.param_groups[0].update(options)
+        inner, group = self._inner[parameter], self._group_of[parameter]
+        inner_group = inner.param_groups[0]
+        inner_group |= group | {"params": inner_group["params"]}
         inner.step()
-        is_first = parameter not in self.state
-        if is_first and inner.param_groups[0].keys() - {"params"} != options.keys():
+        if parameter not in self.state and inner.param_groups[0].keys() != group.keys():
             allowed = "one that keeps its state for each parameter; this one counts in its groups"
             raise ConfigError(key="optimizer", value=self.kind_behind.__name__, allowed=allowed)
-        self.state[parameter] = inner.state[self.host_copy(parameter)]
+        self.state[parameter] = inner.state[self._copies[parameter]]
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -162,30 +126,4 @@ class PerParameter(WrapperOptimizer):
                 inner_state = self._inner[parameter].state
                 inner_state.clear()
                 if parameter in self.state:
-                    inner_state[self.host_copy(parameter)] = self.state[parameter]
-
-
-def inner_factory(factory: OptimizerFactory | None, **options: Any) -> OptimizerFactory:
-    """Return the factory of a wrapper's inner optimizers, with the options that the wrapper sets.
-
-    Args:
-        factory: What the user gave; None is `ADAMW`.
-        options: The wrapper's own parameters, `lr` for example.
-
-    Raises:
-        ConfigError: The factory sets one of these options itself.
-    """
-    inner = factory or ADAMW
-    keywords: dict[str, Any] = getattr(inner, "keywords", {})
-    for key in options.keys() & keywords.keys():
-        allowed = f"{key} on the outer optimizer alone"
-        raise ConfigError(key=f"optimizer.{key}", value=keywords[key], allowed=allowed)
-    return lambda params: inner(params, **options)
-
-
-def call_closure(closure: Callable[[], Any] | None) -> Any:
-    """Call an optimizer step's closure, if any, with gradients enabled."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
+                    inner_state[self._copies[parameter]] = self.state[parameter]

@@ -6,10 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
-
 
 def factory_keywords(factory: Callable[..., Any]) -> dict[str, Any]:
     """Return the keywords of a `functools.partial`, including those of partials among them.
@@ -33,14 +29,6 @@ def optimizer_classes(factory: Callable[..., Any]) -> list[type]:
         if isinstance(value, (functools.partial, type)):
             found += optimizer_classes(value)
     return found
-
-
-def inner_class(factory: OptimizerFactory) -> type | None:
-    """Return the class that will do the work, inside a wrapper too; None if the factory does not show it."""
-    kinds = optimizer_classes(factory)
-    if kinds and issubclass(kinds[0], PerParameter):
-        return kinds[1] if len(kinds) > 1 else torch.optim.AdamW
-    return kinds[0] if kinds else None
 
 
 def state_layout(kind: type | None) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -50,49 +50,46 @@ class FirstGradients:
                 raise ConfigError(key="unused", value=pattern, allowed=allowed)
 
     def watch(self, module: nn.Module, optimizers: Iterable[Any]) -> None:
-        """Check the gradients of the next step.
-
-        Args:
-            module: Gives the parameters their names.
-            optimizers: Optimizers, or Lightning's wrappers of them.
-        """
+        """Check the gradients of the next step of each optimizer, or Lightning's wrapper of one."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        for optimizer in optimizers:
+        for wrapped in optimizers:
             # DeepSpeed steps flattened tensors; its strategy adds the parameters' groups as `whole_groups`.
-            full_groups = getattr(optimizer, "whole_groups", None)
-            self._watch_optimizer(getattr(optimizer, "optimizer", optimizer), names, full_groups)
+            full_groups = getattr(wrapped, "whole_groups", None)
+            optimizer: Optimizer = getattr(wrapped, "optimizer", wrapped)
+            # Of gradients that are gone when `step` ends; a sum is finite only if all values are.
+            sums: dict[int, Tensor] = {}
+            handles: list[RemovableHandle] = []
+            check = partial(self._check, names, full_groups, sums, handles)
+            handles.append(optimizer.register_step_post_hook(check))
+            if isinstance(optimizer, FreesGradients):
+                keep = optimizer.register_gradient_hook(lambda p, g, sums=sums: sums.update({id(p): g.sum()}))
+                handles.append(keep)
+            for parameter in [p for group in full_groups or () for p in group["params"] if p.requires_grad]:
+                key = id(parameter)
+                keep = parameter.register_hook(lambda g, key=key, sums=sums: sums.update({key: g.sum()}))
+                handles.append(keep)
+            self._handles += handles
 
-    def _watch_optimizer(self, optimizer: Optimizer, names: dict[int, str], full_groups: Any) -> None:
-        freed: dict[int, torch.Tensor] = {}  # sums of gradients that are gone when `step` ends
-        is_done = False
-
-        def keep_sum(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-            freed[id(parameter)] = gradient.sum()  # finite only if all values are
-
-        def check_once(stepped: Optimizer, *_: Any) -> None:
-            nonlocal is_done
-            if is_done:
-                return  # this hook stays: torch iterates the step hooks while they run
-            is_done = True
-            for handle in handles[1:]:
-                handle.remove()
-            groups = full_groups or stepped.param_groups
-            trained = [p for group in groups for p in group["params"] if p.requires_grad]
-            unnamed = "a parameter that is not the module's"
-            self._check([(names.get(id(p), unnamed), freed.get(id(p), p.grad)) for p in trained])
-            freed.clear()
-
-        handles = [optimizer.register_step_post_hook(check_once)]
-        if isinstance(optimizer, FreesGradients):
-            handles.append(optimizer.register_gradient_hook(keep_sum))
-        partitioned = [p for group in full_groups or () for p in group["params"] if p.requires_grad]
-        handles += [parameter.register_hook(partial(keep_sum, parameter)) for parameter in partitioned]
-        self._handles += handles
-
-    def _check(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+    def _check(
+        self,
+        names: dict[int, str],
+        full_groups: Any,
+        sums: dict[int, Tensor],
+        handles: list[RemovableHandle],
+        stepped: Optimizer,
+        *_: Any,
+    ) -> None:
+        if not handles:
+            return  # the first step is over; this hook stays: torch iterates the step hooks while they run
+        for handle in handles[1:]:
+            handle.remove()
+        handles.clear()
         missing: list[str] = []
         broken: list[str] = []
-        for name, gradient in gradients:
+        groups = full_groups or stepped.param_groups
+        for parameter in [p for group in groups for p in group["params"] if p.requires_grad]:
+            name = names.get(id(parameter), "a parameter that is not the module's")
+            gradient = sums.get(id(parameter), parameter.grad)
             if gradient is None:
                 if not any(fnmatchcase(name, pattern) for pattern in self.unused):
                     missing.append(name)
@@ -100,6 +97,7 @@ class FirstGradients:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             if not torch.isfinite(values).all():
                 broken.append(name)
+        sums.clear()
         if missing:
             text = f"{parameters_have(missing)} no gradient after the first step\n  try: {self.remedy}"
             raise GradientError(text)

@@ -8,7 +8,6 @@ absolute rates (OneCycleLR).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -22,20 +21,19 @@ SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentu
 
 
 class ReplacedOptimizer:
-    """An optimizer that no longer steps; the groups of another one follow its groups' learning rates.
+    """An optimizer that no longer steps, and is left without parameters and state.
 
-    Args:
-        own: The replaced optimizer; it is left without parameters and state.
-        optimizer: The one that trains. Each of its groups follows the group that had its first parameter.
+    Each group of the optimizer that trains follows the rate of the group that had its first parameter.
     """
 
     def __init__(self, own: Optimizer, optimizer: Optimizer) -> None:
         self.groups: list[dict[str, Any]] = own.param_groups
-        self._optimizer = optimizer
+        self.bases = [float(group["lr"]) for group in optimizer.param_groups]
+        self.starts = [float(group.get("initial_lr", group["lr"])) for group in self.groups]
         group_of = {p: index for index, group in enumerate(self.groups) for p in group["params"]}
-        self._followed = [group_of[group["params"][0]] for group in optimizer.param_groups]
-        self._bases = [float(group["lr"]) for group in optimizer.param_groups]
-        self._starts = [float(group.get("initial_lr", group["lr"])) for group in self.groups]
+        self.followed = [group_of[group["params"][0]] for group in optimizer.param_groups]
+        """Index of the group that a group of the new optimizer follows."""
+        self._optimizer = optimizer
         for group in self.groups:
             group["params"] = []
         own.state.clear()
@@ -45,34 +43,19 @@ class ReplacedOptimizer:
         if close is not None:
             close()
 
-    def _factor(self, index: int) -> float | None:
-        """Return a group's rate as a multiple of its first; None if the schedule sets absolute rates."""
-        group, start = self.groups[index], self._starts[index]
-        return None if "max_lr" in group or not start else float(group["lr"]) / start
-
-    def copy_schedule_keys(self) -> None:
-        """Copy what the scheduler reads into the trained groups, for a resumed run that steps it directly."""
-        for group, base, index in zip(self._optimizer.param_groups, self._bases, self._followed, strict=True):
-            group |= {key: self.groups[index][key] for key in SCHEDULE_KEYS if key in self.groups[index]}
-            if self._factor(index) is not None:
-                group["initial_lr"] = base
-
-    def resume(self, rates: Iterable[float]) -> None:
-        """Set saved rates; momenta come from the optimizer that trains, which was loaded before."""
-        for group, rate in zip(self.groups, rates, strict=False):
-            group["lr"] = rate
-        for group, index in zip(self._optimizer.param_groups, self._followed, strict=False):
-            self.groups[index] |= {k: group[k] for k in MOMENTA if k in self.groups[index] and k in group}
-        self.update_rates()
-
     def update_rates(self) -> None:
         """Set the learning rates of the optimizer that trains: `base * lr / first lr`, or `lr` itself."""
+        # None where the schedule sets absolute rates.
+        factors = [
+            None if "max_lr" in group or not start else float(group["lr"]) / start
+            for group, start in zip(self.groups, self.starts, strict=False)
+        ]
         groups = self._optimizer.param_groups
-        for group in groups[len(self._bases) :]:  # added later: follows the first group from its own rate
-            self._bases.append(float(group["lr"]) / (self._factor(0) or 1.0))
-            self._followed.append(0)
-        for group, base, index in zip(groups, self._bases, self._followed, strict=True):
-            own, factor = self.groups[index], self._factor(index)
+        for group in groups[len(self.bases) :]:  # added later: follows the first group from its own rate
+            self.bases.append(float(group["lr"]) / (factors[0] or 1.0))
+            self.followed.append(0)
+        for group, base, index in zip(groups, self.bases, self.followed, strict=True):
+            own, factor = self.groups[index], factors[index]
             rate = float(own["lr"]) if factor is None else base * factor
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)  # a compiled step reads this tensor
@@ -83,19 +66,18 @@ class ReplacedOptimizer:
 
 
 class KeptSchedule(LRScheduler):
-    """A scheduler of a replaced optimizer, used for the optimizer that trains.
-
-    Args:
-        kept: The scheduler; attributes that are not defined here are its own.
-        optimizer: The optimizer that trains.
-        replaced: The optimizer that the scheduler is bound to.
-    """
+    """A scheduler of a replaced optimizer, used for the one that trains; other attributes are `kept`'s."""
 
     def __init__(self, kept: Any, optimizer: Optimizer, replaced: ReplacedOptimizer) -> None:
         self.kept = kept
         self.optimizer = optimizer
         self._replaced = replaced
-        replaced.copy_schedule_keys()
+        # Copy what the scheduler reads into the trained groups, for a resumed run that steps it directly.
+        for group, base, index in zip(optimizer.param_groups, replaced.bases, replaced.followed, strict=True):
+            own = replaced.groups[index]
+            group |= {key: own[key] for key in SCHEDULE_KEYS if key in own}
+            if "max_lr" not in own and replaced.starts[index]:
+                group["initial_lr"] = base
         replaced.update_rates()
 
     def __getattr__(self, name: str) -> Any:
@@ -114,10 +96,16 @@ class KeptSchedule(LRScheduler):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's own state, which a run that steps it directly can load too."""
-        return self.kept.state_dict()
+        return self.kept.state_dict()  # a run that steps it directly can load it too
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.kept.load_state_dict(state_dict)
-        self._replaced.resume(state_dict.get("_last_lr", ()))
+        groups = self._replaced.groups
+        for own, rate in zip(groups, state_dict.get("_last_lr", ()), strict=False):
+            own["lr"] = rate
+        # Momenta come from the optimizer that trains, which was loaded before.
+        for group, index in zip(self.optimizer.param_groups, self._replaced.followed, strict=False):
+            own = groups[index]
+            own |= {key: group[key] for key in MOMENTA if key in own and key in group}
+        self._replaced.update_rates()

@@ -86,7 +86,8 @@ def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set
     return {
         parameter
         for name, parameter in module.named_parameters()
-        if is_matrix(parameter)
+        if parameter.dim() == 2
+        and not parameter.is_complex()
         and "weight" in name.rpartition(".")[2]
         and parameter not in excluded
         and not any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -109,13 +110,11 @@ def split_hidden(params: Iterable[Any]) -> tuple[list[dict[str, Any]], list[dict
         listed: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
         parameters: list[Tensor] = [item[1] if isinstance(item, tuple) else item for item in listed]
         may_be_hidden = group.get("hidden") is not False
-        for target, is_hidden in ((hidden, True), (rest, False)):
-            members = [p for p in parameters if (may_be_hidden and is_matrix(p)) is is_hidden]
-            if members:
-                target.append({"params": members, **options})
+        matrices = [p for p in parameters if may_be_hidden and p.dim() == 2 and not p.is_complex()]
+        present = set(matrices)
+        others = [p for p in parameters if p not in present]
+        if matrices:
+            hidden.append({"params": matrices, **options})
+        if others:
+            rest.append({"params": others, **options})
     return hidden, rest
-
-
-def is_matrix(parameter: Tensor) -> bool:
-    """Return whether a parameter is a real matrix, which Muon can orthogonalize."""
-    return parameter.dim() == 2 and not parameter.is_complex()
