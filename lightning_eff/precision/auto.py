@@ -290,7 +290,8 @@ class AutoPrecision(Precision):
             did += "; cast " + ", ".join(f"{human_count(n)} {kind}" for kind, n in kinds.most_common())
         if self._bytes_after != self._bytes_before:
             did += f"; parameters {human_bytes(self._bytes_before)} -> {human_bytes(self._bytes_after)}"
-        is_effective = (is_float32 and self.device is not None) or bool(self._cast_layers) or self._switches is not None
+        has_run = self.device is not None
+        is_effective = (is_float32 and has_run) or bool(self._cast_layers) or self._switches is not None
         numbers = {"precision": self.precision, "device": self.device, "layers": dict(self._cast_layers)}
         numbers["parameter_bytes"] = self._bytes_after
         return Outcome(did=did, effective=is_effective, numbers=numbers)

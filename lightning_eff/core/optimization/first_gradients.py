@@ -111,8 +111,6 @@ class FirstGradients:
             handle.remove()
         self._handles = []
 
-    take_off = remove_hooks  # the name that callbacks/peft_adapter.py calls
-
 
 def parameters_have(names: list[str]) -> str:
     """Return the beginning of a sentence about parameters.
