@@ -63,10 +63,10 @@ FAULTS = {
     ),
     "clipped in each micro-batch": (
         "microbatching/micro_batch_runner.py",
-        "                    functions.backward(result.closure_loss)\n",
-        "                    functions.backward(result.closure_loss)\n"
-        "                    import torch\n"
-        "                    torch.nn.utils.clip_grad_norm_(self._model.parameters(), 0.05)\n",
+        "                functions.backward(result.closure_loss)\n",
+        "                functions.backward(result.closure_loss)\n"
+        "                import torch\n"
+        "                torch.nn.utils.clip_grad_norm_(self._model.parameters(), 0.05)\n",
         WHOLE,
     ),
     "clipped before the correction": (
@@ -83,14 +83,14 @@ FAULTS = {
     ),
     "a skipped step counts": (
         "microbatching/lightning_loop.py",
-        "            self._uncount_step()\n",
-        "            pass\n",
+        "                counts.ready -= 1\n                counts.completed -= 1\n",
+        "                pass\n",
         LOOP,
     ),
     "synchronized in the wrong micro-batch": (
         "microbatching/micro_batch_runner.py",
-        "synchronize=is_last and functions.is_last",
-        "synchronize=is_first and functions.is_last",
+        "synchronize = is_last and functions.is_last",
+        "synchronize = is_first and functions.is_last",
         TOGETHER,
     ),
     "gradients not averaged": (
@@ -113,14 +113,14 @@ FAULTS = {
     ),
     "random state not brought back": (
         "microbatching/snapshot.py",
-        "yield lambda: torch.set_rng_state(state)",
-        "yield int",
+        "partial(torch.set_rng_state, torch.get_rng_state())",
+        "int",
         TRACE,
     ),
-    "batch norm twice": ("microbatching/snapshot.py", "self.tensor.copy_(self.values)", "pass", TRACE),
+    "batch norm twice": ("microbatching/snapshot.py", "buffer.tensor.copy_(buffer.values)", "pass", TRACE),
     "metrics twice": (
         "microbatching/snapshot.py",
-        "states[name].data = value.clone()",
+        "tensor.data = values.clone()",
         "pass",
         "tests/microbatching/test_snapshot.py",
     ),
@@ -132,8 +132,8 @@ FAULTS = {
     ),
     "gradients of a failed try kept": (
         "microbatching/micro_batch_runner.py",
-        "        zero_grad()\n",
-        "        self._is_zeroed or zero_grad()\n",
+        "functions.zero_grad()\n",
+        "self._is_zeroed or functions.zero_grad()\n",
         TRACE,
     ),
     "update not undone": (

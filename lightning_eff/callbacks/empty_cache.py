@@ -140,36 +140,27 @@ class EmptyCache(Managed):
         if step == last or not self._is_active:
             return
         self._last_step = step
-        n = self.every_n_steps
-        is_due = n is not None and step // n > last // n
-        if is_due or self._is_needed(trainer, last, step):
-            self._empty(trainer.strategy.root_device, pl_module)
-
-    def _is_needed(self, trainer: pl.Trainer, last: int, step: int) -> bool:
-        n = self.check_every_n_steps
-        if self.max_cached_fraction is None or step // n == last // n:
-            return False
-        device = trainer.strategy.root_device
-        state = allocator.allocator_state(device)
-        grown_bytes = state.cached_bytes - self._unreturnable_bytes
-        is_needed = grown_bytes > self.max_cached_fraction * allocator.total_bytes(device)
-        is_needed = is_needed or state.num_alloc_retries > self._num_alloc_retries
-        # All ranks take part, at the same steps; all empty if one of them needs to.
-        return trainer.strategy.reduce_boolean_decision(is_needed, all=False)
-
-    def _empty(self, device: torch.device, pl_module: pl.LightningModule) -> None:
+        device, every, check = trainer.strategy.root_device, self.every_n_steps, self.check_every_n_steps
+        is_due = every is not None and step // every > last // every
+        if not is_due and self.max_cached_fraction is not None and step // check != last // check:
+            state = allocator.allocator_state(device)
+            grown_bytes = state.cached_bytes - self._unreturnable_bytes
+            is_needed = grown_bytes > self.max_cached_fraction * allocator.total_bytes(device)
+            is_needed = is_needed or state.num_alloc_retries > self._num_alloc_retries
+            # All ranks take part, at the same steps; all empty if one of them needs to.
+            is_due = trainer.strategy.reduce_boolean_decision(is_needed, all=False)
+        if not is_due:
+            return
         released = release(device)
         self._released.append(released)
         after = allocator.allocator_state(device)
         self._unreturnable_bytes = after.cached_bytes
         self._num_alloc_retries = after.num_alloc_retries
-        pl_module.log_dict(
-            {
-                "eff/empty_cache_returned_bytes": float(released.returned_bytes),
-                "eff/empty_cache_ms": released.elapsed_s * 1e3,
-            },
-            batch_size=1,
-        )
+        metrics = {
+            "eff/empty_cache_returned_bytes": float(released.returned_bytes),
+            "eff/empty_cache_ms": released.elapsed_s * 1e3,
+        }
+        pl_module.log_dict(metrics, batch_size=1)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

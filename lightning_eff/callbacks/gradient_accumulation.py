@@ -135,33 +135,27 @@ class GradientAccumulation(Managed):
                 allowed="a training loader with a batch_size, which divides it into batches",
                 remedies=["trainer.accumulate_grad_batches=4 in place of this callback"],
             )
-        world_size = trainer.world_size
-        self._accumulate_grad_batches = {
-            start: self._num_batches(size, batch_size, world_size)
-            for start, size in self._global_batch_sizes.items()
-        }
+        # accumulate_grad_batches = global_batch_size / (batch_size * world_size), without a remainder
+        world_size, unit = trainer.world_size, batch_size * trainer.world_size
+        for start, size in self._global_batch_sizes.items():
+            self._accumulate_grad_batches[start], remainder = divmod(size, unit)
+            if not remainder:
+                continue
+            multiples = [str(multiple * unit) for multiple in (size // unit, size // unit + 1) if multiple]
+            ranks = f" x {world_size} ranks" if world_size > 1 else ""
+            override = "callbacks.gradient_accumulation.global_batch_size"
+            raise ConfigError(
+                key="global_batch_size" if self.schedule is None else "schedule",
+                value=size,
+                allowed=f"a multiple of {unit} (batches of {batch_size}{ranks}): {' or '.join(multiples)}",
+                remedies=[f"{override}={multiple}" for multiple in multiples if self.schedule is None],
+            )
         numbers = list(dict.fromkeys(self._accumulate_grad_batches.values()))
         batches = "batch" if numbers == [1] else "batches"
         self._description = f"{' then '.join(map(str, numbers))} {batches} of {batch_size} a step"
         self._description += f" on each of {world_size} ranks" if world_size > 1 else ""
         self._set_current(trainer)
         return loader
-
-    def _num_batches(self, global_batch_size: int, batch_size: int, world_size: int) -> int:
-        # accumulate_grad_batches = global_batch_size / (batch_size * world_size), without a remainder
-        unit = batch_size * world_size
-        num_batches, remainder = divmod(global_batch_size, unit)
-        if not remainder:
-            return num_batches
-        multiples = [str(multiple * unit) for multiple in (num_batches, num_batches + 1) if multiple]
-        ranks = f" x {world_size} ranks" if world_size > 1 else ""
-        override = "callbacks.gradient_accumulation.global_batch_size"
-        raise ConfigError(
-            key="global_batch_size" if self.schedule is None else "schedule",
-            value=global_batch_size,
-            allowed=f"a multiple of {unit} (batches of {batch_size}{ranks}): {' or '.join(multiples)}",
-            remedies=[f"{override}={multiple}" for multiple in multiples if self.schedule is None],
-        )
 
     def _set_current(self, trainer: pl.Trainer) -> None:
         now = trainer.current_epoch if self.schedule_by == "epoch" else trainer.global_step

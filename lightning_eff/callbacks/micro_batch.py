@@ -28,6 +28,7 @@ Source: learned from Composer's device_train_microbatch_size; what Lightning's o
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -95,40 +96,28 @@ class MicroBatch(Managed):
         self.multiple_of = multiple_of
         self.grow_after_n_steps = grow_after_n_steps
         self.splitter = splitter
-        self._check()
+        size, grow, count = micro_batch_size, grow_after_n_steps, "a whole number of at least 1"
+        for name, is_valid, allowed in (
+            ("micro_batch_size", size == "auto" or is_count(size), f"'auto' or {count}"),
+            ("find", find in (*OBJECTIVES, None), f"one of {', '.join(OBJECTIVES)}, or None"),
+            ("grow_after_n_steps", grow is None or is_count(grow), count),
+            ("headroom", 0.0 <= headroom < 1.0, "a fraction from 0 up to 1"),
+            ("multiple_of", multiple_of == "auto" or is_count(multiple_of), f"'auto' or {count}"),
+            ("splitter", splitter is None or callable(splitter), "a function of a batch and a size"),
+        ):
+            if not is_valid:
+                raise ConfigError(name, getattr(self, name), allowed=allowed)
+        for name, value in (("find", find), ("grow_after_n_steps", grow)):
+            if size != "auto" and value is not None:
+                allowed = f"null with micro_batch_size={size}, which is fixed"
+                remedies = ["callbacks.micro_batch.micro_batch_size=auto"]
+                raise ConfigError(name, value, allowed=allowed, remedies=remedies)
+        self.is_auto = size == "auto"  # the size changes when memory runs out
         self._initial_size: int | None = None
         self._rounding = ""
         self._found: FoundSize | None = None
         self._size: MicroBatchSize | None = None
         self._loop: lightning_loop.ExactStep | None = None
-
-    def _check(self) -> None:
-        size, grow = self.micro_batch_size, self.grow_after_n_steps
-        count = "a whole number of at least 1"
-        for name, is_valid, allowed in (
-            ("micro_batch_size", size == "auto" or is_count(size), f"'auto' or {count}"),
-            ("find", self.find in (*OBJECTIVES, None), f"one of {', '.join(OBJECTIVES)}, or None"),
-            ("grow_after_n_steps", grow is None or is_count(grow), count),
-            ("headroom", 0.0 <= self.headroom < 1.0, "a fraction from 0 up to 1"),
-            ("multiple_of", self.multiple_of == "auto" or is_count(self.multiple_of), f"'auto' or {count}"),
-            (
-                "splitter",
-                self.splitter is None or callable(self.splitter),
-                "a function of a batch and a size",
-            ),
-        ):
-            if not is_valid:
-                raise ConfigError(name, getattr(self, name), allowed=allowed)
-        for name in ("find", "grow_after_n_steps"):
-            if size != "auto" and getattr(self, name) is not None:
-                allowed = f"null with micro_batch_size={size}, which is fixed"
-                remedies = ["callbacks.micro_batch.micro_batch_size=auto"]
-                raise ConfigError(name, getattr(self, name), allowed=allowed, remedies=remedies)
-
-    @property
-    def is_auto(self) -> bool:
-        """Whether the size changes when memory runs out."""
-        return self.micro_batch_size == "auto"
 
     @property
     def current_size(self) -> int | None:
@@ -146,7 +135,24 @@ class MicroBatch(Managed):
         rules = [Rule(name=name, reason=reason, remedies=remedies) for name, reason in reasons.items()]
         batch_norm = "their statistics are those of a micro-batch, so the result depends on its size"
         rules.append(Rule(name="run/batch_norm", reason=batch_norm, verdict=Verdict.WARNED))
-        return Facts(excludes=(*rules, *(_auto_rules() if self.is_auto else ())))
+        if not self.is_auto:
+            return Facts(excludes=tuple(rules))
+        # What excludes a step that one rank may compute twice, and the others once.
+        wait = "a rank that runs out of memory would leave the others waiting in the middle of a forward pass"
+        reasons = {
+            "lightning/FSDPStrategy": wait,
+            "lightning/ModelParallelStrategy": wait,
+            "strategy/fsdp2": wait,
+            "strategy/deepspeed_zero": wait,
+            "run/sync_batch_norm": wait,
+            "run/comm_hook": "the gradients are averaged without DDP, which alone would call the hook",
+            "run/static_graph": "DDP records its graph in a first backward pass that is synchronized",
+        }
+        rules += [Rule(name=name, reason=reason, remedies=(FIXED_SIZE,)) for name, reason in reasons.items()]
+        compiled = "each new size is compiled again, and compiling needs memory too"
+        name = "callbacks/torch_compile"
+        rules.append(Rule(name=name, reason=compiled, remedies=(FIXED_SIZE,), verdict=Verdict.WARNED))
+        return Facts(excludes=tuple(rules))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -193,11 +199,7 @@ class MicroBatch(Managed):
             raise ConfigError(key="search", value=objective, allowed=allowed)
         if objective not in OBJECTIVES:
             raise ConfigError(key="search", value=objective, allowed=f"one of {', '.join(OBJECTIVES)}")
-
-        def on_found(found: FoundSize) -> None:
-            self._found = found
-
-        self._loop.search = SizeSearch(objective, self.headroom, on_found)
+        self._loop.search = SizeSearch(objective, self.headroom, on_found=partial(setattr, self, "_found"))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -245,25 +247,3 @@ class MicroBatch(Managed):
                 "trials": [[t.micro_batch_size, t.fits, t.seconds_per_sample] for t in trials],
             },
         )
-
-
-def _auto_rules() -> list[Rule]:
-    """Return what excludes a step that one rank may compute twice, and the others once."""
-    sharded = "a rank that runs out of memory would leave the others waiting in the middle of a forward pass"
-    reasons = {
-        "lightning/FSDPStrategy": sharded,
-        "lightning/ModelParallelStrategy": sharded,
-        "strategy/fsdp2": sharded,
-        "strategy/deepspeed_zero": sharded,
-        "run/sync_batch_norm": sharded,
-        "run/comm_hook": "the gradients are averaged without DDP, which alone would call the hook",
-        "run/static_graph": "DDP records its graph in a first backward pass that is synchronized",
-    }
-    rules = [Rule(name=name, reason=reason, remedies=(FIXED_SIZE,)) for name, reason in reasons.items()]
-    compiled = Rule(
-        name="callbacks/torch_compile",
-        reason="each new size is compiled again, and compiling needs memory too",
-        remedies=(FIXED_SIZE,),
-        verdict=Verdict.WARNED,
-    )
-    return [*rules, compiled]

@@ -15,15 +15,15 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils.checkpoint import noop_context_fn
+from typing_extensions import override
 
 # Private, as of torch 2.13: runs up to the forward, and past it when it is resumed.
 _checkpoint: Any = checkpoint._checkpoint_without_reentrant_generator  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
@@ -81,8 +81,17 @@ class RecomputedBlock:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._is_recomputing or not torch.is_grad_enabled():
             return args, kwargs
+        # Hugging Face's models pass a key-value cache to their layers, also in training: each recomputation
+        # would fill it again.
+        caches = {name: kwargs[name] for name in CACHES if kwargs.get(name) is not None}
+        for name, cache in caches.items():
+            if len(cache) > 0 and getattr(cache, "get_seq_length", lambda: 1)() > 0:
+                msg = f"a recomputed block cannot continue a filled cache ({name}), as in prefix tuning"
+                raise ValueError(msg)
+        self.is_cache_disabled = self.is_cache_disabled or bool(caches)
+        keywords = kwargs | dict.fromkeys(caches) | ({"use_cache": False} if "use_cache" in kwargs else {})
         # By position, as far as possible: only positional tensors are saved like activations.
-        positional, keywords = list(args), self._without_cache(kwargs)
+        positional = list(args)
         while len(positional) < len(self._names) and self._names[len(positional)] in keywords:
             positional.append(keywords.pop(self._names[len(positional)]))
         # preserve_rng_state, context_fn, determinism_check, debug and early_stop, by position
@@ -108,87 +117,53 @@ class RecomputedBlock:
     def _context_fn(
         self, block: nn.Module
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return contexts around forward and recomputation, which starts from the forward's buffers."""
         forward, recomputation = self._contexts()
-        changed: list[tuple[nn.Module, str, Tensor]] = []
+        earlier: list[tuple[nn.Module, str, Tensor]] = []  # copies of the buffers that the forward changes
 
         @contextmanager
         def first() -> Generator[None]:
-            with record_changed_buffers(block, changed), forward:
+            before = [
+                (module, name, buffer, buffer._version, buffer.detach().clone())  # noqa: SLF001
+                for module in block.modules()
+                for name, buffer in module.named_buffers(recurse=False)
+            ]
+            with forward:
                 yield
+            for module, name, buffer, version, copy in before:
+                is_changed = getattr(module, name) is not buffer or buffer._version != version  # noqa: SLF001
+                if is_changed or (module.training and name in STATISTICS):
+                    earlier.append((module, name, copy))
 
         @contextmanager
         def again() -> Generator[None]:
             self.num_recomputed += 1
+            current = [(module, name, getattr(module, name)) for module, name, _ in earlier]
+            for module, name, copy in earlier:
+                setattr(module, name, copy.clone())
             self._is_recomputing = True
             try:
-                with swapped_buffers(changed), recomputation:
+                with recomputation:
                     yield
             finally:
+                for module, name, buffer in current:
+                    setattr(module, name, buffer)
                 self._is_recomputing = False
 
-        return _Repeatable(first), _Repeatable(again)
-
-    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the keywords without a key-value cache, which each recomputation would fill again.
-
-        Hugging Face's models pass one to their layers, also in training.
-        """
-        caches = {name: kwargs[name] for name in CACHES if kwargs.get(name) is not None}
-        for name, cache in caches.items():
-            if len(cache) > 0 and getattr(cache, "get_seq_length", lambda: 1)() > 0:
-                msg = f"a recomputed block cannot continue a filled cache ({name}), as in prefix tuning"
-                raise ValueError(msg)
-        self.is_cache_disabled = self.is_cache_disabled or bool(caches)
-        off = {"use_cache": False} if "use_cache" in kwargs else {}
-        return kwargs | dict.fromkeys(caches) | off
+        return first(), _Repeatable(again)
 
 
-class _Repeatable(AbstractContextManager[None]):
+class _Repeatable(ExitStack):
     """A context that may be entered again, as a second backward through a retained graph does."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
         self._make = make
-        self._entered: list[AbstractContextManager[None]] = []
 
-    def __enter__(self) -> None:
-        self._entered.append(self._make())
-        self._entered[-1].__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._entered.pop().__exit__(kind, error, trace)
-
-
-@contextmanager
-def record_changed_buffers(block: nn.Module, changed: list[tuple[nn.Module, str, Tensor]]) -> Generator[None]:
-    """Put copies of the buffers that a forward changes into `changed`, with their values before it."""
-    before = [
-        (module, name, buffer, buffer._version, buffer.detach().clone())  # noqa: SLF001
-        for module in block.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    yield
-    changed[:] = [
-        (module, name, copy)
-        for module, name, buffer, version, copy in before
-        if getattr(module, name) is not buffer
-        or buffer._version != version  # noqa: SLF001
-        or (module.training and name in STATISTICS)
-    ]
-
-
-@contextmanager
-def swapped_buffers(earlier: list[tuple[nn.Module, str, Tensor]]) -> Generator[None]:
-    """Replace buffers by copies of earlier ones; afterwards the modules have theirs, unchanged."""
-    current = [(module, name, getattr(module, name)) for module, name, _ in earlier]
-    for module, name, copy in earlier:
-        setattr(module, name, copy.clone())
-    try:
-        yield
-    finally:
-        for module, name, buffer in current:
-            setattr(module, name, buffer)
+    @override
+    def __enter__(self) -> Self:
+        self.enter_context(self._make())
+        return self
 
 
 class HostOffload:

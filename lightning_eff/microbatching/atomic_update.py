@@ -37,7 +37,7 @@ def atomic_update(optimizer: Optimizer, device: torch.device, *, is_first: bool)
 
     @functools.wraps(original)
     def step(*args: Any, **keywords: Any) -> Any:
-        return _AtomicStep(optimizer, original, device, copies=copies).run(args, keywords)
+        return _step_atomically(optimizer, original, args, keywords, device, copies=copies)
 
     is_wrapped = "step" in optimizer.__dict__  # an LR scheduler has replaced it
     optimizer.step = step
@@ -50,58 +50,50 @@ def atomic_update(optimizer: Optimizer, device: torch.device, *, is_first: bool)
             optimizer.__dict__.pop("step", None)
 
 
-class _AtomicStep:
-    """One call of `step`: the snapshot is taken after the closure, whose own errors are not retried."""
+def _step_atomically(
+    optimizer: Optimizer,
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    keywords: dict[str, Any],
+    device: torch.device,
+    *,
+    copies: bool,
+) -> Any:
+    """Step, twice if need be: the snapshot is taken after the closure, whose own errors are not retried."""
+    closure: Any = keywords.get("closure", args[0] if args else None)
+    snapshot: OptimizerSnapshot | None = None
+    num_evaluations, loss, is_retry = 0, None, False
 
-    def __init__(
-        self, optimizer: Optimizer, original: Callable[..., Any], device: torch.device, *, copies: bool
-    ) -> None:
-        self._optimizer = optimizer
-        self._original = original
-        self._device = device
-        self._copies = copies
-        self._snapshot: OptimizerSnapshot | None = None
-        self._num_evaluations = 0
-        self._loss: Any = None
+    def evaluate() -> Any:
+        nonlocal snapshot, num_evaluations, loss
+        if is_retry:
+            return loss  # the gradients are those of the first evaluation
+        snapshot = None  # memory that runs out in the closure is not the update's
+        num_evaluations += 1
+        loss = closure()
+        snapshot = OptimizerSnapshot(optimizer, copies=copies) if num_evaluations == 1 else None
+        return loss
 
-    def run(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        closure: Any = keywords.get("closure", args[0] if args else None)
-
-        def evaluate() -> Any:
-            self._snapshot = None  # memory that runs out in the closure is not the update's
-            self._num_evaluations += 1
-            self._loss = closure()
-            if self._num_evaluations == 1:
-                self._snapshot = OptimizerSnapshot(self._optimizer, copies=self._copies)
-            return self._loss
-
-        def call(evaluate: Callable[[], Any]) -> Any:
-            if closure is None:
-                return self._original(*args, **keywords)
-            if "closure" in keywords:
-                return self._original(*args, **(keywords | {"closure": evaluate}))
-            return self._original(evaluate, *args[1:], **keywords)
-
-        if closure is None:
-            self._snapshot = OptimizerSnapshot(self._optimizer, copies=self._copies)
-        return self._attempt_twice(call, evaluate)
-
-    def _attempt_twice(self, call: Callable[[Callable[[], Any]], Any], evaluate: Callable[[], Any]) -> Any:
+    if closure is None:
+        snapshot = OptimizerSnapshot(optimizer, copies=copies)
+    elif "closure" in keywords:
+        keywords = keywords | {"closure": evaluate}
+    else:
+        args = (evaluate, *args[1:])
+    while True:
         try:
-            return call(evaluate)
+            return step(*args, **keywords)
         except Exception as error:
-            if not is_out_of_memory(error) or self._snapshot is None:
+            if not is_out_of_memory(error) or snapshot is None:
                 raise
-            _restore(self._snapshot, error)
-        # Outside of the handler the error is gone, and with it the frames that hold temporaries.
-        free_memory(self._device)
-        try:
-            return call(lambda: self._loss)  # the gradients are those of the first evaluation
-        except Exception as error:
-            if is_out_of_memory(error):
+            if is_retry:
                 error.add_note("the optimizer's update does not fit; micro_batch_size does not change that")
-                _restore(self._snapshot, error)
-            raise
+            _restore(snapshot, error)
+            if is_retry:
+                raise
+        # Outside of the handler the error is gone, and with it the frames that hold temporaries.
+        free_memory(device)
+        is_retry = True
 
 
 def _restore(snapshot: OptimizerSnapshot, error: Exception) -> None:

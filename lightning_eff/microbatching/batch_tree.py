@@ -53,7 +53,7 @@ def items_of(value: Any) -> Sequence[Any] | None:
 
 def fields_of(value: Any) -> list[tuple[str, Any]] | None:
     """Return the named items of a mapping, a dataclass or a named tuple; None for anything else."""
-    if isinstance(value, (Tensor, str, int, float, PackedSequence, type)) or _is_tensordict(value):
+    if isinstance(value, (str, int, float, type)) or is_tensor(value):
         return None
     if isinstance(value, Mapping):
         items: Mapping[Any, Any] = value
@@ -75,11 +75,8 @@ def is_list(value: Any) -> bool:
 
 def is_tensor(value: Any) -> bool:
     """Return whether a value is a tensor, an array, a packed sequence or a TensorDict."""
-    return isinstance(value, (Tensor, np.ndarray, PackedSequence)) or _is_tensordict(value)
-
-
-def _is_tensordict(value: Any) -> bool:
-    return type(value).__module__.startswith("tensordict") and hasattr(value, "batch_size")
+    is_tensordict = type(value).__module__.startswith("tensordict") and hasattr(value, "batch_size")
+    return is_tensordict or isinstance(value, (Tensor, np.ndarray, PackedSequence))
 
 
 def is_plain(value: Any) -> bool:
@@ -93,13 +90,13 @@ def count_samples(value: Any) -> tuple[int, bool] | None:
     Raises:
         AmbiguousBatchError: A sparse or otherwise unsupported layout.
     """
-    if _is_tensordict(value):
-        return (int(value.batch_size[0]), False) if len(value.batch_size) else None
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0]), False
     if isinstance(value, np.ndarray):
         return (len(value), False) if value.ndim else None
-    if not isinstance(value, Tensor) or not value.dim():
+    if not isinstance(value, Tensor):  # a TensorDict, or no tensor at all
+        return (int(value.batch_size[0]), False) if is_tensor(value) and len(value.batch_size) else None
+    if not value.dim():
         return None
     if value.layout not in (torch.strided, torch.jagged):
         text = f"a tensor of layout {value.layout}, which only a splitter could cut"

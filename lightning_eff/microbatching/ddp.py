@@ -8,7 +8,7 @@ DDP's: a parameter that no rank has used keeps no gradient, and buffers are the 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -55,10 +55,18 @@ def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> f
     dist.all_reduce(counts, group=model.process_group)
     total, *counts_by_parameter = counts.tolist()
     used = [parameter for parameter, count in zip(parameters, counts_by_parameter, strict=True) if count]
+    buckets: list[list[Tensor]] = []  # of one dtype and device each
     for parameter in used:
         if parameter.grad is None:  # another rank has one, and all take part in its all-reduce
             parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets([parameter.grad for parameter in used if parameter.grad is not None]):
+        gradient, last = parameter.grad, buckets[-1] if buckets else []
+        num_bytes = sum(member.nbytes for member in last) + gradient.nbytes
+        is_alike = bool(last) and (last[0].dtype, last[0].device) == (gradient.dtype, gradient.device)
+        if is_alike and num_bytes <= BUCKET_BYTES:
+            last.append(gradient)
+        else:
+            buckets.append([gradient])
+    for bucket in buckets:
         flat = bucket[0] if len(bucket) == 1 else torch.cat([gradient.reshape(-1) for gradient in bucket])
         flat = flat if flat.is_contiguous() else flat.contiguous()
         # gradient = sum over ranks of gradient / num_ranks, divided first as DDP does
@@ -75,17 +83,3 @@ def extremes(value: float, model: DistributedDataParallel) -> tuple[float, float
     numbers = torch.tensor([-value, value], dtype=torch.float64).to(next(model.parameters()).device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=model.process_group)
     return -float(numbers[0]), float(numbers[1])
-
-
-def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield gradients of one dtype and device, up to the size of a bucket."""
-    bucket: list[Tensor] = []
-    for gradient in gradients:
-        num_bytes = sum(member.nbytes for member in bucket) + gradient.nbytes
-        is_alike = not bucket or (bucket[0].dtype, bucket[0].device) == (gradient.dtype, gradient.device)
-        if bucket and not (is_alike and num_bytes <= BUCKET_BYTES):
-            yield bucket
-            bucket = []
-        bucket.append(gradient)
-    if bucket:
-        yield bucket

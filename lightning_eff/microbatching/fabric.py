@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -98,6 +99,7 @@ class ExactGradient:
             grow_after_n_steps=grow_after_n_steps,
         )
         num_ranks = dist.get_world_size() if replicas else 1
+        self._run_backward: Callable[[Tensor], Any] = fabric.backward if fabric else Tensor.backward
         self._window = Window(model.parameters, num_ranks=fabric.world_size if fabric else num_ranks)
         self._snapshot = StepSnapshot(original, self._device)
         self._retry = OomRetry(self.size, self._window, self._snapshot, self._wrapped, self._device)
@@ -124,8 +126,9 @@ class ExactGradient:
             parameter.grad = None
         self._window.begin(len(batches))
         self._retry.begin()
+        last = len(batches) - 1
         runs = [
-            self._retry.run(batch, self._run_part(step, is_last_batch=index == len(batches) - 1))
+            self._retry.run(batch, partial(self._run_part, step, is_last_batch=index == last))
             for index, batch in enumerate(batches)
         ]
         self._retry.finish()
@@ -135,38 +138,33 @@ class ExactGradient:
         weights = [part.num_samples for part, _ in outputs] if None in weights else weights
         return mean([loss for _, (loss, _) in outputs], weights)
 
-    def _run_part(self, step: Step, *, is_last_batch: bool) -> Any:
-        def run_part(
-            part: MicroBatchPart, batch_samples: int | None, *, is_first: bool, is_last: bool
-        ) -> tuple[Tensor, float | None]:
-            del is_first
-            with self._sync_context(synchronize=is_last and is_last_batch):
-                output = step(part.batch)
-                loss, weight = _loss_of(output), weight_of(output)
-                del output
-                self._run_backward(
-                    self._window.scale(
-                        loss, weight=weight, num_samples=part.num_samples, batch_samples=batch_samples
-                    )
-                )
-            return loss.detach().clone(), weight
-
-        return run_part
-
-    def _sync_context(self, *, synchronize: bool) -> AbstractContextManager[Any]:
-        """Keep DDP or FSDP from averaging gradients, except in the last backward pass of a step."""
-        if synchronize or self._retry.replica is not None:
-            return nullcontext()
-        if self._fabric is not None:
-            return self._fabric.no_backward_sync(self._model)  # pyright: ignore[reportArgumentType]
-        wrapped = self._wrapped
-        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
-
-    def _run_backward(self, loss: Tensor) -> None:
-        if self._fabric is not None:
-            self._fabric.backward(loss)
-        else:
-            loss.backward()
+    def _run_part(
+        self,
+        step: Step,
+        part: MicroBatchPart,
+        batch_samples: int | None,
+        *,
+        is_first: bool,
+        is_last: bool,
+        is_last_batch: bool,
+    ) -> tuple[Tensor, float | None]:
+        del is_first
+        # DDP and FSDP average gradients over the ranks in the last backward pass of a step only.
+        context: AbstractContextManager[Any] = nullcontext()
+        if self._retry.replica is None and not (is_last and is_last_batch):
+            if self._fabric is not None:
+                context = self._fabric.no_backward_sync(self._model)  # pyright: ignore[reportArgumentType]
+            elif isinstance(self._wrapped, DistributedDataParallel):
+                context = self._wrapped.no_sync()
+        with context:
+            output = step(part.batch)
+            loss, weight = _loss_of(output), weight_of(output)
+            del output
+            scaled = self._window.scale(
+                loss, weight=weight, num_samples=part.num_samples, batch_samples=batch_samples
+            )
+            self._run_backward(scaled)
+        return loss.detach().clone(), weight
 
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Make the optimizer's next `step` atomic: if memory runs out in it, it is undone and retried.
@@ -175,7 +173,9 @@ class ExactGradient:
             optimizer: As wrapped by Fabric, or not.
         """
         self._num_updates += 1
-        return atomic_update(_unwrapped(optimizer), self._device, is_first=self._num_updates == 1)
+        own: Any = optimizer
+        own = own.optimizer if is_wrapped(own) else own
+        return atomic_update(own, self._device, is_first=self._num_updates == 1)
 
     def find(
         self,
@@ -199,11 +199,12 @@ class ExactGradient:
             ConfigError: An unknown objective, or a batch without countable samples.
             MemoryError: Not even one sample fits.
         """
+        own: Any = optimizer
         trials = SizeTrials(
             batch,
             forward=lambda part: _loss_of(step(part.batch)),
             backward=self._run_backward,
-            optimizer=_unwrapped(optimizer),
+            optimizer=own.optimizer if is_wrapped(own) else own,
             model=self._wrapped,
             micro_batch_size=self.size,
             snapshot=self._snapshot,
@@ -211,10 +212,6 @@ class ExactGradient:
             is_timed=objective == "fastest",
         )
         return trials.find(objective)
-
-
-def _unwrapped(optimizer: Any) -> Optimizer:
-    return optimizer.optimizer if is_wrapped(optimizer) else optimizer
 
 
 def _loss_of(output: Any) -> Tensor:

@@ -20,9 +20,9 @@ here.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
@@ -73,60 +73,49 @@ class ExactStep(_AutomaticOptimization):
         self.num_skipped_steps = 0
         self.num_cut_steps = 0
         """Steps with fewer batches than `accumulate_grad_batches`, at the end of an epoch."""
-        self.micro_batch_size: MicroBatchSize | None = None
-        """How batches are split; None for not at all."""
-        self.search: SizeSearch | None = None
-        """A search that the next step begins with."""
+        self.micro_batch_size: MicroBatchSize | None = None  # how batches are split; None for not at all
+        self.search: SizeSearch | None = None  # a search that the next step begins with
         self.around_backward: Callable[[], AbstractContextManager[None]] | None = None
         """Entered around each backward pass of a step of several."""
         self._runner: MicroBatchRunner | None = None
         strategy: Any = trainer.strategy
-
-        def sum_over_ranks(value: float) -> float:
-            # All ranks take part: once per window with weights, and once more in the first window.
-            number = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
-            return float(strategy.reduce(number, reduce_op="sum"))
-
+        number = partial(torch.tensor, dtype=torch.float64, device=strategy.root_device)
         self._window = Window(
-            self._trained_parameters,
+            lambda: (value for group in trainer.optimizers[0].param_groups for value in group["params"]),
             num_ranks=trainer.world_size,
-            sum_over_ranks=sum_over_ranks,
+            # All ranks take part: once per window with weights, and once more in the first window.
+            sum_over_ranks=lambda value: float(strategy.reduce(number(value), reduce_op="sum")),
             scale_gradients=strategy.scale_gradients if isinstance(strategy, ScalesGradients) else None,
         )
         self._state_before_batch = self._window.state()
-        single_batch = _SingleBatchLoop(trainer, self._window.zero_loss)
+        single_batch = _SingleBatchLoop(trainer)
+        single_batch.zero_loss = self._window.zero_loss
         single_batch.optim_progress = self.optim_progress
         self._run_single_batch = single_batch.run  # a loop kept as attribute would be in checkpoints
+        self._num_ranks = trainer.world_size
         self._num_batches = 1
         self._position = 0  # of the current batch in its window, from 1
         self._is_complete = True
         self._is_skipped = False
-
-    @cached_property
-    def _scaler(self) -> Any:
-        """The loss scaler or None; a precision plugin may create it only when a fit begins."""
-        return getattr(self.trainer.precision_plugin, "scaler", None)
-
-    @cached_property
-    def _is_simple(self) -> bool:
-        """Whether a step of one batch is Lightning's own: one rank, and no scaler that may skip it."""
-        return self.trainer.world_size == 1 and self._scaler is None
-
-    def _trained_parameters(self) -> Iterator[Tensor]:
-        for group in self.trainer.optimizers[0].param_groups:
-            yield from group["params"]
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch; step if it completes its window."""
         if self._is_complete:
             self._num_batches = self.trainer.accumulate_grad_batches
-            if self._num_batches == 1 and self._is_simple and self.micro_batch_size is None:
+            # A precision plugin may create its loss scaler only when a fit begins.
+            self._scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
+            # A step of one batch is Lightning's own, on one rank and without a scaler that may skip it.
+            is_simple = self._num_ranks == 1 and self._scaler is None and self.micro_batch_size is None
+            if self._num_batches == 1 and is_simple:
                 return self._run_single_batch(optimizer, batch_idx, kwargs)
             self._position = 0
             self._window.begin(self._num_batches)
             if self.micro_batch_size is not None:
-                self._begin_micro_batches(kwargs, self.micro_batch_size)
+                if self._runner is None:
+                    self._runner = MicroBatchRunner(self.trainer, self.micro_batch_size, self._window)
+                search, self.search = self.search, None
+                self._runner.begin(kwargs, lambda arguments: self._forward(arguments).closure_loss, search)
         self._is_skipped = False
         self._position += 1
         self._is_complete = self._position >= self._num_batches
@@ -136,12 +125,6 @@ class ExactStep(_AutomaticOptimization):
             self.num_cut_steps += self._is_complete
         self._state_before_batch = self._window.state()
         return super().run(optimizer, batch_idx, kwargs)
-
-    def _begin_micro_batches(self, kwargs: Arguments, micro_batch_size: MicroBatchSize) -> None:
-        if self._runner is None:
-            self._runner = MicroBatchRunner(self.trainer, micro_batch_size, self._window)
-        self._runner.search, self.search = self.search, None
-        self._runner.begin(kwargs, lambda arguments: self._training_output(arguments)[0].closure_loss)
 
     def should_accumulate(self) -> bool:
         """Return whether the current batch made no step: the window continues, or a scaler skipped it."""
@@ -158,7 +141,7 @@ class ExactStep(_AutomaticOptimization):
         def step() -> ClosureResult:
             # An optimizer may evaluate its closure again: count this batch once.
             self._window.restore(self._state_before_batch)
-            runner.truncate(self._position - 1)
+            del runner.retry.earlier[self._position - 1 :]
             return runner.run(kwargs, functions)
 
         return Closure(step)
@@ -194,33 +177,29 @@ class ExactStep(_AutomaticOptimization):
         return self._forward(kwargs, MicroBatchPart(batch, samples), samples)
 
     def _forward(
-        self, arguments: Arguments, part: MicroBatchPart, batch_samples: int | None
+        self, arguments: Arguments, part: MicroBatchPart | None = None, batch_samples: int | None = None
     ) -> ClosureResult:
-        """Run a forward pass, and scale its loss as a summand of the window's."""
-        result, weight = self._training_output(arguments)
-        if result.closure_loss is not None:
+        """Run a forward pass, and scale the loss of `part` as a summand of the window's."""
+        # As Lightning's `_training_step`, but for its division by `accumulate_grad_batches`.
+        output = _call_strategy_hook(self.trainer, "training_step", *arguments.values())
+        self.trainer.strategy.post_training_step()
+        if output is None and self._num_ranks > 1:
+            text = "training_step returned None on one of several ranks, which would leave the others waiting"
+            raise RuntimeError(text)
+        result = self.output_result_cls.from_training_step_output(output)
+        weight = weight_of(output)
+        if part is not None and result.closure_loss is not None:
             result.closure_loss = self._window.scale(
                 result.closure_loss, weight=weight, num_samples=part.num_samples, batch_samples=batch_samples
             )
         return result
-
-    def _training_output(self, arguments: Arguments) -> tuple[ClosureResult, float | None]:
-        # As Lightning's `_training_step`, but for its division by `accumulate_grad_batches`.
-        output = _call_strategy_hook(self.trainer, "training_step", *arguments.values())
-        self.trainer.strategy.post_training_step()
-        if isinstance(output, Tensor):
-            return self.output_result_cls.from_training_step_output(output), None
-        if output is None and self.trainer.world_size > 1:
-            text = "training_step returned None on one of several ranks, which would leave the others waiting"
-            raise RuntimeError(text)
-        return self.output_result_cls.from_training_step_output(output), weight_of(output)
 
     @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Any]) -> None:
         def closure() -> Any:
             loss = train_step_and_backward_closure()
             if self._runner is not None:
-                self._runner.finish()
+                self._runner.retry.finish()
             self._window.correct()
             return loss
 
@@ -230,14 +209,11 @@ class ExactStep(_AutomaticOptimization):
             super()._optimizer_step(batch_idx, closure)
         self._is_skipped = scaler is not None and scaler.get_scale() < scale
         if self._is_skipped:
-            self._uncount_step()
-
-    def _uncount_step(self) -> None:
-        self.num_skipped_steps += 1
-        progress = self.optim_progress.optimizer.step
-        for counts in (progress.total, progress.current):
-            counts.ready -= 1
-            counts.completed -= 1
+            self.num_skipped_steps += 1
+            progress = self.optim_progress.optimizer.step
+            for counts in (progress.total, progress.current):
+                counts.ready -= 1
+                counts.completed -= 1
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -256,16 +232,14 @@ class _SingleBatchLoop(_AutomaticOptimization):
     microseconds to each of these steps.
     """
 
-    def __init__(self, trainer: pl.Trainer, zero_loss: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(trainer)
-        self._zero_loss = zero_loss
+    zero_loss: Callable[[Tensor], Tensor]
 
     @override
     def _training_step(self, kwargs: Arguments) -> ClosureResult:
         result = super()._training_step(kwargs)
         loss = result.closure_loss
         if result.extra and loss is not None and weight_of(result.extra) == 0.0:
-            result.closure_loss = self._zero_loss(loss)
+            result.closure_loss = self.zero_loss(loss)
         return result
 
 

@@ -2,7 +2,7 @@
 
 `training_step` returns outputs next to the loss: `merge_outputs` concatenates or averages them. Lightning
 accumulates what is logged over an epoch by the number of samples, which it takes from the current batch:
-`set_batch` points it at each micro-batch. What is logged by step would be the last micro-batch's;
+micro_batch_runner.py sets it to each micro-batch. What is logged by step would be the last micro-batch's;
 `merge_logged` makes it the mean over the micro-batches, or sum, minimum or maximum, as `reduce_fx` says. With
 weights, means are by weight. A torchmetrics metric that is logged by step is computed over all micro-batches.
 
@@ -46,25 +46,24 @@ def merge_outputs(outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBat
     if len(outputs) == 1:
         return dict(outputs[0])
     sizes = [part.num_samples for part in parts]
-    return {key: _merged(key, [output.get(key) for output in outputs], sizes) for key in outputs[-1]}
-
-
-def _merged(key: str, values: list[Any], sizes: list[int | None]) -> Any:
-    if key == "weight" and None not in values:
-        return sum(values[1:], start=values[0])
-    kinds = {_row_kind(value) for value in values}
-    if len(kinds) == 1 and None not in kinds and [len(value) for value in values] == sizes:
-        is_list = isinstance(values[0], list)
-        return list(itertools.chain.from_iterable(values)) if is_list else torch.cat(values)
-    return mean(values, sizes) if all(map(is_number, values)) else values[-1]
-
-
-def _row_kind(value: Any) -> Any:
-    """Return what two values must have in common to be concatenated; None for values without rows."""
-    if isinstance(value, list):
-        return "list"
-    is_dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
-    return (value.shape[1:], value.dtype, value.device) if is_dense and value.dim() else None
+    merged: dict[str, Any] = {}
+    for key, last in outputs[-1].items():
+        values: list[Any] = [output.get(key) for output in outputs]
+        kinds: set[Any] = set()  # what values with one row per sample have in common; None for others
+        for value in values:
+            is_dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+            if is_dense and value.dim():
+                kinds.add((value.shape[1:], value.dtype, value.device))
+            else:
+                kinds.add("list" if isinstance(value, list) else None)
+        if key == "weight" and None not in values:
+            merged[key] = sum(values[1:], start=values[0])
+        elif len(kinds) == 1 and None not in kinds and [len(value) for value in values] == sizes:
+            is_list = isinstance(last, list)
+            merged[key] = list(itertools.chain.from_iterable(values)) if is_list else torch.cat(values)
+        else:
+            merged[key] = mean(values, sizes) if all(map(is_number, values)) else last
+    return merged
 
 
 def mean(values: Sequence[Any], weights: Sequence[float | None]) -> Any:
@@ -79,25 +78,15 @@ def mean(values: Sequence[Any], weights: Sequence[float | None]) -> Any:
 
 @dataclass(frozen=True)
 class LoggedValue:
-    """What one key of `self.log` has collected so far.
+    """What one key of `self.log` has collected so far."""
 
-    Args:
-        by_step: The last value by step.
-        total: The sum over the epoch, of values times samples; None for a metric.
-        num_samples: The samples of that sum.
-    """
-
-    by_step: Any
-    total: Any
-    num_samples: Any
+    by_step: Any  # the last value by step
+    total: Any  # the sum over the epoch, of values times samples; None for a metric
+    num_samples: Any  # the samples of that sum
 
 
 LoggedValues = Mapping[str, LoggedValue]
-
-
-def set_batch(results: Any, part: MicroBatchPart) -> None:
-    """Count what is logged from now on as of this micro-batch, or batch."""
-    results.batch, results.batch_size = part.batch, part.num_samples
+NOTHING_LOGGED = LoggedValue(None, total=0.0, num_samples=0)
 
 
 def logged_values(results: Any) -> dict[str, LoggedValue]:
@@ -131,49 +120,39 @@ def merge_logged(
     """
     for key in states[-1]:
         metric = results[key]
-        changes = [
-            (before.get(key), after[key], weight)
-            for (before, after), weight in zip(itertools.pairwise(states), weights, strict=True)
-            if key in after and _is_new(before.get(key), after[key])
-        ]
+        meta = metric.meta
+        changes: list[tuple[LoggedValue, LoggedValue]] = []
+        counts: list[float | None] = []
+        for (before, after), weight in zip(itertools.pairwise(states), weights, strict=True):
+            old, new = before.get(key, NOTHING_LOGGED), after.get(key)
+            if new is not None and (new.by_step is not old.by_step or new.total is not old.total):
+                changes.append((old, new))
+                counts.append(weight)
         if len(changes) < 2:
             continue
         if not metric.is_tensor:
             metric._forward_cache = metrics.value(metric.value, metric._forward_cache)  # noqa: SLF001
             continue
-        if metric.meta.on_step:
-            metric._forward_cache = _reduced(metric.meta, changes)  # noqa: SLF001
-            if not metric.meta.on_epoch:
+        if meta.on_step:
+            metric._forward_cache = _reduced(meta, [new.by_step for _, new in changes], counts)  # noqa: SLF001
+            if not meta.on_epoch:
                 metric.value = metric._forward_cache  # noqa: SLF001 - as Lightning does
-        if is_weighted and metric.meta.on_epoch and metric.meta.is_mean_reduction:
-            _weigh_epoch(metric, changes)
+        if is_weighted and meta.on_epoch and meta.is_mean_reduction:
+            # Lightning's epoch sum: total += value_i * samples_i for each micro-batch i. Replaced by
+            # total_before + (sum_i w_i value_i / sum_i w_i) * (samples of all micro-batches).
+            values = [(new.total - old.total) / (new.num_samples - old.num_samples) for old, new in changes]
+            first, _ = changes[0]
+            num_samples = metric.cumulated_batch_size - first.num_samples
+            metric.value = first.total + mean(values, counts) * num_samples
 
 
-def _is_new(before: LoggedValue | None, after: LoggedValue) -> bool:
-    return before is None or after.by_step is not before.by_step or after.total is not before.total
-
-
-def _reduced(meta: Any, changes: Sequence[Any]) -> Tensor:
-    values = [after.by_step for _, after, _ in changes]
+def _reduced(meta: Any, values: Sequence[Any], weights: Sequence[float | None]) -> Tensor:
     if meta.is_mean_reduction:
-        return mean(values, [weight for *_, weight in changes])
-    stacked = torch.stack(values)
+        return mean(values, weights)
+    stacked = torch.stack(list(values))
     if meta.is_sum_reduction:
         return stacked.sum()
     return stacked.max() if meta.is_max_reduction else stacked.min()
-
-
-def _weigh_epoch(metric: Any, changes: Sequence[Any]) -> None:
-    # Lightning's epoch sum: total += value_i * samples_i for each micro-batch i. Replaced by
-    # total_before + (sum_i w_i value_i / sum_i w_i) * (samples of all micro-batches).
-    sums = [(0.0, 0) if before is None else (before.total, before.num_samples) for before, *_ in changes]
-    values = [
-        (after.total - total) / (after.num_samples - num_samples)
-        for (total, num_samples), (_, after, _) in zip(sums, changes, strict=True)
-    ]
-    total, num_samples = sums[0]
-    batch_mean = mean(values, [weight for *_, weight in changes])
-    metric.value = total + batch_mean * (metric.cumulated_batch_size - num_samples)
 
 
 def reject_step_sync(results: Any) -> None:
@@ -227,7 +206,15 @@ class BatchMetrics:
             call = id(metric), calls[id(metric)]
             calls[id(metric)] += 1
             if call not in self._copies:
-                self._copies[call] = _reset_copy(metric)
+                # Copied without its state, parts of which may hold the graph of a loss.
+                states = [leaf for module in metric.modules() for leaf in tree_leaves(dict(vars(module)))]
+                tensors = [state for state in states if isinstance(state, Tensor) and not state.is_leaf]
+                result: Any = copy.deepcopy(metric, {id(tensor): tensor.detach() for tensor in tensors})
+                result.reset()
+                for module in result.modules():
+                    if isinstance(module, Metric) and not module.dist_sync_on_step:
+                        module.distributed_available_fn = None  # as in `forward`, this rank's own value
+                self._copies[call] = result
             args, keywords = apply_to_collection((args, keywords), Tensor, Tensor.detach)
             self._copies[call].update(*args, **keywords)
             self._returned[call] = output
@@ -243,15 +230,3 @@ class BatchMetrics:
             if call[0] == id(metric) and returned is last_value:
                 return self._copies[call].compute()
         return last_value
-
-
-def _reset_copy(metric: Any) -> Metric:
-    """Copy a metric without its state, parts of which may hold the graph of a loss."""
-    states = [tensor for module in metric.modules() for tensor in tree_leaves(dict(vars(module)))]
-    memo = {id(state): state.detach() for state in states if isinstance(state, Tensor) and not state.is_leaf}
-    result: Metric = copy.deepcopy(metric, memo)
-    result.reset()
-    for module in result.modules():
-        if isinstance(module, Metric) and not module.dist_sync_on_step:
-            module.distributed_available_fn = None  # as in `forward`, the value is this rank's own
-    return result

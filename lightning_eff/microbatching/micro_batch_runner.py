@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,44 +36,26 @@ Arguments = OrderedDict[str, Any]
 
 @dataclass(frozen=True)
 class SizeSearch:
-    """A search for the micro-batch size, due at the next batch that begins a step.
+    """A search for the micro-batch size, due at the next batch that begins a step."""
 
-    Args:
-        objective: `largest` or `fastest`.
-        headroom: Fraction of the device's memory to leave free.
-        on_found: Called with the result.
-    """
-
-    objective: str
-    headroom: float
-    on_found: Callable[[FoundSize], None]
+    objective: str  # `largest` or `fastest`
+    headroom: float  # fraction of the device's memory to leave free
+    on_found: Callable[[FoundSize], None]  # called with the result
 
 
 @dataclass(frozen=True)
 class StepFunctions:
-    """The functions that make a step of one batch, as Lightning's loop would call them.
+    """The functions that make a step of one batch, as Lightning's loop would call them."""
 
-    Args:
-        forward: Calls `training_step`, given arguments, micro-batch and samples of its batch, and returns the
-            result with its scaled loss.
-        zero_grad: Clears old gradients; None where they are added to.
-        backward: Runs the backward pass; None where there is none.
-        is_last: Whether the optimizer steps after this batch.
-    """
-
+    # `training_step` on arguments, micro-batch and samples of its batch; returns the scaled loss.
     forward: Callable[[Arguments, MicroBatchPart, int | None], ClosureResult]
-    zero_grad: Callable[[], None] | None
-    backward: Callable[[Tensor], None] | None
-    is_last: bool
+    zero_grad: Callable[[], None] | None  # None where gradients are added to
+    backward: Callable[[Tensor], None] | None  # None where there is no backward pass
+    is_last: bool  # whether the optimizer steps after this batch
 
 
-@dataclass(frozen=True)
-class _PartResult:
-    """The output of one micro-batch, and what was logged before and after it."""
-
-    result: ClosureResult
-    before: merging.LoggedValues
-    after: merging.LoggedValues
+PartResult = tuple[ClosureResult, merging.LoggedValues, merging.LoggedValues]
+"""The output of a micro-batch, and what was logged before and after it."""
 
 
 class MicroBatchRunner:
@@ -85,119 +68,102 @@ class MicroBatchRunner:
     """
 
     def __init__(self, trainer: pl.Trainer, micro_batch_size: MicroBatchSize, window: Window) -> None:
-        self.search: SizeSearch | None = None
         self._micro_batch_size = micro_batch_size
         self._trainer = trainer
+        # Lightning's collection of what `self.log` was called with in this epoch.
+        self._results: Any = trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         strategy: Any = trainer.strategy
         self._model = strategy.model
         self._device = strategy.root_device
         self._snapshot = StepSnapshot(trainer.lightning_module, self._device, self._results)
-        self._retry = OomRetry(micro_batch_size, window, self._snapshot, self._model, self._device)
+        self.retry = OomRetry(micro_batch_size, window, self._snapshot, self._model, self._device)
         self._metrics = merging.BatchMetrics(trainer.lightning_module)
         self._num_updates = 0
 
-    @property
-    def _results(self) -> Any:
-        """Lightning's collection of what `self.log` was called with in this epoch."""
-        return self._trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-
-    def begin(self, arguments: Arguments, forward: Callable[[Arguments], Tensor | None]) -> None:
-        """Start a step, with the search for a size if one is due."""
-        if self.search is not None:
-            self._find_size(self.search, arguments, forward)
-            self.search = None
-        self._is_zeroed = False
-        self._retry.begin()
-
-    def _find_size(
-        self, search: SizeSearch, arguments: Arguments, forward: Callable[[Arguments], Tensor | None]
+    def begin(
+        self, arguments: Arguments, forward: Callable[[Arguments], Tensor | None], search: SizeSearch | None
     ) -> None:
+        """Start a step, with the search for a size if one is due."""
+
         def run_forward(part: MicroBatchPart) -> Tensor | None:
-            merging.set_batch(self._results, part)
+            self._results.batch, self._results.batch_size = part.batch, part.num_samples
             return forward(OrderedDict(arguments, batch=part.batch))
 
-        trials = SizeTrials(
-            arguments["batch"],
-            forward=run_forward,
-            backward=self._trainer.lightning_module.backward,
-            optimizer=self._trainer.optimizers[0],
-            model=self._model,
-            micro_batch_size=self._micro_batch_size,
-            snapshot=self._snapshot,
-            headroom=search.headroom,
-            is_timed=search.objective == "fastest",
-        )
-        search.on_found(trials.find(search.objective))
-
-    def truncate(self, num_batches: int) -> None:
-        """Discard the batches of the step after the first `num_batches`."""
-        self._retry.truncate(num_batches)
+        if search is not None:
+            trials = SizeTrials(
+                arguments["batch"],
+                forward=run_forward,
+                backward=self._trainer.lightning_module.backward,
+                optimizer=self._trainer.optimizers[0],
+                model=self._model,
+                micro_batch_size=self._micro_batch_size,
+                snapshot=self._snapshot,
+                headroom=search.headroom,
+                is_timed=search.objective == "fastest",
+            )
+            search.on_found(trials.find(search.objective))
+        self._is_zeroed = False
+        self.retry.begin()
 
     def run(self, arguments: Arguments, functions: StepFunctions) -> ClosureResult:
         """Run one batch, and return and log what the full batch would have."""
-        results = self._results
-
-        def run_part(
-            part: MicroBatchPart, batch_samples: int | None, *, is_first: bool, is_last: bool
-        ) -> _PartResult:
-            merging.set_batch(results, part)
-            is_full_batch = is_first and is_last
-            before = {} if is_full_batch else merging.logged_values(results)
-            if is_first and not is_last:
-                self._metrics.begin()
-            observing = nullcontext() if is_full_batch else self._metrics.observe()
-            with observing, self._sync_context(synchronize=is_last and functions.is_last):
-                result = functions.forward(OrderedDict(arguments, batch=part.batch), part, batch_samples)
-                if is_first and functions.zero_grad is not None:
-                    self._zero_grad(functions.zero_grad)
-                if functions.backward is not None and result.closure_loss is not None:
-                    functions.backward(result.closure_loss)
-            result.closure_loss = None  # frees the graph
-            if self._retry.replica is not None:
-                merging.reject_step_sync(results)
-            return _PartResult(result, before, {} if is_full_batch else merging.logged_values(results))
-
         batch = arguments["batch"]
-        outputs = self._retry.run(batch, run_part)
-        merging.set_batch(results, MicroBatchPart(batch, None))
-        return self._merge(outputs)
-
-    def _sync_context(self, *, synchronize: bool) -> AbstractContextManager[Any]:
-        """Keep the strategy from averaging gradients, except in the last backward pass of a step."""
-        if synchronize or self._retry.replica is not None:
-            return nullcontext()
-        return _block_parallel_sync_behavior(self._trainer.strategy, block=True)
-
-    def _zero_grad(self, zero_grad: Callable[[], None]) -> None:
-        """Clear the gradients; when a step is computed again, Lightning's progress does not count it."""
-        progress = self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad
-        before = progress.state_dict() if self._is_zeroed else None
-        zero_grad()
-        if before is not None:
-            progress.load_state_dict(before)
-        self._is_zeroed = True
-
-    def _merge(self, outputs: list[tuple[MicroBatchPart, _PartResult]]) -> ClosureResult:
+        outputs = self.retry.run(batch, partial(self._run_part, arguments, functions))
+        self._results.batch, self._results.batch_size = batch, None
         if len(outputs) == 1:
-            result = outputs[0][1].result
+            (_, (result, *_)), *_ = outputs
             result.closure_loss = result.loss  # None would tell Lightning that the step was skipped
             return result
-        kept = [(part, output) for part, output in outputs if output.result.loss is not None]
+        kept: list[tuple[MicroBatchPart, PartResult]]
+        kept = [(part, output) for part, output in outputs if output[0].loss is not None]
         if not kept:
             return ClosureResult(None)
         parts = [part for part, _ in kept]
-        results = [output.result for _, output in kept]
+        results = [result for _, (result, *_) in kept]
         weights = [weight_of(result.extra) for result in results]
         is_weighted = None not in weights
         weights = weights if is_weighted else [part.num_samples for part in parts]
-        states = [kept[0][1].before, *(output.after for _, output in kept)]
+        states = [kept[0][1][1], *(after for _, (*_, after) in kept)]
         merging.merge_logged(self._results, states, weights, self._metrics, is_weighted=is_weighted)
         extra = merging.merge_outputs([result.extra for result in results], parts)
         return ClosureResult(merging.mean([result.loss for result in results], weights), extra=extra)
 
-    def finish(self) -> None:
-        """End the backward passes of a step, before its gradients are corrected and clipped."""
-        self._retry.finish()
+    def _run_part(
+        self,
+        arguments: Arguments,
+        functions: StepFunctions,
+        part: MicroBatchPart,
+        batch_samples: int | None,
+        *,
+        is_first: bool,
+        is_last: bool,
+    ) -> PartResult:
+        results, trainer = self._results, self._trainer
+        results.batch, results.batch_size = part.batch, part.num_samples
+        is_full_batch = is_first and is_last
+        before = {} if is_full_batch else merging.logged_values(results)
+        if is_first and not is_last:
+            self._metrics.begin()
+        observing = nullcontext() if is_full_batch else self._metrics.observe()
+        # The strategy averages gradients over the ranks in the last backward pass of a step only.
+        synchronize = is_last and functions.is_last
+        is_blocked = not synchronize and self.retry.replica is None
+        with observing, _block_parallel_sync_behavior(trainer.strategy, block=is_blocked):
+            result = functions.forward(OrderedDict(arguments, batch=part.batch), part, batch_samples)
+            if is_first and functions.zero_grad is not None:
+                # When a step is computed again, Lightning's progress does not count its `zero_grad`.
+                loop = trainer.fit_loop.epoch_loop.automatic_optimization
+                counts = loop.optim_progress.optimizer.zero_grad.state_dict() if self._is_zeroed else None
+                functions.zero_grad()
+                if counts is not None:
+                    loop.optim_progress.optimizer.zero_grad.load_state_dict(counts)
+                self._is_zeroed = True
+            if functions.backward is not None and result.closure_loss is not None:
+                functions.backward(result.closure_loss)
+        result.closure_loss = None  # frees the graph
+        if self.retry.replica is not None:
+            merging.reject_step_sync(results)
+        return result, before, {} if is_full_batch else merging.logged_values(results)
 
     def update(self) -> AbstractContextManager[None]:
         """Make the optimizer update that follows atomic, if the size is `auto`."""

@@ -27,17 +27,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Halving:
-    """One out-of-memory error.
+    """One out-of-memory error."""
 
-    Args:
-        before: Micro-batch size in samples that did not fit.
-        after: The size that was tried next.
-        reason: First line of the allocator's message.
-    """
-
-    before: int
-    after: int
-    reason: str
+    before: int  # micro-batch size in samples that did not fit
+    after: int  # the size that was tried next
+    reason: str  # first line of the allocator's message
 
 
 class MicroBatchSize:
@@ -77,10 +71,8 @@ class MicroBatchSize:
         self.multiple_of = multiple_of
         self.grow_after_n_steps = grow_after_n_steps
         self.halvings: list[Halving] = []
-        self.num_split = 0
-        """Batches that were split."""
-        self.largest = 0
-        """Samples of the largest batch so far."""
+        self.num_split = 0  # batches that were split
+        self.largest = 0  # samples of the largest batch so far
         self._last_read: tuple[Any, BatchLayout | None] | None = None
         self._was_halved = False
         self._steps_since = 0
@@ -143,29 +135,26 @@ class MicroBatchSize:
         while True:
             try:
                 return run(self.current)
-            except Exception as error:  # noqa: BLE001 - raised again, unless memory ran out
-                halving = self._halve_after(error, count)
+            except Exception as error:
+                if not (self.is_auto and is_out_of_memory(error)):
+                    raise
+                total = count()
+                tried = min(self.current or total, total) if total else self.current
+                if tried is None:
+                    error.add_note(
+                        "the batch has no countable samples, so it was not halved: pass a splitter"
+                    )
+                    raise
+                if tried <= 1:
+                    error.add_note("a micro-batch of one sample does not fit, and there is nothing smaller")
+                    raise
+                line = next(iter(str(error).splitlines()), "") or type(error).__name__
             # Only here, outside of the handler, are the error and the frames that it held gone.
             undo()
             free_memory(device)
-            self.halvings.append(halving)
-            self.current = halving.after
+            self.current = halved(tried, self.multiple_of)
+            self.halvings.append(Halving(tried, self.current, line))
             self._was_halved = True
-
-    def _halve_after(self, error: Exception, count: Callable[[], int | None]) -> Halving:
-        """Return the next size to try, or raise the error."""
-        if not (self.is_auto and is_out_of_memory(error)):
-            raise error
-        total = count()
-        tried = min(self.current or total, total) if total else self.current
-        if tried is None:
-            error.add_note("the batch has no countable samples, so it was not halved: pass a splitter")
-            raise error
-        if tried <= 1:
-            error.add_note("a micro-batch of one sample does not fit, and there is nothing smaller")
-            raise error
-        line = next(iter(str(error).splitlines()), "") or type(error).__name__
-        return Halving(tried, halved(tried, self.multiple_of), line)
 
     def finish_step(self, model: DistributedDataParallel | None = None) -> None:
         """Average the gradients of a step over the ranks, and agree on the size of the next one.

@@ -11,10 +11,10 @@ takes longer, and the others wait for it where the gradients are averaged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,24 +29,12 @@ from lightning_eff.microbatching.snapshot import StepSnapshot
 from lightning_eff.microbatching.splitting import MicroBatchPart
 from lightning_eff.microbatching.window import Window
 
+RunPart = Callable[..., Any]
+"""Runs forward and backward pass of a micro-batch, and returns its output without the graph.
 
-class RunPart(Protocol):
-    """Forward and backward pass of one micro-batch."""
-
-    def __call__(
-        self, part: MicroBatchPart, batch_samples: int | None, *, is_first: bool, is_last: bool
-    ) -> Any:
-        """Return the output, without its graph.
-
-        Args:
-            part: The micro-batch.
-            batch_samples: Samples of its batch; None if unknown, 0 if only those of its slices are.
-            is_first: Whether it is the first of its batch.
-            is_last: Whether it is the last of its batch.
-        """
-        ...
-
-
+`run_part(part, batch_samples, is_first=..., is_last=...)`: the `MicroBatchPart`, whether it is the first and
+the last of its batch, and the samples of this batch (None if unknown, 0 if only those of its slices are).
+"""
 PartOutputs = list[tuple[MicroBatchPart, Any]]
 """The micro-batches of a batch, with what `RunPart` returned for each."""
 
@@ -93,7 +81,7 @@ class OomRetry:
 
     def begin(self) -> None:
         """Start a step."""
-        self._earlier: list[_Batch] = []
+        self.earlier: list[_Batch] = []  # the batches of the step that were run
         self._is_retry = False
         self._is_finished = False
         if not self._size.is_auto:
@@ -104,10 +92,6 @@ class OomRetry:
         self._window_state = self._window.state()
         self._had_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
 
-    def truncate(self, num_batches: int) -> None:
-        """Discard the batches after the first `num_batches`: an optimizer evaluates its closure again."""
-        del self._earlier[num_batches:]
-
     def run(self, batch: Any, run_part: RunPart) -> PartOutputs:
         """Run one batch of the step, and return its micro-batches with their outputs.
 
@@ -117,44 +101,41 @@ class OomRetry:
         current = _Batch(batch, size.num_samples(batch), run_part, _versions(batch))
         # After `finish` an optimizer evaluates its closure again, when its parameters have changed: no retry.
         if self._is_finished or not size.is_auto:
-            current.outputs = self._run_once(current)
+            try:
+                current.outputs = self._run_parts(current, size.current)
+            except Exception as error:
+                if is_out_of_memory(error) and not size.is_auto:
+                    error.add_note("micro_batch_size=auto would halve the micro-batch and retry")
+                raise
         else:
-            current.outputs = self._run_until_it_fits(current)
-            self._earlier.append(current)
+            self._is_retry = False
+            if self.earlier:
+                self._snapshot.keep_visible()
+            with nullcontext() if self.replica is None else ddp.without_collectives(self.replica):
+                current.outputs = size.attempt(
+                    lambda micro_batch_size: self._attempt(current, micro_batch_size),
+                    count=lambda: size.num_samples(batch, by_splitting=True),
+                    undo=lambda: self._undo([*self.earlier, current]),
+                    device=self._device,
+                )
+            self.earlier.append(current)
         size.num_split += len(current.outputs) > 1
         return current.outputs
 
-    def _run_once(self, current: _Batch) -> PartOutputs:
-        try:
-            return self._run_parts(current, self._size.current)
-        except Exception as error:
-            if is_out_of_memory(error) and not self._size.is_auto:
-                error.add_note("micro_batch_size=auto would halve the micro-batch and retry")
-            raise
-
-    def _run_until_it_fits(self, current: _Batch) -> PartOutputs:
-        self._is_retry = False
-        if self._earlier:
-            self._snapshot.keep_visible()
-
-        def attempt(micro_batch_size: int | None) -> PartOutputs:
-            if self._is_retry:
-                for earlier in self._earlier:
-                    earlier.outputs[:] = self._run_parts(earlier, micro_batch_size)
-                self._snapshot.restore_visible()  # they have logged already
-            return self._run_parts(current, micro_batch_size)
-
-        with nullcontext() if self.replica is None else ddp.without_collectives(self.replica):
-            return self._size.attempt(
-                attempt,
-                count=lambda: self._size.num_samples(current.batch, by_splitting=True),
-                undo=lambda: self._undo([*self._earlier, current]),
-                device=self._device,
-            )
+    def _attempt(self, current: _Batch, micro_batch_size: int | None) -> PartOutputs:
+        """Run a batch; in a second attempt the earlier batches of the step too, without logging again."""
+        if self._is_retry:
+            for earlier in self.earlier:
+                earlier.outputs[:] = self._run_parts(earlier, micro_batch_size)
+            self._snapshot.restore_visible()
+        return self._run_parts(current, micro_batch_size)
 
     def _run_parts(self, current: _Batch, micro_batch_size: int | None) -> PartOutputs:
         parts = self._size.split(current.batch, micro_batch_size)
-        batch_samples = _total(parts, current.num_samples)
+        # The sum over the slices, since a splitter may make more or fewer samples than the batch had.
+        counts = [part.num_samples for part in parts if part.num_samples is not None]
+        batch_samples = current.num_samples if len(parts) == 1 else 0
+        batch_samples = sum(counts) if len(counts) == len(parts) else batch_samples
         last = len(parts) - 1
         return [
             (part, current.run_part(part, batch_samples, is_first=index == 0, is_last=index == last))
@@ -174,19 +155,11 @@ class OomRetry:
 
     def finish(self) -> None:
         """Average the gradients over the ranks, and free the step's batches."""
-        self._earlier = []
+        self.earlier = []
         self._is_finished = True
         self._size.finish_step(self.replica)
         if self._size.is_auto:
             self._snapshot.mark_constants()
-
-
-def _total(parts: Sequence[MicroBatchPart], batch_samples: int | None) -> int | None:
-    """Return the samples of all micro-batches, since a splitter may make more or fewer than the batch had."""
-    counts = [part.num_samples for part in parts]
-    if None in counts:
-        return batch_samples if len(parts) == 1 else 0
-    return sum(count for count in counts if count is not None)
 
 
 def _versions(batch: Any) -> list[int]:

@@ -16,7 +16,7 @@ all, `restore` raises.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -45,14 +45,15 @@ class _Buffer:
     values: Tensor | None
     version: int
 
-    def restore(self) -> None:
-        if self.values is not None:  # whatever the version: batch norm kernels write without counting
-            with torch.no_grad():
-                self.tensor.copy_(self.values)
-        elif _version(self.tensor) != self.version:
-            owner = type(self.owner).__name__
-            text = f"the buffer {self.name} of {owner} changed, and was not copied since it had been constant"
-            raise RuntimeError(text)
+
+@dataclass
+class _MetricState:
+    """The attributes of a metric, and the contents of the tensors and lists that are its states."""
+
+    metric: Any
+    attributes: dict[str, Any]
+    tensors: list[tuple[Tensor, Tensor]]
+    lists: list[tuple[list[Any], list[Any]]]
 
 
 class StepSnapshot:
@@ -73,9 +74,6 @@ class StepSnapshot:
         held = [value for submodule in module.modules() for value in vars(submodule).values()]
         self._generators = {id(value): value for value in held if isinstance(value, torch.Generator)}
         self._constants: set[tuple[int, str]] = set()
-        self._buffers: list[_Buffer] = []
-        self._restore_random: list[Callable[[], None]] = []
-        self._restore_visible: list[Callable[[], None]] = []
 
     def keep(self) -> None:
         """Keep the state as it is now."""
@@ -83,17 +81,48 @@ class StepSnapshot:
         self._metrics = [module for module in modules if isinstance(module, Metric)]
         # torch keeps buffers in `_buffers`, the ones that are None too.
         self._registered = [(vars(module)["_buffers"], dict(vars(module)["_buffers"])) for module in modules]
-        self._buffers = list(self._copied_buffers())
+        self._buffers: list[_Buffer] = []
+        for owner in modules:
+            if isinstance(owner, Metric):
+                continue
+            for name, tensor in owner.named_buffers(recurse=False, remove_duplicate=False):
+                is_copied = tensor.layout == torch.strided and not tensor.is_inference()
+                if is_copied:  # but elements that share memory cannot be copied back
+                    axes = zip(tensor.stride(), tensor.shape, strict=True)
+                    is_constant = (id(owner), name) in self._constants and tensor.nbytes > SMALL_BYTES
+                    is_copied = not is_constant and all(stride or size <= 1 for stride, size in axes)
+                values = tensor.detach().clone() if is_copied else None
+                self._buffers.append(_Buffer(owner, name, tensor, values, _version(tensor)))
         frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
         self._frozen = [(parameter, _version(parameter)) for parameter in frozen]
-        self._restore_random = list(self._random_restorers())
+        held = [value for value in vars(self._module).values() if isinstance(value, torch.Generator)]
+        generators = self._generators | {id(generator): generator for generator in held}
+        self._restore_random: list[Callable[[], Any]] = [
+            partial(torch.set_rng_state, torch.get_rng_state()),
+            partial(random.setstate, random.getstate()),
+            partial(np.random.set_state, np.random.get_state()),
+            *(partial(generator.set_state, generator.get_state()) for generator in generators.values()),
+        ]
+        if self._device.type != "cpu":
+            backend = torch.get_device_module(self._device)
+            state = backend.get_rng_state(self._device)
+            self._restore_random.append(partial(backend.set_rng_state, state, self._device))
         self.keep_visible()
 
     def keep_visible(self) -> None:
         """Keep what was logged, counted and collected as it is now; the rest stays as it was kept."""
-        metrics = [*self._metrics, *self._logged.values()]
-        self._restore_visible = [_mapping_restorer(self._logged), *map(_metric_restorer, metrics)]
-        self._restore_visible.append(_attributes_restorer(self._module))
+        self._logged_before = dict(self._logged)
+        self._metric_states: list[_MetricState] = []
+        metrics: list[Any] = [*self._metrics, *self._logged.values()]
+        for metric in metrics:
+            # `_defaults` names a metric's states, in torchmetrics 1.x.
+            states = [vars(metric).get(name) for name in metric._defaults]  # noqa: SLF001
+            tensors = [(state, state.detach().clone()) for state in states if isinstance(state, Tensor)]
+            lists = [(state, list(state)) for state in states if isinstance(state, list)]
+            self._metric_states.append(_MetricState(metric, dict(vars(metric)), tensors, lists))
+        self._attributes = dict(vars(self._module))
+        values = [value for value in self._attributes.values() if isinstance(value, list)]
+        self._lists = [(value, len(value), value[:MAX_LIST_ITEMS]) for value in values]
 
     def restore(self) -> None:
         """Restore everything.
@@ -105,7 +134,13 @@ class StepSnapshot:
             current.clear()
             current.update(registered)
         for buffer in self._buffers:
-            buffer.restore()
+            if buffer.values is not None:  # whatever the version: batch norm kernels write without counting
+                with torch.no_grad():
+                    buffer.tensor.copy_(buffer.values)
+            elif _version(buffer.tensor) != buffer.version:
+                name = f"{buffer.name} of {type(buffer.owner).__name__}"
+                text = f"the buffer {name} changed, and was not copied since it had been constant"
+                raise RuntimeError(text)
         for restore in self._restore_random:
             restore()
         self.restore_visible()
@@ -115,8 +150,23 @@ class StepSnapshot:
 
     def restore_visible(self) -> None:
         """Restore what was logged, counted and collected."""
-        for restore in self._restore_visible:
-            restore()
+        self._logged.clear()
+        self._logged.update(self._logged_before)
+        for kept in self._metric_states:
+            vars(kept.metric).clear()
+            vars(kept.metric).update(kept.attributes)
+            for tensor, values in kept.tensors:
+                tensor.data = values.clone()  # the tensor object stays: others may hold it
+            for items, before in kept.lists:
+                items[:] = before
+        attributes = vars(self._module)
+        for name in attributes.keys() - self._attributes.keys():
+            del attributes[name]
+        attributes.update(self._attributes)
+        for items, length, before in self._lists:
+            if length <= MAX_LIST_ITEMS:
+                items[:] = before
+            del items[length:]  # a longer list only grows
 
     def mark_constants(self) -> None:
         """Take the buffers that did not change for constants; call it after a complete step."""
@@ -126,88 +176,10 @@ class StepSnapshot:
             key = (id(buffer.owner), buffer.name)
             (self._constants.add if is_unchanged else self._constants.discard)(key)
 
-    def _copied_buffers(self) -> Iterator[_Buffer]:
-        for owner in self._module.modules():
-            if isinstance(owner, Metric):
-                continue
-            for name, tensor in owner.named_buffers(recurse=False, remove_duplicate=False):
-                is_known = (id(owner), name) in self._constants
-                is_constant = not _is_dense(tensor) or (is_known and tensor.nbytes > SMALL_BYTES)
-                values = None if is_constant else tensor.detach().clone()
-                yield _Buffer(owner, name, tensor, values, _version(tensor))
-
-    def _random_restorers(self) -> Iterator[Callable[[], None]]:
-        state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        yield lambda: torch.set_rng_state(state)
-        yield lambda: random.setstate(python_state)
-        yield lambda: np.random.set_state(numpy_state)
-        if self._device.type != "cpu":
-            device, backend = self._device, torch.get_device_module(self._device)
-            device_state = backend.get_rng_state(device)
-            yield lambda: backend.set_rng_state(device_state, device)
-        own = [value for value in vars(self._module).values() if isinstance(value, torch.Generator)]
-        for generator in (self._generators | {id(generator): generator for generator in own}).values():
-            yield partial(generator.set_state, generator.get_state())  # pyright: ignore[reportReturnType]
-
-
-def _mapping_restorer(items: dict[str, Any]) -> Callable[[], None]:
-    kept = dict(items)
-
-    def restore() -> None:
-        items.clear()
-        items.update(kept)
-
-    return restore
-
-
-def _metric_restorer(metric: Any) -> Callable[[], None]:
-    """Keep a metric's attributes, and the contents of its tensors and lists."""
-    attributes = dict(vars(metric))
-    # `_defaults` names a metric's states, in torchmetrics 1.x.
-    states: dict[str, Any] = {name: attributes.get(name) for name in metric._defaults}  # noqa: SLF001
-    values = {name: state.detach().clone() for name, state in states.items() if isinstance(state, Tensor)}
-    lists = [(state, list(state)) for state in states.values() if isinstance(state, list)]
-
-    def restore() -> None:
-        vars(metric).clear()
-        vars(metric).update(attributes)
-        for name, value in values.items():
-            states[name].data = value.clone()  # the tensor object stays: others may hold it
-        for state, items in lists:
-            state[:] = items
-
-    return restore
-
-
-def _attributes_restorer(module: nn.Module) -> Callable[[], None]:
-    """Keep a module's attributes and the items of its lists; of long ones, which only grow, the length."""
-    attributes = vars(module)
-    kept = dict(attributes)
-    values = [value for value in attributes.values() if isinstance(value, list)]
-    lists = [(value, len(value), value[:MAX_LIST_ITEMS]) for value in values]
-
-    def restore() -> None:
-        for name in attributes.keys() - kept.keys():
-            del attributes[name]
-        attributes.update(kept)
-        for value, length, items in lists:
-            if length <= MAX_LIST_ITEMS:
-                value[:] = items
-            del value[length:]
-
-    return restore
-
 
 def _version(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; tensors of inference mode do not count that."""
     return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether no two elements share memory, so that values can be copied back."""
-    if tensor.layout != torch.strided or tensor.is_inference():
-        return False
-    return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 @runtime_checkable
@@ -240,12 +212,13 @@ class OptimizerSnapshot:
 
     def __init__(self, optimizer: Optimizer, *, copies: bool = True) -> None:
         self._optimizer = optimizer
-        self._groups = [_copy_containers(_options(group)) for group in optimizer.param_groups]
+        groups = optimizer.param_groups
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._groups: list[dict[str, Any]] = _copy_containers(options)
         self._state = {key: _copy_containers(value) for key, value in optimizer.state.items()}
-        parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        state = [*map(_options, optimizer.param_groups), *optimizer.state.values()]
-        tensors = [*parameters, *gradients, *tensors_in(state)]
+        tensors = [*parameters, *gradients, *tensors_in([*options, *optimizer.state.values()])]
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
         self._versions = [tensor._version for tensor in self._tensors]  # noqa: SLF001
         self._values = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors] if copies else None
@@ -267,7 +240,7 @@ class OptimizerSnapshot:
             with torch.no_grad():
                 tensor.copy_(value)
         for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
-            for key in _options(group).keys() - options.keys():
+            for key in group.keys() - options.keys() - {"params"}:
                 del group[key]
             group.update(_copy_containers(options))
         for key in [key for key in self._optimizer.state if key not in self._state]:
@@ -276,10 +249,6 @@ class OptimizerSnapshot:
             self._optimizer.state[key] = _copy_containers(value)
         if isinstance(self._optimizer, SharesState):
             self._optimizer.share_state()
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _copy_containers(value: Any) -> Any:

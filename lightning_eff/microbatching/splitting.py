@@ -48,15 +48,10 @@ Splitter = Callable[[Any, int], Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatchPart:
-    """A micro-batch.
+    """A micro-batch."""
 
-    Args:
-        batch: The argument of `training_step`.
-        num_samples: Samples in it; None if unknown.
-    """
-
-    batch: Any
-    num_samples: int | None
+    batch: Any  # the argument of `training_step`
+    num_samples: int | None  # None if unknown
 
 
 def num_samples(batch: Any) -> int | None:
@@ -129,7 +124,20 @@ class BatchLayout:
         self._lists: dict[str, int] = {}
         self._visit(batch, "batch", is_outermost=True)
         has_tensors = any(is_tensor(leaf) for leaf in leaves(batch, MAX_INSPECTED))
-        self.num_samples = self._agreed_count(has_tensors=has_tensors)
+        if not has_tensors and len(self._lists) > 1 and all("[" in path for path in self._lists):
+            text = "lists of strings or numbers in a list are either rows of samples or columns of fields"
+            raise AmbiguousBatchError(text)
+        # Masks [1, ...] count only where nothing else does, and lists of samples have to agree with tensors.
+        own = {count for count, is_shared in self._tensors.values() if not is_shared}
+        counts = own or {count for count, _ in self._tensors.values()} or set(self._lists.values())
+        if len(counts) != 1 or not counts >= set(self._lists.values()):
+            found = {path: count for path, (count, _) in self._tensors.items()} | self._lists
+            shown = [f"{path} has {count}" for path, count in found.items()]
+            raise AmbiguousBatchError(", ".join(shown[:6]) or "no tensor and no list")
+        (self.num_samples,) = counts
+        if self.num_samples == 0:
+            text = "no sample"
+            raise AmbiguousBatchError(text)
 
     @classmethod
     def read(cls, batch: Any) -> BatchLayout:
@@ -157,7 +165,13 @@ class BatchLayout:
             for name, item in fields:
                 self._visit(item, f"{path}.{name}")
         elif is_list(value):
-            if _are_samples(value) if is_outermost else self._are_inner_samples(value):
+            if is_outermost:
+                are_samples = _are_samples(value)
+            else:
+                has_values = bool(value) and not any(is_tensor(leaf) for leaf in leaves(value, MAX_INSPECTED))
+                kinds = {_structure(item)[:2] for item in value[:MAX_INSPECTED]}
+                are_samples = has_values or (self._inner_samples and len(kinds) == 1)
+            if are_samples:
                 self._sample_lists.add(id(value))
                 self._lists[path] = len(value)
                 return
@@ -169,44 +183,25 @@ class BatchLayout:
             text = f"{path} has type {type(value).__name__}, which only a splitter could cut"
             raise AmbiguousBatchError(text)
 
-    def _are_inner_samples(self, items: Sequence[Any]) -> bool:
-        if items and not any(is_tensor(leaf) for leaf in leaves(items, MAX_INSPECTED)):
-            return True
-        kinds = {_structure(item)[:2] for item in items[:MAX_INSPECTED]}
-        return self._inner_samples and len(kinds) == 1
+    def cut(self, value: Any, first: int, last: int, offsets: dict[int, Tensor] | None = None) -> Any:
+        """Return the samples from `first` up to `last`, in new containers.
 
-    def _agreed_count(self, *, has_tensors: bool) -> int:
-        if not has_tensors and len(self._lists) > 1 and all("[" in path for path in self._lists):
-            text = "lists of strings or numbers in a list are either rows of samples or columns of fields"
-            raise AmbiguousBatchError(text)
-        own = {count for count, is_shared in self._tensors.values() if not is_shared}
-        counts = own or {count for count, _ in self._tensors.values()} or set(self._lists.values())
-        if len(counts) != 1 or not counts >= set(self._lists.values()):
-            found = {path: count for path, (count, _) in self._tensors.items()} | self._lists
-            shown = [f"{path} has {count}" for path, count in found.items()]
-            raise AmbiguousBatchError(", ".join(shown[:6]) or "no tensor and no list")
-        (count,) = counts
-        if count == 0:
-            text = "no sample"
-            raise AmbiguousBatchError(text)
-        return count
-
-    def cut(self, batch: Any, first: int, last: int) -> Any:
-        """Return the samples from `first` up to `last`, in new containers."""
-        offsets: dict[int, Tensor] = {}  # by identity of the old ones: jagged tensors share them
-
-        def cut(value: Any) -> Any:
-            if id(value) in self._sample_lists:
-                return rebuild(value, value[first:last])
-            items = items_of(value)
-            if items is not None:
-                return rebuild(value, [cut(item) for item in items])
-            count = count_samples(value)
-            if count is None or count[0] != self.num_samples or last - first == self.num_samples:
-                return value
-            return cut_tensor(value, first, last, offsets)
-
-        return cut(batch)
+        Args:
+            value: The batch.
+            first: The first sample.
+            last: The one after the last.
+            offsets: New offsets by identity of the old ones, which jagged tensors share.
+        """
+        offsets = {} if offsets is None else offsets
+        if id(value) in self._sample_lists:
+            return rebuild(value, value[first:last])
+        items = items_of(value)
+        if items is not None:
+            return rebuild(value, [self.cut(item, first, last, offsets) for item in items])
+        count = count_samples(value)
+        if count is None or count[0] != self.num_samples or last - first == self.num_samples:
+            return value
+        return cut_tensor(value, first, last, offsets)
 
 
 def _are_samples(items: Sequence[Any]) -> bool:

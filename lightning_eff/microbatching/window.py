@@ -118,21 +118,15 @@ class Window:
             raise ValueError(text)
         fraction = num_samples / batch_samples if num_samples and batch_samples else 1.0  # of its batch
         if weight is None:
-            return self._scale_by_samples(loss, num_samples, fraction)
-        return self._scale_by_weight(loss, weight, fraction)
-
-    def _scale_by_samples(self, loss: Tensor, num_samples: int | None, fraction: float) -> Tensor:
-        # loss_i * n_i / (num_batches * n_first), as one division or none: full windows without weights give
-        # the bits of Lightning's `loss / accumulate_grad_batches`.
-        if self._first_batch_samples is None and num_samples is not None:
-            self._first_batch_samples = round(num_samples / fraction)
-        first = self._first_batch_samples
-        counted = num_samples / first if num_samples is not None and first else fraction
-        self._num_counted += counted
-        divisor = self._num_batches / counted
-        return loss if divisor == 1.0 else loss / divisor
-
-    def _scale_by_weight(self, loss: Tensor, weight: float, fraction: float) -> Tensor:
+            # loss_i * n_i / (num_batches * n_first), as one division or none: full windows without weights
+            # give the bits of Lightning's `loss / accumulate_grad_batches`.
+            if self._first_batch_samples is None and num_samples is not None:
+                self._first_batch_samples = round(num_samples / fraction)
+            first = self._first_batch_samples
+            counted = num_samples / first if num_samples is not None and first else fraction
+            self._num_counted += counted
+            divisor = self._num_batches / counted
+            return loss if divisor == 1.0 else loss / divisor
         # loss_i * w_i / reference
         self._num_counted += fraction
         self._weight = weight + (self._weight or 0.0)
@@ -187,10 +181,7 @@ def weight_of(output: Any) -> float | None:
         >>> weight_of({"loss": torch.tensor(0.5), "weight": torch.tensor(7)}), weight_of(torch.tensor(0.5))
         (7.0, None)
     """
-    if isinstance(output, Tensor) or not isinstance(output, Mapping):
-        return None
-    outputs: Mapping[str, Any] = output
-    weight = outputs.get("weight")
+    weight: Any = output.get("weight") if isinstance(output, Mapping) else None
     if weight is None:
         return None
     try:
