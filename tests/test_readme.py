@@ -81,7 +81,7 @@ def fit(readme: dict[str, Any], *, batch_size: int = 1, **keywords: Any) -> None
 
 def test_the_plugins_of_readme_run(readme: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     run_blocks("README")
-    assert "emptied twice" in capsys.readouterr().out
+    assert "emptied 2 times" in capsys.readouterr().out
 
 
 def test_the_batch_size_page_runs(readme: dict[str, Any]) -> None:
