@@ -218,12 +218,8 @@ def save_error(path: Path, cause: OSError, fill: Callable[[Any], object]) -> Che
         fill: Writes the checkpoint to a file object; called again to measure its size.
     """
     sizes: list[int] = []
-
-    def count(data: bytes | memoryview) -> int:
-        sizes.append(len(data))
-        return len(data)
-
-    fill(SimpleNamespace(write=count, flush=lambda: None))
+    # torch 2.13 ignores what `write` returns.
+    fill(SimpleNamespace(write=lambda data: sizes.append(len(data)), flush=lambda: None))
     folder = next((path for path in path.absolute().parents if os.access(path, os.F_OK)), Path("/"))
     left = "the previous checkpoint is unchanged" if os.path.lexists(path) else "no partial file is left"
     needed, free = human_bytes(sum(sizes)), human_bytes(shutil.disk_usage(folder).free)

@@ -41,7 +41,6 @@ class ShardedState(Protocol):
 
     def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
         """Set a parameter or a buffer from its full value."""
-        ...
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
         """Return the optimizer's state of a parameter, with unsharded tensors."""
@@ -49,7 +48,6 @@ class ShardedState(Protocol):
 
     def load_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         """Set the optimizer's state of a parameter from full tensors; empty before its first step."""
-        ...
 
 
 @torch.no_grad()

@@ -40,11 +40,7 @@ def verify_checkpoint(path: Path) -> None:
 
 
 def newest_valid(runs: Path) -> Path | None:
-    """Return the newest intact checkpoint of a folder of runs, and log a warning for each damaged one.
-
-    Args:
-        runs: Folder of the runs of one recipe.
-    """
+    """Return the newest intact checkpoint of a folder of runs, and log a warning for each damaged one."""
     # Links to a checkpoint that is found by its own name, and dangling links, are dropped.
     found = [path for path in runs.glob("**/checkpoints/*.ckpt") if path.exists()]
     by_file = {path.resolve(): path for path in sorted(found, key=Path.is_symlink, reverse=True)}

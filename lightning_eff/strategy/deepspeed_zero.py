@@ -77,9 +77,11 @@ class DeepSpeedZero(DeepSpeedStrategy):
     __repr__ = rules.plugin_repr
     whole_checkpoints = True
     """Checkpoints have the layout of a single device, whatever the stage."""
-    lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride]
+    lightning_restore_optimizer: bool = True  # pyright: ignore[reportIncompatibleMethodOverride]
+    # Stage 1 reduces once per step, stages 2 and 3 in each backward: no_sync of DeepSpeed would be in the way.
+    block_backward_sync = nullcontext  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     # Lightning's loop accumulates and divides; DeepSpeed would divide again.
-    handles_gradient_accumulation = False  # pyright: ignore[reportIncompatibleMethodOverride]
+    handles_gradient_accumulation: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
         self,
@@ -255,9 +257,8 @@ class DeepSpeedZero(DeepSpeedStrategy):
         self._divergence = self._guard = None
         super().teardown()
 
-    def sharded_state(self, optimizer: Optimizer | None = None) -> PartitionedState:
+    def sharded_state(self, _: Optimizer | None = None) -> PartitionedState:
         """Return the tensors of the model and of its optimizer, which is the only one."""
-        del optimizer
         return PartitionedState(self.model, self._groups)
 
     lightning_module_state_dict = full_state.lightning_module_state_dict

@@ -95,7 +95,7 @@ class FSDP2(ModelParallelStrategy):
     __repr__ = rules.plugin_repr
     whole_checkpoints = True
     """Checkpoints have the layout of a single device, so techniques may read them in their hooks."""
-    lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride]
+    lightning_restore_optimizer: bool = True  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
         self,

@@ -97,7 +97,7 @@ def save_folder(checkpoint: dict[str, Any], path: Path, ranks: Ranks, io: Checkp
     Args:
         checkpoint: Of this rank, with DTensors in it; rank 0's is taken for what is not sharded.
         path: The folder; rank 0's is taken.
-        ranks: All of them.
+        ranks: Of the process group.
         io: Of the run; its stamp is added as its own `save_checkpoint`, not called here, would add it.
 
     Raises:

@@ -40,8 +40,7 @@ def shard(
         blocks: As in `model_surgery.select`; None finds them.
         policy: Dtypes of computation and reduction.
         offload: Keep shards on the host.
-        reshard_after_forward: Free a block's full weights after its forward, and gather them again for its
-            backward.
+        reshard_after_forward: Free a block's full weights after its forward, until its backward.
 
     Returns:
         Number of sharded modules; 0 for a model that is sharded already.

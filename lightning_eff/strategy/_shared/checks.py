@@ -18,6 +18,8 @@ from lightning_eff.core.shards import full_shape
 
 FSDP2 = "strategy/fsdp2"
 ZERO = "strategy/deepspeed_zero"
+WRAPPED = "_orig_mod"
+"""Attribute of torch._dynamo.eval_frame.OptimizedModule (torch 2.13), torch.compile's wrapper."""
 _NOT_FLOAT32 = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
 """Dtypes that lose digits or the imaginary part in DeepSpeed's float32 partitions."""
 
@@ -28,12 +30,7 @@ def conflict(strategy: str, problem: str, *remedies: str) -> ConflictError:
 
 
 def check_parameters(strategy: str, model: nn.Module) -> None:
-    """Reject parameters without elements or dimensions, and dtypes that ZeRO would convert to float32.
-
-    Args:
-        strategy: Name of the strategy.
-        model: Before it is sharded.
-    """
+    """Reject parameters without elements or dimensions, and dtypes that ZeRO would convert to float32."""
     for name, parameter in model.named_parameters():
         shape = tuple(full_shape(parameter))
         if 0 in shape:

@@ -35,11 +35,8 @@ _MAX_HASH = 2**62 - 1
 def broadcast_from_rank0(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Set every rank's tensors to rank 0's values, in place, as DDP does: seeds may differ between ranks.
 
-    `fully_shard` shards whatever each rank has; DeepSpeed broadcasts parameters, but not buffers.
-
-    Args:
-        tensors: Full tensors, equal on all ranks except for their values; those on `meta` are skipped.
-        device: Of the process group's backend.
+    `fully_shard` shards whatever each rank has; DeepSpeed broadcasts parameters, but not buffers. Sharded
+    tensors and those on `meta` are skipped; `device` is that of the process group's backend.
     """
 
     def plain(tensor: Any) -> list[Tensor]:

@@ -165,8 +165,7 @@ def check_run(trainer: pl.Trainer) -> None:
     if trainer.state.fn == TrainerFn.FITTING and not any(p.requires_grad for p in module.parameters()):
         problem = f"{type(module).__name__} has no trainable parameter, so nothing to shard"
         raise conflict(ZERO, problem, "strategy=auto", "requires_grad_(True) on the parameters to train")
-    # `_orig_mod` belongs to torch._dynamo.eval_frame.OptimizedModule (torch 2.13).
-    compiled = next((name for name, child in module.named_modules() if hasattr(child, "_orig_mod")), None)
+    compiled = next((name for name, child in module.named_modules() if hasattr(child, checks.WRAPPED)), None)
     if strategy.zero_stage_3 and compiled is not None:
         problem = f"{compiled} is compiled, so under stage 3 DeepSpeed's hooks on its weights would be too"
         raise conflict(ZERO, problem, "strategy.stage=2", "strategy=fsdp2", "do not compile it")

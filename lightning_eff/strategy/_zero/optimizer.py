@@ -96,10 +96,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 def _movement(optimizer: Optimizer, group: int, steps: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
     """Step a copy of an optimizer; return how far its parameters moved, and the group's float options.
 
-    Args:
-        optimizer: Not changed.
-        group: Index of the group whose options are tried.
-        steps: Of each parameter: its value, then its gradient at each step.
+    `steps` holds, for each parameter, its value and then its gradient at each step.
     """
     parameters = [torch.nn.Parameter(values[0].clone()) for values in steps]
     kind: Any = type(optimizer)
