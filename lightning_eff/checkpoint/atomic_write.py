@@ -26,7 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_eff.checkpoint.digest import DigestWriter, looks_like_checkpoint
+from lightning_eff.checkpoint.digest import FIRST_BYTES, DigestWriter, open_regular
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.text import human_bytes
 
@@ -76,9 +76,8 @@ def write_with_digest(
             writer = DigestWriter(fd)
             if locks is not None:
                 locks.callback(os.close, os.dup(fd))  # flock belongs to the open file: a dup keeps it
-            with contextlib.closing(writer):
-                fill(writer)
-                digest = writer.finish()
+            fill(writer)
+            digest = writer.finish()
     except RuntimeError as error:
         cause = writer and writer.error
         if cause is None:
@@ -96,7 +95,19 @@ def atomic_replace(path: Path) -> Generator[int]:
             folder failed.
         OSError: The disk failed; `path` is as it was.
     """
-    _check_replaceable(path)
+    if os.path.lexists(path) and not path.is_symlink():  # a link is replaced itself, not its target
+        if path.is_dir():
+            text = f"checkpoint {path} was not saved: a folder of that name exists"
+            raise CheckpointError(text)
+        head = b"?"
+        if path.is_file():
+            with open_regular(path) as file:
+                head = file.read(512)
+        # An empty file may be replaced, and one that begins as `torch.save` begins.
+        if head and not (head.startswith(FIRST_BYTES) and b"/data.pkl" in head):
+            text = f"checkpoint {path} was not saved: the existing file is not a checkpoint and is not "
+            text += "overwritten"
+            raise CheckpointError(text)
     make_folder(path.parent)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -207,12 +218,8 @@ def save_error(path: Path, cause: OSError, fill: Callable[[Any], object]) -> Che
         fill: Writes the checkpoint to a file object; called again to measure its size.
     """
     sizes: list[int] = []
-
-    def count(data: bytes | memoryview) -> int:
-        sizes.append(len(data))
-        return len(data)
-
-    fill(SimpleNamespace(write=count, flush=lambda: None))
+    # torch 2.13 ignores what `write` returns.
+    fill(SimpleNamespace(write=lambda data: sizes.append(len(data)), flush=lambda: None))
     folder = next((path for path in path.absolute().parents if os.access(path, os.F_OK)), Path("/"))
     left = "the previous checkpoint is unchanged" if os.path.lexists(path) else "no partial file is left"
     needed, free = human_bytes(sum(sizes)), human_bytes(shutil.disk_usage(folder).free)
@@ -220,20 +227,6 @@ def save_error(path: Path, cause: OSError, fill: Callable[[Any], object]) -> Che
     lines = [f"checkpoint {path} was not saved: {cause.strerror or cause}"]
     lines += [f"  it needs {needed}, {free} are free; {left}", *([f"  try: {remedy}"] if remedy else [])]
     return CheckpointError("\n".join(lines))
-
-
-def _check_replaceable(path: Path) -> None:
-    """Reject anything but a checkpoint; a link is replaced itself, not its target."""
-    if not os.path.lexists(path) or path.is_symlink():
-        return
-    if path.is_dir():
-        text = f"checkpoint {path} was not saved: a folder of that name exists"
-        raise CheckpointError(text)
-    if not path.is_file() or not looks_like_checkpoint(path):
-        text = (
-            f"checkpoint {path} was not saved: the existing file is not a checkpoint and is not overwritten"
-        )
-        raise CheckpointError(text)
 
 
 def _open_temporary(folder: Path) -> tuple[int, Path]:

@@ -50,10 +50,8 @@ class DigestWriter:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._hash = hashlib.sha256()
-        self._buffer = (
-            bytearray()
-        )  # always ends with the last NUM_END_BYTES: `finish` rewrites the end record
-        self._pool = ThreadPoolExecutor(1)
+        # Always ends with the last NUM_END_BYTES that were written: `finish` rewrites the end record.
+        self._buffer = bytearray()
         self.num_bytes = 0
         self.error: OSError | None = None
         """Why the file could not be written; torch raises its own RuntimeError instead of it."""
@@ -90,26 +88,23 @@ class DigestWriter:
         self._write_out(digest.encode())
         return digest
 
-    def close(self) -> None:
-        """End the hashing thread; the file stays open."""
-        self._pool.shutdown()
-
     def _write_out(self, data: bytes | bytearray | memoryview) -> None:
         """Write `data` in chunks; full chunks are hashed in the thread meanwhile (both release the GIL)."""
         view = memoryview(data)
-        for start in range(0, len(view), _CHUNK_BYTES):
-            chunk = view[start : start + _CHUNK_BYTES]
-            hashing = self._pool.submit(self._hash.update, chunk) if len(view) >= _CHUNK_BYTES else None
-            try:
-                written = 0
-                while written < len(chunk):
-                    written += os.write(self._fd, chunk[written:])
-            except OSError as error:
-                self.error = error
-                raise
-            finally:
-                self._hash.update(chunk) if hashing is None else hashing.result()
-                self.num_bytes += len(chunk)
+        with ThreadPoolExecutor(1) as pool:  # starts its thread at the first full chunk
+            for start in range(0, len(view), _CHUNK_BYTES):
+                chunk = view[start : start + _CHUNK_BYTES]
+                hashing = pool.submit(self._hash.update, chunk) if len(view) >= _CHUNK_BYTES else None
+                try:
+                    written = 0
+                    while written < len(chunk):
+                        written += os.write(self._fd, chunk[written:])
+                except OSError as error:
+                    self.error = error
+                    raise
+                finally:
+                    self._hash.update(chunk) if hashing is None else hashing.result()
+                    self.num_bytes += len(chunk)
 
 
 def verify(file: IO[bytes]) -> str | None:
@@ -133,38 +128,31 @@ def verify(file: IO[bytes]) -> str | None:
     digest = None
     if tail.startswith(DIGEST_PREFIX):
         digest = tail[-NUM_DIGEST_BYTES:].decode("ascii", "replace")
-        _compare_digest(file, size - NUM_DIGEST_BYTES, digest)
+        found = hashlib.sha256()
+        num_bytes = size - NUM_DIGEST_BYTES
+        file.seek(0)
+        while num_bytes and (chunk := file.read(min(num_bytes, _CHUNK_BYTES))):
+            found.update(chunk)
+            num_bytes -= len(chunk)
+        if found.hexdigest() != digest:
+            text = f"it is damaged: its SHA-256 is {found.hexdigest()[:12]}..., expected {digest[:12]}..."
+            raise CheckpointError(text)
     elif is_archive and tail[-NUM_END_BYTES:].startswith(END_RECORD) and tail.endswith(b"\0\0"):
-        _compare_checksums(file)
+        file.seek(0)
+        try:
+            with zipfile.ZipFile(file) as archive:
+                damaged = archive.testzip()
+        except _UNZIP_ERRORS as error:
+            text = f"it is damaged: {error}"
+            raise CheckpointError(text) from error
+        if damaged is not None:
+            text = f"it is damaged: the CRC-32 of its entry {damaged!r} is wrong"
+            raise CheckpointError(text)
     else:
         text = "it is cut off or not a checkpoint" if is_archive or not size else "it is not a checkpoint"
         raise CheckpointError(text)
     file.seek(0)
     return digest
-
-
-def _compare_digest(file: IO[bytes], num_bytes: int, digest: str) -> None:
-    found = hashlib.sha256()
-    file.seek(0)
-    while num_bytes and (chunk := file.read(min(num_bytes, _CHUNK_BYTES))):
-        found.update(chunk)
-        num_bytes -= len(chunk)
-    if found.hexdigest() != digest:
-        text = f"it is damaged: its SHA-256 is {found.hexdigest()[:12]}..., expected {digest[:12]}..."
-        raise CheckpointError(text)
-
-
-def _compare_checksums(file: IO[bytes]) -> None:
-    file.seek(0)
-    try:
-        with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
-    except _UNZIP_ERRORS as error:
-        text = f"it is damaged: {error}"
-        raise CheckpointError(text) from error
-    if damaged is not None:
-        text = f"it is damaged: the CRC-32 of its entry {damaged!r} is wrong"
-        raise CheckpointError(text)
 
 
 def verify_path(path: Path) -> str | None:
@@ -229,13 +217,6 @@ def open_regular(path: Path) -> IO[bytes]:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     text = f"it is a {_KINDS.get(kind, 'special file')}, not a regular file"
     raise CheckpointError(text)
-
-
-def looks_like_checkpoint(path: Path) -> bool:
-    """Return whether a file is empty or begins as `torch.save` begins, so that it may be replaced."""
-    with open_regular(path) as file:
-        head = file.read(512)
-    return not head or (head.startswith(FIRST_BYTES) and b"/data.pkl" in head)
 
 
 def has_digest(path: Path) -> bool:

@@ -6,8 +6,8 @@ goes from any strategy to any other, on any number of ranks, and techniques that
 averages) need no code per strategy.
 
 All ranks call these functions, since gathering a tensor is a collective; only rank 0 keeps the result, on the
-host, one tensor after another. A strategy implements `ShardedState`. Where that leaves tensors sharded
-(`LocalDTensorState`, for a checkpoint folder), every rank keeps its own shard.
+host, one tensor after another. A strategy takes them as its own hooks, and returns its `ShardedState` from
+`sharded_state`. Where that leaves tensors sharded (for a checkpoint folder), every rank keeps its own shard.
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]
+from torch.optim import Optimizer
 
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.shards import full_shape, is_sharded
 
 COUNTS = ("step",)
 """Optimizer state that is one number per parameter, even if the parameter is a scalar too."""
-Group = Sequence[Tensor]
-"""Parameters of an optimizer's group, as the optimizer was built with them."""
 
 
 class ShardedState(Protocol):
     """Read and write full tensors of a sharded model; all ranks call every method."""
+
+    groups: Sequence[Sequence[Tensor]]
+    """Parameters of the optimizer's groups, as the optimizer was built with them."""
+    options: Sequence[dict[str, Any]]
+    """Live options of each group; changed in place when they are loaded."""
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """Return a parameter or a buffer unsharded, in the dtype that is trained."""
@@ -37,7 +41,6 @@ class ShardedState(Protocol):
 
     def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
         """Set a parameter or a buffer from its full value."""
-        ...
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
         """Return the optimizer's state of a parameter, with unsharded tensors."""
@@ -45,24 +48,22 @@ class ShardedState(Protocol):
 
     def load_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         """Set the optimizer's state of a parameter from full tensors; empty before its first step."""
-        ...
 
 
 @torch.no_grad()
-def state_dict(module: nn.Module, sharded: ShardedState, *, keep: bool) -> dict[str, Any]:
-    """Return a module's unsharded state dict; tied tensors stay tied.
+def lightning_module_state_dict(self: Any) -> dict[str, Any]:
+    """Return the module's unsharded state dict; tied tensors stay tied.
 
-    Args:
-        module: Sharded or not; its `state_dict` defines which tensors are saved.
-        sharded: Its tensors.
-        keep: Whether this rank keeps the values; other ranks return names and shapes (on `meta`).
+    The module's `state_dict` defines which tensors are saved. Ranks other than 0 return names and shapes, on
+    `meta`.
     """
+    sharded: ShardedState = self.sharded_state()
     known: dict[int, Tensor] = {}
     state: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in self.lightning_module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
             if id(value) not in known:  # tied tensors are gathered once
-                known[id(value)] = _kept(sharded.full_tensor(value), keep=keep)
+                known[id(value)] = _kept(sharded.full_tensor(value), keep=self.is_global_zero)
             state[name] = known[id(value)]
         else:
             state[name] = value
@@ -70,19 +71,21 @@ def state_dict(module: nn.Module, sharded: ShardedState, *, keep: bool) -> dict[
 
 
 @torch.no_grad()
-def load_state_dict(
-    module: nn.Module, state: Mapping[str, Any], sharded: ShardedState, *, strict: bool
+def load_model_state_dict(
+    self: Any,
+    checkpoint: Mapping[str, Any],
+    strict: bool = True,  # noqa: FBT001, FBT002 - Lightning's signature
 ) -> None:
-    """Set a sharded module's state from full tensors.
+    """Set the sharded module's state from full tensors.
 
     Raises:
         CheckpointError: A name or a shape does not fit; nothing was assigned then.
     """
+    module, state, sharded = self.lightning_module, checkpoint["state_dict"], self.sharded_state()
     everything = module.state_dict(keep_vars=True)
     own = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
     keys = _IncompatibleKeys([n for n in own if n not in state], [n for n in state if n not in everything])
-    hooks: Any = vars(module)["_load_state_dict_post_hooks"]
-    for hook in hooks.values():  # as nn.Module.load_state_dict does in torch 2.13
+    for hook in vars(module)["_load_state_dict_post_hooks"].values():  # as torch 2.13's load_state_dict does
         hook(module, keys)  # may remove keys: adapters' checkpoints lack the base model
     if strict and (keys.missing_keys or keys.unexpected_keys):
         text = (
@@ -102,26 +105,18 @@ def load_state_dict(
 
 
 @torch.no_grad()
-def optimizer_state_dict(
-    groups: Sequence[Group], options: Sequence[Mapping[str, Any]], sharded: ShardedState, *, keep: bool
-) -> dict[str, Any]:
-    """Return an optimizer's unsharded state in torch's layout.
-
-    Args:
-        groups: Its parameters.
-        options: Current options of each group.
-        sharded: Its state.
-        keep: Whether this rank keeps the values.
-    """
+def optimizer_state(self: Any, optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's unsharded state in torch's layout."""
+    sharded: ShardedState = self.sharded_state(optimizer)
     state: dict[int, dict[str, Any]] = {}
     param_groups: list[dict[str, Any]] = []
     start = 0
-    for group, option in zip(groups, options, strict=True):
+    for group, option in zip(sharded.groups, sharded.options, strict=True):
         for index, parameter in enumerate(group, start):
             entries = sharded.state_of(parameter) if parameter.requires_grad else {}
             if entries:
                 state[index] = {
-                    key: _kept(value, keep=keep) if isinstance(value, Tensor) else value
+                    key: _kept(value, keep=self.is_global_zero) if isinstance(value, Tensor) else value
                     for key, value in entries.items()
                 }
         indices = list(range(start, start + len(group)))
@@ -131,38 +126,29 @@ def optimizer_state_dict(
 
 
 @torch.no_grad()
-def load_optimizer_state_dict(
-    groups: Sequence[Group],
-    options: Sequence[dict[str, Any]],
-    saved: Mapping[str, Any],
-    sharded: ShardedState,
-) -> None:
-    """Set an optimizer's state and its groups' options from torch's layout.
-
-    Args:
-        groups: Its parameters.
-        options: Live options of each group; changed in place.
-        saved: From a checkpoint.
-        sharded: Its state.
+def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Set each optimizer's state and its groups' options from torch's layout.
 
     Raises:
         CheckpointError: The numbers of parameters per group differ.
     """
-    saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
-    sizes = [len(group) for group in groups]
-    if saved_sizes != sizes:
-        text = f"the saved optimizer has groups of {saved_sizes} tensors, this run's has {sizes}"
-        raise CheckpointError(text)
-    for group, option, saved_group in zip(groups, options, saved["param_groups"], strict=True):
-        option.update({key: value for key, value in saved_group.items() if key != "params"})
-        for parameter, index in zip(group, saved_group["params"], strict=True):
-            if parameter.requires_grad:
-                sharded.load_state(parameter, saved["state"].get(index, {}))
+    for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        sharded: ShardedState = self.sharded_state(optimizer)
+        saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
+        sizes = [len(group) for group in sharded.groups]
+        if saved_sizes != sizes:
+            text = f"the saved optimizer has groups of {saved_sizes} tensors, this run's has {sizes}"
+            raise CheckpointError(text)
+        for group, option, saved_group in zip(
+            sharded.groups, sharded.options, saved["param_groups"], strict=True
+        ):
+            option.update({key: value for key, value in saved_group.items() if key != "params"})
+            for parameter, index in zip(group, saved_group["params"], strict=True):
+                if parameter.requires_grad:
+                    sharded.load_state(parameter, saved["state"].get(index, {}))
 
 
 def _kept(tensor: Tensor, *, keep: bool) -> Tensor:
-    if is_sharded(tensor):  # LocalDTensorState: every rank saves its shard
+    if is_sharded(tensor):  # every rank saves its shard in a folder
         return tensor.detach()
-    if not keep:
-        return torch.empty_like(tensor, device="meta")
-    return tensor.detach().to("cpu")
+    return tensor.detach().to("cpu") if keep else torch.empty_like(tensor, device="meta")

@@ -130,12 +130,7 @@ def split_shards(
 
 
 def materialize(value: Any, device: Any = "cpu") -> Any:
-    """Return `value` with full tensors on `device` instead of lazy ones; tied tensors stay tied.
-
-    Args:
-        value: Nested dictionaries, lists and tuples.
-        device: Of the full tensors.
-    """
+    """Return nested containers with full tensors on `device` instead of lazy ones; tied tensors stay tied."""
     known: dict[int, Tensor] = {}
 
     def full(_: str, tensor: Tensor) -> Tensor:

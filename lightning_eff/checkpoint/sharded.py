@@ -19,7 +19,7 @@ token of 16 hexadecimal digits and the number of shards.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, runtime_checkable
@@ -52,13 +52,10 @@ OTHER_FORMATS = {
 class CheckpointListener(Protocol):
     """A `CheckpointIO` that is notified of folders which a strategy writes and reads itself."""
 
-    def folder_saved(self, path: Path, num_bytes: int, duration_s: float) -> None:
-        """Record a saved folder."""
-        ...
-
-    def folder_loaded(self, path: Path) -> None:
-        """Record a folder that was verified and loaded."""
-        ...
+    folder_saved: Callable[[Path, int, float], None]
+    """Record a saved folder: its path, the bytes of all ranks' files, and the seconds that it took."""
+    folder_loaded: Callable[[Path], None]
+    """Record a folder that was verified and loaded."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +75,6 @@ class Index:
     digests: tuple[str, ...]
     checkpoint: dict[str, Any]
     sharded: frozenset[str]
-
-    def shard(self, rank: int) -> Path:
-        """Return the path of a rank's shard."""
-        return shard_path(self.folder, self.token, rank, len(self.digests))
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
@@ -151,37 +144,24 @@ def token_of(path: Path) -> str | None:
         return None
 
 
-def verify_shards(index: Index, ranks: Iterable[int] | None = None) -> None:
-    """Compare shards with their SHA-256 in the index.
-
-    Args:
-        index: Of the folder.
-        ranks: Which shards; None for all.
-
-    Raises:
-        CheckpointError: A shard is missing, damaged, or of another save; the text names it.
-    """
-    for rank in range(len(index.digests)) if ranks is None else ranks:
-        file = index.shard(rank)
-        try:
-            found = verify_path(file)
-        except FileNotFoundError as error:
-            text = f"checkpoint {index.folder} is not loaded: its shard {file.name} is missing"
-            raise CheckpointError(text) from error
-        if found != index.digests[rank]:
-            text = f"checkpoint {file} is not loaded: it is intact, but of another save than its index"
-            raise CheckpointError(text)
-
-
-def verified_index(path: Path) -> Index:
-    """Verify a folder's index and all shards, and return the index.
+def verified_index(path: Path, rank: int = 0, num_ranks: int = 1) -> Index:
+    """Verify a folder's index and every `num_ranks`-th shard from `rank` on (all by default).
 
     Raises:
         CheckpointError: A file is missing, damaged, or of another save; the text names it.
         FileNotFoundError: The folder does not exist.
     """
     index = read_index(path)
-    verify_shards(index)
+    for shard in range(rank, len(index.digests), num_ranks):
+        file = shard_path(path, index.token, shard, len(index.digests))
+        try:
+            found = verify_path(file)
+        except FileNotFoundError as error:
+            text = f"checkpoint {path} is not loaded: its shard {file.name} is missing"
+            raise CheckpointError(text) from error
+        if found != index.digests[shard]:
+            text = f"checkpoint {file} is not loaded: it is intact, but of another save than its index"
+            raise CheckpointError(text)
     return index
 
 
@@ -193,9 +173,17 @@ def lazy_checkpoint(index: Index) -> dict[str, Any]:
     """
     shards: dict[str, list[RowShard]] = {path: [] for path in index.sharded}
     for rank in range(len(index.digests)):
-        for path, shard in _read_rows(index.shard(rank)).items():
+        file = shard_path(index.folder, index.token, rank, len(index.digests))
+        content = load_plain(file, mmap=True)
+        rows: Any = content.get("rows") if isinstance(content, dict) else None
+        listed: list[tuple[str, Any]] = [*rows.items()] if isinstance(rows, dict) else [("", None)]
+        for path, shard in listed:
+            is_shard = isinstance(shard, list) and len(shard) == 2 and isinstance(shard[0], int)
+            if not (is_shard and isinstance(shard[1], Tensor) and shard[1].ndim):
+                text = f"checkpoint {file} is not loaded: it holds no rows of tensors"
+                raise CheckpointError(text)
             if path in shards:
-                shards[path].append(shard)
+                shards[path].append((shard[0], shard[1]))
     known: dict[int, Tensor] = {}  # by outline: tied tensors share one, and stay tied
 
     def lazy(path: str, tensor: Tensor) -> Tensor:
@@ -208,15 +196,3 @@ def lazy_checkpoint(index: Index) -> dict[str, Any]:
         return known.get(id(tensor), tensor)
 
     return map_tensors(index.checkpoint, lazy)
-
-
-def _read_rows(file: Path) -> dict[str, RowShard]:
-    content = load_plain(file, mmap=True)
-    rows: Any = content.get("rows") if isinstance(content, dict) else None
-    shards: list[Any] = list(rows.values()) if isinstance(rows, dict) else [None]
-    for shard in shards:
-        is_shard = isinstance(shard, list) and len(shard) == 2 and isinstance(shard[0], int)
-        if not (is_shard and isinstance(shard[1], Tensor) and shard[1].ndim):
-            text = f"checkpoint {file} is not loaded: it holds no rows of tensors"
-            raise CheckpointError(text)
-    return {str(path): (first, tensor) for path, (first, tensor) in rows.items()}

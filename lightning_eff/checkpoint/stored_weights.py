@@ -7,6 +7,7 @@ never read; the same holds for the shards of a folder. Only tensors and plain va
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,23 +40,17 @@ def verify_checkpoint(path: Path) -> None:
 
 
 def newest_valid(runs: Path) -> Path | None:
-    """Return the newest intact checkpoint of a folder of runs, and log a warning for each damaged one.
-
-    Args:
-        runs: Folder of the runs of one recipe.
-    """
-
-    def modified_at(path: Path) -> float:
-        try:  # a folder is as old as its index
-            return (path / sharded.INDEX if sharded.is_sharded_checkpoint(path) else path).stat().st_mtime
-        except FileNotFoundError:
-            return 0.0
-
+    """Return the newest intact checkpoint of a folder of runs, and log a warning for each damaged one."""
     # Links to a checkpoint that is found by its own name, and dangling links, are dropped.
     found = [path for path in runs.glob("**/checkpoints/*.ckpt") if path.exists()]
     by_file = {path.resolve(): path for path in sorted(found, key=Path.is_symlink, reverse=True)}
+    dated: list[tuple[float, Path]] = []
+    for path in by_file.values():
+        content = path / sharded.INDEX if sharded.is_sharded_checkpoint(path) else path
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile by its own run
+            dated.append((content.stat().st_mtime, path))
     has_skipped = False
-    for path in sorted(by_file.values(), key=modified_at, reverse=True):
+    for _, path in sorted(dated, key=lambda pair: pair[0], reverse=True):
         try:
             verify_checkpoint(path)
         except CheckpointError as error:

@@ -56,29 +56,17 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Statistics:
-    """Counts of one run.
+    """Counts of one run."""
 
-    Args:
-        num_saves: Checkpoints on the disk.
-        saved_bytes: Their size.
-        writing_s: Seconds from a save's start until the disk has confirmed it.
-        waited_s: Seconds of these that blocked the run; fewer only with `asynchronous`.
-        num_verified: Checkpoints that were loaded after their SHA-256 was compared.
-        num_without_digest: Checkpoints of stock Lightning that were loaded.
-        num_removed: Checkpoints that were removed.
-        num_kept: Files that Lightning asked to remove and that this plugin did not write.
-        num_orphans: Temporary files of dead processes that were removed.
-    """
-
-    num_saves: int = 0
+    num_saves: int = 0  # checkpoints on the disk
     saved_bytes: int = 0
-    writing_s: float = 0.0
-    waited_s: float = 0.0
-    num_verified: int = 0
-    num_without_digest: int = 0
+    writing_s: float = 0.0  # from a save's start until the disk has confirmed it
+    waited_s: float = 0.0  # seconds of these that blocked the run; fewer only with `asynchronous`
+    num_verified: int = 0  # checkpoints that were loaded after their SHA-256 was compared
+    num_without_digest: int = 0  # checkpoints of stock Lightning that were loaded
     num_removed: int = 0
-    num_kept: int = 0
-    num_orphans: int = 0
+    num_kept: int = 0  # files that Lightning asked to remove and that this plugin did not write
+    num_orphans: int = 0  # temporary files of dead processes that were removed
 
 
 class Durable(CheckpointIO):
@@ -128,14 +116,13 @@ class Durable(CheckpointIO):
         reason = "sharded checkpoints are folders that the strategy writes itself; they are neither verified"
         reason += " nor removed here"
         names = [rule.name for rule in PLACES_STATE if rule.name.startswith("lightning/")]
-        rules = [Rule(name=name, reason=reason, verdict=Verdict.WARNED) for name in names]
+        excludes = [Rule(name=name, reason=reason, verdict=Verdict.WARNED) for name in names]
         if self.asynchronous:
-            reason = "ranks write their shards at the call: asynchronous=True has no effect on these saves"
-            remedies = ("checkpoint_io.asynchronous=false", "strategy.checkpoints=full")
-            rules.append(
-                Rule(name=SHARDED_CHECKPOINTS, reason=reason, remedies=remedies, verdict=Verdict.WARNED)
-            )
-        return Facts(excludes=tuple(rules))
+            late = "ranks write their shards at the call: asynchronous=True has no effect on these saves"
+            fixes = ("checkpoint_io.asynchronous=false", "strategy.checkpoints=full")
+            warned = Verdict.WARNED
+            excludes.append(Rule(name=SHARDED_CHECKPOINTS, reason=late, remedies=fixes, verdict=warned))
+        return Facts(excludes=tuple(excludes))
 
     @override
     def save_checkpoint(
@@ -156,9 +143,8 @@ class Durable(CheckpointIO):
             buffer = io.BytesIO()
             torch.save(checkpoint, buffer)
             state = buffer.getbuffer()
-            with contextlib.suppress(
-                OSError
-            ):  # the write reports it; Lightning may link into the folder first
+            # Lightning may link into the folder before the thread writes; the write reports the error.
+            with contextlib.suppress(OSError):
                 make_folder(target.parent)
             self._writer.add(lambda: self._write(target, lambda file: file.write(state)))
         else:
@@ -219,13 +205,11 @@ class Durable(CheckpointIO):
             if not has_digest and self.require_digest:
                 text = "it has no SHA-256, and require_digest=True\n  try: checkpoint_io.require_digest=false"
                 raise CheckpointError(text)
-            if has_digest:
-                self._statistics.num_verified += 1
-            else:
-                self._statistics.num_without_digest += 1
+            self._statistics.num_verified += has_digest
+            self._statistics.num_without_digest += not has_digest
+            if not has_digest:
                 text = f"checkpoint {target} has no SHA-256 (stock Lightning writes none): its CRC-32s "
-                text += "were compared"
-                warnings.warn(text, CheckpointWarning, stacklevel=2)
+                warnings.warn(f"{text}were compared", CheckpointWarning, stacklevel=2)
             state = load_plain(file, map_location="cpu" if map_location is None else map_location)
             if has_digest:
                 self._own_files.add(_resolve_folder(target))
@@ -237,37 +221,36 @@ class Durable(CheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint of this plugin, after the saves before it; other files stay, with a warning."""
         target = _local(path)
-        self._writer.add_on_success(lambda: self._remove(target))
+        self._writer.add(lambda: self._remove(target), on_success=True)
 
     def _remove(self, target: Path) -> None:
         if not os.path.lexists(target):
             return
+        reason = ""
         try:
             path = _resolve_folder(target)
-            reason = self._reason_to_keep(path)
+            is_link, is_folder = path.is_symlink(), sharded.is_sharded_checkpoint(path)
+            is_own = path in self._own_files
+            # A foreign checkpoint may have named the file, so Lightning's request alone is no reason.
+            if path.parent not in self._own_folders and not is_own:
+                reason = "it lies outside the folders that this run saves to"
+            elif is_link:
+                is_local = path.readlink().name == str(path.readlink())
+                reason = "" if is_local else "it is a link to another folder"
+            elif path.is_dir() and not is_folder:
+                reason = "it is a folder that another strategy wrote"
+            elif not is_own and not digest.has_digest(path / sharded.INDEX if is_folder else path):
+                reason = "it was not written by this plugin"
             if not reason:
-                is_folder = sharded.is_sharded_checkpoint(path) and not path.is_symlink()
-                sharded_write.remove(target) if is_folder else target.unlink()
-                self._statistics.num_removed += 1
-                return
+                sharded_write.remove(target) if is_folder and not is_link else target.unlink()
         except OSError as error:
             text = f"checkpoint {target} was not removed: {error.strerror}"
             raise CheckpointError(text) from error
-        self._statistics.num_kept += 1
-        warnings.warn(f"{target} is not removed: {reason}", CheckpointWarning, stacklevel=2)
-
-    def _reason_to_keep(self, path: Path) -> str:
-        """Return why a file must not be removed, or ""; a foreign checkpoint may have named it."""
-        if path.parent not in self._own_folders and path not in self._own_files:
-            return "it lies outside the folders that this run saves to"
-        if path.is_symlink():
-            is_local = path.readlink().name == str(path.readlink())
-            return "" if is_local else "it is a link to another folder"
-        if path.is_dir() and not sharded.is_sharded_checkpoint(path):
-            return "it is a folder that another strategy wrote"
-        file = path / sharded.INDEX if path.is_dir() else path
-        is_own = path in self._own_files or digest.has_digest(file)
-        return "" if is_own else "it was not written by this plugin"
+        if reason:
+            self._statistics.num_kept += 1
+            warnings.warn(f"{target} is not removed: {reason}", CheckpointWarning, stacklevel=2)
+        else:
+            self._statistics.num_removed += 1
 
     def _clean_up(self, folder: Path) -> None:
         if folder not in self._cleaned:
@@ -280,26 +263,24 @@ class Durable(CheckpointIO):
     def teardown(self) -> None:
         """Wait for the last save; Lightning calls this after a run, under Fabric you must."""
         self._is_run_over = True
-        self._writer.close()
+        self._writer.wait(end=True)
 
     def outcome(self) -> Outcome:
         """Report what was saved, loaded and removed."""
         done = self._statistics
+        counts = (done.num_saves, done.num_verified, done.num_without_digest)
+        saves, verified, without = ("once" if count == 1 else f"{count} times" for count in counts)
         parts = [
-            (done.num_saves, f"saved {_times(done.num_saves)}, {human_bytes(done.saved_bytes)}"),
+            (done.num_saves, f"saved {saves}, {human_bytes(done.saved_bytes)}"),
             (done.num_saves, f"{done.writing_s:.2f} s until on disk, {done.waited_s:.2f} s blocked the run"),
-            (done.num_verified, f"verified and loaded {_times(done.num_verified)}"),
-            (done.num_without_digest, f"loaded {_times(done.num_without_digest)} without a digest"),
+            (done.num_verified, f"verified and loaded {verified}"),
+            (done.num_without_digest, f"loaded {without} without a digest"),
             (done.num_removed, f"removed {done.num_removed}"),
             (done.num_kept, f"kept {done.num_kept} not written by this plugin"),
             (done.num_orphans, f"removed {done.num_orphans} left by dead processes"),
         ]
         did = "; ".join(text for count, text in parts if count)
         return Outcome(did=did or "nothing saved or loaded", effective=bool(did), numbers=asdict(done))
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def _local(path: str | Path) -> Path:

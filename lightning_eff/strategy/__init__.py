@@ -6,5 +6,5 @@ checkpoints), `_shared/checks.py`, `_shared/collectives.py`; `checkpoint/full_st
 For ZeRO: `deepspeed_zero.py`, `_zero/`, `_shared/` and `checkpoint/full_state.py`.
 
 A LoRA run's checkpoint takes the same path under every strategy: the strategy returns full tensors
-(`full_state.state_dict`), then `callbacks/peft_adapter.py` leaves out the base in its `on_save_checkpoint`.
+(checkpoint/full_state.py), then `callbacks/peft_adapter.py` leaves out the base in its `on_save_checkpoint`.
 """

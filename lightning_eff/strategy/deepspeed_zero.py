@@ -16,8 +16,8 @@ Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), an
     parameter without a gradient on any rank gets a gradient of 0, so weight decay and momentum move it. Ranks
     must run the same modules; they compare that, 16 bytes per step.
 Conflicts: one device without offload. LBFGS, Muon, Adafactor and other optimizers that are not elementwise.
-    Clipping by value. Compiled blocks. micro_batch_size=auto. Several optimizers, QuantizedBase. Scalar, empty,
-    float64 or complex parameters. Weight averaging in 16 bits, or under stage 3.
+    Clipping by value. Compiled blocks. micro_batch_size=auto. Several optimizers, QuantizedBase. Scalar,
+    empty, float64 or complex parameters. Weight averaging in 16 bits, or under stage 3.
 Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; https://www.deepspeed.ai/docs/config-json/
 """
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,16 +45,9 @@ from lightning_eff.core.technique import Facts, Outcome
 from lightning_eff.core.text import human_count
 from lightning_eff.strategy._shared.checks import ZERO
 from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, broadcast_from_rank0
-from lightning_eff.strategy._zero import checks, zero_config
+from lightning_eff.strategy._zero import checks, parameters, zero_config
 from lightning_eff.strategy._zero.memory_arithmetic import Zero
 from lightning_eff.strategy._zero.optimizer import single_optimizer
-from lightning_eff.strategy._zero.parameters import (
-    ParameterGuard,
-    PreservedDtypes,
-    full_shapes,
-    warn_of_hooks,
-    without_empty_groups,
-)
 from lightning_eff.strategy._zero.partitions import PartitionedState
 
 
@@ -76,8 +69,6 @@ class DeepSpeedZero(DeepSpeedStrategy):
         EnvironmentLacksError: DeepSpeed is not installed, or was imported for another kind of device.
 
     Example:
-        >>> import pytest
-        >>> deepspeed = pytest.importorskip("deepspeed")
         >>> DeepSpeedZero(stage=4)
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: stage=4: expected 1 (optimizer state), 2 (and gradients) or ...
@@ -86,6 +77,11 @@ class DeepSpeedZero(DeepSpeedStrategy):
     __repr__ = rules.plugin_repr
     whole_checkpoints = True
     """Checkpoints have the layout of a single device, whatever the stage."""
+    lightning_restore_optimizer: bool = True  # pyright: ignore[reportIncompatibleMethodOverride]
+    # Stage 1 reduces once per step, stages 2 and 3 in each backward: no_sync of DeepSpeed would be in the way.
+    block_backward_sync = nullcontext  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+    # Lightning's loop accumulates and divides; DeepSpeed would divide again.
+    handles_gradient_accumulation: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
         self,
@@ -117,34 +113,18 @@ class DeepSpeedZero(DeepSpeedStrategy):
         self.shard_while_building = shard_while_building
         self.given_config = config
         self._groups: list[list[torch.Tensor]] = []
-        self._dtypes: PreservedDtypes | None = None
-        self._guard: ParameterGuard | None = None
+        self._preserved: list[tuple[Any, str, torch.Tensor]] = []
+        self._guard: parameters.ParameterGuard | None = None
         self._divergence: RankDivergenceCheck | None = None
 
     @property
     @override
     def root_device(self) -> torch.device:
-        if self.parallel_devices is None:  # before the Trainer is connected
-            return torch.device("cpu", 0)
-        device = super().root_device
+        # Without devices the Trainer is not connected yet.
+        device = super().root_device if self.parallel_devices is not None else torch.device("cpu")
         return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed needs an index
 
-    @property
-    @override
-    def handles_gradient_accumulation(self) -> bool:
-        return False  # Lightning's loop accumulates and divides; DeepSpeed would divide again
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
+    @DeepSpeedStrategy.precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         """Replace another plugin, which would have no effect here, by DeepSpeed's of the same precision."""
         plugin = precision_plugin
@@ -156,18 +136,18 @@ class DeepSpeedZero(DeepSpeedStrategy):
     def setup_environment(self) -> None:
         module: Any = self.lightning_module
         rules.enforce(self, module.trainer, module)
-        checks.check_accelerator(self.root_device.type)
+        checks.import_deepspeed(self.root_device.type)
         DDPStrategy.setup_environment(self)  # DeepSpeedStrategy's in Lightning 2.6 allows CUDA only
 
     @override
     def setup_distributed(self) -> None:
-        if self.root_device.type != "cpu":
+        if self.root_device.type == "cpu":
+            reset_seed()
+            self.set_world_ranks()
+            checks.disable_shared_memory_transport()
+            self._init_deepspeed_distributed()
+        else:
             super().setup_distributed()
-            return
-        reset_seed()
-        self.set_world_ranks()
-        checks.disable_shared_memory_transport()
-        self._init_deepspeed_distributed()
 
     @contextmanager
     @override
@@ -196,27 +176,24 @@ class DeepSpeedZero(DeepSpeedStrategy):
         module = trainer.lightning_module
         checks.check_run(trainer)
         broadcast_from_rank0(module.buffers(), self.root_device)  # DeepSpeed broadcasts the parameters
-        self._dtypes = PreservedDtypes(module, str(self.precision_plugin.precision))
+        self._preserved = parameters.preserved_tensors(module, str(self.precision_plugin.precision))
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            warn_of_hooks(module)
-            self._guard = ParameterGuard(module)
+            self._guard = parameters.ParameterGuard(module)
             # Stage 1 reduces gradients once per step, in a fixed order: only the set of modules matters.
-            self._divergence = RankDivergenceCheck(
-                ZERO, module, gathers=self.stage == 3, ordered=self.stage > 1
-            )
+            gathers, ordered = self.stage == 3, self.stage > 1
+            self._divergence = RankDivergenceCheck(ZERO, module, gathers=gathers, ordered=ordered)
             zero: Any = self.optimizers[0]
-            # Read by techniques (core/optimization, core/checkpoint_stamp.py): `zero` has flat vectors
-            # instead.
+            # For techniques (core/optimization, core/checkpoint_stamp.py): `zero` has flat vectors instead.
             zero.whole_groups = [{"params": group} for group in self._groups]
             zero.kind_behind = type(zero.optimizer)
             zero.defaults = zero.optimizer.defaults
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        dtypes, self._dtypes = self._dtypes, None
-        if dtypes is not None:
-            dtypes.restore()  # the precision plugin has just cast everything
+        preserved, self._preserved = self._preserved, []
+        for owner, name, tensor in preserved:  # the precision plugin has just cast everything
+            setattr(owner, name, tensor)
         return super()._setup_model(model)
 
     @override
@@ -229,7 +206,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         module: Any = self.lightning_module
-        with full_shapes(module):
+        with parameters.full_shapes(module):
             optimizer, scheduler = single_optimizer(module)
         # DeepSpeed will replace these by flat vectors; checkpoints are laid out by them.
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -239,15 +216,9 @@ class DeepSpeedZero(DeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: Any, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
-        with without_empty_groups(model, optimizer.param_groups if optimizer is not None else []):
+        groups = optimizer.param_groups if optimizer is not None else []
+        with parameters.without_empty_groups(model, groups):
             return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-
-    @override
-    def block_backward_sync(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-    ) -> AbstractContextManager[None]:
-        """Return a null context: stage 1 reduces once per step, stages 2 and 3 in each backward."""
-        return nullcontext()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients of the next step by `factor`, before they are clipped."""
@@ -282,48 +253,31 @@ class DeepSpeedZero(DeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         if self._divergence is not None:
-            self._divergence.remove_hooks()  # without communication: another rank may have failed
+            self._divergence.end(reads=False)  # without communication: another rank may have failed
         self._divergence = self._guard = None
         super().teardown()
 
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        module: Any = self.lightning_module
-        return full_state.state_dict(module, PartitionedState(self.model), keep=self.is_global_zero)
+    def sharded_state(self, _: Optimizer | None = None) -> PartitionedState:
+        """Return the tensors of the model and of its optimizer, which is the only one."""
+        return PartitionedState(self.model, self._groups)
 
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        del optimizer
-        zero: Any = self.optimizers[0]
-        options, state = zero.optimizer.param_groups, PartitionedState(self.model)
-        return full_state.optimizer_state_dict(self._groups, options, state, keep=self.is_global_zero)
-
+    lightning_module_state_dict = full_state.lightning_module_state_dict
+    load_model_state_dict = full_state.load_model_state_dict
+    optimizer_state = full_state.optimizer_state
+    load_optimizer_state_dict = full_state.load_optimizer_state_dict
     # Through the run's CheckpointIO: DeepSpeedStrategy's own methods write and read folders of pickles.
     save_checkpoint = Strategy.save_checkpoint
     load_checkpoint = Strategy.load_checkpoint
 
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module: Any = self.lightning_module
-        full_state.load_state_dict(
-            module, checkpoint["state_dict"], PartitionedState(self.model), strict=strict
-        )
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        zero: Any = self.optimizers[0]
-        options, saved = zero.optimizer.param_groups, checkpoint["optimizer_states"][0]
-        full_state.load_optimizer_state_dict(self._groups, options, saved, PartitionedState(self.model))
-
     def facts(self) -> Facts:
         """State what ZeRO cannot do, or would do differently."""
-        is_float32 = str(getattr(self.precision_plugin, "precision", "")) == "32-true"
-        return Facts(
-            excludes=checks.excluded(
-                needs_ranks=not (self.offload_optimizer or self.offload_parameters),
-                has_own_weights=self.stage < 3 and is_float32,
-            )
-        )
+        excludes = checks.ALWAYS
+        # Weights can be averaged where they are full, and in the dtype that is trained.
+        if self.stage == 3 or str(getattr(self.precision_plugin, "precision", "")) != "32-true":
+            excludes += (checks.AVERAGES,)
+        if not (self.offload_optimizer or self.offload_parameters):
+            excludes += (checks.ONE_DEVICE,)
+        return Facts(excludes=excludes)
 
     def scheme(self) -> Zero:
         """Return the memory arithmetic, for any number of devices."""

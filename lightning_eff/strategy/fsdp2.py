@@ -23,8 +23,8 @@ Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277;
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -38,15 +38,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.checkpoint import full_state, sharded, sharded_write
-from lightning_eff.core import checkpoint_stamp, rules
+from lightning_eff.core import rules
 from lightning_eff.core.errors import CheckpointError, ConfigError
 from lightning_eff.core.model_surgery import Stage, queue
-from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Rule, Technique
+from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes, human_count
 from lightning_eff.report.sharded_memory import FSDP2Memory
-from lightning_eff.strategy._fsdp2 import checkpoint as fsdp2_checkpoint
 from lightning_eff.strategy._fsdp2 import shard
-from lightning_eff.strategy._fsdp2.checkpoint import DTensorState, LocalDTensorState
+from lightning_eff.strategy._fsdp2.checkpoint import DTensorState, save_folder
 from lightning_eff.strategy._shared import checks
 from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, Ranks, broadcast_from_rank0
 
@@ -96,6 +95,7 @@ class FSDP2(ModelParallelStrategy):
     __repr__ = rules.plugin_repr
     whole_checkpoints = True
     """Checkpoints have the layout of a single device, so techniques may read them in their hooks."""
+    lightning_restore_optimizer: bool = True  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
         self,
@@ -121,7 +121,6 @@ class FSDP2(ModelParallelStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.sync_every_micro_batch = sync_every_micro_batch
         self.checkpoints = checkpoints
-        self._saved_state = LocalDTensorState if checkpoints == "sharded" else DTensorState
         self._divergence: RankDivergenceCheck | None = None
         self._unsharded: dict[str, ref[nn.Parameter]] = {}
         self._attributes: dict[str, dict[str, Any]] = {}
@@ -140,7 +139,9 @@ class FSDP2(ModelParallelStrategy):
     def _shard(self, model: nn.Module) -> int:
         if isinstance(model, FSDPModule):
             return 0
-        shard.check_meta_adapters(model)
+        if getattr(model, "peft_config", None) and any(p.is_meta for p in model.parameters()):
+            problem = "the model is on the meta device, and materializing it would re-initialize the adapters"
+            raise checks.conflict(checks.FSDP2, problem, "build the model with values")
         # Before sharding, while every rank still has full tensors; a collective of all ranks.
         broadcast_from_rank0([*model.parameters(), *model.buffers()], self.root_device)
         # Weak references: an optimizer or another owner that keeps one alive holds a stale parameter.
@@ -157,8 +158,7 @@ class FSDP2(ModelParallelStrategy):
             offload=self.cpu_offload,
             reshard_after_forward=self.reshard_after_forward,
         )
-        local: list[Any] = [getattr(p, "_local_tensor", p) for p in model.parameters()]
-        self._local_bytes = sum(tensor.nbytes for tensor in local)
+        self._local_bytes = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
         return self._num_sharded
 
     @override
@@ -189,7 +189,7 @@ class FSDP2(ModelParallelStrategy):
     @override
     def teardown(self) -> None:
         if self._divergence is not None:
-            self._divergence.remove_hooks()  # without communication: another rank may have failed
+            self._divergence.end(reads=False)  # without communication: another rank may have failed
         self._divergence = None
         super().teardown()
 
@@ -198,58 +198,31 @@ class FSDP2(ModelParallelStrategy):
         if not self.cpu_offload:  # else FSDP2 moves a block to the device when it gathers it
             super().model_to_device()
 
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
-    @override
-    def training_step(self, *arguments: Any, **keywords: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return shard.call_as_forward(self.lightning_module, "training_step", *arguments, **keywords)
-
-    @override
-    def validation_step(self, *arguments: Any, **keywords: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return shard.call_as_forward(self.lightning_module, "validation_step", *arguments, **keywords)
-
-    @override
-    def test_step(self, *arguments: Any, **keywords: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return shard.call_as_forward(self.lightning_module, "test_step", *arguments, **keywords)
-
-    @override
-    def predict_step(self, *arguments: Any, **keywords: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return shard.call_as_forward(self.lightning_module, "predict_step", *arguments, **keywords)
-
-    @override
-    def block_backward_sync(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-    ) -> AbstractContextManager[None]:
-        """Return a context without gradient reduction, unless `sync_every_micro_batch`."""
-        return nullcontext() if self.sync_every_micro_batch else self._without_sync()
+    training_step = shard.step_as_forward("training_step", "train_step_context")
+    validation_step = shard.step_as_forward("validation_step", "val_step_context")
+    test_step = shard.step_as_forward("test_step", "test_step_context")
+    predict_step = shard.step_as_forward("predict_step", "predict_step_context")
 
     @contextmanager
-    def _without_sync(self) -> Generator[None]:
+    @override
+    def block_backward_sync(self) -> Generator[None]:
+        """Return a context without gradient reduction, unless `sync_every_micro_batch`."""
         module: Any = self.lightning_module
-        module.set_requires_gradient_sync(requires_gradient_sync=False)
+        module.set_requires_gradient_sync(self.sync_every_micro_batch)
         try:
             yield
         finally:
             module.set_requires_gradient_sync(requires_gradient_sync=True)
 
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        module: Any = self.lightning_module
-        return full_state.state_dict(module, self._saved_state(), keep=self.is_global_zero)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def sharded_state(self, optimizer: Any = None) -> DTensorState:
+        """Return the tensors of the model and of an optimizer, as checkpoints hold them."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # inside LightningOptimizer
-        groups, options = [group["params"] for group in optimizer.param_groups], optimizer.param_groups
-        state = self._saved_state(optimizer)
-        return full_state.optimizer_state_dict(groups, options, state, keep=self.is_global_zero)
+        return DTensorState(optimizer, gathers=self.checkpoints == "full")
+
+    lightning_module_state_dict = full_state.lightning_module_state_dict
+    load_model_state_dict = full_state.load_model_state_dict
+    optimizer_state = full_state.optimizer_state
+    load_optimizer_state_dict = full_state.load_optimizer_state_dict
 
     @override
     def save_checkpoint(
@@ -261,12 +234,8 @@ class FSDP2(ModelParallelStrategy):
         if storage_options is not None or "://" in str(filepath):
             text = f"checkpoint {filepath}: folders need a local disk\n  try: strategy.checkpoints=full"
             raise CheckpointError(text)
-        io = self.checkpoint_io
-        if isinstance(io, Technique):  # as its own save_checkpoint, not called here, does
-            checkpoint = checkpoint_stamp.add_plugin_stamp(checkpoint, io)
-        saved = fsdp2_checkpoint.save(checkpoint, Path(filepath).expanduser(), Ranks(self.root_device))
-        if isinstance(io, sharded.CheckpointListener):
-            io.folder_saved(saved.path, saved.num_bytes, saved.duration_s)
+        ranks = Ranks(self.root_device)
+        save_folder(checkpoint, Path(filepath).expanduser(), ranks, self.checkpoint_io)
 
     @override
     def load_checkpoint(
@@ -278,10 +247,13 @@ class FSDP2(ModelParallelStrategy):
         if weights_only is False:
             text = f"checkpoint {path}: weights_only=False would run code\n  try: weights_only=None"
             raise CheckpointError(text)
-        loaded = fsdp2_checkpoint.load(path, Ranks(self.root_device))
+        ranks = Ranks(self.root_device)
+        with ranks.all_or_none():  # each rank verifies a share of the files; ranks may be more or fewer
+            index = sharded.verified_index(path, ranks.rank, ranks.size)
+        checkpoint = sharded.lazy_checkpoint(index)
         if isinstance(io := self.checkpoint_io, sharded.CheckpointListener):
             io.folder_loaded(path)
-        return loaded
+        return checkpoint
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -292,17 +264,6 @@ class FSDP2(ModelParallelStrategy):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
             sharded_write.remove(path)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module: Any = self.lightning_module
-        full_state.load_state_dict(module, checkpoint["state_dict"], DTensorState(), strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            groups, options = [group["params"] for group in optimizer.param_groups], optimizer.param_groups
-            full_state.load_optimizer_state_dict(groups, options, saved, DTensorState(optimizer))
 
     def facts(self) -> Facts:
         """State that one device shards nothing, and that sharded checkpoints are folders."""

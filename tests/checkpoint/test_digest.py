@@ -201,7 +201,6 @@ def test_content_that_is_no_archive_is_rejected(tmp_path: Path) -> None:
         writer.write(b"something else")
         with pytest.raises(CheckpointError, match=r"did not write a zip archive without a comment"):
             writer.finish()
-        writer.close()
 
 
 @pytest.mark.parametrize("chunk_bytes", [30, 1000, 1 << 22])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ def test_a_state_from_before_the_first_step_clears_momentum() -> None:
     begun = copy.deepcopy(optimizer.state_dict())
 
     def load(saved: Any) -> None:
-        groups = [group["params"] for group in optimizer.param_groups]
-        full_state.load_optimizer_state_dict(groups, optimizer.param_groups, saved, DTensorState(optimizer))
+        strategy = SimpleNamespace(optimizers=[optimizer], sharded_state=DTensorState)
+        full_state.load_optimizer_state_dict(strategy, {"optimizer_states": [saved]})
 
     assert optimizer.state
     load(empty)

@@ -51,7 +51,7 @@ def test_opening_a_special_file_does_not_block(odd: str) -> None:
             CheckpointError, match=f"odd.ckpt is not loaded: it is a {odd}, not a regular file"
         ):
             look(path)
-    for look in (digest.has_digest, digest.looks_like_checkpoint):
+    for look in (digest.has_digest, digest.verify_path):
         with pytest.raises(CheckpointError, match=f"it is a {odd}, not a regular file"):
             look(path)
     with pytest.raises(CheckpointError, match=f"odd.safetensors is not loaded: it is a {odd}"):

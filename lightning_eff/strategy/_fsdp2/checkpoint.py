@@ -11,22 +11,23 @@ import hashlib
 import time
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_eff.checkpoint import sharded, sharded_write
 from lightning_eff.checkpoint.atomic_write import save_error
 from lightning_eff.checkpoint.full_state import COUNTS
 from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, RowShard, split_shards
+from lightning_eff.core import checkpoint_stamp
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.shards import full_tensor, local_rows
+from lightning_eff.core.technique import Technique
 from lightning_eff.strategy._shared.collectives import Ranks
 
 
@@ -35,14 +36,18 @@ class DTensorState:
 
     Args:
         optimizer: Built on these parameters; None where nothing is trained.
+        gathers: False for checkpoint folders: tensors stay sharded, since each rank saves its own rows.
     """
 
-    def __init__(self, optimizer: Optimizer | None = None) -> None:
+    def __init__(self, optimizer: Optimizer | None = None, *, gathers: bool = True) -> None:
         self._optimizer = optimizer
+        self._gathers = gathers
+        self.options = optimizer.param_groups if optimizer is not None else []
+        self.groups = [group["params"] for group in self.options]
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """Return a tensor unsharded: an all-gather of all ranks."""
-        return full_tensor(tensor)
+        return full_tensor(tensor) if self._gathers else tensor
 
     def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
         """Set this rank's shard of a tensor from its full value."""
@@ -72,14 +77,6 @@ class DTensorState:
                 own[key] = value.clone() if isinstance(value, Tensor) else value
 
 
-class LocalDTensorState(DTensorState):
-    """The same for checkpoint folders: tensors stay sharded, since each rank saves its own rows."""
-
-    @override
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-
 def _shard_like(value: Tensor, like: DTensor) -> DTensor:
     """Return this rank's shard of a full value, laid out like `like`; every rank has it, so none sends."""
     local = local_rows(like)
@@ -93,28 +90,22 @@ def _shard_like(value: Tensor, like: DTensor) -> DTensor:
     return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A saved folder: its path, the bytes of all ranks' files, and the duration."""
-
-    path: Path
-    num_bytes: int
-    duration_s: float
-
-
 @torch.no_grad()
-def save(checkpoint: Mapping[str, Any], path: Path, ranks: Ranks) -> Saved:
+def save_folder(checkpoint: dict[str, Any], path: Path, ranks: Ranks, io: CheckpointIO) -> None:
     """Save a checkpoint to a folder, or leave the previous one unchanged; a collective of all ranks.
 
     Args:
         checkpoint: Of this rank, with DTensors in it; rank 0's is taken for what is not sharded.
         path: The folder; rank 0's is taken.
-        ranks: All of them.
+        ranks: Of the process group.
+        io: Of the run; its stamp is added as its own `save_checkpoint`, not called here, would add it.
 
     Raises:
         CheckpointError: A rank cannot write its files.
     """
     start = time.perf_counter()
+    if isinstance(io, Technique):
+        checkpoint = checkpoint_stamp.add_plugin_stamp(checkpoint, io)
     # 1. Rank 0 makes the folder and names the save.
     with ranks.all_or_none() as step, _disk_errors(path, checkpoint):
         if ranks.rank == 0:
@@ -140,27 +131,9 @@ def save(checkpoint: Mapping[str, Any], path: Path, ranks: Ranks) -> Saved:
                 step.local["bytes"] = index.num_bytes
         if ranks.rank == 0:
             sharded_write.clean_up(path, just_saved=True)
-    num_bytes = step.gathered[0]["bytes"] + sum(shard["bytes"] for shard in shards)
-    return Saved(path, num_bytes, time.perf_counter() - start)
-
-
-def load(path: Path, ranks: Ranks) -> dict[str, Any]:
-    """Verify a checkpoint folder, each rank a share of its files, and return it; a collective of all ranks.
-
-    Args:
-        path: The folder.
-        ranks: All of them; their number may differ from that of the save.
-
-    Returns:
-        The checkpoint; rows of its sharded tensors are read when they are needed (lazy_tensor.py).
-
-    Raises:
-        CheckpointError: A rank found a file that is missing, damaged, or of another save.
-    """
-    with ranks.all_or_none():
-        index = sharded.read_index(path)
-        sharded.verify_shards(index, range(ranks.rank, len(index.digests), ranks.size))
-    return sharded.lazy_checkpoint(index)
+    if isinstance(io, sharded.CheckpointListener):
+        num_bytes = step.gathered[0]["bytes"] + sum(shard["bytes"] for shard in shards)
+        io.folder_saved(path, num_bytes, time.perf_counter() - start)
 
 
 def _local_shard(tensor: Tensor) -> RowShard | Tensor:

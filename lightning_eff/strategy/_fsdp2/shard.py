@@ -40,8 +40,7 @@ def shard(
         blocks: As in `model_surgery.select`; None finds them.
         policy: Dtypes of computation and reduction.
         offload: Keep shards on the host.
-        reshard_after_forward: Free a block's full weights after its forward, and gather them again for its
-            backward.
+        reshard_after_forward: Free a block's full weights after its forward, until its backward.
 
     Returns:
         Number of sharded modules; 0 for a model that is sharded already.
@@ -51,25 +50,18 @@ def shard(
     """
     if isinstance(model, FSDPModule):
         return 0
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": policy or MixedPrecisionPolicy(),
-        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        if offload
-        else OffloadPolicy(),
-    }
-    selected = [
-        block for block in select_blocks(model, blocks).values() if any(True for _ in block.parameters())
-    ]
-    checks.check_sizes(checks.FSDP2, model)
+    offloading = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    policies: Any = {"mp_policy": policy or MixedPrecisionPolicy(), "offload_policy": offloading}
+    selected = [block for block in select_blocks(model, blocks).values() if [*block.parameters()]]
+    checks.check_parameters(checks.FSDP2, model)
     checks.check_hooks(model)
     checks.check_groups(model, selected)
     attributes = parameter_attributes(model)
     # Inner modules first: the root takes the parameters that no block has.
     for block in selected:
-        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **policies)
     # By default (torch 2.13) the root stays gathered after its forward, since its backward comes next.
-    fully_shard(model, **options)
+    fully_shard(model, mesh=mesh, **policies)
     restore_attributes(model, attributes)
     return len(selected) + 1
 
@@ -86,38 +78,48 @@ def restore_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, A
             vars(parameter).setdefault(key, value)
 
 
-def call_as_forward(module: Any, name: str, *arguments: Any, **keywords: Any) -> Any:
-    """Call a step as the module's `forward`, whose hooks gather the weights outside of blocks.
+def step_as_forward(name: str, context: str) -> Any:
+    """Return a strategy's step that runs as `forward`, whose hooks gather the weights outside of blocks.
 
     A step may call `self(x)`, which must not gather twice, or `self.layer(x)`, which alone would not gather.
-    An instance's own `forward`, which another technique may have set, is restored.
+    An instance's own `forward`, which another technique may have set, is restored. The step raises a
+    ConflictError if it used a sharded weight.
 
     Args:
-        module: The root of `fully_shard`.
-        name: The step's method.
-        arguments: Of the step.
-        keywords: Of the step.
-
-    Raises:
-        ConflictError: The step used a sharded weight.
+        name: The step's method of the module, the root of `fully_shard`, and of the strategy.
+        context: Method of the precision plugin that returns the step's context.
     """
-    own = {key: value for key, value in vars(module).items() if key == "forward"}
 
-    def restore_forward() -> None:
-        vars(module).pop("forward", None)
-        vars(module).update(own)
+    def step(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        module = self.lightning_module
+        own = {key: value for key, value in vars(module).items() if key == "forward"}
+        state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
+        tables = (module._forward_pre_hooks, module._forward_hooks)  # noqa: SLF001
 
-    def step(*inner: Any, **more: Any) -> Any:
-        restore_forward()
-        with _without_root_hooks(module):  # they have run around this call already
-            return getattr(module, name)(*inner, **more)
+        def forward(*inner: Any, **more: Any) -> Any:
+            del module.forward
+            vars(module).update(own)
+            # FSDP's hooks of the root have run around this call already: `self(x)` must not run them again.
+            saved = [dict(hooks) for hooks in tables]
+            for hooks, before in zip(tables, saved, strict=True):
+                for key in [key for key, hook in before.items() if getattr(hook, "__self__", None) is state]:
+                    del hooks[key]
+            try:
+                return getattr(module, name)(*inner, **more)
+            finally:
+                for hooks, before in zip(tables, saved, strict=True):
+                    hooks.clear()
+                    hooks.update(before)  # in their order
 
-    module.forward = step
-    try:
-        with explain_sharded_weights():
-            return module(*arguments, **keywords)
-    finally:
-        restore_forward()
+        module.forward = forward
+        try:
+            with getattr(self.precision_plugin, context)(), explain_sharded_weights():
+                return module(*arguments, **keywords)
+        finally:
+            vars(module).pop("forward", None)
+            vars(module).update(own)
+
+    return step
 
 
 @contextmanager
@@ -140,27 +142,3 @@ def explain_sharded_weights() -> Generator[None]:
             "call the layer instead of reading its weight",
             "strategy=deepspeed_zero",
         ) from error
-
-
-def check_meta_adapters(model: nn.Module) -> None:
-    """Reject a model on `meta` with adapters: materializing it would initialize the adapters again."""
-    if getattr(model, "peft_config", None) and any(p.is_meta for p in model.parameters()):
-        problem = "the model is on the meta device, and materializing it would re-initialize the adapters"
-        raise checks.conflict(checks.FSDP2, problem, "build the model with values")
-
-
-@contextmanager
-def _without_root_hooks(module: Any) -> Generator[None]:
-    """Remove FSDP's forward hooks of the root module, which have already run around the current step."""
-    state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
-    tables = (module._forward_pre_hooks, module._forward_hooks)  # noqa: SLF001
-    saved = [dict(hooks) for hooks in tables]
-    for hooks in tables:
-        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]:
-            del hooks[key]
-    try:
-        yield
-    finally:
-        for hooks, before in zip(tables, saved, strict=True):
-            hooks.clear()
-            hooks.update(before)  # in their order

@@ -18,6 +18,8 @@ from lightning_eff.core.shards import full_shape
 
 FSDP2 = "strategy/fsdp2"
 ZERO = "strategy/deepspeed_zero"
+WRAPPED = "_orig_mod"
+"""Attribute of torch._dynamo.eval_frame.OptimizedModule (torch 2.13), torch.compile's wrapper."""
 _NOT_FLOAT32 = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
 """Dtypes that lose digits or the imaginary part in DeepSpeed's float32 partitions."""
 
@@ -27,13 +29,8 @@ def conflict(strategy: str, problem: str, *remedies: str) -> ConflictError:
     return ConflictError("\n".join([f"{strategy}: {problem}", *(f"  try: {remedy}" for remedy in remedies)]))
 
 
-def check_sizes(strategy: str, model: nn.Module) -> None:
-    """Reject parameters without elements and parameters without a dimension.
-
-    Args:
-        strategy: Name of the strategy.
-        model: Before it is sharded.
-    """
+def check_parameters(strategy: str, model: nn.Module) -> None:
+    """Reject parameters without elements or dimensions, and dtypes that ZeRO would convert to float32."""
     for name, parameter in model.named_parameters():
         shape = tuple(full_shape(parameter))
         if 0 in shape:
@@ -42,35 +39,13 @@ def check_sizes(strategy: str, model: nn.Module) -> None:
             raise conflict(strategy, problem, "remove it, or make it a buffer", "strategy=ddp")
         if not shape:
             problem = f"{name} is a scalar and has no dimension to shard"
-            raise conflict(
-                strategy, problem, "make it a vector of one element: torch.tensor([1.0])", "strategy=ddp"
-            )
-
-
-def check_formats(model: nn.Module) -> None:
-    """Reject dtypes that ZeRO would convert to float32."""
-    for name, parameter in model.named_parameters():
-        if parameter.dtype in _NOT_FLOAT32:
-            remedies = ["strategy=fsdp2", "strategy=ddp"]
-            remedies += [] if parameter.is_complex() else ["make the model float32: model.float()"]
-            raise conflict(
-                ZERO, f"{name} is {_short(parameter.dtype)}, but DeepSpeed trains in float32", *remedies
-            )
-
-
-def check_trained(model: nn.Module) -> None:
-    """Reject a model without trainable parameters, where DeepSpeed would fail at its first loss."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        problem = f"{type(model).__name__} has no trainable parameter, so nothing to shard"
-        raise conflict(ZERO, problem, "strategy=auto", "requires_grad_(True) on the parameters to train")
-
-
-def check_wrapped(model: nn.Module) -> None:
-    """Reject modules inside `torch.compile`'s wrapper: ZeRO's stage 3 cannot hook their attributes."""
-    for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod"):  # torch._dynamo.eval_frame.OptimizedModule, torch 2.13
-            problem = f"{name} is compiled, so under stage 3 DeepSpeed's hooks on its weights would be too"
-            raise conflict(ZERO, problem, "strategy.stage=2", "strategy=fsdp2", "do not compile it")
+            remedy = "make it a vector of one element: torch.tensor([1.0])"
+            raise conflict(strategy, problem, remedy, "strategy=ddp")
+        if strategy == ZERO and parameter.dtype in _NOT_FLOAT32:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            problem = f"{name} is {dtype}, but DeepSpeed trains in float32"
+            remedies = [] if parameter.is_complex() else ["make the model float32: model.float()"]
+            raise conflict(ZERO, problem, "strategy=fsdp2", "strategy=ddp", *remedies)
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -111,24 +86,15 @@ def check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         for name, parameter in trained:
             first_name, first = trained[0]
             if parameter.dtype != first.dtype:
-                raise conflict(
-                    FSDP2,
-                    f"{first_name} ({_short(first.dtype)}) and {name} ({_short(parameter.dtype)}) are "
-                    "reduced in one group, which needs one dtype",
-                    "use the same dtype for both",
-                    "freeze one of them",
-                    "strategy=ddp",
-                )
+                dtypes = [str(dtype).removeprefix("torch.") for dtype in (first.dtype, parameter.dtype)]
+                problem = f"{first_name} ({dtypes[0]}) and {name} ({dtypes[1]}) are reduced in one group, "
+                problem += "which needs one dtype"
+                same = "use the same dtype for both"
+                raise conflict(FSDP2, problem, same, "freeze one of them", "strategy=ddp")
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, before: Mapping[str, ref[nn.Parameter]]) -> None:
-    """Reject an optimizer that holds parameters from before sharding: it would train none of the shards.
-
-    Args:
-        optimizer: Built after the model was sharded.
-        model: Sharded.
-        before: Its parameters before sharding by name, for the error.
-    """
+    """Reject an optimizer with parameters from before sharding, by name: it would train no shard of them."""
     known = {id(parameter) for parameter in model.parameters()}
     names = {id(reference()): name for name, reference in before.items() if reference() is not None}
     for index, group in enumerate(optimizer.param_groups):
@@ -142,7 +108,3 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, before: Mapping[str,
                     "take parameters in configure_optimizers: self.parameters(), self.layer.weight",
                     "strategy=ddp",
                 )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -14,9 +14,9 @@ modules is not checked, since the hooks would be compiled too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,11 +35,8 @@ _MAX_HASH = 2**62 - 1
 def broadcast_from_rank0(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Set every rank's tensors to rank 0's values, in place, as DDP does: seeds may differ between ranks.
 
-    `fully_shard` shards whatever each rank has; DeepSpeed broadcasts parameters, but not buffers.
-
-    Args:
-        tensors: Full tensors, equal on all ranks except for their values; those on `meta` are skipped.
-        device: Of the process group's backend.
+    `fully_shard` shards whatever each rank has; DeepSpeed broadcasts parameters, but not buffers. Sharded
+    tensors and those on `meta` are skipped; `device` is that of the process group's backend.
     """
 
     def plain(tensor: Any) -> list[Tensor]:
@@ -71,8 +68,6 @@ class RankDivergenceCheck:
 
     def __init__(self, strategy: str, module: nn.Module, *, gathers: bool, ordered: bool = True) -> None:
         self._strategy = strategy
-        self._gathers = gathers
-        self._ordered = ordered
         self._seen = 0
         self._pending: tuple[Any, Tensor] | None = None
         self._handles: list[Any] = []
@@ -80,16 +75,14 @@ class RankDivergenceCheck:
         if is_compiled(module) or dist.get_world_size() == 1:
             return
         for index, submodule in enumerate(module.modules()):
+
+            def note(ran: nn.Module, _: Any, index: int = index) -> None:  # a deep copy shares a closure
+                if ran.training and (gathers or torch.is_grad_enabled()):
+                    self._seen = hash((self._seen, index)) if ordered else self._seen | 1 << index
+
             if any(gathers or parameter.requires_grad for parameter in submodule.parameters(recurse=False)):
-                self._handles.append(submodule.register_forward_pre_hook(self._hook(index)))
+                self._handles.append(submodule.register_forward_pre_hook(note))
         self._group = dist.new_group(backend="gloo")  # all ranks
-
-    def _hook(self, index: int) -> Callable[..., None]:
-        def note(submodule: nn.Module, _: Any) -> None:  # a closure: a deep copy of the model shares it
-            if submodule.training and (self._gathers or torch.is_grad_enabled()):
-                self._seen = hash((self._seen, index)) if self._ordered else self._seen | 1 << index
-
-        return note
 
     def compare(self) -> None:
         """Read the comparison of the previous step and start that of this step.
@@ -127,32 +120,21 @@ class RankDivergenceCheck:
                 "run every module on every rank",
             )
 
-    def end(self) -> None:
-        """Read the last comparison, remove the hooks and destroy the process group."""
-        self.remove_hooks()
+    def end(self, *, reads: bool = True) -> None:
+        """Remove the hooks, read the last comparison and destroy the process group.
+
+        Args:
+            reads: False after a failure: then only the hooks are removed, without communication.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if not reads:
+            return
         self.read()
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks, also after a failure."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-
-@dataclass
-class Step:
-    """One step of all ranks.
-
-    Args:
-        local: What this rank sends at the end of the step; plain JSON values.
-        gathered: What each rank sent, by rank, once the step is over.
-    """
-
-    local: dict[str, Any] = field(default_factory=dict[str, Any])
-    gathered: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 
 class Ranks:
@@ -177,13 +159,16 @@ class Ranks:
         self.size = dist.get_world_size() if is_distributed else 1
 
     @contextmanager
-    def all_or_none(self) -> Generator[Step]:
+    def all_or_none(self) -> Generator[Any]:
         """Run a step that fails on all ranks if it fails on one; a collective of all ranks at its end.
+
+        It yields an object: its `local` is what this rank sends at the end of the step, plain JSON values;
+        its `gathered` is what each rank sent, by rank, once the step is over.
 
         Raises:
             CheckpointError: Another rank failed; the text names the first one and its error.
         """
-        step = Step()
+        step = SimpleNamespace(local={}, gathered=[])
         try:
             yield step
         except BaseException as error:

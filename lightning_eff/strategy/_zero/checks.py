@@ -23,7 +23,7 @@ from lightning_eff.strategy._shared.checks import ZERO, conflict
 STAGES = (1, 2, 3)
 DEVICES = (None, "cpu", "nvme")
 
-_ALWAYS = (
+ALWAYS: tuple[Rule, ...] = (
     Rule(
         name="callbacks/torch_compile",
         reason="DeepSpeed's hooks on weights would be compiled too",
@@ -45,44 +45,20 @@ _ALWAYS = (
         remedies=("strategy=fsdp2", "strategy=ddp"),
     ),
 )
-_AVERAGES = Rule(
+AVERAGES = Rule(
     name="lightning/WeightAveraging",
     reason="it would average 16-bit weights, or the shards of stage 3",
     remedies=("strategy.stage=2 precision=fp32", "strategy=ddp"),
 )
-_ONE_DEVICE = Rule(
+ONE_DEVICE = Rule(
     name="run/one_device",
     reason="with one device nothing is sharded",
     remedies=("trainer.devices=2", "strategy=auto", "strategy.offload_optimizer=cpu"),
 )
 
 
-def excluded(*, needs_ranks: bool, has_own_weights: bool) -> tuple[Rule, ...]:
-    """Return the rules of a strategy.
-
-    Args:
-        needs_ranks: Whether nothing is offloaded, so that one device gains nothing.
-        has_own_weights: Whether the model's weights are full and in the trained dtype: they can be averaged.
-
-    Example:
-        >>> [rule.name for rule in excluded(needs_ranks=True, has_own_weights=True)][-1]
-        'run/one_device'
-    """
-    return (*_ALWAYS, *(() if has_own_weights else (_AVERAGES,)), *((_ONE_DEVICE,) if needs_ranks else ()))
-
-
 def check_values(stage: int, optimizer: str | None, parameters: str | None, nvme_path: str | None) -> None:
-    """Reject invalid values and combinations.
-
-    Args:
-        stage: Of ZeRO.
-        optimizer: `offload_optimizer`.
-        parameters: `offload_parameters`.
-        nvme_path: Folder for nvme.
-
-    Raises:
-        ConfigError: A value is not allowed.
-    """
+    """Raise a ConfigError for an invalid value or combination; offloads are `optimizer` and `parameters`."""
     if stage not in STAGES:
         allowed = "1 (optimizer state), 2 (and gradients) or 3 (and weights)"
         raise ConfigError(key="stage", value=stage, allowed=allowed)
@@ -91,15 +67,13 @@ def check_values(stage: int, optimizer: str | None, parameters: str | None, nvme
             raise ConfigError(key, device, allowed="cpu, nvme or None")
     if parameters is not None and stage != 3:
         allowed = f"None under stage {stage}, where each device keeps all weights"
-        raise ConfigError(
-            key="offload_parameters", value=parameters, allowed=allowed, remedies=["strategy.stage=3"]
-        )
+        remedies = ["strategy.stage=3"]
+        raise ConfigError(key="offload_parameters", value=parameters, allowed=allowed, remedies=remedies)
     uses_nvme = "nvme" in (optimizer, parameters)
     if uses_nvme and stage != 3:
         allowed = "cpu or None: nvme needs stage 3"
-        raise ConfigError(
-            key="offload_optimizer", value=optimizer, allowed=allowed, remedies=["strategy.stage=3"]
-        )
+        remedies = ["strategy.stage=3"]
+        raise ConfigError(key="offload_optimizer", value=optimizer, allowed=allowed, remedies=remedies)
     if uses_nvme is (nvme_path is None):
         allowed = "a folder on a local disk for nvme, else None"
         remedy = "strategy.nvme_path=/local_nvme" if uses_nvme else "~strategy.nvme_path"
@@ -110,14 +84,17 @@ def check_values(stage: int, optimizer: str | None, parameters: str | None, nvme
         raise ConfigError(key="nvme_path", value=nvme_path, allowed=allowed, remedies=remedies)
 
 
-def import_deepspeed() -> None:
+def import_deepspeed(device: str | None = None) -> None:
     """Import DeepSpeed, quietly.
 
     It logs to stdout, which is reserved for `--json`, and warns of a machine without a GPU unless
     DS_ACCELERATOR is set.
 
+    Args:
+        device: Type of the Trainer's device; None before it is known.
+
     Raises:
-        EnvironmentLacksError: It cannot be imported.
+        EnvironmentLacksError: It cannot be imported, or was imported for another kind of device.
     """
     is_cpu = not torch.cuda.is_available() and "DS_ACCELERATOR" not in os.environ
     try:
@@ -133,14 +110,8 @@ def import_deepspeed() -> None:
     finally:
         if is_cpu:
             del os.environ["DS_ACCELERATOR"]
-
-
-def check_accelerator(device: str) -> None:
-    """Reject a DeepSpeed that was imported for another kind of device than the Trainer's.
-
-    Raises:
-        EnvironmentLacksError: It was.
-    """
+    if device is None:
+        return
     from deepspeed.accelerator import get_accelerator
 
     accelerator: Any = get_accelerator()
@@ -190,19 +161,20 @@ def check_run(trainer: pl.Trainer) -> None:
     """
     module = trainer.lightning_module
     strategy: Any = trainer.strategy
-    checks.check_sizes(ZERO, module)
-    checks.check_formats(module)
-    if trainer.state.fn == TrainerFn.FITTING:
-        checks.check_trained(module)
-    if strategy.zero_stage_3:
-        checks.check_wrapped(module)
+    checks.check_parameters(ZERO, module)
+    if trainer.state.fn == TrainerFn.FITTING and not any(p.requires_grad for p in module.parameters()):
+        problem = f"{type(module).__name__} has no trainable parameter, so nothing to shard"
+        raise conflict(ZERO, problem, "strategy=auto", "requires_grad_(True) on the parameters to train")
+    compiled = next((name for name, child in module.named_modules() if hasattr(child, checks.WRAPPED)), None)
+    if strategy.zero_stage_3 and compiled is not None:
+        problem = f"{compiled} is compiled, so under stage 3 DeepSpeed's hooks on its weights would be too"
+        raise conflict(ZERO, problem, "strategy.stage=2", "strategy=fsdp2", "do not compile it")
     algorithm = trainer.gradient_clip_algorithm
     if algorithm is not None and str(algorithm.value) == "value" and trainer.gradient_clip_val:
         allowed = "norm: under ZeRO no rank has all values of a gradient"
         remedies = ["trainer.gradient_clip_algorithm=norm", "strategy=fsdp2"]
-        raise ConfigError(
-            key="trainer.gradient_clip_algorithm", value="value", allowed=allowed, remedies=remedies
-        )
+        key = "trainer.gradient_clip_algorithm"
+        raise ConfigError(key=key, value="value", allowed=allowed, remedies=remedies)
     hook = f"{type(module).__name__}."
     if is_overridden("configure_gradient_clipping", module):
         problem = f"{hook}configure_gradient_clipping would not be called"

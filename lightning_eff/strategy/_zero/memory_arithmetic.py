@@ -71,12 +71,8 @@ class Zero:
         self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int
     ) -> DeviceShare:
         """Return the bytes of one device; see `ShardingScheme`."""
-        count = self._stage_3 if self.stage == 3 else self._stage_1_or_2
-        return count(model, state, devices, micro_batches)
-
-    def _stage_1_or_2(
-        self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int
-    ) -> DeviceShare:
+        if self.stage == 3:
+            return self._stage_3(model, state, devices, micro_batches)
         total = sum(weight.numel for weight in model.trained)
         local, size = shard_numel(total, devices), self.itemsize
         # float32 weights and optimizer state of this rank's slice of all trained elements

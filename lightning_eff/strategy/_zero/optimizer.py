@@ -74,37 +74,31 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     generator = torch.Generator().manual_seed(0)
     values = [1e-5 * torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2)]
     slopes = [scale * torch.randn(ROWS, COLUMNS, generator=generator) for scale in (0.1, 10.0)]
-    noises = torch.randn(NUM_STEPS, ROWS, COLUMNS, generator=generator)
-    # Nearly equal in all steps, so that adaptive rates (Prodigy) grow.
-    gradients = [[slope + 0.1 * noise for slope in slopes] for noise in noises]
+    noises = torch.randn(NUM_STEPS, 1, ROWS, COLUMNS, generator=generator)
+    # (1 + NUM_STEPS) x 2 x ROWS x COLUMNS: the values of two matrices, then their gradients, nearly equal in
+    # all steps, so that adaptive rates (Prodigy) grow.
+    steps = torch.cat([torch.stack(values)[None], torch.stack(slopes) + 0.1 * noises])
+    flat = steps.flatten(1)
     for group in range(len(optimizer.param_groups)):
         try:
-            matrices, numbers = _moved(optimizer, group, values, gradients)
-            slices, gradient_slices = _slices(values), [_slices(step) for step in gradients]
-            ranks = [
-                _moved(optimizer, group, [slices[rank]], [[step[rank]] for step in gradient_slices])
-                for rank in range(2)
-            ]
+            expected, options = _movement(optimizer, group, [*steps.unbind(1)])
+            ranks = [_movement(optimizer, group, [part]) for part in (flat[:, :CUT], flat[:, CUT:])]
         except Exception:  # noqa: BLE001 - whatever fails on a vector fails under ZeRO
             return False
-        expected, actual = torch.cat(matrices), torch.cat([moved for rank, _ in ranks for moved in rank])
+        actual = torch.cat([movement for movement, _ in ranks])
         largest = float(expected.abs().max())  # 0 if it does not step on its groups' parameters
         is_close = largest > 0.0 and float((expected - actual).abs().max()) <= TOLERANCE * largest
-        if not is_close or any(rank_numbers != numbers for _, rank_numbers in ranks):
+        if not is_close or any(rank_options != options for _, rank_options in ranks):
             return False
     return True
 
 
-def _slices(values: list[Tensor]) -> list[Tensor]:
-    flat = torch.cat([value.reshape(-1) for value in values])
-    return [flat[:CUT].clone(), flat[CUT:].clone()]
+def _movement(optimizer: Optimizer, group: int, steps: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    """Step a copy of an optimizer; return how far its parameters moved, and the group's float options.
 
-
-def _moved(
-    optimizer: Optimizer, group: int, values: list[Tensor], gradients: list[list[Tensor]]
-) -> tuple[list[Tensor], dict[str, float]]:
-    """Step a copy of an optimizer on these values; return their movements and the group's float options."""
-    parameters = [torch.nn.Parameter(value.clone()) for value in values]
+    `steps` holds, for each parameter, its value and then its gradient at each step.
+    """
+    parameters = [torch.nn.Parameter(values[0].clone()) for values in steps]
     kind: Any = type(optimizer)
     twin = object.__new__(kind)
     vars(twin).update(vars(optimizer))  # copy.copy would drop what `__getstate__` leaves out
@@ -118,20 +112,17 @@ def _moved(
         rate = options.get("initial_lr", options["lr"])
         options["lr"] = rate if float(rate) else FALLBACK_LR
     twin.param_groups = [options | {"params": parameters}]
-    for step in gradients:
-        for parameter, gradient in zip(parameters, step, strict=True):
-            parameter.grad = gradient.clone()
+    for step in range(1, 1 + NUM_STEPS):
+        for parameter, values in zip(parameters, steps, strict=True):
+            parameter.grad = values[step].clone()
         kind.step(twin)  # of the class: a schedule has replaced the instance's
-    _check_state(twin)
-    moved = [(p.detach() - value).reshape(-1) for p, value in zip(parameters, values, strict=True)]
-    return moved, {key: value for key, value in twin.param_groups[0].items() if isinstance(value, float)}
-
-
-def _check_state(optimizer: Optimizer) -> None:
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if not isinstance(value, Tensor) or value.numel() <= 1:
-                continue
-            if type(value) is not Tensor or value.shape != parameter.shape or not value.is_floating_point():
-                text = f"{key} has {tuple(value.shape)} for {tuple(parameter.shape)}"
-                raise TypeError(text)
+    entries = [(p, key, value) for p, state in twin.state.items() for key, value in state.items()]
+    for parameter, key, value in entries:
+        if not isinstance(value, Tensor) or value.numel() <= 1:
+            continue
+        if type(value) is not Tensor or value.shape != parameter.shape or not value.is_floating_point():
+            text = f"{key} has {tuple(value.shape)} for {tuple(parameter.shape)}"
+            raise TypeError(text)
+    moved = [(p.detach() - values[0]).reshape(-1) for p, values in zip(parameters, steps, strict=True)]
+    floats = {key: value for key, value in twin.param_groups[0].items() if isinstance(value, float)}
+    return torch.cat(moved), floats

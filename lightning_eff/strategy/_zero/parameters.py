@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_eff.core.errors import ConflictWarning
 from lightning_eff.core.shards import is_sharded
@@ -30,9 +30,20 @@ class ParameterGuard:
 
     Args:
         module: As DeepSpeed has sharded it.
+
+    Warns:
+        ConflictWarning: The module overrides a hook that reads gradients, which DeepSpeed does not keep in
+            `.grad`.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: pl.LightningModule) -> None:
+        hook = next((name for name in HOOKS if is_overridden(name, module)), None)
+        if hook is not None:
+            text = (
+                f"{ZERO}: {type(module).__name__}.{hook} finds no gradients: under DeepSpeed every `.grad` "
+                "is None\n  try: strategy=fsdp2"
+            )
+            warnings.warn(text, ConflictWarning, stacklevel=2)
         self._parameters = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
         # torch 2.13 counts changes of a tensor in place in `_version`, except those of its `.data`.
         self._versions = [
@@ -63,23 +74,8 @@ class ParameterGuard:
                 raise conflict(ZERO, problem, "strategy=fsdp2", "strategy=ddp")
 
 
-def warn_of_hooks(module: pl.LightningModule) -> None:
-    """Warn of hooks that read gradients, which DeepSpeed does not keep in `.grad`.
-
-    Warns:
-        ConflictWarning: The module overrides one of them.
-    """
-    found = [name for name in HOOKS if is_overridden(name, module)]
-    if found:
-        text = (
-            f"{ZERO}: {type(module).__name__}.{found[0]} finds no gradients: under DeepSpeed every `.grad` "
-            "is None\n  try: strategy=fsdp2"
-        )
-        warnings.warn(text, ConflictWarning, stacklevel=2)
-
-
-class PreservedDtypes:
-    """Buffers and frozen parameters as they are before DeepSpeed's precision plugin casts the model.
+def preserved_tensors(module: nn.Module, precision: str) -> list[tuple[Any, str, Tensor]]:
+    """Return the tensors that DeepSpeed's precision plugin must not cast: their owner, attribute and value.
 
     The plugin calls `module.to(dtype)` also under 32-true, where a single device casts nothing, so float64
     would lose digits and complex numbers their imaginary part. Trained parameters must be of that dtype;
@@ -93,30 +89,20 @@ class PreservedDtypes:
     Example:
         >>> module = nn.Linear(1, 1)
         >>> module.register_buffer("phase", nn.Buffer(1j * module.weight.detach()))
-        >>> preserved = PreservedDtypes(module, "bf16-true")
-        >>> module.phase = module.phase.real
-        >>> preserved.restore()
-        >>> module.phase.dtype
-        torch.complex64
+        >>> [(name, value.dtype) for _, name, value in preserved_tensors(module, "bf16-true")]
+        [('phase', torch.complex64)]
     """
-
-    def __init__(self, module: nn.Module, precision: str) -> None:
-        keeps_all = precision == "32-true"
-        self._buffers = [
-            (owner, name, buffer)
-            for owner in module.modules()
-            for name, buffer in owner.named_buffers(recurse=False)
-            if keeps_all or buffer.is_complex()
-        ]
+    keeps_all = precision == "32-true"
+    preserved: list[tuple[Any, str, Tensor]] = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if keeps_all or buffer.is_complex()
+    ]
+    if keeps_all:
         frozen = [p for p in module.parameters() if not (p.requires_grad or is_sharded(p))]
-        self._frozen = [(parameter, parameter.data) for parameter in frozen if keeps_all]
-
-    def restore(self) -> None:
-        """Undo the cast of these tensors."""
-        for owner, name, buffer in self._buffers:
-            setattr(owner, name, buffer)
-        for parameter, data in self._frozen:
-            parameter.data = data
+        preserved += [(parameter, "data", parameter.data) for parameter in frozen]
+    return preserved
 
 
 @contextmanager

@@ -13,7 +13,7 @@ attributes (DeepSpeed 0.19.8).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,14 +30,17 @@ class PartitionedState:
 
     Args:
         engine: DeepSpeed's, with an optimizer or, for evaluation, without.
+        groups: Parameters of each group, before DeepSpeed replaced them by flat vectors.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, groups: Sequence[Sequence[Tensor]]) -> None:
         zero = engine.optimizer
         self._zero = zero if getattr(zero, "optimizer", None) is not None else None
+        self.groups = groups
+        self.options = self._zero.optimizer.param_groups if self._zero is not None else []
         self._is_stage_3 = hasattr(self._zero, "fp32_partitioned_groups_flat")
-        groups = [] if self._zero is None or self._is_stage_3 else self._zero.bit16_groups
-        self._group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
+        partitioned = [] if self._zero is None or self._is_stage_3 else self._zero.bit16_groups
+        self._group_of = {id(p): index for index, group in enumerate(partitioned) for p in group}
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """Return a tensor unsharded, from the float32 vectors if it is trained; a collective of all ranks."""
@@ -60,11 +63,12 @@ class PartitionedState:
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
         """Return the optimizer's state of a parameter, unsharded; a collective of all ranks."""
-        if not self._is_trained(parameter):
-            return {}
+        zero: Any = self._zero
         state: dict[str, Any] = {}
+        if not self._is_trained(parameter):
+            return state
         with self._partition(parameter) as flat:
-            for key, value in self._optimizer_state.get(flat, {}).items():
+            for key, value in zero.optimizer.state.get(flat, {}).items():
                 if isinstance(value, Tensor) and value.shape == flat.shape and key not in COUNTS:
                     state[key] = self._unflatten(parameter, value)
                 else:  # one count for all parameters of the vector; not shared when loaded
@@ -73,11 +77,12 @@ class PartitionedState:
 
     def load_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         """Set this rank's slice of the optimizer's state of a parameter."""
+        zero: Any = self._zero
         if not (state and self._is_trained(parameter)):
             return
         shape = full_shape(parameter)
         with self._partition(parameter) as flat:
-            own = self._optimizer_state.setdefault(flat, {})
+            own = zero.optimizer.state.setdefault(flat, {})
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == shape and key not in COUNTS:
                     if key not in own:
@@ -85,10 +90,6 @@ class PartitionedState:
                     self._flatten_into(parameter, own[key], value)
                 else:
                     own[key] = value.clone() if isinstance(value, Tensor) else value
-
-    @property
-    def _optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
-        return self._zero.optimizer.state if self._zero is not None else {}
 
     def _is_trained(self, tensor: Tensor) -> bool:
         if self._zero is None or not self._is_stage_3:
@@ -102,7 +103,8 @@ class PartitionedState:
         if not self._is_stage_3:
             yield zero.single_partition_of_fp32_groups[self._group_of[id(parameter)]]
             return
-        group, _, _ = self._position(parameter)
+        # `grad_position`: sub-group, and offset and length of this rank's slice in the sub-group's vector
+        group, _, _ = zero.grad_position[zero.get_param_id(parameter)]
         is_swapped = zero._swappable_optimizer_subgroup(group)  # noqa: SLF001 - offloaded to nvme
         if is_swapped:
             zero._optimizer_states_and_gradient_swap_in(group)  # noqa: SLF001
@@ -110,16 +112,11 @@ class PartitionedState:
         if is_swapped:
             zero._optimizer_states_and_gradient_swap_out(group)  # noqa: SLF001
 
-    def _position(self, parameter: Tensor) -> tuple[int, int, int]:
-        """Return sub-group, offset and length of this rank's slice of a parameter in stage 3."""
-        zero: Any = self._zero
-        group, offset, length = zero.grad_position[zero.get_param_id(parameter)]
-        return group, offset, length
-
     def _unflatten(self, parameter: Any, flat: Tensor) -> Tensor:
         """Return a full tensor from the ranks' vectors; a collective of all ranks."""
+        zero: Any = self._zero
         if self._is_stage_3:
-            _, offset, length = self._position(parameter)
+            _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
             own = flat.narrow(0, offset, length).to(parameter.device)
             slices = [torch.empty_like(own) for _ in range(dist.get_world_size())]
             dist.all_gather(slices, own)  # all ranks, `length` elements each; the end is padding
@@ -127,24 +124,24 @@ class PartitionedState:
         full = torch.zeros(parameter.numel(), dtype=flat.dtype, device=parameter.device)
         mapping = parameter._hp_mapping  # noqa: SLF001 - None where this rank has no element of the parameter
         if mapping is not None:
-            _at(full, mapping.lp_fragment_address).copy_(_at(flat, mapping.hp_fragment_address))
+            target, source = mapping.lp_fragment_address, mapping.hp_fragment_address
+            own = flat.narrow(0, source.start, source.numel)
+            full.narrow(0, target.start, target.numel).copy_(own)
         dist.all_reduce(full)  # all ranks; slices are disjoint, so the sum is their union
         return full.view(parameter.shape)
 
     def _flatten_into(self, parameter: Any, flat: Tensor, value: Tensor) -> None:
         """Copy this rank's slice of a full value into its vector; every rank has the value."""
+        zero: Any = self._zero
         value = value.reshape(-1)
         if self._is_stage_3:
-            _, offset, length = self._position(parameter)
+            _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
             start = dist.get_rank() * length
             own = value[start : start + length]  # shorter, or empty, on the last ranks
             flat.narrow(0, offset, len(own)).data.copy_(own)
             return
         mapping = parameter._hp_mapping  # noqa: SLF001
         if mapping is not None:
-            _at(flat, mapping.hp_fragment_address).data.copy_(_at(value, mapping.lp_fragment_address))
-
-
-def _at(flat: Tensor, address: Any) -> Tensor:
-    """Return a view of the elements at DeepSpeed's `fragment_address`."""
-    return flat.narrow(0, address.start, address.numel)
+            target, source = mapping.hp_fragment_address, mapping.lp_fragment_address
+            own = value.narrow(0, source.start, source.numel)
+            flat.narrow(0, target.start, target.numel).data.copy_(own)

@@ -122,23 +122,21 @@ def scheme(config: Mapping[str, Any], precision: str) -> Zero:
     from deepspeed.runtime.config import DtypeEnum
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    def device_of(offload: Any) -> str:
-        return "" if offload is None or offload.device == "none" else str(offload.device)
-
-    def itemsize_of(dtype: str | None) -> int:
-        return DtypeEnum(dtype).value.itemsize if dtype else itemsize
-
     options: Mapping[str, Any] = config["zero_optimization"]
     zero: Any = DeepSpeedZeroConfig(**options)
     itemsize = 4 if precision.startswith("32") else 2
+    dtypes = config.get("communication_data_type"), config.get("data_types", {}).get("grad_accum_dtype")
+    itemsizes = [DtypeEnum(dtype).value.itemsize if dtype else itemsize for dtype in dtypes]
+    offloads = zero.offload_optimizer, zero.offload_param
+    devices = [str(offload.device) if offload and offload.device != "none" else "" for offload in offloads]
     has_buckets = zero.contiguous_gradients or zero.offload_optimizer is not None
     return Zero(
         stage=int(zero.stage),
         itemsize=itemsize,
-        reduce_itemsize=itemsize_of(config.get("communication_data_type")),
-        accumulate_itemsize=itemsize_of(config.get("data_types", {}).get("grad_accum_dtype")),
-        optimizer_on=device_of(zero.offload_optimizer),
-        weights_on=device_of(zero.offload_param),
+        reduce_itemsize=itemsizes[0],
+        accumulate_itemsize=itemsizes[1],
+        optimizer_on=devices[0],
+        weights_on=devices[1],
         bucket=zero.reduce_bucket_size if has_buckets else 0,
         num_buckets=2 if zero.overlap_comm and zero.stage <= _OVERLAP_STAGE else 1,
         all_reduce=zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter,

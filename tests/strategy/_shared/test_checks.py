@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.strategy._fsdp2 import shard
 from lightning_eff.strategy._shared import checks
+from lightning_eff.strategy._zero.checks import check_run
 from tests.support.models import Deep
 
 
@@ -52,21 +55,27 @@ def hooked_after(deep: Any) -> None:
     deep.second.bias.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
+def fit_of(deep: Any) -> Any:
+    strategy = SimpleNamespace(zero_stage_3=True, precision_plugin=SimpleNamespace(precision="32-true"))
+    state = SimpleNamespace(fn=TrainerFn.FITTING)
+    return SimpleNamespace(
+        lightning_module=deep, strategy=strategy, state=state, gradient_clip_algorithm=None
+    )
+
+
 CHECKS: dict[str, Callable[[Any], object]] = {
-    "sizes": lambda deep: checks.check_sizes(checks.ZERO, deep),
+    "parameters": lambda deep: checks.check_parameters(checks.ZERO, deep),
     "groups": lambda deep: checks.check_groups(deep, list(deep.blocks)),
     "hooks": checks.check_hooks,
-    "formats": checks.check_formats,
-    "trained": checks.check_trained,
-    "wrapped": checks.check_wrapped,
+    "run": lambda deep: check_run(fit_of(deep)),
 }
 
 
 @pytest.mark.parametrize(
     ("change", "check", "message"),
     [
-        (scalar, "sizes", "deepspeed_zero: gain is a scalar"),
-        (empty, "sizes", r"deepspeed_zero: blocks\.1\.rest is 0 x 8; a parameter without elements"),
+        (scalar, "parameters", "deepspeed_zero: gain is a scalar"),
+        (empty, "parameters", r"deepspeed_zero: blocks\.1\.rest is 0 x 8; a parameter without elements"),
         (tied, "groups", r"blocks\.0\.linear\.weight and blocks\.2\.linear\.weight are one tied weight"),
         (tied_outside, "groups", r"blocks\.0\.linear\.weight and copy\.weight are one tied weight"),
         (
@@ -76,12 +85,12 @@ CHECKS: dict[str, Callable[[Any], object]] = {
         ),
         (hooked, "hooks", r"fsdp2: second\.bias has a hook on its gradient"),
         (hooked_after, "hooks", r"fsdp2: second\.bias has a hook on its gradient"),
-        (lambda deep: deep.first.double(), "formats", r"first\.weight is float64, but DeepSpeed"),
-        (lambda deep: deep.first.to(torch.complex64), "formats", r"first\.weight is complex64"),
-        (lambda deep: deep.requires_grad_(requires_grad=False), "trained", "Deep has no trainable parameter"),
+        (lambda deep: deep.first.double(), "parameters", r"first\.weight is float64, but DeepSpeed"),
+        (lambda deep: deep.first.to(torch.complex64), "parameters", r"first\.weight is complex64"),
+        (lambda deep: deep.requires_grad_(requires_grad=False), "run", "Deep has no trainable parameter"),
         (
             lambda deep: setattr(deep, "first", torch.compile(deep.first, backend="eager")),
-            "wrapped",
+            "run",
             r"first is compiled[\s\S]*try: DeepSpeedZero\(stage=2\)",
         ),
     ],

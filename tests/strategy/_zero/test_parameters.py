@@ -13,9 +13,8 @@ from torch import nn
 from lightning_eff.core.errors import ConflictError, ConflictWarning
 from lightning_eff.strategy._zero.parameters import (
     ParameterGuard,
-    PreservedDtypes,
     full_shapes,
-    warn_of_hooks,
+    preserved_tensors,
 )
 from tests.support.models import Net
 
@@ -57,10 +56,10 @@ def test_frozen_parameters_may_be_changed() -> None:
 def test_hooks_that_read_gradients_are_warned_of(name: str) -> None:
     net: Any = type("Watched", (Net,), {name: lambda self, *_: None})()
     with pytest.warns(ConflictWarning, match=rf"Watched\.{name} finds no gradients[\s\S]*try: FSDP2\(\)"):
-        warn_of_hooks(net)
+        ParameterGuard(net)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_hooks(Net())
+        ParameterGuard(Net())
 
 
 def odd() -> nn.Linear:
@@ -72,13 +71,18 @@ def odd() -> nn.Linear:
     return module
 
 
+def restore(preserved: Any) -> None:
+    for owner, name, tensor in preserved:
+        setattr(owner, name, tensor)
+
+
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 def test_under_32_true_all_dtypes_are_preserved() -> None:
     module, before = odd(), odd().state_dict()
-    preserved = PreservedDtypes(module, "32-true")
+    preserved = preserved_tensors(module, "32-true")
     module.to(torch.float32)
     assert not module.get_buffer("phase").is_complex()
-    preserved.restore()
+    restore(preserved)
     assert {key: value.dtype for key, value in module.state_dict().items()} == {
         key: value.dtype for key, value in before.items()
     }
@@ -90,9 +94,9 @@ def test_under_32_true_all_dtypes_are_preserved() -> None:
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 def test_under_16_bits_complex_buffers_are_preserved() -> None:
     module = odd()
-    preserved = PreservedDtypes(module, "bf16-true")
+    preserved = preserved_tensors(module, "bf16-true")
     module.to(torch.bfloat16)
-    preserved.restore()
+    restore(preserved)
     assert module.get_buffer("phase").is_complex()
     assert module.get_buffer("exact").dtype == module.weight.dtype == torch.bfloat16
 
