@@ -331,7 +331,10 @@ def test_adapters_alone_are_trained(command: Command) -> None:
     ("words", "reason"),
     [
         (("model._target_=my_nets.Reads",), "the model cannot be built on the meta device: "),
-        (("optimizer._target_=my_nets.NeverSteps",), "the optimizer cannot step on a sample: RuntimeError: not now"),
+        (
+            ("optimizer._target_=my_nets.NeverSteps",),
+            "the optimizer cannot step on a sample: RuntimeError: not now",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_told(
