@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from lightning_eff import __version__
 from lightning_eff.core import catalog
@@ -54,9 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         True
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with _Boundary(debug="--debug" in words) as boundary, keep_overrides():
-        boundary.exit_code = _dispatch(words)
-    return boundary.exit_code
+    try:
+        with keep_overrides():
+            return _dispatch(words)
+    except BaseException as error:  # noqa: BLE001 - also Ctrl-C and SystemExit end in an exit code
+        code = exit_code(error)
+        if code != EXIT_OK:
+            if "--debug" in words:
+                sys.stderr.write("".join(traceback.format_exception(error)))
+            sys.stderr.write("".join(f"{line}\n" for line in _error_lines(error)[:MAX_ERROR_LINES]))
+        return code
 
 
 def _dispatch(words: list[str]) -> int:
@@ -67,22 +73,20 @@ def _dispatch(words: list[str]) -> int:
             "lightning-eff VERB [RECIPE] [overrides]\n\n"
             f"{text_table(['verb', ''], verbs)}\n\n{text_table(['recipe', ''], recipes)}\n{HELP}"
         )
-    elif words[0] == "--version":
+        return EXIT_OK
+    if words[0] == "--version":
         sys.stdout.write(f"lightning-eff {__version__}\n")
-    elif words[0] == "--complete":
+        return EXIT_OK
+    if words[0] == "--complete":
         sys.stdout.write("".join(f"{word}\n" for word in complete(words[1:])))
-    elif words[0] == "--completion":
+        return EXIT_OK
+    if words[0] == "--completion":
         shell = words[1] if len(words) > 1 else ""
         if shell not in COMPLETION:
             text = f"--completion {shell}: no such shell; {suggest_name(shell, COMPLETION)}"
             raise UsageError(text)
         sys.stdout.write(COMPLETION[shell])
-    else:
-        return _run_verb(words)
-    return EXIT_OK
-
-
-def _run_verb(words: list[str]) -> int:
+        return EXIT_OK
     verbs = catalog.verbs()
     index = next((index for index, word in enumerate(words) if not word.startswith("-")), 0)
     verb, rest = words[index], words[:index] + words[index + 1 :]
@@ -120,33 +124,6 @@ def complete(words: Sequence[str]) -> list[str]:
         known = uses if start.startswith("+") else [use.lstrip("+") for use in uses]
         known += [f"{key}=" for key in catalog.parameter_keys()]
     return sorted({word for word in known if word.startswith(start)})
-
-
-class _Boundary:
-    """A context that prints what a verb raises: the root cause first, at most five lines.
-
-    Args:
-        debug: Print the full traceback too.
-    """
-
-    def __init__(self, *, debug: bool) -> None:
-        self.exit_code = EXIT_OK
-        self._debug = debug
-
-    def __enter__(self) -> _Boundary:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if error is None:
-            return False
-        self.exit_code = exit_code(error)
-        if self.exit_code != EXIT_OK:
-            if self._debug:
-                sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
-            sys.stderr.write("".join(f"{line}\n" for line in _error_lines(error)[:MAX_ERROR_LINES]))
-        return True
 
 
 def _error_lines(error: BaseException) -> list[str]:

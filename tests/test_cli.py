@@ -135,7 +135,7 @@ def test_running_out_of_memory_exits_4(tiny: list[str], command: Command) -> Non
     assert code == 4
     first, held = err[err.index("error: ") :].splitlines()[:2]
     assert first == "error: out of memory during the forward pass: tried to allocate 4096.0 TiB"
-    assert held.startswith("  held at least: optimizer state ")
+    assert held.startswith("  needs at least: optimizer state ")
     assert "Traceback" not in err
 
 
@@ -149,7 +149,7 @@ def test_going_on_from_the_last_checkpoint(tiny: list[str], command: Command) ->
     assert len(list(Path("outputs/lm").iterdir())) == 1, "the refused run left no folder"
     code, _, err = command("train", "lm", *tiny, "ckpt_path=last", "trainer.max_steps=5")
     assert code == 0, err
-    assert "finished after 3 optimizer steps" in err
+    assert "Finished 3 optimizer steps" in err
     assert len(list(Path("outputs/lm").glob("*/checkpoints/step-5.ckpt"))) == 1
 
 
@@ -251,7 +251,7 @@ def test_own_model_data_and_config_folder(tiny: list[str], command: Command) -> 
         "~monitors.text_sample", "trainer.max_steps=2", "trainer.val_check_interval=null",
     )  # fmt: skip
     assert code == 0, err
-    assert "finished after 2 optimizer steps" in err
+    assert "Finished 2 optimizer steps" in err
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -272,7 +272,7 @@ def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
         process.send_signal(number)
         rest = process.stderr.read()
     assert rest.count("Efficiency report") == 1, "every message is printed once"
-    assert "The run was stopped after" in rest
+    assert "Stopped after" in rest
     assert "ckpt_path=last resumes" in rest
     assert process.returncode == expected
     assert list(Path("outputs/lm").glob("*/checkpoints/step-*.ckpt"))

@@ -44,7 +44,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_model.py").write_text(MODEL)
     done = script("train", "baseline", *OWN, cwd=folder)
     assert done.stderr.startswith("model: my_model.Net has no context_length")
-    assert "finished after 2 optimizer steps" in done.stderr
+    assert "Finished 2 optimizer steps" in done.stderr
     return folder
 
 

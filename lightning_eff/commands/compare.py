@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -81,15 +82,31 @@ def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     work = _Work(options)
     values = compose_recipe(options.recipe, options.overrides, work.path).values
-    folder = _folder(options, Path(values["output_root"]))
+    # The folder is named by the settings: the same command finds its results again.
+    settings = [options.recipe, options.overrides, options.steps, [str(d) for d in options.config_dir]]
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
+    folder = (Path(values["output_root"]) / "compare" / f"{options.recipe}-{digest}").resolve()
+    if options.fresh:
+        shutil.rmtree(folder / "rounds", ignore_errors=True)
     comparison = TrialRounds(folder, work.run, lambda line: sys.stderr.write(f" {line}\n"))
     started = time.monotonic()
     try:
         _measure(options, values, work, comparison)
     finally:  # what was measured before an interruption is reported too
         shutil.rmtree(folder / "runs", ignore_errors=True)
-        _write(options, ["lightning-eff", "compare", *arguments], folder, comparison)
-    rows = comparison.table_rows()
+        rows = comparison.table_rows()
+        reports = [result.report for result in comparison.results.get(BASELINE, []) if result.report]
+        content = {
+            "recipe": options.recipe,
+            "command": shlex.join(["lightning-eff", "compare", *arguments]),
+            "steps": options.steps,
+            "rounds": options.rounds,
+            "environment": reports[0].get("environment", {}) if reports else {},
+            "rows": [asdict(row) for row in rows],
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESULT_FILE).write_text(json.dumps(json_safe(content), indent=1), encoding="utf-8")
+        (folder / PAGE_FILE).write_text(render_page(content, rows), encoding="utf-8")
     if options.json:
         sys.stdout.write((folder / RESULT_FILE).read_text(encoding="utf-8") + "\n")
     else:
@@ -108,19 +125,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only")
     parser.add_argument("--row", action="append", default=[])
     options = parser.parse_recipe(arguments)
-    for name, value, least in (
-        ("steps", options.steps, 6),
-        ("rounds", options.rounds, 1),
-        ("limit-s", options.limit_s, 1),
-    ):
+    limits = {"steps": (options.steps, 6), "rounds": (options.rounds, 1), "limit-s": (options.limit_s, 1)}
+    for name, (value, least) in limits.items():
         if value < least:
             parser.error(f"--{name} {value:g}: at least {least}")
     return options
 
 
-def _measure(
-    options: argparse.Namespace, values: dict[str, Any], work: _Work, comparison: TrialRounds
-) -> None:
+def _measure(options: argparse.Namespace, values: dict[str, Any], work: _Work, rounds: TrialRounds) -> None:
     """Run all rounds; the trials that helped alone are combined after the second one."""
     own = [user_trial(line, values) for line in options.row]
     trials = [*single_technique_trials(values, optimizers=options.optimizers), *own]
@@ -130,29 +142,31 @@ def _measure(
         if reason is None:
             runnable.append(trial)
         else:
-            comparison.add_refused(trial, reason)
+            rounds.add_refused(trial, reason)
     runnable.insert(1, PlannedTrial(AS_IT_IS, None))
     first_rounds = range(1, min(2, options.rounds) + 1)
     for number in first_rounds:
-        comparison.run_round(number, runnable)
-    helped = [(trial, row) for trial, row in comparison.measured() if _helps(trial, row)]
-    helped.sort(key=lambda pair: -result_table.gain(pair[1]))
-    combined = combine_trials([trial for trial, _ in helped], lambda trial: work.refusal(trial) is None)
+        rounds.run_round(number, runnable)
+    rows, helped = rounds.table_rows(), list[PlannedTrial]()
+    rows.sort(key=lambda row: (row.peak_ratio or 1.0) / (row.speed_ratio or 1.0))  # the most helpful first
+    for row in rows:
+        is_measured = row.status == result_table.MEASURED and not row.reason
+        is_same = row.loss is None or abs(row.loss_difference or 0.0) <= SAME_LOSS * abs(row.loss)
+        is_better = (row.speed_ratio or 1.0) > FASTER or (row.peak_ratio or 1.0) < SMALLER
+        if is_measured and is_same and is_better and row.technique not in (BASELINE, AS_IT_IS):
+            helped.append(rounds.trials[row.technique])
+    combined = combine_trials(helped, lambda trial: work.refusal(trial) is None)
     if combined is not None:
         runnable.append(combined)
         for number in first_rounds:
-            comparison.run_round(number, [combined])
+            rounds.run_round(number, [combined])
     for number in range(len(first_rounds) + 1, options.rounds + 1):
-        comparison.run_round(number, runnable)
-    work.predict(runnable, comparison)
+        rounds.run_round(number, runnable)
+    work.predict(runnable, rounds)
 
 
 def _selected(trials: Sequence[PlannedTrial], only: str | None, own: set[str]) -> list[PlannedTrial]:
-    """Return the trials that `--only` names, besides the baseline and the user's own.
-
-    Raises:
-        UsageError: A name matches no row.
-    """
+    """Return the trials that `--only` names, besides the baseline and the user's own."""
     if only is None:
         return list(trials)
     kept, names = {BASELINE, *own}, [trial.name for trial in trials]
@@ -165,24 +179,8 @@ def _selected(trials: Sequence[PlannedTrial], only: str | None, own: set[str]) -
     return [trial for trial in trials if trial.name in kept]
 
 
-def _helps(trial: PlannedTrial, row: result_table.ComparisonRow) -> bool:
-    """Return whether a technique alone is faster or smaller, at the same loss."""
-    if trial.name in (BASELINE, AS_IT_IS) or row.reason:
-        return False
-    is_same = row.loss is None or abs(row.loss_difference or 0.0) <= SAME_LOSS * abs(row.loss)
-    return is_same and ((row.speed_ratio or 1.0) > FASTER or (row.peak_ratio or 1.0) < SMALLER)
-
-
-def _key(line: str) -> str:
-    return line.partition("=")[0].lstrip("+~")
-
-
 class _Work:
-    """Checks, runs and predicts trials of one recipe; each trial is composed once in this process.
-
-    Args:
-        options: The command line.
-    """
+    """Checks, runs and predicts trials of one recipe; each trial is composed once in this process."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.path = RecipePath.of(options.config_dir)
@@ -202,11 +200,13 @@ class _Work:
         shared = [f"trainer.max_steps={self._options.steps}", f'trainer.max_time="{clock}"']
         shared += ["trainer.limit_val_batches=0", "logger=none"]
         own = [] if trial.callbacks is None else trial.overrides()
-        replaced = {_key(line) for line in (*own, *shared)}
-        user = [str(item.input_line) for item in parse_overrides(self._options.overrides)]
-        groups = set(OWN_GROUPS) if own else set[str]()
-        keys = [(line, _key(line)) for line in user]
-        user = [line for line, key in keys if key not in replaced and key.partition(".")[0] not in groups]
+        replaced = {line.partition("=")[0].lstrip("+~") for line in (*own, *shared)}
+        groups = OWN_GROUPS if own else ()
+        user = [
+            str(item.input_line)
+            for item in parse_overrides(self._options.overrides)
+            if item.key_or_group not in replaced and item.key_or_group.partition(".")[0] not in groups
+        ]
         return [*user, *own, *shared]
 
     def refusal(self, trial: PlannedTrial) -> str | None:
@@ -217,9 +217,8 @@ class _Work:
         try:
             with redirect_stdout(sys.stderr):
                 trainer = build_trainer(self._compose(trial))
-            rules.raise_rejected(
-                rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
-            )
+            findings = rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
+            rules.raise_rejected(findings)
         except PRE_RUN_ERRORS as error:
             return root_cause_line(error).removeprefix("error: ").splitlines()[0]
         return None
@@ -244,45 +243,13 @@ class _Work:
             if trainer.world_size == 1:
                 room = DeviceMemory.of("", trainer.strategy.root_device)
                 prediction = dry_run(resolve_precision(values, room), example_batch_of(values))
-                comparison.add_prediction(trial.name, MemoryForecast(prediction, room).num_bytes)
+                comparison.predicted_bytes[trial.name] = MemoryForecast(prediction, room).num_bytes
 
 
 def train(words: Sequence[str], folder: Path) -> int:
-    """Train in this process, with the standard output in `REPORT_FILE`.
-
-    Args:
-        words: Those after `lightning-eff train`.
-        folder: Of the file.
-    """
+    """Run `lightning-eff train` in this process, with the standard output in `REPORT_FILE` of `folder`."""
     from lightning_eff.commands.train import main
 
     path = folder / subprocess_trial.REPORT_FILE
     with path.open("w", encoding="utf-8") as report, redirect_stdout(report):
         return main(words)
-
-
-def _folder(options: argparse.Namespace, root: Path) -> Path:
-    """Return the folder of this comparison, named by its settings: the same command finds it again."""
-    settings = [options.recipe, options.overrides, options.steps, [str(d) for d in options.config_dir]]
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
-    folder = root / "compare" / f"{options.recipe}-{digest}"
-    if options.fresh:
-        shutil.rmtree(folder / "rounds", ignore_errors=True)
-    return folder.resolve()
-
-
-def _write(
-    options: argparse.Namespace, command: Sequence[str], folder: Path, comparison: TrialRounds
-) -> None:
-    rows = comparison.table_rows()
-    content = {
-        "recipe": options.recipe,
-        "command": shlex.join(command),
-        "steps": options.steps,
-        "rounds": options.rounds,
-        "environment": comparison.report_of(BASELINE).get("environment", {}),
-        "rows": [row.as_dict() for row in rows],
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESULT_FILE).write_text(json.dumps(json_safe(content), indent=1), encoding="utf-8")
-    (folder / PAGE_FILE).write_text(render_page(content, rows), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,7 +40,18 @@ options:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
-    options = _parse(arguments)
+    parser = VerbParser("export", "--merge")
+    parser.add_argument("--checkpoint", default="last")
+    parser.add_argument("--out")
+    parser.add_argument("--output-root", default="outputs")
+    options = parser.parse_word(arguments)
+    if not options.word:
+        parser.error("which run? a folder, or a recipe's name for its newest run")
+    named = {"--output-root": options.output_root, "RUN": options.word, "--checkpoint": options.checkpoint}
+    for key, value in named.items():
+        check_path(key, value)
+    from lightning_eff.config.folders import check_inside
+
     root = Path(options.output_root)
     run_dir = _find_run(options.word, root)
     path = _find_checkpoint(options.word, run_dir, options.checkpoint)
@@ -49,7 +59,10 @@ def main(arguments: Sequence[str]) -> int:
     is_adapted = "peft_adapter" in (values.get("callbacks") or {})
     kind = "adapter" if is_adapted and not options.merge else "model"
     out = Path(options.out) if options.out else run_dir / "export" / kind
-    _check_out(out, root)
+    check_inside("--out", str(out), root.resolve())
+    if os.path.lexists(out):
+        allowed = "a folder that does not exist yet: nothing is overwritten"
+        raise ConfigError(key="--out", value=str(out), allowed=allowed, remedies=[f"--out {out}-2"])
     notes = _export(values, path, out, merge=options.merge, is_adapted=is_adapted)
     files = {file.name: file.stat().st_size for file in sorted(out.iterdir())}
     if options.json:
@@ -60,23 +73,6 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(f"{kind} of {path}\n written to {out}: {listed}\n")
         sys.stdout.writelines(f" {note}\n" for note in notes)
     return EXIT_OK
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = VerbParser("export", "--merge")
-    parser.add_argument("--checkpoint", default="last")
-    parser.add_argument("--out")
-    parser.add_argument("--output-root", default="outputs")
-    options = parser.parse_word(arguments)
-    if not options.word:
-        parser.error("which run? a folder, or a recipe's name for its newest run")
-    for key, path in (
-        ("--output-root", options.output_root),
-        ("RUN", options.word),
-        ("--checkpoint", options.checkpoint),
-    ):
-        check_path(key, path)
-    return options
 
 
 def _find_run(run: str, root: Path) -> Path:
@@ -154,30 +150,28 @@ def _read_values(run_dir: Path) -> dict[str, Any]:
     return values
 
 
-def _check_out(out: Path, root: Path) -> None:
-    from lightning_eff.config.folders import check_inside
-
-    check_inside("--out", str(out), root.resolve())
-    if os.path.lexists(out):
-        allowed = "a folder that does not exist yet: nothing is overwritten"
-        raise ConfigError(key="--out", value=str(out), allowed=allowed, remedies=[f"--out {out}-2"])
-
-
 def _export(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, is_adapted: bool) -> list[str]:
     """Build the run's model, load its checkpoint and write the files at once; return remarks."""
     from lightning_eff import run
     from lightning_eff.adapters import export as adapter_export
     from lightning_eff.checkpoint.atomic_write import atomic_folder
+    from lightning_eff.core.model_surgery import CastsFrozen
 
-    model = run.model_again(values)
+    model: Any = run.model_again(values)
     notes = _load(model, path, is_adapted=is_adapted)
     try:
         with atomic_folder(out) as folder:
             if is_adapted and not merge:
                 adapter_export.save_adapter(model, folder)
                 return notes
-            if is_adapted:
-                notes += _merge(model)
+            if is_adapted and isinstance(model.trainer.precision_plugin, CastsFrozen):
+                model.float()  # a 16-bit base would round away what the adapter adds
+                notes.append("all weights are in float32: the run's 16-bit base with the adapter added")
+            untied = adapter_export.merge_adapters(model) if is_adapted else []
+            if untied:
+                config = "set tie_word_embeddings=false for GPT; a Hugging Face config has it already"
+                names = " and ".join(untied)
+                notes.append(f"untied: {names} were one weight, and differ after merging; {config}")
             adapter_export.save_full_model(model, folder)
     except OSError as error:
         text = f"{out} was not written: {error.strerror or error}; partial files are removed"
@@ -203,9 +197,8 @@ def _load(model: Any, path: Path, *, is_adapted: bool) -> list[str]:
         return []
     count = len(fingerprint.others)
     tensors = f"{count} tensor{'s' * (count != 1)}"
-    return [
-        f"quantized on this device, {tensors} of the base differ in some bits; all other frozen tensors match"
-    ]
+    differ = f"quantized on this device, {tensors} of the base differ in some bits"
+    return [f"{differ}; all other frozen tensors match"]
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:
@@ -217,19 +210,3 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
         reason, *remedies = str(error).split("\n  try: ")
         allowed = f"a checkpoint of tensors and plain values ({reason})"
         raise ConfigError(key="--checkpoint", value=str(path), allowed=allowed, remedies=remedies) from error
-
-
-def _merge(model: Any) -> list[str]:
-    """Merge the adapter into the base; return remarks on what that changed."""
-    from lightning_eff.adapters import export as adapter_export
-    from lightning_eff.core.model_surgery import CastsFrozen
-
-    notes: list[str] = []
-    if isinstance(model.trainer.precision_plugin, CastsFrozen):
-        model.float()  # a 16-bit base would round away what the adapter adds
-        notes.append("all weights are in float32: the run's 16-bit base with the adapter added")
-    untied = adapter_export.merge_adapters(model)
-    if untied:
-        config = "set tie_word_embeddings=false for GPT; a Hugging Face config has it already"
-        notes.append(f"untied: {' and '.join(untied)} were one weight, and differ after merging; {config}")
-    return notes

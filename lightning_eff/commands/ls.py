@@ -32,7 +32,20 @@ def main(arguments: Sequence[str]) -> int:
     exact = [entry for entry in entries if entry.name == word]
     short = [entry for entry in entries if entry.name.rpartition("/")[2] == word]
     named = exact[0] if exact else short[0] if len(short) == 1 else None
-    explanation = _explain(named, options.explain) if options.explain is not None else ""
+    explanation = ""
+    if options.explain is not None:
+        if named is None or not catalog.has_explanation(named):
+            names = [option.name for option in catalog.options() if catalog.has_explanation(option)]
+            text = (
+                f"ls --explain {options.explain}: expected one of {', '.join(names)}\n"
+                f"  try: lightning-eff ls {names[-1]} --explain {options.explain}"
+            )
+            raise UsageError(text)
+        from lightning_eff.report.tile_explanation import known_device
+
+        # Only this imports a technique's module, which takes seconds.
+        module = importlib.import_module(f"lightning_eff.{named.name.replace('/', '.')}")
+        explanation = module.explain(known_device("--explain ", options.explain))
     if named is not None:
         _show_card(named, explanation, as_json=options.json)
         return EXIT_OK
@@ -48,21 +61,6 @@ def main(arguments: Sequence[str]) -> int:
         rows = [[entry.name, entry.kind, entry.summary] for entry in found]
         sys.stdout.write(text_table(["name", "kind", "summary"], rows) + "\n")
     return EXIT_OK
-
-
-def _explain(entry: catalog.Entry | None, device: str) -> str:
-    """Return the explanation of a technique's module; only this imports anything heavy."""
-    if entry is None or not catalog.has_explanation(entry):
-        names = [option.name for option in catalog.options() if catalog.has_explanation(option)]
-        text = (
-            f"ls --explain {device}: expected one of {', '.join(names)}\n"
-            f"  try: lightning-eff ls {names[-1]} --explain {device}"
-        )
-        raise UsageError(text)
-    from lightning_eff.report.tile_explanation import known_device
-
-    module = importlib.import_module(f"lightning_eff.{entry.name.replace('/', '.')}")
-    return module.explain(known_device("--explain ", device))
 
 
 def _show_card(entry: catalog.Entry, explanation: str, *, as_json: bool) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -74,16 +73,8 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class _Predictions:
-    """Everything that is predicted of a recipe.
-
-    Args:
-        expected: The peak of a step.
-        layers: Which kernel computes which linear layers.
-        division: Memory per device, by number of devices.
-        advice: What would save memory; None without `--advice`.
-        devices: Number of devices of the run.
-    """
+class _Forecast:
+    """Everything that is predicted of a recipe: peak, kernels, shards, and what would save memory."""
 
     expected: MemoryForecast
     layers: LinearLayers
@@ -114,7 +105,18 @@ class _Predictions:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
-    options, device = _parse(arguments)
+    # `device=NAME` looks like an override, and is none.
+    devices = [word.partition("=")[2] for word in arguments if word.startswith("device=")]
+    parser = VerbParser("plan", "--advice")
+    options = parser.parse_recipe([word for word in arguments if not word.startswith("device=")])
+    if len(devices) > 1:
+        text = f"plan: expected one device, not {len(devices)}: {', '.join(devices)}"
+        raise UsageError(text)
+    device = ""
+    if devices:
+        from lightning_eff.report.tile_explanation import known_device
+
+        device = known_device("device=", devices[0])
     path = RecipePath.of(options.config_dir)
     composed = compose_recipe(options.recipe, options.overrides, path)
     from lightning_eff.core.rules import raise_rejected
@@ -125,9 +127,7 @@ def main(arguments: Sequence[str]) -> int:
 
     with redirect_stdout(sys.stderr):  # DeepSpeed prints to the standard output, which may be JSON
         trainer = build_trainer(composed.values)
-    rows, findings = _judge(
-        trainer, lambda group, name: _set_by(composed.chain, options.overrides, group, name)
-    )
+    rows, findings = _judge(trainer, composed.chain, options.overrides)
     if not options.json:
         sys.stdout.write(f"{_format_rows(rows)}\n\n")
         sys.stdout.flush()
@@ -144,24 +144,7 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, str]:
-    """Return the command line and the device of `device=NAME`, which is not an override."""
-    devices = [word.partition("=")[2] for word in arguments if word.startswith("device=")]
-    parser = VerbParser("plan", "--advice")
-    options = parser.parse_recipe([word for word in arguments if not word.startswith("device=")])
-    if len(devices) > 1:
-        text = f"plan: expected one device, not {len(devices)}: {', '.join(devices)}"
-        raise UsageError(text)
-    if not devices:
-        return options, ""
-    from lightning_eff.report.tile_explanation import known_device
-
-    return options, known_device("device=", devices[0])
-
-
-def _predict(
-    values: dict[str, Any], trainer: pl.Trainer, device: str, compose: Compose | None
-) -> _Predictions:
+def _predict(values: dict[str, Any], trainer: pl.Trainer, device: str, compose: Compose | None) -> _Forecast:
     """Predict memory, kernels and, with `compose`, the savings of further techniques."""
     from lightning_eff.planner.advice import Advice, advise
     from lightning_eff.planner.advised_recipe import AdvisedRecipe
@@ -174,15 +157,13 @@ def _predict(
     expected = MemoryForecast(dry_run(resolve_precision(values, room)), room, unsharded=bool(division.shares))
     if division.shares and expected.peak is not None:
         division = replace(division, passing_bytes=expected.peak.passing_bytes)
-    else:
-        division = replace(division, passing_bytes=None)
     advice = None
     if compose is not None:
         sys.stderr.write(" simulating techniques, for about a minute at most\n")
         with redirect_stdout(sys.stderr):
             recipe = AdvisedRecipe.of(compose, room)
             advice = Advice(reason="the data gives no batch") if recipe is None else advise(recipe)
-    return _Predictions(expected, _layers(values, trainer, device), division, advice, trainer.world_size)
+    return _Forecast(expected, _layers(values, trainer, device), division, advice, trainer.world_size)
 
 
 def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearLayers:
@@ -192,29 +173,26 @@ def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearL
     from lightning_eff.planner import linear_layers
     from lightning_eff.run import model_without_memory
 
-    takers = [
-        each for each in trainer_components(trainer) if isinstance(each, linear_layers.ReplacesLinearLayers)
-    ]
+    takers = [c for c in trainer_components(trainer) if isinstance(c, linear_layers.ReplacesLinearLayers)]
     if not takers:
         return linear_layers.LinearLayers()
     try:
         model = model_without_memory(values)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything, and the plan goes on
         reason = root_cause_line(error).removeprefix("error: ").splitlines()[0]
-        return linear_layers.LinearLayers(
-            f"linear layers: the model cannot be built without memory: {reason}"
-        )
+        text = f"linear layers: the model cannot be built without memory: {reason}"
+        return linear_layers.LinearLayers(text)
     where = linear_layers.LayerTarget.of(device, trainer.strategy.root_device, str(trainer.precision))
-    name = name_of(takers[0])
+    name, rows = name_of(takers[0]), linear_layers.InputRows.of(values)
     try:
-        return linear_layers.describe_layers(
-            takers[0], name, model, where, linear_layers.InputRows.of(values)
-        )
+        return linear_layers.describe_layers(takers[0], name, model, where, rows)
     except ConfigError as error:
         raise error.under(name.replace("/", ".")) from error
 
 
-def _judge(trainer: pl.Trainer, set_by: Callable[[str, str], str]) -> tuple[list[PlanRow], list[Any]]:
+def _judge(
+    trainer: pl.Trainer, chain: RecipeChain, overrides: Sequence[str]
+) -> tuple[list[PlanRow], list[Any]]:
     """Apply the rules to a Trainer's techniques; return a row for each technique, and the findings."""
     from lightning_eff.core import rules
     from lightning_eff.core.technique import Technique, config_of, constructor_defaults, name_of
@@ -228,7 +206,8 @@ def _judge(trainer: pl.Trainer, set_by: Callable[[str, str], str]) -> tuple[list
             group, _, option = GROUP_OF.get(name, name).partition("/")
             by_default = constructor_defaults(technique)
             arguments = {k: v for k, v in config_of(technique).items() if v != by_default.get(k)}
-            rows[name] = PlanRow(name, arguments, "on", set_by(group, option))
+            set_by = _set_by(chain, overrides, group, option)
+            rows[name] = PlanRow(name, arguments, "on", set_by)
     for finding in findings:
         row = rows.setdefault(finding.technique, PlanRow(finding.technique, {}, "on", ""))
         verdict = finding.rule.verdict.value
@@ -257,10 +236,8 @@ def _set_by(chain: RecipeChain, overrides: Sequence[str], group: str, name: str)
     """Return the recipe or override that chooses a group's option, and the overrides that change it."""
     is_many = group in MULTI_CHOICE_GROUPS
     listing = [(recipe, listed_options(defaults, group)) for recipe, defaults in chain.recipes]
-    recipe = next(
-        (each for each, options in listing if options and (not is_many or name in options)), listing[0][0]
-    )
-    setters = [f"recipe {recipe}"]
+    listed_in = [recipe for recipe, options in listing if options and (not is_many or name in options)]
+    setters = [f"recipe {[*listed_in, listing[0][0]][0]}"]
     for item in parse_overrides(overrides):
         path, _, rest = str(item.key_or_group).partition(".")
         if path != group:

@@ -8,16 +8,14 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from omegaconf import DictConfig
 
 from lightning_eff.commands._shared import VerbParser, print_json
-from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app
+from lightning_eff.config.composition import RecipeApp, compose_recipe, recipe_app
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath
 from lightning_eff.config.resolution import resolve_config
@@ -34,7 +32,7 @@ from lightning_eff.core.errors import (
 )
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.launch.job import Launch, check_sweep, check_tasks, num_ranks, shared_run_dir
-from lightning_eff.launch.watch import end_with_parent, train_in_subprocess
+from lightning_eff.launch.watch import STOPPED, end_with_parent, train_in_subprocess
 
 USAGE = """lightning-eff train RECIPE [overrides] [options]
 
@@ -57,46 +55,54 @@ options:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
-    options = _parse(arguments)
-    launch = Launch.of()
-    end_with_parent(torchrun=launch.by == "torchrun")
-    _configure_logging(launch)
-    from lightning_eff.launch.supervisor import TorchrunErrorFile
-
-    with TorchrunErrorFile(launch):
-        if options.multirun:
-            check_sweep(launch, options.recipe, options.overrides, as_json=options.json)
-        path = RecipePath.of(options.config_dir)
-        with (
-            _command_line([sys.argv[0], "train", *arguments]),
-            recipe_app(options.recipe, options.overrides, path) as app,
-        ):
-            return _train(app, options)
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = VerbParser("train", "--resolve")
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--package", "-p")
     topics = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
     parser.add_argument("--info", "-i", nargs="?", const="all", choices=topics)
-    return parser.parse_recipe(arguments)
+    options = parser.parse_recipe(arguments)
+    launch = Launch.of()
+    end_with_parent(torchrun=launch.by == "torchrun")
+    _configure_logging(launch)
+    from lightning_eff.launch.supervisor import write_torchrun_error
+
+    command_line = sys.argv[:]
+    sys.argv[:] = [sys.argv[0], "train", *arguments]  # with which Lightning starts the other ranks
+    try:
+        return _train(options, launch)
+    except BaseException as error:
+        is_failure = exit_code(error) not in (EXIT_OK, *STOPPED)
+        if is_failure and write_torchrun_error(launch, error) and launch.rank:
+            error.__dict__["is_reported"] = True
+        raise
+    finally:
+        sys.argv[:] = command_line
 
 
-def _train(app: RecipeApp, options: argparse.Namespace) -> int:
-    job = _Job(app.recipe, app.path, app.chain)
+def _train(options: argparse.Namespace, launch: Launch) -> int:
     if options.multirun:
-        app.check_sweep()
-        app.sweep(job)
-    elif options.cfg or options.info:
-        app.check()
-        app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
-        return EXIT_OK
-    else:
-        run_dir = job.prepare(app, options.overrides)
-        app.run(job, run_dir, save_config=not Launch.of().rank)
-    return job.finish(as_json=options.json)
+        check_sweep(launch, options.recipe, options.overrides, as_json=options.json)
+    path = RecipePath.of(options.config_dir)
+    with recipe_app(options.recipe, options.overrides, path) as app:
+        job = _Job(app.recipe, app.path, app.chain)
+        if options.multirun:
+            app.check_sweep()
+            app.sweep(job)
+        elif options.cfg or options.info:
+            app.check()
+            app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
+            return EXIT_OK
+        else:
+            run_dir = job.prepare(app, options.overrides)
+            app.run(job, run_dir, save_config=not launch.rank)
+    if options.json and not launch.rank:
+        print_json(job.reports[0] if len(job.reports) == 1 else {"rows": job.reports})
+    for failure in job.failures[1:]:
+        sys.stderr.write(f"{root_cause_line(failure)}\n")
+    if job.failures:
+        raise job.failures[0]
+    return EXIT_OK
 
 
 def _configure_logging(launch: Launch) -> None:
@@ -119,11 +125,6 @@ class _Job:
     """Called by Hydra for each run; keeps reports and failures, so that one failure does not end a sweep.
 
     A launcher plugin may pickle it and call it in another process.
-
-    Args:
-        recipe: Its name.
-        path: Where recipes are searched.
-        chain: The recipe and the recipes that it builds on.
     """
 
     def __init__(self, recipe: str, path: RecipePath, chain: RecipeChain) -> None:
@@ -163,11 +164,7 @@ class _Job:
 
     @keep_overrides()
     def __call__(self, cfg: DictConfig) -> None:
-        """Run one job in the folder that Hydra created for it.
-
-        Args:
-            cfg: As Hydra composed it, without its own section.
-        """
+        """Run one job, composed by Hydra and without its section, in the folder that Hydra created for it."""
         from hydra.core.hydra_config import HydraConfig
 
         hydra = HydraConfig.get()
@@ -176,8 +173,14 @@ class _Job:
             _configure_logging(Launch.of())
         folder = Path(hydra.runtime.output_dir)
         overrides = list(hydra.overrides.task)
-        with _KeepFailure(self.failures, folder, lambda error: self._explain(error, overrides)):
+        try:
             self.reports.append(self._run(cfg, overrides, folder))
+        except BaseException as error:  # noqa: BLE001 - Hydra would print its own frames around Ctrl-C too
+            if exit_code(error) != EXIT_OK and not error.__dict__.get("is_reported"):
+                path = folder / "error.log"
+                path.write_text("".join(traceback.format_exception(error)))
+                error.__dict__["error_log"] = str(path)
+            self.failures.append(self._explain(error, overrides))
         if self.failures and is_remote:
             raise self.failures[0]  # the launcher sends it to the process that started the sweep
 
@@ -207,68 +210,8 @@ class _Job:
         from lightning_eff.planner.out_of_memory import explain_out_of_memory
 
         sys.stderr.write(" out of memory: searching an override that fits, for a minute or two\n")
-
-        def compose(words: Sequence[str]) -> dict[str, Any]:
-            composed: Composed = compose_recipe(self.recipe, [*overrides, *words], self.path)
-            return composed.values
-
-        return explain_out_of_memory(error, compose, self._memory)
-
-    def finish(self, *, as_json: bool) -> int:
-        """Print the reports; raise the only failure, or the first after printing the others."""
-        if as_json and not Launch.of().rank:
-            print_json(self.reports[0] if len(self.reports) == 1 else {"rows": self.reports})
-        if not self.failures:
-            return EXIT_OK
-        for failure in self.failures[1:]:
-            sys.stderr.write(f"{root_cause_line(failure)}\n")
-        raise self.failures[0]
-
-
-class _KeepFailure:
-    """Keep a job's exception for later, and write its traceback to `error.log`.
-
-    Why not `except`: KeyboardInterrupt and SystemExit must not pass through Hydra either, which prints its
-    own frames around them.
-
-    Args:
-        failures: The list that it is appended to.
-        folder: Of the log.
-        explain: Returns the error to keep, after the log is written.
-    """
-
-    def __init__(
-        self,
-        failures: list[BaseException],
-        folder: Path,
-        explain: Callable[[BaseException], BaseException],
-    ) -> None:
-        self._failures = failures
-        self._folder = folder
-        self._explain = explain
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if error is None:
-            return False
-        if exit_code(error) != EXIT_OK and not error.__dict__.get("is_reported"):
-            path = self._folder / "error.log"
-            path.write_text("".join(traceback.format_exception(kind, error, trace)))
-            error.__dict__["error_log"] = str(path)
-        self._failures.append(self._explain(error))
-        return True
-
-
-@contextmanager
-def _command_line(words: list[str]) -> Generator[None]:
-    """Set `sys.argv`, with which Lightning starts the other ranks."""
-    before = sys.argv[:]
-    sys.argv[:] = words
-    try:
-        yield
-    finally:
-        sys.argv[:] = before
+        return explain_out_of_memory(
+            error,
+            lambda words: compose_recipe(self.recipe, [*overrides, *words], self.path).values,
+            self._memory,
+        )

@@ -48,11 +48,7 @@ and global batch. Speed is that of the fastest round; in brackets, how much slow
 
 
 def render_page(comparison: Mapping[str, Any], rows: Sequence[ComparisonRow]) -> str:
-    """Return the page.
-
-    Args:
-        comparison: Content of `compare.json`.
-        rows: The table's.
+    """Return the page for the content of `compare.json` and the rows of its table.
 
     Example:
         >>> content = {"recipe": "lm", "command": "c", "steps": 6, "rounds": 1, "environment": {}}
@@ -62,11 +58,17 @@ def render_page(comparison: Mapping[str, Any], rows: Sequence[ComparisonRow]) ->
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     on_cpu = "cuda" not in str(comparison["environment"].get("device", "")).lower()
     memory = "Peak memory is live bytes, counted storage by storage. " if on_cpu else ""
+    charts: list[dict[str, Any]] = []
+    for title, key in (("Speed", "speed_ratio"), ("Peak memory", "peak_ratio")):
+        values = [(row.technique, getattr(row, key)) for row in rows if getattr(row, key)]
+        longest = max((value for _, value in values), default=1.0)
+        bars = [(name, value, round(100 * value / longest, 1)) for name, value in values]
+        charts.append({"title": title, "rows": bars})
     return environment.from_string(_TEMPLATE).render(
         {key: comparison[key] for key in ("recipe", "command", "steps", "rounds", "environment")},
         style=STYLE,
         summary=summary_sentence(rows),
-        charts=[_bars("Speed", rows, "speed_ratio"), _bars("Peak memory", rows, "peak_ratio")],
+        charts=charts,
         header=HEADER,
         table=[cells(row) for row in rows],
         memory=f"{memory}In brackets: predicted.",
@@ -96,10 +98,3 @@ def summary_sentence(rows: Sequence[ComparisonRow]) -> str:
         least = f"Least memory: {name}, {ratio:.2f} of the baseline."
         sentences.append(least if ratio < 1.0 else "Nothing here takes less memory than the baseline.")
     return " ".join(sentences) or "Nothing was measured besides the baseline."
-
-
-def _bars(title: str, rows: Sequence[ComparisonRow], key: str) -> dict[str, Any]:
-    values = [(row.technique, getattr(row, key)) for row in rows if getattr(row, key)]
-    longest = max((value for _, value in values), default=1.0)
-    bars = [(name, value, round(100 * value / longest, 1)) for name, value in values]
-    return {"title": title, "rows": bars}

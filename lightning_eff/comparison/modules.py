@@ -9,13 +9,14 @@ import json
 import pickle  # to distinguish values: nothing is unpickled here
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from lightning_eff.comparison import subprocess_trial
 from lightning_eff.comparison.result_table import ComparisonRow, TrialResult
-from lightning_eff.comparison.rounds import RunTrial, TrialRounds
+from lightning_eff.comparison.rounds import TrialRounds
 from lightning_eff.comparison.trial_plan import BASELINE, PlannedTrial
 from lightning_eff.core.errors import EXIT_OK, ConfigError
 
@@ -38,8 +39,7 @@ def compare(
 ) -> list[ComparisonRow]:
     """Train a module for a few steps under each set of Trainer keywords; return one row of figures for each.
 
-    Every trial runs in a process of its own, once per round, so a script has to call this below
-    `if __name__ == "__main__":`, as with any spawned process.
+    Every trial runs in a process of its own, once per round: call this below `if __name__ == "__main__":`.
 
     Args:
         build: Returns a LightningModule, and its DataLoader or LightningDataModule. A function of a module or
@@ -56,7 +56,7 @@ def compare(
         ConfigError: `max_steps` or `rounds` is too small, or `build` cannot be called in another process.
 
     Example:
-        >>> compare(list, {}, max_steps=2)  # in a script: compare(build, {"bf16": {"plugins": [AutoPrecision()]}})
+        >>> compare(list, {}, max_steps=2)  # compare(build, {"bf16": {"precision": "bf16-mixed"}})
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: max_steps=2: expected at least 6
     """
@@ -71,19 +71,12 @@ def compare(
         work = functools.partial(_fit, build, {"max_steps": max_steps, **keywords[trial.name]}, seed)
         return subprocess_trial.run(work, folder=files, limit_s=limit_s)
 
-    if folder is not None:
-        return _run_rounds(run, planned, rounds, Path(folder))
-    with tempfile.TemporaryDirectory(prefix="compare-") as temporary:
-        return _run_rounds(run, planned, rounds, Path(temporary))
-
-
-def _run_rounds(
-    run: RunTrial, planned: Sequence[PlannedTrial], rounds: int, folder: Path
-) -> list[ComparisonRow]:
-    comparison = TrialRounds(folder, run, lambda line: sys.stderr.write(f" {line}\n"))
-    for number in range(1, rounds + 1):
-        comparison.run_round(number, planned)
-    return comparison.table_rows()
+    temporary = tempfile.TemporaryDirectory(prefix="compare-") if folder is None else nullcontext(folder)
+    with temporary as results:
+        comparison = TrialRounds(Path(results), run, lambda line: sys.stderr.write(f" {line}\n"))
+        for number in range(1, rounds + 1):
+            comparison.run_round(number, planned)
+        return comparison.table_rows()
 
 
 def _fingerprint(build: Callable[..., Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_eff.core.text import human_bytes, text_table
@@ -71,28 +71,27 @@ class ComparisonRow:
     first_batch_s: float | None = None
     num_rounds: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        return asdict(self)
-
 
 def summarize_rounds(name: str, overrides: Sequence[str], results: Sequence[TrialResult]) -> ComparisonRow:
-    """Return the row of a trial.
-
-    Args:
-        name: The trial's.
-        overrides: Those that turn the recipe into it.
-        results: One for each round that it took part in.
-    """
+    """Return the row of a trial from its overrides and its results, one for each round."""
     measured = [result for result in results if result.status == MEASURED]
     if not measured:
         last = results[-1] if results else TrialResult(NOT_RUN, "interrupted before its turn")
         return ComparisonRow(name, last.status, last.reason, list(overrides))
     failed = [result.reason for result in results if result.status == FAILED]
+    # Callbacks and strategies without effect; `durable` has none, because a trial saves nothing.
+    idle = [
+        entry["technique"].rpartition("/")[2]
+        for entry in measured[0].report.get("ledger", ())
+        if entry["status"] == "no effect" and entry["technique"].startswith(("callbacks/", "strategy/"))
+    ]
+    remark = ""
     if failed:
         remark = f"{len(failed)} of {len(results)} rounds failed: {failed[0]}"
-    else:
-        remark = _no_effect(name, measured[0].report)
+    elif len(idle) == 1 and (name == idle[0] or name.startswith("optimizer=")):
+        remark = "no effect"
+    elif idle:
+        remark = f"no effect: {', '.join(idle)}"
     figures = [result.report["measured"] for result in measured]
     rates = [each["samples_per_s"] for each in figures if each.get("samples_per_s")]
     losses = [(int(step), float(loss)) for step, loss in measured[0].report.get("losses", ())]
@@ -109,17 +108,6 @@ def summarize_rounds(name: str, overrides: Sequence[str], results: Sequence[Tria
         first_batch_s=max((e["first_batch_s"] for e in figures if e.get("first_batch_s")), default=None),
         num_rounds=len(measured),
     )
-
-
-def _no_effect(name: str, report: Mapping[str, Any]) -> str:
-    """Name the callbacks and strategies without effect; `durable` has none, as a trial saves nothing."""
-    idle = [
-        entry["technique"].rpartition("/")[2]
-        for entry in report.get("ledger", ())
-        if entry["status"] == "no effect" and entry["technique"].startswith(("callbacks/", "strategy/"))
-    ]
-    is_the_trial = len(idle) == 1 and (name == idle[0] or name.startswith("optimizer="))
-    return "no effect" if is_the_trial else f"no effect: {', '.join(idle)}" if idle else ""
 
 
 def compare_to_baseline(rows: Sequence[ComparisonRow], baseline: ComparisonRow) -> None:
@@ -142,16 +130,6 @@ def _last_quarter(values: Sequence[float]) -> float | None:
     return sum(last) / len(last) if last else None
 
 
-def gain(row: ComparisonRow) -> float:
-    """Return how much a row helps: its speed ratio divided by its memory ratio; 1 if neither changes.
-
-    Example:
-        >>> gain(ComparisonRow("x", MEASURED, speed_ratio=2.0, peak_ratio=0.5))
-        4.0
-    """
-    return (row.speed_ratio or 1.0) / (row.peak_ratio or 1.0)
-
-
 def format_rows(rows: Sequence[ComparisonRow]) -> str:
     """Return the table for a terminal."""
     return text_table(HEADER, [cells(row) for row in rows])
@@ -171,9 +149,8 @@ def format_noise(rows: Sequence[ComparisonRow]) -> list[str]:
     ]
     if spreads:
         median = f"{statistics.median(spreads):.0%}"
-        return [
-            f" Rounds of a trial differ by {median} here (median): smaller differences in speed are noise."
-        ]
+        differ = f" Rounds of a trial differ by {median} here (median)"
+        return [f"{differ}: smaller differences in speed are noise."]
     if any(row.samples_per_s for row in rows):
         return [" Only one round: noise is unknown. Use --rounds 3 before you trust a difference."]
     return []
@@ -189,20 +166,11 @@ def cells(row: ComparisonRow) -> tuple[str, ...]:
         peak = human_bytes(row.peak_bytes)
     elif row.predicted_peak_bytes is not None:
         peak = f"({human_bytes(row.predicted_peak_bytes)})"
-    difference = row.loss_difference
+    ratios = ["-" if ratio is None else f"{ratio:.2f}" for ratio in (row.speed_ratio, row.peak_ratio)]
+    difference = "-"
+    if row.loss_difference is not None:
+        difference = f"{row.loss_difference:+.2g}" if row.loss_difference else "0 (exact)"
     status = f"{row.status}: {row.reason}" if row.reason else row.status
     if row.status == MEASURED and (row.first_batch_s or 0.0) > SLOW_FIRST_BATCH_S:
         status += f"{';' if row.reason else ','} first batch {row.first_batch_s:.0f} s"
-    return (
-        row.technique,
-        rate,
-        _two_digits(row.speed_ratio),
-        peak,
-        _two_digits(row.peak_ratio),
-        "-" if difference is None else "0 (exact)" if difference == 0.0 else f"{difference:+.2g}",
-        status,
-    )
-
-
-def _two_digits(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}"
+    return (row.technique, rate, ratios[0], peak, ratios[1], difference, status)

@@ -42,21 +42,17 @@ class TrialRounds:
     """
 
     def __init__(self, folder: Path, run: RunTrial, log: Callable[[str], object]) -> None:
-        self.folder = folder
+        self.results: dict[str, list[TrialResult]] = {}
+        self.trials: dict[str, PlannedTrial] = {}
+        self.predicted_bytes: dict[str, int | None] = {}
+        self._folder = folder
         self._run = run
         self._log = log
-        self._results: dict[str, list[TrialResult]] = {}
-        self._trials: dict[str, PlannedTrial] = {}
-        self._predicted: dict[str, int | None] = {}
-
-    def add_prediction(self, name: str, num_bytes: int | None) -> None:
-        """Set the predicted peak of a trial."""
-        self._predicted[name] = num_bytes
 
     def add_refused(self, trial: PlannedTrial, reason: str) -> None:
         """Add a row for a trial that cannot run."""
-        self._trials[trial.name] = trial
-        self._results[trial.name] = [TrialResult(NOT_RUN, reason)]
+        self.trials[trial.name] = trial
+        self.results[trial.name] = [TrialResult(NOT_RUN, reason)]
 
     def run_round(self, number: int, trials: Iterable[PlannedTrial]) -> None:
         """Run each trial once, except those that failed or were very slow in an earlier round.
@@ -67,64 +63,47 @@ class TrialRounds:
         """
         order = list(trials)
         for trial in order:
-            self._trials.setdefault(trial.name, trial)
+            self.trials.setdefault(trial.name, trial)
         for trial in reversed(order) if number % 2 == 0 else order:
-            before = self._results.setdefault(trial.name, [])
-            if all(result.status == MEASURED and not self._is_slow(result) for result in before):
+            before, baseline = self.results.setdefault(trial.name, []), self.results.get(BASELINE)
+            usual = (_samples_per_s(baseline[0]) if baseline else None) or 0.0
+            is_slow = any((_samples_per_s(result) or usual) < SLOW * usual for result in before)
+            if not is_slow and all(result.status == MEASURED for result in before):
                 before.append(self._run_once(trial, number))
-
-    def _is_slow(self, result: TrialResult) -> bool:
-        """Return whether one round is enough to know the trial's speed."""
-        baseline = next(iter(self._results.get(BASELINE, [])), result)
-        rate, usual = (each.report.get("measured", {}).get("samples_per_s") for each in (result, baseline))
-        return bool(rate and usual and rate < SLOW * usual)
 
     def _run_once(self, trial: PlannedTrial, number: int) -> TrialResult:
         name = re.sub(r"\W+", "-", trial.name).strip("-")[:NAME_LENGTH]
-        path = self.folder / "rounds" / f"{number}-{name}.json"
-        before = _read_result(path, trial)
-        if before is not None:
-            self._log(f"round {number}, {trial.name}: measured before")
-            return before
-        result = self._run(trial, self.folder / "runs" / f"{number}-{name}")
+        path = self._folder / "rounds" / f"{number}-{name}.json"
+        try:
+            content: Any = json.loads(path.read_text(encoding="utf-8"))
+            if content["status"] == MEASURED and content.pop("overrides") == trial.overrides():
+                before = TrialResult(**content)
+                self._log(f"round {number}, {trial.name}: measured before")
+                return before
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # no complete result of this trial: measured below
+        result = self._run(trial, self._folder / "runs" / f"{number}-{name}")
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(".new")  # replaced below: no reader finds half a file
         new.write_text(json.dumps({"overrides": trial.overrides(), **asdict(result)}), encoding="utf-8")
         new.replace(path)
-        rate = result.report.get("measured", {}).get("samples_per_s")
+        rate = _samples_per_s(result)
         outcome = f"{rate:.1f} samples/s" if rate else f"{result.status}: {result.reason}"
         self._log(f"round {number}, {trial.name}: {outcome}")
         return result
 
     def table_rows(self) -> list[ComparisonRow]:
         """Return the table so far: measured rows first, then failed, then not run; ratios to the baseline."""
-        rows = [
-            summarize_rounds(name, trial.overrides(), self._results.get(name, []))
-            for name, trial in self._trials.items()
-        ]
-        for row in rows:
-            row.predicted_peak_bytes = self._predicted.get(row.technique)
+        rows: list[ComparisonRow] = []
+        for name, trial in self.trials.items():
+            rows.append(summarize_rounds(name, trial.overrides(), self.results.get(name, [])))
+            rows[-1].predicted_peak_bytes = self.predicted_bytes.get(name)
         baseline = next((row for row in rows if row.technique == BASELINE), None)
         if baseline is not None:
             compare_to_baseline(rows, baseline)
         order = {MEASURED: 0, FAILED: 1, NOT_RUN: 2}
         return sorted(rows, key=lambda row: order.get(row.status, 0))
 
-    def measured(self) -> list[tuple[PlannedTrial, ComparisonRow]]:
-        """Return the measured trials with their rows."""
-        return [(self._trials[row.technique], row) for row in self.table_rows() if row.status == MEASURED]
 
-    def report_of(self, name: str) -> dict[str, Any]:
-        """Return the first efficiency report of a trial, empty if it has none."""
-        return next((dict(result.report) for result in self._results.get(name, []) if result.report), {})
-
-
-def _read_result(path: Path, trial: PlannedTrial) -> TrialResult | None:
-    """Return the measured result in a file; None without one, or if the trial had other overrides."""
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-        if content["status"] != MEASURED or content.pop("overrides") != trial.overrides():
-            return None
-        return TrialResult(**content)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _samples_per_s(result: TrialResult) -> float | None:
+    return result.report.get("measured", {}).get("samples_per_s")

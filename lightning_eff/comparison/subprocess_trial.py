@@ -9,7 +9,6 @@ imports for itself, because CUDA does not survive a fork.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import multiprocessing
 import os
@@ -17,8 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +54,31 @@ def run(work: Callable[[Path], int], *, folder: Path, limit_s: float) -> TrialRe
     folder.mkdir(parents=True, exist_ok=True)
     for name in (REPORT_FILE, LOG_FILE):
         (folder / name).write_bytes(b"")
-    process: Any = _context().Process(target=_child, args=(work, folder, os.getpid()))
-    with _stderr_to(folder / LOG_FILE):
+    import torch
+
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else method)
+    context.set_forkserver_preload(PRELOADED)  # no effect on a spawned process
+    process = context.Process(target=_child, args=(work, folder, os.getpid()))
+    # Into the log as well: the imports of the server that the process is forked from print warnings.
+    sys.stderr.flush()
+    stderr, log = os.dup(2), os.open(folder / LOG_FILE, os.O_WRONLY | os.O_APPEND)
+    try:
+        os.dup2(log, 2)
         process.start()
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(log)
     try:
         process.join(limit_s)
         is_late = process.is_alive()
     finally:
-        _kill(process)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the whole session is gone
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.is_alive():
+            process.kill()  # it had not created its session yet
+        process.join()
     if is_late:
         return TrialResult(FAILED, f"no end after {limit_s:g} s; it was killed")
     printed = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace")
@@ -71,22 +86,22 @@ def run(work: Callable[[Path], int], *, folder: Path, limit_s: float) -> TrialRe
     return result_of(process.exitcode or 0, report, printed)
 
 
-@functools.cache
-def _context() -> Any:
-    """Return how processes are started on this machine."""
-    import torch
-
-    if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
-
 def _child(work: Callable[[Path], int], folder: Path, owner: int) -> None:
     """Run `work` with all output in a file, in a session of its own, so that all of it can be killed."""
+
+    def end_with_owner() -> None:
+        """Kill this session when the comparing process is gone, for example because it was killed itself."""
+        while True:
+            time.sleep(POLL_S)
+            try:
+                os.kill(owner, 0)  # sends nothing: checks that the process exists
+            except ProcessLookupError:
+                os.killpg(0, signal.SIGKILL)
+            except PermissionError:  # it exists, and belongs to another user
+                pass
+
     os.setsid()
-    threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
+    threading.Thread(target=end_with_owner, daemon=True).start()
     os.environ[PARENT] = str(os.getppid())
     log = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_TRUNC)
     for stream in (1, 2):
@@ -101,43 +116,6 @@ def _child(work: Callable[[Path], int], folder: Path, owner: int) -> None:
     os._exit(code)  # the usual cleanup at exit takes seconds
 
 
-def _end_with(owner: int) -> None:
-    """Kill this session when the comparing process is gone, for example because it was killed itself."""
-    while True:
-        time.sleep(POLL_S)
-        try:
-            os.kill(owner, 0)  # sends nothing: checks that the process exists
-        except ProcessLookupError:
-            os.killpg(0, signal.SIGKILL)
-        except PermissionError:  # it exists, and belongs to another user
-            pass
-
-
-@contextlib.contextmanager
-def _stderr_to(path: Path) -> Generator[None]:
-    """Redirect the standard error of what is started inside: the server's imports print warnings."""
-    sys.stderr.flush()
-    before = os.dup(2)
-    log = os.open(path, os.O_WRONLY | os.O_APPEND)
-    try:
-        os.dup2(log, 2)
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
-        os.close(log)
-
-
-def _kill(process: BaseProcess) -> None:
-    """Kill what is left of a process and of everything it started."""
-    if process.pid is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the whole session is gone
-            os.killpg(process.pid, signal.SIGKILL)
-    if process.is_alive():
-        process.kill()  # it had not created its session yet
-    process.join()
-
-
 def result_of(code: int, report: str, printed: str) -> TrialResult:
     """Return the result of a process that ended.
 
@@ -146,29 +124,26 @@ def result_of(code: int, report: str, printed: str) -> TrialResult:
         report: Content of `REPORT_FILE`.
         printed: Content of `LOG_FILE`; its last error is the reason.
     """
-    if code == EXIT_OK:
-        return _successful(report)
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    reason = (errors or lines or [""])[-1].removeprefix("error: ")[:REASON_LENGTH] or f"exit code {code}"
-    if code == EXIT_OUT_OF_MEMORY:
-        return TrialResult(FAILED, f"out of memory: {reason}")
-    if code == -signal.SIGKILL:
-        return TrialResult(FAILED, "killed from outside, as by a system that runs out of memory")
-    if code < 0:
-        return TrialResult(FAILED, f"killed by signal {-code}: {reason}")
-    is_refused = code in (EXIT_REFUSED, EXIT_ENVIRONMENT, EXIT_CONFIG)
-    return TrialResult(NOT_RUN if is_refused else FAILED, reason)
-
-
-def _successful(text: str) -> TrialResult:
+    if code != EXIT_OK:
+        lines = [line.strip() for line in printed.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("error: ")]
+        reason = (errors or lines or [""])[-1].removeprefix("error: ")[:REASON_LENGTH] or f"exit code {code}"
+        if code == EXIT_OUT_OF_MEMORY:
+            reason = f"out of memory: {reason}"
+        elif code == -signal.SIGKILL:
+            reason = "killed from outside, as by a system that runs out of memory"
+        elif code < 0:
+            reason = f"killed by signal {-code}: {reason}"
+        is_refused = code in (EXIT_REFUSED, EXIT_ENVIRONMENT, EXIT_CONFIG)
+        return TrialResult(NOT_RUN if is_refused else FAILED, reason)
     try:
-        report: Any = json.loads(text)
+        found: Any = json.loads(report)
     except json.JSONDecodeError:
-        report = None
-    if not isinstance(report, dict):
+        found = None
+    if not isinstance(found, dict):
         return TrialResult(FAILED, "ended without a report of its speed: no monitors/efficiency_report")
-    if report.get("measured", {}).get("num_batches"):
-        return TrialResult(MEASURED, report=report)
-    steps = report.get("num_steps", 0)
+    content: dict[str, Any] = found
+    if content.get("measured", {}).get("num_batches"):
+        return TrialResult(MEASURED, report=content)
+    steps = content.get("num_steps", 0)
     return TrialResult(FAILED, f"too slow to be timed: {steps} step{'s' * (steps != 1)} within its time")

@@ -84,11 +84,6 @@ class StepSize:
         """Return the override for the whole step as one batch."""
         return () if self.on_device is None else (f"data.{BATCH_KEY}={self.on_device}",)
 
-    def quarter(self) -> int:
-        """Return a quarter of the batch, or a third, or a half, whichever divides it first."""
-        size = self.on_device or 1
-        return size // next((divisor for divisor in (4, 3, 2) if size % divisor == 0), 1)
-
     def settings_for(self, option: str) -> tuple[str, ...]:
         """Return settings with which a technique has an effect within a few steps of this batch."""
         if option == "in_backward":
@@ -97,11 +92,13 @@ class StepSize:
             return ("callbacks.empty_cache.every_n_steps=4",)
         if self.on_device is None:
             return ()
+        # A quarter of the batch, or a third, or a half, whichever divides it first.
+        smaller = self.on_device // next((n for n in (4, 3, 2) if self.on_device % n == 0), 1)
         if option == "gradient_accumulation":
             step = f"callbacks.gradient_accumulation.global_batch_size={self.num_samples}"
-            return (step, f"data.{BATCH_KEY}={self.quarter()}")
+            return (step, f"data.{BATCH_KEY}={smaller}")
         if option == "micro_batch":
-            return (f"callbacks.micro_batch.micro_batch_size={self.quarter()}",)
+            return (f"callbacks.micro_batch.micro_batch_size={smaller}",)
         return ()
 
 
@@ -177,26 +174,22 @@ def combine_trials(
     """
     best: PlannedTrial | None = None
     for trial in helped:
-        candidate = trial if best is None else _join(best, trial)
-        if candidate is not None and (best is None or is_allowed(candidate)):
+        if best is None:
+            best = trial
+            continue
+        choices, has_conflict = dict(best.choices), False
+        for group, option in trial.choices:
+            current = choices.setdefault(group, option)
+            if current == BARE.get(group):
+                choices[group] = option
+            elif option not in (current, BARE.get(group)):
+                has_conflict = True  # the better trial has another option of this group
+        callbacks = (*(best.callbacks or ()), *(trial.callbacks or ()))
+        settings = merge_settings(best.settings, trial.settings)
+        candidate = PlannedTrial(COMBINED, callbacks, tuple(choices.items()), settings)
+        if not has_conflict and is_allowed(candidate):
             best = candidate
     return None if best in helped else best
-
-
-def _join(first: PlannedTrial, second: PlannedTrial) -> PlannedTrial | None:
-    """Return both in one trial; None if they choose different options of one group."""
-    choices = dict(first.choices)
-    for group, option in second.choices:
-        if option == BARE.get(group):
-            choices.setdefault(group, option)
-        elif choices.get(group, option) not in (option, BARE.get(group)):
-            return None
-        else:
-            choices[group] = option
-    callbacks = (*(first.callbacks or ()), *(second.callbacks or ()))
-    return PlannedTrial(
-        COMBINED, callbacks, tuple(choices.items()), merge_settings(first.settings, second.settings)
-    )
 
 
 def merge_settings(settings: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:

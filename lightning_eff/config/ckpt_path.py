@@ -59,11 +59,8 @@ def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
 def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str, Any]:
     """Return a config with the adapter's base as a file, where it named a folder of runs.
 
-    The newest run in that folder changes with the next run. A resumed run keeps the base of the run before.
-
-    Args:
-        values: A checked config.
-        ckpt_path: Checkpoint that the run resumes from.
+    The newest run in that folder changes with the next run. A run that resumes from `ckpt_path` keeps the
+    base of the run before.
 
     Raises:
         ConfigError: The base is not a path.
@@ -100,12 +97,7 @@ def check_base(values: Mapping[str, Any]) -> None:
     if base is None or not Path(base).expanduser().exists():
         return
     path = Path(base).expanduser()
-    if path.suffix == ".safetensors":
-        try:
-            check_regular(path)
-        except (CheckpointError, OSError) as error:
-            raise _damaged(BASE, base, error) from error
-    elif not path.is_dir() or sharded.is_sharded_checkpoint(path):
+    if path.suffix == ".safetensors" or not path.is_dir() or sharded.is_sharded_checkpoint(path):
         _read_without_tensors(path, BASE, base)
 
 
@@ -116,20 +108,19 @@ def _base_in(values: Any) -> str | None:
     return values if isinstance(values, str) else None
 
 
-def _damaged(key: str, value: str, error: Exception) -> ConfigError:
-    reason = str(error).splitlines()[0].partition(". ")[0]
-    return ConfigError(key, value, allowed=f"a checkpoint of tensors and plain values ({reason})")
-
-
 def _read_without_tensors(path: Path, key: str, value: str) -> Any:
     """Return a checkpoint's content, its digest verified, with tensors on the meta device."""
     try:
+        if key == BASE and path.suffix == ".safetensors":
+            return check_regular(path)  # PEFT reads it
         if path.is_dir():
             return sharded.verified_index(path).checkpoint
         verify_path(path)
         return load_plain(path, map_location="meta", mmap=True)
     except (CheckpointError, OSError) as error:
-        raise _damaged(key, value, error) from error
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        allowed = f"a checkpoint of tensors and plain values ({reason})"
+        raise ConfigError(key, value, allowed=allowed) from error
 
 
 def check_something_left(path: Path, trainer: pl.Trainer) -> None:
@@ -152,24 +143,19 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
             "  try: +callbacks=peft_adapter, with the options of that run"
         )
         raise CheckpointError(text)
-    step, limit = _count(saved, "global_step"), trainer.max_steps
+    counts = {key: count for key, count in saved.items() if isinstance(count, int)}
+    step, limit = counts.get("global_step", 0), trainer.max_steps
     if 0 <= limit <= step:
         allowed = f"more than the {step} steps that {path} has already trained"
         remedies = [f"trainer.max_steps={2 * step}"]
         raise ConfigError(key="trainer.max_steps", value=limit, allowed=allowed, remedies=remedies)
-    epochs, max_epochs = _count(saved, "epoch") + 1, trainer.max_epochs
+    epochs, max_epochs = counts.get("epoch", 0) + 1, trainer.max_epochs
     progress = nested_dict(saved, "loops", "fit_loop", "epoch_loop.batch_progress")
     is_mid_epoch = not progress.get("is_last_batch", True)
     if limit == -1 and max_epochs is not None and 0 <= max_epochs <= epochs and not is_mid_epoch:
         allowed = f"more than the {epochs} epochs that {path} has already trained"
         remedies = [f"trainer.max_epochs={2 * epochs}"]
         raise ConfigError(key="trainer.max_epochs", value=max_epochs, allowed=allowed, remedies=remedies)
-
-
-def _count(saved: Mapping[str, Any], key: str) -> int:
-    """Return a count in a checkpoint; 0 where an unverified file holds something else."""
-    value = saved.get(key)
-    return value if isinstance(value, int) else 0
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -36,7 +36,7 @@ from lightning_eff.config.hydra_section import check_hydra
 from lightning_eff.config.overrides import allow_new_keys, parse_overrides, sweep
 from lightning_eff.config.recipes import FOLDER, RecipeChain, RecipePath, read_chain
 from lightning_eff.config.resolution import resolve_config
-from lightning_eff.core.catalog import CONF, RECIPES
+from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, RECIPES
 from lightning_eff.core.errors import ConfigError, UsageError, check_path
 from lightning_eff.core.remedies import keep_overrides
 
@@ -114,10 +114,7 @@ def compose_recipe(recipe: str, overrides: Sequence[str], path: RecipePath | Non
 def recipe_app(recipe: str, overrides: Sequence[str], path: RecipePath | None = None) -> Generator[RecipeApp]:
     """Start Hydra for one recipe, also inside a job of another Hydra app.
 
-    Args:
-        recipe: As for `compose_recipe`.
-        overrides: As for `compose_recipe`; a sweep's are allowed.
-        path: Folders of the user's own.
+    The arguments are those of `compose_recipe`; the overrides may be a sweep's.
     """
     path = path or RecipePath()
     parsed = parse_overrides([*overrides, *path.overrides(recipe)])
@@ -140,12 +137,6 @@ class RecipeApp:
     """Hydra for one recipe: `check` composes a config, `run` and `sweep` run the config that was checked.
 
     A sweep composes its own config once, because its launcher and folders are in it, and each job's once.
-
-    Args:
-        recipe: Its name.
-        path: Where it is searched.
-        parsed: The overrides.
-        chain: The recipe's files, read before Hydra composes them.
     """
 
     def __init__(self, recipe: str, path: RecipePath, parsed: Sequence[Override], chain: RecipeChain) -> None:
@@ -154,7 +145,8 @@ class RecipeApp:
         self.chain = chain
         self._parsed = parsed
         chosen = {item.key_or_group for item in parsed} | {g for g in LOGGING_GROUPS if chain.options(g)}
-        self._lines = allow_new_keys(parsed, listed=chain.listed_groups())
+        listed = [group for group in MULTI_CHOICE_GROUPS if chain.options(group) is not None]
+        self._lines = allow_new_keys(parsed, listed=listed)
         self._lines += [f"{group}=none" for group in LOGGING_GROUPS if group not in chosen]
         self._hydra: Any = GlobalHydra.instance().hydra
         self._loader = _SharedLoader(self._hydra.config_loader)
@@ -162,11 +154,7 @@ class RecipeApp:
 
     @keep_overrides()
     def check(self, run_dir: Path | None = None) -> Composed:
-        """Compose the run and check it; a second call checks the same composition.
-
-        Args:
-            run_dir: Replaces the composed folder: the one that all ranks of a run share.
-        """
+        """Compose the run and check it; a second call checks it with another `run_dir`."""
         return self._check(self.config(), self._parsed, run_dir)
 
     def config(self) -> DictConfig:
@@ -185,13 +173,7 @@ class RecipeApp:
             self._check(self._compose([*hydra_overrides, *job]), parse_overrides(job))
 
     def run(self, job: Callable[[DictConfig], None], run_dir: Path, *, save_config: bool) -> None:
-        """Let Hydra run the checked config.
-
-        Args:
-            job: Is called in the run's folder.
-            run_dir: That folder.
-            save_config: Write `.hydra/` there.
-        """
+        """Let Hydra run the checked config in `run_dir`, and write `.hydra/` there with `save_config`."""
         OmegaConf.update(self.config(), "hydra.run.dir", str(run_dir))  # `${now:}` would be a later time
         if not save_config:
             OmegaConf.update(self.config(), "hydra.output_subdir", None)
@@ -216,23 +198,22 @@ class RecipeApp:
         except COMPOSITION_ERRORS as error:
             raise UsageError(hydra_errors.composition_error(error)) from error
 
-    def _check(
-        self, composed: DictConfig, overrides: Sequence[Override], run_dir: Path | None = None
-    ) -> Composed:
-        cfg = copy.deepcopy(composed)  # `composed` stays as Hydra made it, to be run
+    def _check(self, cfg: DictConfig, overrides: Sequence[Override], run_dir: Path | None = None) -> Composed:
+        cfg = copy.deepcopy(cfg)  # Hydra runs the original
         try:
             check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
             folders: Any = OmegaConf.to_container(cfg.hydra.run, resolve=False)
             if run_dir is not None:
                 OmegaConf.update(cfg, "hydra.run.dir", str(run_dir))
-            found = _check_run_dir(cfg)
+            _check_run_dir(cfg)
+            folder = Path(str(cfg.hydra.run.dir)).resolve()
             with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
-                cfg.hydra.runtime.output_dir = str(found)  # which `${run_dir}` refers to
+                cfg.hydra.runtime.output_dir = str(folder)  # which `${run_dir}` refers to
             HydraConfig.instance().set_config(cfg)
             values = resolve_config(cfg, overrides, self.chain)
         except OmegaConfBaseException as error:
             raise UsageError(hydra_errors.resolution_error(error)) from error
-        return Composed(values, found, folders["dir"] == RUN_DIR, self.chain)
+        return Composed(values, folder, folders["dir"] == RUN_DIR, self.chain)
 
 
 class _SharedLoader:
@@ -240,9 +221,6 @@ class _SharedLoader:
 
     Hydra 1.3's `run`, `multirun`, `show_cfg` and `load_sweep_config` all call that method, the last one twice
     for each job of a sweep: to validate its overrides, and to launch it.
-
-    Args:
-        loader: Its method is replaced on the instance.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -269,8 +247,8 @@ class _SharedLoader:
         return copy.deepcopy(cfg)  # Hydra changes the config that it runs, and a sweep may repeat a job
 
 
-def _check_run_dir(cfg: DictConfig) -> Path:
-    """Return the run's folder; it and a sweep's folder must lie under `output_root`."""
+def _check_run_dir(cfg: DictConfig) -> None:
+    """Reject a run's and a sweep's folder outside of `output_root`."""
     root = cfg.get("output_root")
     if not str(root or "").strip():
         allowed = "a folder; a recipe that builds on baseline has one"
@@ -283,4 +261,3 @@ def _check_run_dir(cfg: DictConfig) -> Path:
         folders["hydra.output_subdir"] = Path(cfg.hydra.run.dir) / str(cfg.hydra.output_subdir)
     for key, value in folders.items():
         check_inside(key, str(value), Path(str(root)).resolve())
-    return Path(str(cfg.hydra.run.dir)).resolve()

@@ -27,10 +27,7 @@ _MAKES_A_MAPPING = re.compile(r"\$\{(?!(now|hydra|oc\.env|python_version):|[\w.@
 
 
 def check_hydra(section: Any) -> None:
-    """Check the classes in Hydra's own section: plugins, callbacks and log handlers.
-
-    Args:
-        section: Plain dictionaries, with interpolations not resolved.
+    """Check the classes in Hydra's own section, not resolved: plugins, callbacks and log handlers.
 
     Raises:
         ConfigError: A class has another base or is not expected there, depends on a resolver, or a log
@@ -49,29 +46,8 @@ def check_hydra(section: Any) -> None:
             _check_target(owner, value)
         elif isinstance(value, str) and _MAKES_A_MAPPING.match(value):
             raise ConfigError(path, value, allowed="a value, or the name of one in ${}")
-    for name in ("job_logging", "hydra_logging"):
-        _check_logging(section.get(name) or {}, f"hydra.{name}")
-
-
-def _check_target(path: str, target: object) -> None:
-    key, kind = f"{path}._target_", HYDRA_PLUGINS.get(path)
-    if kind is not None:
-        known = [f"{plugin.__module__}.{plugin.__name__}" for plugin in Plugins.instance().discover(kind)]
-        if target not in known:
-            allowed = (
-                f"a {kind.__name__} that is installed as a Hydra plugin; {suggest_name(str(target), known)}"
-            )
-            raise ConfigError(key, target, allowed=allowed)
-        return
-    base = HYDRA_BASES.get(re.sub(r"^hydra\.callbacks\.[^.]+$", "hydra.callbacks", path))
-    if base is None:
-        raise ConfigError(key, target, allowed="no class here")
-    if not issubclass(resolve_class(path, target), resolve_class(path, base)):
-        raise ConfigError(key, target, allowed=f"a class derived from {base}")
-
-
-def _check_logging(node: Any, section: str) -> None:
-    for path, key, value in walk_leaves(node, section):
+        if not path.startswith(("hydra.job_logging", "hydra.hydra_logging")):
+            continue
         if key == "()":
             raise ConfigError(path, value, allowed="no factory in a log configuration")
         if key == "class" and not issubclass(resolve_class(path, value), logging.Handler):
@@ -79,3 +55,19 @@ def _check_logging(node: Any, section: str) -> None:
         if key == "filename" and not re.fullmatch(r"\$\{hydra\.runtime\.output_dir\}/[^/]+", str(value)):
             allowed = "a file ${hydra.runtime.output_dir}/NAME in the run's folder"
             raise ConfigError(path, value, allowed=allowed)
+
+
+def _check_target(path: str, target: object) -> None:
+    key, kind = f"{path}._target_", HYDRA_PLUGINS.get(path)
+    if kind is not None:
+        known = [f"{plugin.__module__}.{plugin.__name__}" for plugin in Plugins.instance().discover(kind)]
+        if target not in known:
+            hint = suggest_name(str(target), known)
+            allowed = f"a {kind.__name__} that is installed as a Hydra plugin; {hint}"
+            raise ConfigError(key, target, allowed=allowed)
+        return
+    base = HYDRA_BASES.get(re.sub(r"^hydra\.callbacks\.[^.]+$", "hydra.callbacks", path))
+    if base is None:
+        raise ConfigError(key, target, allowed="no class here")
+    if not issubclass(resolve_class(path, target), resolve_class(path, base)):
+        raise ConfigError(key, target, allowed=f"a class derived from {base}")

@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import ListConfig, OmegaConf
 
 from lightning_eff.config.strict_yaml import MAX_DEPTH, YamlDocument, file_error, is_file, read_yaml
-from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, RECIPES
+from lightning_eff.core.catalog import CONF, RECIPES
 from lightning_eff.core.errors import ConfigError, UsageError, check_path
 
 PACKAGE, FOLDER = "pkg://", "file://"
@@ -87,18 +87,11 @@ class RecipeChain:
     recipes: Sequence[tuple[str, Sequence[Any]]] = ()
     missing: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def options(self, group: str) -> set[str]:
-        """Return all options of a group that any of the recipes lists."""
-        return {name for _, defaults in self.recipes for name in listed_options(defaults, group) or ()}
-
-    def listed_groups(self) -> set[str]:
-        """Return the groups of several options that any of the recipes lists."""
-        lists = [defaults for _, defaults in self.recipes]
-        return {
-            group
-            for group in MULTI_CHOICE_GROUPS
-            if any(listed_options(each, group) is not None for each in lists)
-        }
+    def options(self, group: str) -> set[str] | None:
+        """Return all options of a group that the recipes list; None if none of them lists the group."""
+        lists = [listed_options(defaults, group) for _, defaults in self.recipes]
+        found = [options for options in lists if options is not None]
+        return {name for options in found for name in options} if found else None
 
 
 def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()) -> RecipeChain:
@@ -144,26 +137,26 @@ def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()
     return RecipeChain(recipes, walk.missing)
 
 
+@dataclass(frozen=True)
 class _Walk:
     """Reads files and the files in their defaults lists, each once, from folders in search order."""
 
-    def __init__(self, folders: Sequence[Path], documents: Mapping[Path, YamlDocument]) -> None:
-        self._folders = folders
-        self._documents = documents
-        self._done: set[str] = set()
-        self.missing: dict[str, str] = {}
+    folders: Sequence[Path]
+    documents: Mapping[Path, YamlDocument]
+    done: set[str] = field(default_factory=set[str])
+    missing: dict[str, str] = field(default_factory=dict[str, str])
 
     def visit(
         self, name: str, ancestors: tuple[str, ...] = (), listed_at: str | None = None
     ) -> Iterator[tuple[str, YamlDocument]]:
         """Yield a file and the files that it lists, last entry first; nothing for one that does not exist."""
-        files = (folder / f"{name.removesuffix('.yaml')}.yaml" for folder in self._folders)
+        files = (folder / f"{name.removesuffix('.yaml')}.yaml" for folder in self.folders)
         file = next((candidate for candidate in files if is_file(candidate)), None)
         if file is None and listed_at is not None:
             self.missing[name] = listed_at
-        if file is None or name in self._done:
+        if file is None or name in self.done:
             return
-        document = self._documents.get(file) or read_yaml(file, expect_mapping="/" not in name)
+        document = self.documents.get(file) or read_yaml(file, expect_mapping="/" not in name)
         yield name, document
         ancestors = (*ancestors, name)
         for line, entry in reversed(document.defaults):
@@ -172,7 +165,7 @@ class _Walk:
                     cycle = " -> ".join([*ancestors[-3:], child])
                     raise file_error(file, line, f"defaults that never end: {cycle}")
                 yield from self.visit(child, ancestors, f"{file}:{line}")
-        self._done.add(name)
+        self.done.add(name)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -27,20 +27,14 @@ log = logging.getLogger(__name__)
 def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> dict[str, Any]:
     """Return the resolved and checked values of a composed config, without Hydra's section.
 
-    Args:
-        cfg: As Hydra composed it; settings that do not apply are removed from it.
-        overrides: Those that it was composed with.
-        chain: The recipe's.
+    Settings that do not apply are removed from `cfg`, too.
 
     Raises:
         ConfigError: A key, class, type or path cannot be used.
         OmegaConfBaseException: A value is missing, or cannot be resolved.
     """
-    _check_keys(cfg)
-    _check_chosen(cfg, overrides)
-    explicit = {str(item.key_or_group) for item in overrides if not item.is_delete()}
-    _drop_foreign(cfg, explicit)
-    _drop_settings_of_absent(cfg, explicit, chain)
+    _check_keys(cfg, overrides)
+    _drop_inapplicable(cfg, overrides, chain)
     own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     resolved: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
     values = {str(key): value for key, value in resolved.items()}
@@ -49,31 +43,26 @@ def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
     return values
 
 
-def _check_keys(cfg: DictConfig) -> None:
-    """Reject top-level keys that nothing reads, and options that did not land under their own name."""
+def _check_keys(cfg: DictConfig, overrides: Sequence[Override]) -> None:
+    """Reject keys that nothing reads, options under another name, and choices that Hydra drops silently."""
     content: Any = OmegaConf.to_container(cfg, resolve=False)
     for key in content:
         if key not in (*TOP_LEVEL, "hydra"):
             group, _, option = str(key).partition("/")
-            remedy = (
-                [f"{group}=[{option}] or +{group}={option}"]
-                if option and group in MULTI_CHOICE_GROUPS
-                else []
-            )
+            is_choice = option and group in MULTI_CHOICE_GROUPS
+            remedies = [f"{group}=[{option}] or +{group}={option}"] if is_choice else []
             allowed = f"a known key; {suggest_name(str(key), TOP_LEVEL)}"
-            raise ConfigError(str(key), content[key], allowed=allowed, remedies=remedy)
+            raise ConfigError(str(key), content[key], allowed=allowed, remedies=remedies)
     for group in MULTI_CHOICE_GROUPS:
         if "_target_" in (cfg.get(group) or {}):
             allowed = f"each option under its own name: begin its YAML with `# @package {group}.NAME`"
             raise ConfigError(key=group, value=cfg[group]["_target_"], allowed=allowed)
-
-
-def _check_chosen(cfg: DictConfig, overrides: Sequence[Override]) -> None:
-    """Reject choices of callbacks and monitors that Hydra drops silently."""
     removed = {str(item.key_or_group) for item in overrides if item.is_delete()}
-    chosen = [item for item in overrides if item.key_or_group in MULTI_CHOICE_GROUPS and not item.is_delete()]
-    for item in chosen:
-        group, value = str(item.key_or_group), item.value()
+    for item in overrides:
+        group = str(item.key_or_group)
+        if group not in MULTI_CHOICE_GROUPS or item.is_delete():
+            continue
+        value = item.value()
         names: list[Any] = value if isinstance(value, list) else [value]
         present = list(cfg.get(group) or {})
         for name in names:
@@ -83,8 +72,10 @@ def _check_chosen(cfg: DictConfig, overrides: Sequence[Override]) -> None:
                 raise ConfigError(group, str(item.get_value_string()), allowed=allowed, remedies=[remedy])
 
 
-def _drop_foreign(cfg: DictConfig, explicit: set[str]) -> None:
-    """Remove, and log, keys of a group's YAML that the class in an overridden `_target_` does not take."""
+def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
+    """Remove settings that do not apply, except those that the user typed."""
+    explicit = {str(item.key_or_group) for item in overrides if not item.is_delete()}
+    # Keys of a group's YAML that the class in an overridden `_target_` does not take.
     for group in validate.GROUP_BASES:
         node = cfg.get(group)
         if f"{group}._target_" not in explicit or not isinstance(node, DictConfig):
@@ -96,16 +87,13 @@ def _drop_foreign(cfg: DictConfig, explicit: set[str]) -> None:
                 del node[key]
         if foreign:
             log.warning("%s: %s has no %s; left out", group, node.get("_target_"), ", ".join(foreign))
-
-
-def _drop_settings_of_absent(cfg: DictConfig, explicit: set[str], chain: RecipeChain) -> None:
-    """Remove a recipe's settings of an option that it lists and that an override took out of the list."""
+    # A recipe's settings of an option that it lists and that an override took out of the list.
     for group in MULTI_CHOICE_GROUPS:
         node = cfg.get(group)
         if group not in explicit or not isinstance(node, DictConfig):
             continue
         by_user = {key.split(".")[1] for key in explicit if key.startswith(f"{group}.")}
-        names = chain.options(group) - by_user
+        names = (chain.options(group) or set()) - by_user
         absent = [name for name in names if name in node and "_target_" not in node[name]]
         with open_dict(node), open_dict(cfg):
             for name in absent:

@@ -63,11 +63,7 @@ def file_error(file: Path, line: int, text: str) -> UsageError:
 
 
 def read_yaml(file: Path, *, expect_mapping: bool = False) -> YamlDocument:
-    """Read one file.
-
-    Args:
-        file: Its path.
-        expect_mapping: Reject a file that is not a mapping; an empty file is none.
+    """Read one file; with `expect_mapping` reject a file that is not a mapping, or is empty.
 
     Raises:
         UsageError: It is not a regular file, or not such a YAML file; the text names file and line.
@@ -82,7 +78,18 @@ def read_yaml(file: Path, *, expect_mapping: bool = False) -> YamlDocument:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise file_error(file, line, f"byte {error.object[error.start]:#04x} is not UTF-8") from error
     try:
-        document = _parse_yaml(file, text)
+        # Depth is checked on the event stream first: composing the nodes below is recursive.
+        depth = 0
+        for event in yaml.parse(text, Loader=_Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise file_error(file, event.start_mark.line + 1, f"nested deeper than {MAX_DEPTH} levels")
+        loader, document = _Loader(text), YamlDocument(file, None)
+        root = loader.get_single_node()
+        if root is not None:
+            _NodeCheck(file, loader).measure(root)
+            content = loader.construct_document(root)
+            document = YamlDocument(file, content, _read_defaults(file, root, loader))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise file_error(file, mark.line + 1 if mark else 1, str(error.problem)) from error
@@ -92,21 +99,6 @@ def read_yaml(file: Path, *, expect_mapping: bool = False) -> YamlDocument:
     if expect_mapping and not isinstance(document.content, dict):
         raise file_error(file, 1, "expected lines of key: value")
     return document
-
-
-def _parse_yaml(file: Path, text: str) -> YamlDocument:
-    # Depth is checked on the event stream first: composing the nodes below is recursive.
-    depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise file_error(file, event.start_mark.line + 1, f"nested deeper than {MAX_DEPTH} levels")
-    loader = _Loader(text)
-    root = loader.get_single_node()
-    if root is None:
-        return YamlDocument(file, None)
-    _NodeCheck(file, loader).measure(root)
-    return YamlDocument(file, loader.construct_document(root), _read_defaults(file, root, loader))
 
 
 class _NodeCheck:
@@ -178,9 +170,8 @@ def _read_defaults(file: Path, root: yaml.Node, loader: _Loader) -> list[tuple[i
         if isinstance(entry, dict) and len(entry) == 1:
             ((group, options),) = entry.items()
             names = options if isinstance(options, list) else [options]
-            is_valid = isinstance(group, str) and (
-                options is None or all(isinstance(name, str) for name in names)
-            )
+            are_names = options is None or all(isinstance(name, str) for name in names)
+            is_valid = isinstance(group, str) and are_names
         if not is_valid:
             raise file_error(file, line, f"defaults: {entry!r}: expected a name, or one group: option")
     return entries

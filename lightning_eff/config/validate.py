@@ -52,13 +52,14 @@ _KIND = inspect.Parameter
 def check_config_values(values: dict[str, Any]) -> None:
     """Check every class, key and type of a composed config; optimizers and schedulers become partials.
 
-    Args:
-        values: The resolved config.
-
     Raises:
         ConfigError: A value cannot be used.
     """
-    _check_numbers(values)
+    for path, _, value in walk_leaves(values):
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigError(path, value, allowed="a number")
+        if isinstance(value, int) and abs(value) >= 2**64:
+            raise ConfigError(path, f"{str(value)[:12]}...", allowed="a whole number of at most 64 bits")
     for key, hint in RUN_TYPES.items():
         _check_type(key, values.get(key), hint)
     if not 0 <= values["seed"] < 2**32:
@@ -89,14 +90,6 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             raise ConfigError(key=f"{group}.{name}", value=node, allowed=allowed, remedies=remedies)
         if node is not None:
             yield f"{group}.{name}", node
-
-
-def _check_numbers(values: dict[str, Any]) -> None:
-    for path, _, value in walk_leaves(values):
-        if isinstance(value, float) and math.isnan(value):
-            raise ConfigError(path, value, allowed="a number")
-        if isinstance(value, int) and abs(value) >= 2**64:
-            raise ConfigError(path, f"{str(value)[:12]}...", allowed="a whole number of at most 64 bits")
 
 
 def _check_trainer(trainer: Any) -> None:
@@ -159,12 +152,8 @@ def _check_parameters(path: str, node: dict[str, Any], owner: type, *, partial: 
         if not _check_nested(f"{path}.{key}", value):
             _check_type(f"{path}.{key}", value, hints.get(key, Any))
     variadic = (_KIND.VAR_KEYWORD, _KIND.VAR_POSITIONAL)
-    required = [
-        name
-        for name in names
-        if parameters[name].default is _KIND.empty and parameters[name].kind not in variadic
-    ]
-    missing = [name for name in required if name not in node]
+    needed = [name for name in names if name not in node and parameters[name].kind not in variadic]
+    missing = [name for name in needed if parameters[name].default is _KIND.empty]
     if missing and not partial:
         allowed = f"a value: {owner.__name__} has no default for it"
         raise ConfigError(key=f"{path}.{missing[0]}", value=None, allowed=allowed)

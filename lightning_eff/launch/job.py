@@ -93,12 +93,8 @@ def num_ranks(trainer: Mapping[str, Any]) -> int:
 def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
     """Reject a number of started processes that differs from the number of devices.
 
-    Args:
-        trainer: The settings of the group `trainer`.
-        launch: Of this process.
-
     Raises:
-        ConfigError: The numbers differ.
+        ConfigError: `trainer.devices` or `trainer.num_nodes` differs, or SLURM does not set tasks per node.
 
     Example:
         >>> check_tasks({"devices": 2}, Launch("torchrun", num_tasks=2, num_local_tasks=2))
@@ -153,13 +149,8 @@ def check_sweep(launch: Launch, recipe: str, overrides: Iterable[str], *, as_jso
 def shared_run_dir(launch: Launch, folder: Path, *, has_default_name: bool) -> Path:
     """Return the run's folder, the same on all ranks.
 
-    Each process composes a folder named by its own time. Ranks that Lightning starts get rank 0's folder on
-    their command line.
-
-    Args:
-        launch: Of this process.
-        folder: As composed by this process.
-        has_default_name: Whether its name is the time of day, and not the user's.
+    With a default name each process has composed one named by its own time. Ranks that Lightning starts get
+    rank 0's folder on their command line.
 
     Raises:
         UsageError: The ranks have no store to exchange it, or rank 0 is too late.
@@ -169,33 +160,24 @@ def shared_run_dir(launch: Launch, folder: Path, *, has_default_name: bool) -> P
         return folder.parent / "-".join(["slurm", *step])
     if launch.by != "torchrun" or (launch.num_tasks or 1) == 1:
         return folder
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return Path(_broadcast_from_rank0(launch, str(folder)))
-    if has_default_name:
-        text = "this torchrun has no store in which its processes could agree on a folder"
-        text += "\n  try: hydra.run.dir=outputs/NAME"
-        raise UsageError(text)
-    return folder
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if has_default_name:
+            text = "this torchrun has no store in which its processes could agree on a folder"
+            text += "\n  try: hydra.run.dir=outputs/NAME"
+            raise UsageError(text)
+        return folder
+    from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-
-def _broadcast_from_rank0(launch: Launch, text: str) -> str:
-    """Return rank 0's text on every rank: rank 0 sets it in torchrun's store, the others wait for it.
-
-    Why not `broadcast_object_list`: the process group does not exist yet.
-    """
-    from torch.distributed import (
-        DistError,
-        TCPStore,  # pyright: ignore[reportPrivateImportUsage]
-    )
-
+    # Rank 0 sets its folder in torchrun's store, all other ranks wait for it. Why not
+    # `broadcast_object_list`: the process group does not exist yet.
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=FOLDER_WAIT_S))
     key = f"lightning_eff/folder/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if not launch.rank:
-        store.set(key, text)
-        return text
+        store.set(key, str(folder))
+        return folder
     try:
-        return store.get(key).decode()
+        return Path(store.get(key).decode())
     except DistError as error:
         message = f"rank 0 did not choose the run's folder within {FOLDER_WAIT_S:.0f} s"
         raise UsageError(message) from error

@@ -27,11 +27,7 @@ from typing_extensions import override
 
 
 class CoordinatedStop(pl.Callback):
-    """Stop all ranks when one of them has received a signal.
-
-    Args:
-        on_failure: Called first when this rank fails by itself.
-    """
+    """Stop all ranks when one of them has received a signal; call `on_failure` if only this one fails."""
 
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
         self.has_agreed = False
@@ -74,7 +70,7 @@ class CoordinatedStop(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._restore_handler()
+        self.on_train_end(trainer, pl_module)
         if self.has_agreed:
             return
         for saver in trainer.checkpoint_callbacks:
@@ -84,9 +80,6 @@ class CoordinatedStop(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._restore_handler()
-
-    def _restore_handler(self) -> None:
         if self._previous_handler is not None:
             signal.signal(signal.SIGINT, self._previous_handler)
             self._previous_handler = None

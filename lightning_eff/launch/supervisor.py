@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
+import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_eff.core.errors import EXIT_OK, RankError, exit_code, root_cause_line
+from lightning_eff.core.errors import RankError, exit_code, root_cause_line
 from lightning_eff.launch.job import Launch
 from lightning_eff.launch.stop import CoordinatedStop
 from lightning_eff.launch.watch import (
@@ -24,7 +26,7 @@ from lightning_eff.launch.watch import (
     RankProcesses,
     exit_now,
     rank_message,
-    write_traceback,
+    traceback_file,
 )
 
 LOST = "connection"
@@ -32,13 +34,7 @@ LOST = "connection"
 
 
 class RankSupervisor:
-    """A context around `fit` that ends all ranks together; with one rank it does nothing.
-
-    Args:
-        trainer: The Trainer that fits.
-        folder: The run's folder.
-        launch: Of this process.
-    """
+    """A context around `fit` that ends all ranks together; with one rank it does nothing."""
 
     def __init__(self, trainer: pl.Trainer, folder: Path, launch: Launch) -> None:
         self._trainer = trainer
@@ -82,7 +78,11 @@ class RankSupervisor:
 
     def _fail_alone(self, error: BaseException) -> None:
         """Write the cause for the other ranks, then give this rank's callbacks a limited time."""
-        self._traceback = write_traceback(self._folder, self._launch.rank, error)
+        with contextlib.suppress(OSError):  # a full disk does not hide the cause
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = traceback_file(self._folder, self._launch.rank)
+            path.write_text("".join(traceback.format_exception(error)))
+            self._traceback = path
         write_torchrun_error(self._launch, error)
         line = rank_message(self._launch.rank, _cause(error), self._traceback)
 
@@ -114,28 +114,6 @@ class RankSupervisor:
 
 def _cause(error: BaseException) -> str:
     return root_cause_line(error).removeprefix("error: ")
-
-
-class TorchrunErrorFile:
-    """A context around a whole process of a run that writes what ended it where torchrun reads it.
-
-    Args:
-        launch: Of this process.
-    """
-
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None or exit_code(error) in (EXIT_OK, *STOPPED):
-            return
-        if write_torchrun_error(self._launch, error) and self._launch.rank:
-            error.__dict__["is_reported"] = True
 
 
 def write_torchrun_error(launch: Launch, error: BaseException) -> bool:

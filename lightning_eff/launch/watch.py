@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,11 +38,7 @@ Processes = Callable[[], list["subprocess.Popen[bytes]"]]
 
 
 def end_with_parent(*, torchrun: bool) -> None:
-    """End this process as soon as its parent is gone, killed or not.
-
-    Args:
-        torchrun: Whether torchrun is the parent; otherwise `PARENT` names it, and without it nothing is done.
-    """
+    """End this process as soon as its parent is gone: torchrun, or the process in `PARENT`, if it is set."""
     parent = os.getppid() if torchrun else int(os.environ.get(PARENT, "0"))
     if not parent:
         return
@@ -77,14 +72,8 @@ def train_in_subprocess(
 ) -> dict[str, Any]:
     """Train a recipe as a command of its own, with which Lightning then starts the other ranks.
 
-    Args:
-        recipe: Its name.
-        overrides: Of this run, its folder among them.
-        options: Command-line options with the search path of recipes.
-        folder: The run's folder.
-
     Returns:
-        The efficiency report; empty without that monitor.
+        The efficiency report in `folder`; empty without that monitor.
 
     Raises:
         RankError: The run failed, and has printed why.
@@ -107,30 +96,6 @@ def traceback_file(folder: Path, rank: int) -> Path:
         ('error.log', 'error_rank1.log')
     """
     return folder / ("error.log" if rank == 0 else f"error_rank{rank}.log")
-
-
-def write_traceback(folder: Path, rank: int, error: BaseException) -> Path | None:
-    """Write a rank's traceback, for the user and for the other ranks; return None if the disk refuses."""
-    path = traceback_file(folder, rank)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(traceback.format_exception(error)))
-    except OSError:
-        return None
-    return path
-
-
-def root_cause(path: Path) -> str:
-    """Return the last line of a traceback, with the exception's class and message.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> print(root_cause(write_traceback(folder, 1, RuntimeError("no more"))))
-        RuntimeError: no more
-    """
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if not line.startswith(" ")), "no reason found")
 
 
 def rank_message(rank: int, cause: str, path: Path | None) -> str:
@@ -167,7 +132,6 @@ class RankProcesses:
         self._taken: list[subprocess.Popen[bytes]] = []
         self._folder = folder
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._poll, name="watch-ranks", daemon=True)
         self._began_s = time.time()
 
     def _processes(self) -> Sequence[subprocess.Popen[bytes]]:
@@ -179,6 +143,15 @@ class RankProcesses:
 
     def watch(self) -> None:
         """Start to end this process when another rank fails."""
+
+        def poll() -> None:
+            while not self._is_over.wait(POLL_S):
+                failed = self.first_failure()
+                if failed is not None and not self._is_over.wait(GRACE_S):
+                    self.kill()
+                    exit_now(*failed)
+
+        self._thread = threading.Thread(target=poll, name="watch-ranks", daemon=True)
         self._thread.start()
 
     def unwatch(self) -> None:
@@ -186,24 +159,20 @@ class RankProcesses:
         self._is_over.set()
         self._thread.join()
 
-    def _poll(self) -> None:
-        while not self._is_over.wait(POLL_S):
-            failed = self.first_failure()
-            if failed is not None and not self._is_over.wait(GRACE_S):
-                self.kill()
-                exit_now(*failed)
-
     def first_failure(self, *, even_running: bool = False) -> tuple[str, int] | None:
         """Return message and exit code of the first rank that failed; None if none has.
 
-        Args:
-            even_running: Include ranks that have written a traceback and still run.
+        With `even_running` also of one that has written a traceback and still runs.
         """
         for rank, process in enumerate(self._processes(), start=1):
             code, path = process.poll(), traceback_file(self._folder, rank)
             has_traceback = path.exists() and path.stat().st_mtime >= self._began_s
             if has_traceback and (code or even_running):
-                return rank_message(rank, root_cause(path), path), max(code or 0, EXIT_FAILED)
+                # The last line that is not indented: the exception's class and message.
+                lines = [line for line in path.read_text().splitlines() if line.strip()]
+                unindented = (line for line in reversed(lines) if not line.startswith(" "))
+                cause = next(unindented, "no reason found")
+                return rank_message(rank, cause, path), max(code or 0, EXIT_FAILED)
             if code and code not in STOPPED:
                 return f"rank {rank} {describe_exit(code)}", max(code, EXIT_FAILED)
         return None

@@ -64,7 +64,7 @@ def test_rows_train_alike_and_are_compared_to_the_baseline(
     assert rows["combined"]["peak_ratio"] < 1.0
     assert rows["strategy=fsdp2"]["status"] == "not run"
     assert "one device" in rows["strategy=fsdp2"]["reason"]
-    assert "micro_batch_size=1" in " ".join(rows["micro_batch"]["overrides"])
+    assert "micro_batch.micro_batch_size=4" in " ".join(rows["micro_batch"]["overrides"])
     assert len(in_process) == 6
     assert all("seed" not in " ".join(words) for words in in_process)
     assert not list(tmp_path.glob("outputs/compare/*/runs"))

@@ -179,7 +179,7 @@ def test_linear_layers_are_shown_by_shape(command: Command) -> None:
 
 def test_the_techniques_own_filter_decides(command: Command) -> None:
     wide = layers(command, "baseline", TILED, "callbacks.triton_gemm.min_features=193")
-    assert wide == ([], "callbacks/triton_gemm takes no linear layer of this model")
+    assert wide == ([], "callbacks/triton_gemm replaces no linear layer of this model")
     only = "callbacks.triton_gemm.blocks=['blocks.*.mlp']"
     names = [row["example"] for row in layers(command, "baseline", TILED, only)[0]]
     assert names == ["blocks.0.mlp.up", "blocks.0.mlp.down"]
@@ -286,7 +286,7 @@ TRAINED = 2_164_416
 
 def test_one_device_divides_nothing(command: Command) -> None:
     assert division(command, "lm") == ({}, "", [])
-    assert "divided" not in command("plan", "lm", "trainer.accelerator=cpu")[1]
+    assert "memory per device" not in command("plan", "lm", "trainer.accelerator=cpu")[1]
 
 
 def test_copies_are_as_large_on_any_number_of_devices(command: Command) -> None:
@@ -295,15 +295,15 @@ def test_copies_are_as_large_on_any_number_of_devices(command: Command) -> None:
     assert {row["gradients_bytes"] for row in found.values()} == {4 * TRAINED}
     assert {row["optimizer_bytes"] for row in found.values()} == {8 * TRAINED}
     assert found[4]["sent_bytes"] == 2 * 3 * TRAINED
-    assert "2.2M weights, all trained, 32-true; 1 micro-batch a step on each device; 8 bytes" in about
+    assert "2.2M weights, all trained, 32-true; 1 micro-batch per step on each device; 8 bytes" in about
     assert assumed[0] == (
-        "DDP reduces once a step; gradients lie in its buckets (strategy.gradient_as_bucket_view)"
+        "DDP reduces once per step; gradients are views of its buckets (strategy.gradient_as_bucket_view)"
     )
 
 
 def test_fsdp2_is_planned_without_a_process(command: Command) -> None:
     found, about, _ = division(command, "fsdp2")
-    assert about.startswith("memory divided by strategy/fsdp2, by arithmetic: 2.2M weights")
+    assert about.startswith("memory per device with strategy/fsdp2, by arithmetic: 2.2M weights")
     assert found[2]["optimizer_bytes"] == 4 * TRAINED
     assert found[1]["sent_bytes"] == 0
     assert found[1024]["device_bytes"] > found[1]["weights_bytes"] / 1024
@@ -314,7 +314,7 @@ def test_fsdp2_is_planned_without_a_process(command: Command) -> None:
 
 def test_a_window_is_read_off_the_recipe(command: Command) -> None:
     about = division(command, "fsdp2", "callbacks.gradient_accumulation.global_batch_size=64")[1]
-    assert "4 micro-batches a step on each device" in about
+    assert "4 micro-batches per step on each device" in about
     with_parts = division(command, "fsdp2", "trainer.accumulate_grad_batches=1", "+callbacks=micro_batch",
                           "callbacks.micro_batch.micro_batch_size=2")  # fmt: skip
     assert "4 micro-batches" in with_parts[1]
@@ -330,8 +330,11 @@ def test_adapters_alone_are_trained(command: Command) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("model._target_=my_nets.Reads",), "the model cannot be built without memory: "),
-        (("optimizer._target_=my_nets.NeverSteps",), "the optimizer cannot be tried: RuntimeError: not now"),
+        (("model._target_=my_nets.Reads",), "the model cannot be built on the meta device: "),
+        (
+            ("optimizer._target_=my_nets.NeverSteps",),
+            "the optimizer cannot step on a sample: RuntimeError: not now",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_told(
@@ -340,7 +343,7 @@ def test_what_cannot_be_divided_is_told(
     (tmp_path / "my_nets.py").write_text(NETS + NEVER)
     found, about, assumed = division(command, "baseline", "strategy=ddp", "trainer.devices=2", *words)
     assert (found, assumed) == ({}, [])
-    assert about.startswith(f"memory divided: {reason}")
+    assert about.startswith(f"memory per device: {reason}")
 
 
 def test_a_model_of_the_hub_is_not_read(command: Command, tiny_llama: Path) -> None:
@@ -353,7 +356,7 @@ def test_a_model_of_the_hub_is_not_read(command: Command, tiny_llama: Path) -> N
         found, about, _ = division(command, *words)
     finally:
         kept.rename(weights)
-    assert "divided by strategy/fsdp2" in about
+    assert "memory per device with strategy/fsdp2" in about
     layer = 3 * 32 * 32 + 3 * 32 * 64 + 2 * 32
     assert found[1]["weights_bytes"] - found[1]["gradients_bytes"] < 200, "rotary frequencies"
     assert found[1]["gradients_bytes"] == 4 * (2 * 272 * 32 + 2 * layer + 32)
@@ -382,7 +385,7 @@ def test_zero_is_planned_without_a_process(command: Command) -> None:
     small = division(command, "zero3_offload", "precision=fp32", bucket)[0]
     assert small[2]["buffers_bytes"] == 4_000_000
     _, out, _ = command("plan", "zero2", "trainer.accelerator=cpu")
-    assert "\n devices  weights  gradients  optimizer  buffers  a device  sent a step\n" in out
+    assert "\n devices  weights  gradients  optimizer  buffers  per device  sent per step\n" in out
     assert "\nassumed: gradients are all-reduced, as DeepSpeed does by default" in out
 
 
@@ -398,10 +401,10 @@ def test_peak_is_shown_against_the_device_by_phase_and_by_holder(command: Comman
     assert code == 0
     assert "predicted peak of a step: " in out
     assert " of 23.5 GiB on RTX 4090: fits, " in out
-    assert " at the most of   forward " in out
+    assert " peak of phase    forward " in out
     assert "activations" in out
     assert "blocks.*.mlp.up" in out
-    assert "assumed: a batch made up, since the data is not prepared" in out
+    assert "note: synthetic batch used, because the data are not prepared yet" in out
     assert list(tmp_path.iterdir()) == []
 
 

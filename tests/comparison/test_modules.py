@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_trials_are_trained_alike_and_compared(tmp_path: Path) -> None:
     assert "precision" in found["wrong"].reason.lower()
     assert len(notes.read_text().splitlines()) == len(trials)
     again = lightning_eff.compare(noting, trials, max_steps=8, rounds=1, folder=tmp_path)
-    assert [row.as_dict() for row in again] == [row.as_dict() for row in rows]
+    assert [asdict(row) for row in again] == [asdict(row) for row in rows]
     assert len(notes.read_text().splitlines()) == len(trials) + 1, "only what failed is tried again"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,10 @@ def test_one_that_fails_says_why_and_has_no_second_try(tmp_path: Path) -> None:
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
     first = Turns(baseline=[report(10.0)], one=[report(20.0)], other=[TrialResult(FAILED, "odd")])
-    before = [each.as_dict() for each in run_rounds(tmp_path, first, rounds=1).table_rows()]
+    before = [asdict(each) for each in run_rounds(tmp_path, first, rounds=1).table_rows()]
     (tmp_path / "rounds" / "1-one.json").unlink()
     again = Turns(one=[report(20.0)], other=[TrialResult(FAILED, "odd")])
-    assert [each.as_dict() for each in run_rounds(tmp_path, again, rounds=1).table_rows()] == before
+    assert [asdict(each) for each in run_rounds(tmp_path, again, rounds=1).table_rows()] == before
     assert again.asked == ["one", "other"], "what failed is tried again"
     changed = Turns(baseline=[report(12.0)])
     comparison = TrialRounds(tmp_path, changed, lambda _: None)

@@ -33,8 +33,8 @@ def test_every_technique_has_a_row_without_a_list_of_them() -> None:
     ("values", "expected"),
     [
         (LM, StepSize(16, 16)),
-        ({"data": {"num_rows": 8}, "trainer": {"devices": 2}}, StepSize(16, 8)),
-        ({"data": {"num_rows": 8}, "trainer": {"accumulate_grad_batches": 3}}, StepSize(24, 24)),
+        ({"data": {"batch_size": 8}, "trainer": {"devices": 2}}, StepSize(16, 8)),
+        ({"data": {"batch_size": 8}, "trainer": {"accumulate_grad_batches": 3}}, StepSize(24, 24)),
         ({"data": {"num_rows": 8}, "trainer": {}}, StepSize(None, None)),
         (
             {

@@ -159,7 +159,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     assert process.returncode == 143, lines
     (saved,) = Path("outputs/baseline").glob("*/checkpoints/*.ckpt")
     assert saved.name in ("step-4.ckpt", "step-5.ckpt"), "the step that it came in, or the one after it"
-    assert sum("The run was stopped" in line for line in lines) == 1, lines
+    assert sum("Stopped after" in line for line in lines) == 1, lines
     assert lines[-1] == "stopped; ckpt_path=last resumes from the newest checkpoint"
 
 

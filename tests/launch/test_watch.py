@@ -1,4 +1,4 @@
-"""What ranks say of each other; ranks of real runs are in test_together.py."""
+"""What ranks say of each other; ranks of real runs are in test_supervisor.py."""
 
 from __future__ import annotations
 
