@@ -7,20 +7,29 @@ is on are listed with the reason. Times are by arithmetic (report/roofline.py).
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning_eff.core.errors import PRE_RUN_ERRORS
 from lightning_eff.core.text import human_bytes, text_table
-from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
+from lightning_eff.planner.device_memory import MemoryForecast
+
+if TYPE_CHECKING:
+    from lightning_eff.planner.advised_recipe import AdvisedRecipe
+    from lightning_eff.planner.advised_script import AdvisedScript
 
 MIN_SAVING = 0.01
 """Fraction of the peak that a technique must save to be worth its cost."""
 
 Options = tuple[str, ...]
 """A technique as it is typed: overrides of a recipe, or a constructor call for a script."""
+ADAPTERS: Options = ("+callbacks=peft_adapter",)
+"""Trains other parameters than the recipe: tried, but never chosen."""
+TRIED_MICRO_BATCHES = 8
+"""Parts of a batch to try as micro-batches; a prediction's time grows with their number."""
 
 
 @dataclass(frozen=True)
@@ -44,37 +53,6 @@ class Size:
     forecast: Callable[[int], MemoryForecast]
 
 
-class AdvisedTraining(Protocol):
-    """A training that can be predicted with other techniques."""
-
-    @property
-    def memory(self) -> DeviceMemory:
-        """Memory of the device."""
-        ...
-
-    @property
-    def candidates(self) -> Sequence[Options]:
-        """Techniques to try."""
-        ...
-
-    def forecast(self, options: Options) -> MemoryForecast:
-        """Predict the step with some techniques; raise one of `errors.REFUSALS` if they conflict."""
-        ...
-
-    def mutually_exclusive(self, first: Options, second: Options) -> bool:
-        """Return whether two candidates are two options of one technique or group."""
-        ...
-
-    def changes_trainable_params(self, options: Options) -> bool:
-        """Return whether other parameters would be trained: such a candidate is tried, but never chosen."""
-        del options
-        return False
-
-    def sizes(self) -> Sequence[Size]:
-        """Return the sizes of a batch that can be changed; none if it is unknown how batches are made."""
-        return ()
-
-
 @dataclass(frozen=True)
 class Saving:
     """Effect of a candidate.
@@ -92,15 +70,6 @@ class Saving:
     peak_bytes: int | None = None
     time_ratio: float | None = None
     why: str = ""
-
-    @property
-    def cells(self) -> list[str]:
-        """Row of the table."""
-        saved = "-"
-        if self.saved_bytes is not None:
-            saved = ("-" if self.saved_bytes < 0 else "") + human_bytes(abs(self.saved_bytes))
-        ratio = "-" if self.time_ratio is None else f"x{self.time_ratio:.2f}"
-        return [saved, ratio, " ".join(self.words), self.why]
 
 
 @dataclass(frozen=True)
@@ -152,13 +121,33 @@ class Advice:
                 f" {' '.join(each.words)}: peak {human_bytes(each.peak_bytes or 0)}" for each in self.chosen
             ]
         lines += [f"{each.what} that fits: {each.typed}={each.value}" for each in self.largest]
-        header = ["saves", "time (estimate)", "alone", "effect"]
-        lines.append(text_table(header, [each.cells for each in self.first]))
+        cells: list[list[str]] = []
+        for saving in self.first:
+            saved = "-"
+            if saving.saved_bytes is not None:
+                saved = ("-" if saving.saved_bytes < 0 else "") + human_bytes(abs(saving.saved_bytes))
+            ratio = "-" if saving.time_ratio is None else f"x{saving.time_ratio:.2f}"
+            cells.append([saved, ratio, " ".join(saving.words), saving.why])
+        lines.append(text_table(["saves", "time (estimate)", "alone", "effect"], cells))
         lines += ["not all candidates were tried: time ran out"] if self.unfinished else []
         return "\n".join(lines)
 
 
-def advise(training: AdvisedTraining, *, budget_s: float = 60.0) -> Advice:
+def mutually_exclusive(first: Options, second: Options) -> bool:
+    """Return whether two candidates are two options of one technique or group.
+
+    Example:
+        >>> mutually_exclusive(("precision=bf16_mixed",), ("precision=bf16_true",))
+        True
+        >>> mutually_exclusive(("MicroBatch(micro_batch_size=4)",), ("GradientCheckpointing()",))
+        False
+    """
+    # A callback that a recipe adds is compared as a whole, a group and a class by their names.
+    names = [word if word.startswith("+") else re.split("[=(]", word)[0] for word in (first[0], second[0])]
+    return names[0] == names[1]
+
+
+def advise(training: AdvisedRecipe | AdvisedScript, *, budget_s: float = 60.0) -> Advice:
     """Predict a training with each candidate, then with the best of them and each other one, until it fits.
 
     Args:
@@ -177,13 +166,13 @@ def advise(training: AdvisedTraining, *, budget_s: float = 60.0) -> Advice:
         found.unfinished = len(tried) < len(left)
         pairs = sorted(tried, key=lambda pair: -(pair[0].saved_bytes or 0))
         found.first = found.first or [saving for saving, _ in pairs]
-        allowed = (pair for pair in pairs if not training.changes_trainable_params(pair[0].words))
+        allowed = (pair for pair in pairs if pair[0].words != ADAPTERS)
         best, then = next(allowed, (None, None))
         if found.fits or best is None or then is None or then.num_bytes is None or not best.saved_bytes:
             break
         found.chosen.append(best)
         now, options = then, (*options, *best.words)
-        left = [each for each in left if not training.mutually_exclusive(each, best.words)]
+        left = [each for each in left if not mutually_exclusive(each, best.words)]
         if then.num_bytes <= free_bytes or found.unfinished:
             break
     for size in training.sizes():
@@ -193,7 +182,7 @@ def advise(training: AdvisedTraining, *, budget_s: float = 60.0) -> Advice:
 
 
 def _try(
-    training: AdvisedTraining, before: Options, candidate: Options, now: MemoryForecast
+    training: AdvisedRecipe | AdvisedScript, before: Options, candidate: Options, now: MemoryForecast
 ) -> tuple[Saving, MemoryForecast | None]:
     """Predict the step with a candidate in addition to the options before it."""
     try:
@@ -207,37 +196,26 @@ def _try(
     why = f"new peak: {then.peak.phase}"
     if saved < MIN_SAVING * now.num_bytes:
         why = "saves < 1 %" if saved > 0 else "saves nothing here"
-    why = f"trains fewer weights; {why}" if training.changes_trainable_params(candidate) else why
+    why = f"trains fewer weights; {why}" if candidate == ADAPTERS else why
     return Saving(candidate, saved, then.num_bytes, ratio, why), then
 
 
 def largest_that_fits(size: Size, free_bytes: int, until: float) -> int | None:
     """Return the largest value of a size that fits, by interpolation between predicted values.
 
-    Args:
-        size: The size; values change in its steps from the current one.
-        free_bytes: Memory to fit into.
-        until: Time of the monotonic clock after which no further prediction starts.
-
-    Returns:
-        None if even the smallest value does not fit, or none was found in time.
+    None if even the smallest value does not fit, or none was found before `until`, a time of the monotonic
+    clock after which no further prediction starts.
     """
     known: dict[int, int] = {}
-
-    def fits(value: int) -> bool | None:
-        if value not in known and time.monotonic() < until:
-            needed = size.forecast(value).num_bytes
-            if needed is not None:
-                known[value] = needed
-        return known[value] <= free_bytes if value in known else None
-
     # Invariant: `low` fits (0 is unknown), `high` does not fit (or is the limit).
     low, high, value = 0, size.most, size.now
     while high - low > size.step:
-        answer = fits(value)
-        if answer is None:
-            return low or None
-        low, high = (value, high) if answer else (low, value)
+        if value not in known:
+            needed = size.forecast(value).num_bytes if time.monotonic() < until else None
+            if needed is None:
+                break
+            known[value] = needed
+        low, high = (value, high) if known[value] <= free_bytes else (low, value)
         guess = 2 * value
         if len(known) > 1:  # memory grows almost linearly: where the line through two values meets the limit
             small, large = sorted(known)[-2:]
@@ -245,13 +223,3 @@ def largest_that_fits(size: Size, free_bytes: int, until: float) -> int | None:
             guess = int(small + (free_bytes - known[small]) / slope) if slope > 0 else guess
         value = min(max(guess // size.step * size.step, low + size.step), high - size.step)
     return low or None
-
-
-def default_micro_batch(samples: int) -> int:
-    """Return the micro-batch size to try: an eighth of a batch; a prediction's time grows with their number.
-
-    Example:
-        >>> default_micro_batch(32), default_micro_batch(20), default_micro_batch(3)
-        (4, 2, 1)
-    """
-    return max(1, samples // 8)

@@ -59,16 +59,6 @@ class Advise(pl.Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._print(trainer)
-
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        if is_out_of_memory(exception):
-            self._print(trainer)
-
-    def _print(self, trainer: pl.Trainer) -> None:
         batch, self._batch = self._batch, None
         if not trainer.is_global_zero:
             return
@@ -78,6 +68,13 @@ class Advise(pl.Callback):
         elif batch is not None:
             text = in_a_fork(lambda: _advice(trainer, batch), limit_s=LIMIT_S)
         rank_zero_info("%s", text)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if is_out_of_memory(exception):
+            self.on_fit_end(trainer, pl_module)
 
 
 def _advice(trainer: Any, batch: Any) -> str:
@@ -115,7 +112,12 @@ def in_a_fork(work: Callable[[], str], *, limit_s: float) -> str:
         if pid == 0:
             _run_in_child(work, result)
         try:
-            has_ended = _wait(pid, limit_s)
+            until = time.monotonic() + limit_s
+            while not (has_ended := os.waitpid(pid, os.WNOHANG)[0] != 0) and time.monotonic() < until:
+                time.sleep(POLL_S)
+            if not has_ended:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)  # the child's own process group: its children too
@@ -135,38 +137,21 @@ def _run_in_child(work: Callable[[], str], result: Path) -> None:
             os.dup2(null, descriptor)
         os.chdir(result.parent)
         torch.set_num_threads(1)  # threads do not survive a fork
-        write = io.open
-        _discard_writes()
+        original_open = io.open
+
+        def open_for_reading(file: Any, mode: str = "r", *options: Any, **keywords: Any) -> Any:
+            if isinstance(file, int) or not set(mode) & set("wax+"):
+                return original_open(file, mode, *options, **keywords)
+            return original_open(os.devnull, mode.replace("x", "w"), *options, **keywords)
+
+        # Files opened for writing are the null device, and `torch.save` does nothing.
+        builtins.open = io.open = open_for_reading
+        torch.save = lambda *_, **__: None
         try:
             text = work()
         except BaseException as error:  # noqa: BLE001 - a user's module may raise or exit
             text = f"no advice: {reason_of(error)}"
-        with write(result, "w", encoding="utf-8") as file:
+        with original_open(result, "w", encoding="utf-8") as file:
             file.write(text)
     finally:
         os._exit(0)
-
-
-def _discard_writes() -> None:
-    """Redirect files opened for writing to the null device, and disable `torch.save`, in this process."""
-    original_open = io.open
-
-    def open_for_reading(file: Any, mode: str = "r", *options: Any, **keywords: Any) -> Any:
-        if isinstance(file, int) or not set(mode) & set("wax+"):
-            return original_open(file, mode, *options, **keywords)
-        return original_open(os.devnull, mode.replace("x", "w"), *options, **keywords)
-
-    builtins.open = io.open = open_for_reading
-    torch.save = lambda *_, **__: None
-
-
-def _wait(pid: int, limit_s: float) -> bool:
-    """Wait for a process; return whether it ended by itself, kill it otherwise."""
-    until = time.monotonic() + limit_s
-    while time.monotonic() < until:
-        if os.waitpid(pid, os.WNOHANG)[0]:
-            return True
-        time.sleep(POLL_S)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return False

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_eff.core import rules
-from lightning_eff.planner.advice import Options, Size, default_micro_batch
+from lightning_eff.planner.advice import ADAPTERS, TRIED_MICRO_BATCHES, Options, Size
 from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
 from lightning_eff.planner.dry_run import ExampleBatch, dry_run, example_batch_of, resolve_precision
-from lightning_eff.report.sharding_table import BATCH_SIZE_KEY
 from lightning_eff.run import build_trainer
 
 CHECKPOINTING = "callbacks.gradient_checkpointing.policy"
-ADAPTERS: Options = ("+callbacks=peft_adapter",)
 CANDIDATES: tuple[Options, ...] = (
     ("+callbacks=gradient_checkpointing",),
     ("+callbacks=gradient_checkpointing", f"{CHECKPOINTING}=selective"),
@@ -64,7 +63,7 @@ class AdvisedRecipe:
     @property
     def candidates(self) -> Sequence[Options]:
         """Overrides to try."""
-        size = default_micro_batch(self.example.batch_size or 1)
+        size = max(1, (self.example.batch_size or 1) // TRIED_MICRO_BATCHES)
         micro_batch = ("+callbacks=micro_batch", f"callbacks.micro_batch.micro_batch_size={size}")
         return (*CANDIDATES, micro_batch, *(HOST_CANDIDATES if self.memory.is_cuda else ()))
 
@@ -73,64 +72,42 @@ class AdvisedRecipe:
         values = resolve_precision(self.compose(options), self.memory)
         trainer = build_trainer(values)
         rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
-        return self._forecast(values, self.example)
-
-    def mutually_exclusive(self, first: Options, second: Options) -> bool:
-        """Return whether two candidates set the same group or add the same callback."""
-        key = first[0] if first[0].startswith("+") else first[0].partition("=")[0]
-        return second[0].startswith(key)
-
-    def changes_trainable_params(self, options: Options) -> bool:
-        """Return whether adapters are trained instead of the weights."""
-        return options == ADAPTERS
+        return MemoryForecast(dry_run(values, self.example), self.memory)
 
     def sizes(self) -> Sequence[Size]:
         """Return the settings of the data that determine the size of a batch."""
-        values, batch, batch_size = self.compose(()), self.example.batch, self.example.batch_size
+        values = self.compose(())
         data: Mapping[str, Any] = values.get("data") or {}
-        sizes: list[Size] = []
-        if batch_size and BATCH_SIZE_KEY in data:
-
-            def with_batch_size(samples: int) -> MemoryForecast:
-                resized = _resized(batch, 0, batch_size, samples)
-                example = replace(self.example, batch=resized, batch_size=samples)
-                return self._forecast(_with_batch_size(values, batch_size, samples), example)
-
-            key = f"data.{BATCH_SIZE_KEY}"
-            sizes.append(Size("largest batch", key, batch_size, 1 << 16, 1, with_batch_size))
+        batch_size, sizes = self.example.batch_size, list[Size]()
+        if batch_size and "batch_size" in data:
+            forecast = partial(self._resized_forecast, values, "batch_size", 0, batch_size)
+            sizes.append(Size("largest batch", "data.batch_size", batch_size, 1 << 16, 1, forecast))
         name = next((name for name in LENGTH_KEYS if isinstance(data.get(name), int)), None)
         if name is not None:
-
-            def with_length(length: int) -> MemoryForecast:
-                example = replace(self.example, batch=_resized(batch, 1, data[name], length))
-                return self._forecast(self.compose((f"data.{name}={length}",)), example)
-
+            forecast = partial(self._resized_forecast, values, name, 1, data[name])
             what = "longest sequence, by memory alone,"
-            sizes.append(Size(what, f"data.{name}", data[name], 1 << 22, 16, with_length))
+            sizes.append(Size(what, f"data.{name}", data[name], 1 << 22, 16, forecast))
         return sizes
 
-    def _forecast(self, values: Mapping[str, Any], example: ExampleBatch) -> MemoryForecast:
+    def _resized_forecast(
+        self, values: Mapping[str, Any], key: str, dim: int, size: int, new_size: int
+    ) -> MemoryForecast:
+        """Predict the step with another `data.<key>`, its tensors of `size` in a dimension resized too."""
+        leaves, spec = tree_flatten(self.example.batch)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == size:
+                repeated = torch.arange(new_size, device=leaf.device) % size  # or cut, if it is smaller
+                leaves[index] = leaf.index_select(dim, repeated)
+        example = replace(self.example, batch=tree_unflatten(leaves, spec))
+        if dim == 1:
+            values = self.compose((f"data.{key}={new_size}",))
+        else:
+            example = replace(example, batch_size=new_size)
+            callbacks = dict(values.get("callbacks") or {})
+            global_size = (callbacks.get("gradient_accumulation") or {}).get("global_batch_size")
+            if isinstance(global_size, int):
+                # As many batches per optimizer step: accumulation changes memory, its length does not.
+                accumulated = {"global_batch_size": max(1, global_size // size) * new_size}
+                callbacks["gradient_accumulation"] = callbacks["gradient_accumulation"] | accumulated
+            values = dict(values) | {"data": values["data"] | {key: new_size}, "callbacks": callbacks}
         return MemoryForecast(dry_run(resolve_precision(values, self.memory), example), self.memory)
-
-
-def _resized(batch: Any, dim: int, size: int, new_size: int) -> Any:
-    """Return a batch whose tensors of `size` in a dimension are repeated or cut to `new_size`."""
-
-    def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] != size:
-            return leaf
-        return leaf.index_select(dim, torch.arange(new_size, device=leaf.device) % size)
-
-    return tree_map(resize, batch)
-
-
-def _with_batch_size(values: Mapping[str, Any], size: int, new_size: int) -> dict[str, Any]:
-    """Return a recipe with another batch size, and as many batches per optimizer step."""
-    changed = dict(values) | {"data": values["data"] | {BATCH_SIZE_KEY: new_size}}
-    callbacks = dict(values.get("callbacks") or {})
-    global_size = (callbacks.get("gradient_accumulation") or {}).get("global_batch_size")
-    if isinstance(global_size, int):
-        # Keep the number of batches per optimizer step: accumulation changes memory, its length does not.
-        accumulated = {"global_batch_size": max(1, global_size // size) * new_size}
-        callbacks["gradient_accumulation"] = callbacks["gradient_accumulation"] | accumulated
-    return changed | {"callbacks": callbacks}

@@ -21,7 +21,7 @@ from lightning_eff.core import rules
 from lightning_eff.core.technique import Technique, constructor_arguments
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
-from lightning_eff.planner.advice import AdvisedTraining, Options, default_micro_batch
+from lightning_eff.planner.advice import TRIED_MICRO_BATCHES, Options, Size
 from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
 from lightning_eff.planner.prediction import predict
 from lightning_eff.precision.auto import AutoPrecision
@@ -48,7 +48,7 @@ HOST_CANDIDATES: dict[str, Callable[[], Any]] = {
 
 
 @dataclass(frozen=True)
-class AdvisedScript(AdvisedTraining):
+class AdvisedScript:
     """A training that runs, or has ended.
 
     Args:
@@ -77,7 +77,7 @@ class AdvisedScript(AdvisedTraining):
         return [(name,) for name in self._factories()]
 
     def _factories(self) -> dict[str, Callable[[], Any]]:
-        size = default_micro_batch(samples_and_tokens(self.batch)[0])
+        size = max(1, samples_and_tokens(self.batch)[0] // TRIED_MICRO_BATCHES)
         micro_batch = {f"MicroBatch(micro_batch_size={size})": partial(MicroBatch, micro_batch_size=size)}
         return {**CANDIDATES, **micro_batch, **(HOST_CANDIDATES if self.memory.is_cuda else {})}
 
@@ -98,20 +98,25 @@ class AdvisedScript(AdvisedTraining):
         )
         return MemoryForecast(found, self.memory)
 
-    def mutually_exclusive(self, first: Options, second: Options) -> bool:
-        """Return whether two candidates are of one class."""
-        return first[0].partition("(")[0] == second[0].partition("(")[0]
+    def sizes(self) -> Sequence[Size]:
+        """Return nothing: it is unknown how a script makes its batches."""
+        return ()
 
     def _rebuilt_trainer(self, added: Sequence[Any]) -> pl.Trainer:
         """Build the Trainer again, for a CPU, with further callbacks and precision plugins."""
         trainer: Any = self.trainer
-        plugins: list[Any] = [each for each in added if isinstance(each, Precision)]
-        if not plugins and _changes_memory(trainer.precision_plugin):
-            plugins = [_new_instance(trainer.precision_plugin)]
+        # Keep this package's techniques that do more than observe; added ones replace those of their class.
+        folders = ("lightning_eff.callbacks.", "lightning_eff.precision.")
+        new_types = {type(technique) for technique in added}
+        techniques: list[Any] = []
+        for own in (trainer.precision_plugin, *trainer.callbacks):
+            is_kept = isinstance(own, Technique) and type(own).__module__.startswith(folders)
+            is_replaced = isinstance(own, Precision) and any(isinstance(new, Precision) for new in added)
+            if is_kept and not is_replaced and type(own) not in new_types:
+                techniques.append(type(own)(**constructor_arguments(own)))
+        techniques += added
+        plugins: list[Any] = [technique for technique in techniques if isinstance(technique, Precision)]
         precision: dict[str, Any] = {} if plugins else {"precision": trainer.precision}
-        new = [each for each in added if not isinstance(each, Precision)]
-        new_types = {type(each) for each in new}
-        kept = [_new_instance(each) for each in trainer.callbacks if _changes_memory(each)]
         return pl.Trainer(
             **precision,
             accelerator="cpu",
@@ -120,20 +125,10 @@ class AdvisedScript(AdvisedTraining):
             accumulate_grad_batches=trainer.accumulate_grad_batches,
             gradient_clip_val=trainer.gradient_clip_val,
             gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            callbacks=[*(each for each in kept if type(each) not in new_types), *new],
+            callbacks=[technique for technique in techniques if not isinstance(technique, Precision)],
             plugins=plugins,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-
-
-def _changes_memory(plugin: object) -> bool:
-    """Return whether an object is a technique of this package that does more than observe."""
-    folders = ("lightning_eff.callbacks.", "lightning_eff.precision.")
-    return isinstance(plugin, Technique) and type(plugin).__module__.startswith(folders)
-
-
-def _new_instance(technique: object) -> Any:
-    return type(technique)(**constructor_arguments(technique))

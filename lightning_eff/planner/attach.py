@@ -13,10 +13,6 @@ VARIABLE = "LIGHTNING_EFF_REPORT"
 OFF = ("", "0", "false", "no", "off")
 
 
-def _is_enabled() -> bool:
-    return os.environ.get(VARIABLE, "").strip().lower() not in OFF
-
-
 def refuse_legacy() -> list[Any]:
     """Raise for a Trainer of the legacy package `pytorch_lightning`, which has an entry point of its own.
 
@@ -27,7 +23,7 @@ def refuse_legacy() -> list[Any]:
         >>> refuse_legacy()
         []
     """
-    if not _is_enabled():
+    if os.environ.get(VARIABLE, "").strip().lower() in OFF:
         return []
     from lightning_eff.core.errors import legacy_package_error
 
@@ -42,7 +38,7 @@ def callbacks() -> list[Any]:
         >>> callbacks()
         []
     """
-    if not _is_enabled():
+    if os.environ.get(VARIABLE, "").strip().lower() in OFF:
         return []
     from lightning_eff.monitors.efficiency_report import EfficiencyReport
     from lightning_eff.planner.advise_after import Advise

@@ -170,18 +170,16 @@ class MemoryForecast:
             f"{self.memory.name}: {fits}; reached in the {peak.phase} ({peak.operation or 'start'}{path})"
         )
         notes = [f"{'note' if text == SYNTHETIC_BATCH else 'assumed'}: {text}" for text in self.assumed]
-        return "\n".join([headline, *_tables(peak), *notes])
-
-
-def _tables(peak: Peak) -> tuple[str, str]:
-    """Return bytes by category at the peak of each phase, and the largest holders at the peak."""
-    kept = [name for name in peak.by_category if any(peak.by_phase[phase][name] for phase in PHASES)]
-    rows = [[name, *(human_bytes(peak.by_phase[phase][name]) for phase in PHASES)] for name in kept]
-    rows.append(["total", *(human_bytes(sum(peak.by_phase[phase].values())) for phase in PHASES)])
-    phases = [f"{phase} (peak)" if phase == peak.phase else phase for phase in PHASES]
-    holders = [
-        [human_bytes(each.num_bytes), str(each.count), each.category, each.operation or "-", each.path or "-"]
-        for each in peak.holders[:8]
-    ]
-    header = ["at the peak", "tensors", "category", "operation", "module"]
-    return text_table(["peak of phase", *phases], rows), text_table(header, holders)
+        # Bytes by category at the peak of each phase.
+        kept = [name for name in peak.by_category if any(peak.by_phase[phase][name] for phase in PHASES)]
+        rows = [[name, *(human_bytes(peak.by_phase[phase][name]) for phase in PHASES)] for name in kept]
+        rows.append(["total", *(human_bytes(sum(peak.by_phase[phase].values())) for phase in PHASES)])
+        phases = [f"{phase} (peak)" if phase == peak.phase else phase for phase in PHASES]
+        # The largest holders at the peak.
+        holders = [
+            [human_bytes(h.num_bytes), str(h.count), h.category, h.operation or "-", h.path or "-"]
+            for h in peak.holders[:8]
+        ]
+        header = ["at the peak", "tensors", "category", "operation", "module"]
+        tables = [text_table(["peak of phase", *phases], rows), text_table(header, holders)]
+        return "\n".join([headline, *tables, *notes])

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning.pytorch as pl
 
@@ -21,19 +21,9 @@ from lightning_eff.config.ckpt_path import callbacks_of
 from lightning_eff.planner.device_memory import SYNTHETIC_BATCH, DeviceMemory
 from lightning_eff.planner.fakes import real_tensors
 from lightning_eff.planner.prediction import Prediction, predict, reason_of
-from lightning_eff.report.sharding_table import BATCH_SIZE_KEY
 from lightning_eff.run import build_trainer, make
 
 log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class HasExampleBatch(Protocol):
-    """A data module with a synthetic batch that needs no data."""
-
-    def example_batch(self) -> Any:
-        """Return a batch of the right shapes with arbitrary values."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -56,22 +46,19 @@ class ExampleBatch:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ExampleBatch:
-        """Load a batch of a recipe's data, or make a synthetic one.
-
-        Args:
-            values: From `config.compose_recipe`.
-        """
+        """Load a batch of a recipe's data, or make a synthetic one."""
         data: pl.LightningDataModule = make("data", values["data"])
         try:
             data.setup("fit")
             loader: Any = data.train_dataloader()
             batch = next(iter(loader))
         except Exception as error:  # a user's data module may raise anything
-            synthetic = data.example_batch() if isinstance(data, HasExampleBatch) else None
+            make_synthetic: Any = getattr(data, "example_batch", None)
+            synthetic = make_synthetic() if callable(make_synthetic) else None
             if synthetic is None:
                 raise
             log.debug("data are not prepared: %s", reason_of(error))
-            batch_size = (values["data"] or {}).get(BATCH_SIZE_KEY)
+            batch_size = (values["data"] or {}).get("batch_size")
             return cls(data, synthetic, None, batch_size, SYNTHETIC_BATCH)
         try:
             num_batches = len(loader)
@@ -81,11 +68,7 @@ class ExampleBatch:
 
 
 def example_batch_of(values: Mapping[str, Any]) -> ExampleBatch | None:
-    """Load a batch of a recipe's data, or make a synthetic one; None if neither is possible.
-
-    Args:
-        values: From `config.compose_recipe`.
-    """
+    """Load a batch of a recipe's data, or make a synthetic one; None if neither is possible."""
     try:
         with real_tensors(), redirect_stdout(sys.stderr):
             return ExampleBatch.of(values)
@@ -106,7 +89,7 @@ def dry_run(values: Mapping[str, Any], example: ExampleBatch | None = None) -> P
             if example is None:
                 with real_tensors():
                     example = ExampleBatch.of(values)
-            return _predict(_for_one_cpu(values), example)
+            return _predict(values, example)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         return Prediction(reason=reason_of(error), error=error)
 
@@ -125,11 +108,20 @@ def resolve_precision(values: Mapping[str, Any], memory: DeviceMemory) -> Mappin
 
 
 def _predict(values: Mapping[str, Any], example: ExampleBatch) -> Prediction:
+    """Predict on one CPU, without monitors, loggers and pretrained weights."""
+    one_cpu = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "enable_checkpointing": False}
+    changed = dict(values) | {"monitors": {}, "logger": None, "strategy": None}
+    changed["trainer"] = values["trainer"] | one_cpu
+    if values["model"].get("pretrained") is True:
+        changed["model"] = values["model"] | {"pretrained": False}
+    callbacks = dict(values.get("callbacks") or {})
+    if (callbacks.get("peft_adapter") or {}).get("base_checkpoint"):
+        callbacks["peft_adapter"] = callbacks["peft_adapter"] | {"base_checkpoint": None}
     pl.seed_everything(values["seed"], workers=True, verbose=False)
-    trainer = build_trainer(values)
+    trainer = build_trainer(changed | {"callbacks": callbacks})
 
     def build_model() -> pl.LightningModule:
-        model: pl.LightningModule = make("model", values["model"])
+        model: pl.LightningModule = make("model", changed["model"])
         for callback in callbacks_of(trainer):
             if isinstance(callback, OptimizerChoice):
                 callback.replace(model, keep_own=False)
@@ -145,16 +137,3 @@ def _predict(values: Mapping[str, Any], example: ExampleBatch) -> Prediction:
     )
     found.assumed.extend([example.about] if example.about else [])
     return found
-
-
-def _for_one_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe for one CPU, without monitors, loggers and pretrained weights."""
-    one_cpu = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "enable_checkpointing": False}
-    changed = dict(values) | {"monitors": {}, "logger": None, "strategy": None}
-    changed["trainer"] = values["trainer"] | one_cpu
-    if values["model"].get("pretrained") is True:
-        changed["model"] = values["model"] | {"pretrained": False}
-    callbacks = dict(values.get("callbacks") or {})
-    if (callbacks.get("peft_adapter") or {}).get("base_checkpoint"):
-        callbacks["peft_adapter"] = callbacks["peft_adapter"] | {"base_checkpoint": None}
-    return changed | {"callbacks": callbacks}

@@ -15,9 +15,10 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,8 @@ from lightning_eff.report.live_bytes import LiveBytes
 CPU = torch.device("cpu")
 real_tensors = _disable_current_modes
 """Context manager: make real tensors inside `Fakes`, for example to load data."""
+PLAIN = (Tensor, nn.Parameter)
+"""Types whose memory is their storage alone."""
 COMPILED = "compiled modules are counted as if uncompiled, an upper bound"
 
 
@@ -55,19 +58,18 @@ class Fakes(AbstractContextManager["Fakes"]):
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._values = FakeValues()
+        self.assumed = self._values.assumed
         self._open = ExitStack()
-
-    @property
-    def assumed(self) -> list[str]:
-        """Values that were assumed, with the code that read them."""
-        return list(self._values.assumed)
 
     @override
     def __enter__(self) -> Fakes:
-        self._open.enter_context(_replaced(nn.Module, "_apply", _apply))
-        self._open.enter_context(_replaced(FakeTensor, "__deepcopy__", _deepcopy))
-        self._open.enter_context(_replaced(torch, "compile", self._uncompiled))
-        self._open.enter_context(_replaced(Tensor, "_make_subclass", staticmethod(_make_subclass)))
+        for owner, name, function in (
+            (nn.Module, "_apply", _apply),
+            (FakeTensor, "__deepcopy__", _deepcopy),
+            (torch, "compile", self._uncompiled),
+            (Tensor, "_make_subclass", staticmethod(_make_subclass)),
+        ):
+            self._open.enter_context(patch.object(owner, name, function))
         self._open.enter_context(torch.compiler.set_stance("force_eager"))
         # The last mode entered is dispatched to first: FakeValues, then FakeTensorMode.
         self._open.enter_context(self._mode)
@@ -91,8 +93,8 @@ class Fakes(AbstractContextManager["Fakes"]):
         @functools.wraps(model)
         def run(*args: Any, **kwargs: Any) -> Any:
             is_counted = isinstance(_get_current_dispatch_mode(), LiveBytes)
-            if torch.is_grad_enabled():
-                self._values.assumed[COMPILED] = None
+            if torch.is_grad_enabled() and COMPILED not in self.assumed:
+                self.assumed.append(COMPILED)
             # Without grad mode it is an optimizer's update, whose temporaries are not counted.
             is_update = is_counted and not torch.is_grad_enabled()
             with _pop_mode_temporarily() if is_update else nullcontext():
@@ -107,10 +109,13 @@ class Fakes(AbstractContextManager["Fakes"]):
         def fake(real: Tensor, _: dict[int, Any]) -> Tensor:
             if isinstance(real, FakeTensor):
                 return real
-            if not _is_plain(real):
+            if real.layout != torch.strided or type(real) not in PLAIN:
                 return self._mode.from_tensor(real)
             new = _like(real, storages)
-            self._values.learn(new, real)
+            is_integer = not (real.is_meta or real.is_floating_point() or real.is_complex())
+            if is_integer and real.numel() <= SMALL:
+                with real_tensors(), suppress(RuntimeError):  # a forked process cannot read a GPU
+                    self._values.known[new] = real.detach().cpu()
             return new
 
         return _copied(value, fake)
@@ -158,7 +163,7 @@ def skeleton(value: Any) -> Any:
     default_deepcopy: Any = Tensor.__deepcopy__
 
     def bare(real: Tensor, memo: dict[int, Any]) -> Tensor:
-        if not _is_plain(real):
+        if real.layout != torch.strided or type(real) not in PLAIN:
             return default_deepcopy(real, memo)
         if not real.is_floating_point() and real.numel() <= SMALL:
             return real.detach().cpu().clone()
@@ -166,10 +171,6 @@ def skeleton(value: Any) -> Any:
 
     with real_tensors():  # outside of the modes that count operations and bytes
         return _copied(value, bare)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and type(tensor) in {Tensor, nn.Parameter}
 
 
 def _copied(value: Any, make: Callable[[Tensor, dict[int, Any]], Any]) -> Any:
@@ -182,25 +183,10 @@ def _copied(value: Any, make: Callable[[Tensor, dict[int, Any]], Any]) -> Any:
         return new
 
     with ExitStack() as stack:
-        for kind in (Tensor, nn.Parameter):
-            stack.enter_context(_replaced(kind, "__deepcopy__", copy_tensor))
-        stack.enter_context(_replaced(FakeTensor, "__deepcopy__", lambda fake, _: fake))
+        for kind in PLAIN:
+            stack.enter_context(patch.object(kind, "__deepcopy__", copy_tensor))
+        stack.enter_context(patch.object(FakeTensor, "__deepcopy__", lambda fake, _: fake))
         return copy.deepcopy(value)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, function: Any) -> Generator[None]:
-    """Replace an attribute of a class or module temporarily, also one that it inherits."""
-    missing = object()
-    before = owner.__dict__.get(name, missing)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def _like(tensor: Tensor, storages: dict[Any, Any], device: torch.device = CPU) -> Tensor:

@@ -7,7 +7,7 @@ reported. Only forward passes are listed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +20,6 @@ from lightning_eff.kernels import devices, dispatch
 from lightning_eff.kernels.devices import Device
 from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.kernels.tiles import explain_tiles
-from lightning_eff.report.sharding_table import BATCH_SIZE_KEY
 
 ASSUMED_ROWS = 8192
 """M if the config does not determine it: for example two sequences of 4096 tokens."""
@@ -91,11 +90,9 @@ class InputRows:
             4096
         """
         data, callbacks = values.get("data") or {}, values.get("callbacks") or {}
-        found = {f"data.{BATCH_SIZE_KEY}": data.get(BATCH_SIZE_KEY)}
-        found |= {
-            f"callbacks.{name}.micro_batch_size": node.get("micro_batch_size")
-            for name, node in callbacks.items()
-        }
+        found = {"data.batch_size": data.get("batch_size")}
+        for name, node in callbacks.items():
+            found[f"callbacks.{name}.micro_batch_size"] = node.get("micro_batch_size")
         sizes = {path: size for path, size in found.items() if isinstance(size, int)}
         length = data.get("context_length")
         if not sizes or not isinstance(length, int):
@@ -158,14 +155,7 @@ class LinearLayers:
 def describe_layers(
     technique: ReplacesLinearLayers, name: str, model: nn.Module, target: LayerTarget, rows: InputRows
 ) -> LinearLayers:
-    """Return the layers of a model that a technique replaces.
-
-    Args:
-        technique: The technique.
-        name: Its name.
-        model: The model, on the meta device.
-        target: Device and dtype.
-        rows: Rows of the layers' inputs.
+    """Return the layers of a model, on the meta device, that a technique replaces.
 
     Raises:
         ConfigError: The model does not have the layers that the technique is configured for.
@@ -202,15 +192,12 @@ def _tile_notes(shape: Shape, device: Device) -> list[str]:
     if not device.capability:
         return list(found.sentences())[1:]
     cost = found.cost
-    better_m = "" if shape.M in found.fitting_m else f" (M={_either(found.fitting_m)} would fit)"
+    fitting = " or ".join(map(str, found.fitting_m))
+    better_m = "" if shape.M in found.fitting_m else f" (M={fitting} would fit)"
     notes = [f"{cost.waves:.2f} waves, {cost.wave_quantization:.0%} idle{better_m}"]
     if cost.tile_quantization >= 0.0005:  # prints as 0.1 % or more
         notes.append(f"{cost.tile_quantization:.1%} tile quantization")
     for letter, size, aligned in (("N", shape.N, found.aligned_n), ("K", shape.K, found.aligned_k)):
         if size not in aligned:
-            notes.append(f"no TMA, pad {letter} to {_either(aligned)}")
+            notes.append(f"no TMA, pad {letter} to {' or '.join(map(str, aligned))}")
     return notes
-
-
-def _either(values: Sequence[int]) -> str:
-    return " or ".join(map(str, values))

@@ -13,7 +13,6 @@ import io
 import re
 import time
 import traceback
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 
@@ -26,7 +25,6 @@ from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.planner.prediction import quietly, reason_of
 from lightning_eff.report.meter import samples_and_tokens
 from lightning_eff.report.module_tracker import BACKWARD, FORWARD, STEP
-from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import BUFFERS, PARAMETERS, STATE
 from lightning_eff.run import build_trainer
 
@@ -42,11 +40,7 @@ PHASES = {
     "_restore_modules_and_callbacks": "the load of a checkpoint",
 }
 """Phase of a run by the innermost of these functions in a traceback (Lightning 2.6)."""
-PREDICTED = {
-    "the forward pass": FORWARD,
-    "the backward pass": BACKWARD,
-    "the optimizer step": STEP,
-}
+PREDICTED = {"the forward pass": FORWARD, "the backward pass": BACKWARD, "the optimizer step": STEP}
 USABLE = 0.9
 """Fraction of the free memory that an override may use: workspaces of some operations are not predicted."""
 MAX_RATIO = 0.97
@@ -118,7 +112,16 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit) -> list[str]:
     if now.peak is None or now.num_bytes is None:
         sizes = now.prediction.persistent_bytes
         return [f"needs at least: {_largest(sizes)}", f"no advice: {now.prediction.reason}"]
-    needed = _needed(now.peak, phase, recipe.memory)
+    # What the phase needs; for a phase that is not predicted, what lasts from step to step.
+    step_phase = PREDICTED.get(phase)
+    sizes = {name: now.peak.by_category[name] for name in (PARAMETERS, BUFFERS, STATE)}
+    sizes = sizes if step_phase is None else now.peak.by_phase[step_phase]
+    total, free_bytes = human_bytes(sum(sizes.values())), human_bytes(recipe.memory.free_bytes)
+    needed = f"it needs {total}, and {free_bytes} is free on {recipe.memory.name}: {_largest(sizes)}"
+    if step_phase == now.peak.phase and now.peak.holders:
+        holder = now.peak.holders[0]
+        origin = " in ".join(name for name in (holder.operation, holder.path) if name)
+        needed += f"; largest: {human_bytes(holder.num_bytes)} of {holder.category} ({origin})"
     if phase not in PREDICTED and phase != SETUP:
         return [needed, "no advice: only training steps can be predicted"]
     usable_bytes = int(USABLE * min(now.num_bytes, recipe.memory.free_bytes))
@@ -126,25 +129,8 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit) -> list[str]:
     if found is None:
         return [needed, "no override was found with which a step fits"]
     options, peak_bytes = found
-    return [
-        needed,
-        f"try: {' '.join(options)}",
-        f"predicted peak with it: {human_bytes(peak_bytes)}, it fits",
-    ]
-
-
-def _needed(peak: Peak, phase: str, memory: DeviceMemory) -> str:
-    """Return what a phase needs; for a phase that is not predicted, what lasts from step to step."""
-    step_phase = PREDICTED.get(phase)
-    sizes = {name: peak.by_category[name] for name in (PARAMETERS, BUFFERS, STATE)}
-    sizes = sizes if step_phase is None else peak.by_phase[step_phase]
-    needed, free_bytes = human_bytes(sum(sizes.values())), human_bytes(memory.free_bytes)
-    text = f"it needs {needed}, and {free_bytes} is free on {memory.name}: {_largest(sizes)}"
-    if step_phase == peak.phase and peak.holders:
-        holder = peak.holders[0]
-        origin = " in ".join(name for name in (holder.operation, holder.path) if name)
-        text += f"; largest: {human_bytes(holder.num_bytes)} of {holder.category} ({origin})"
-    return text
+    peak = f"predicted peak with it: {human_bytes(peak_bytes)}, it fits"
+    return [needed, f"try: {' '.join(options)}", peak]
 
 
 def _largest(sizes: dict[str, int]) -> str:
@@ -158,7 +144,14 @@ def _override_that_fits(
 ) -> tuple[Options, int] | None:
     """Return an override whose predicted peak fits, and the peak."""
     until = time.monotonic() + BUDGET_S
-    for options in _micro_batch_overrides(recipe):
+    # Halve the micro-batch; nothing to try for `auto`, which has tried them all.
+    configured = (recipe.compose(()).get("callbacks") or {}).get("micro_batch")
+    samples = recipe.example.batch_size or samples_and_tokens(recipe.example.batch)[0]
+    size = samples if configured is None else configured["micro_batch_size"]
+    added = () if configured is not None else ("+callbacks=micro_batch",)
+    while isinstance(size, int) and size > 1:
+        size = min(size, samples) // 2
+        options = (*added, f"callbacks.micro_batch.micro_batch_size={size}")
         then = _peak_bytes(recipe, options) if time.monotonic() < until else None
         if then is None:
             break
@@ -167,6 +160,7 @@ def _override_that_fits(
         if then > MAX_RATIO * now_bytes:
             break
         now_bytes = then
+    # The search that `plan --advice` makes, in as much memory as may be used.
     spare = recipe.memory.free_bytes - usable_bytes
     memory = replace(recipe.memory, memory_bytes=recipe.memory.memory_bytes - spare)
     found = advise(replace(recipe, memory=memory), budget_s=until - time.monotonic())
@@ -185,14 +179,3 @@ def _peak_bytes(recipe: AdvisedRecipe, options: Options) -> int | None:
         return recipe.forecast(options).num_bytes
     except PRE_RUN_ERRORS:
         return None
-
-
-def _micro_batch_overrides(recipe: AdvisedRecipe) -> Iterator[Options]:
-    """Yield overrides that halve the micro-batch; none for `auto`, which has tried them all."""
-    configured = (recipe.compose(()).get("callbacks") or {}).get("micro_batch")
-    samples = recipe.example.batch_size or samples_and_tokens(recipe.example.batch)[0]
-    size = samples if configured is None else configured["micro_batch_size"]
-    while isinstance(size, int) and size > 1:
-        size = min(size, samples) // 2
-        added = () if configured is not None else ("+callbacks=micro_batch",)
-        yield (*added, f"callbacks.micro_batch.micro_batch_size={size}")

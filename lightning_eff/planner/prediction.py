@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,14 +207,15 @@ def _predicted(run: Callable[[_Built], None], fakes: Fakes) -> Prediction:
         assumed = list(fakes.assumed)
         if any(isinstance(module, nn.LSTM) for module in built.model.modules()):
             assumed.append("what oneDNN keeps of an LSTM on a CPU for its backward pass is not counted")
-        return Prediction(peak=peak, in_blocks=in_blocks, assumed=assumed, work=built.recorder.work)
+        recorder = built.recorder
+        work = Work(recorder.calls, frozenset(recorder.on_host), recorder.num_batches)
+        return Prediction(peak=peak, in_blocks=in_blocks, assumed=assumed, work=work)
     except Exception as error:  # noqa: BLE001 - a user's step may raise anything without values
         persistent: dict[str, int] = {}
         if isinstance(built.model, nn.Module):
             persistent = persistent_bytes(built.model, built.optimizers())
-        return Prediction(
-            reason=reason_of(error), assumed=fakes.assumed, persistent_bytes=persistent, error=error
-        )
+        assumed = list(fakes.assumed)
+        return Prediction(reason=reason_of(error), assumed=assumed, persistent_bytes=persistent, error=error)
 
 
 def reason_of(error: BaseException) -> str:
@@ -232,31 +233,35 @@ class _StopPrediction(Exception):  # noqa: N818 - not an error
     """Ends `fit` without its last hooks, which may save files."""
 
 
+@dataclass(eq=False)
 class _Record(pl.Callback):
-    """Record until the probe is done, then end the run."""
+    """Record until the probe is done, then end the run.
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._probe = Probe(count_flops=False, count_bytes=True, live=recorder)
+    Why not `LambdaCallback`: its hooks are attributes of the instance, which `OptimizerChoice` takes for a
+    user's, and keeps gradients for them.
+    """
+
+    probe: Probe
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._probe.begin(batch, pl_module, trainer.optimizers)
+        self.probe.begin(batch, pl_module, trainer.optimizers)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._probe.end()
-        if self._probe.is_done(trainer.global_step):
+        self.probe.end()
+        if self.probe.is_done(trainer.global_step):
             raise _StopPrediction
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._probe.close()
+        self.probe.close()
 
 
 def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, recorder: Recorder) -> None:
@@ -266,7 +271,7 @@ def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, recorder: Reco
         for callback in trainer.callbacks
         if not isinstance(callback, OBSERVERS) and not type(callback).__module__.startswith(OBSERVER_MODULES)
     ]
-    trainer.callbacks.append(_Record(recorder))
+    trainer.callbacks.append(_Record(Probe(count_flops=False, count_bytes=True, live=recorder)))
     trainer.loggers = []
     trainer.num_sanity_val_steps = trainer.limit_val_batches = 0
     trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
@@ -280,11 +285,8 @@ def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, recorder: Reco
 @contextmanager
 def quietly() -> Generator[None]:
     """Suppress warnings and log messages of techniques and Lightning, whose run is not a real one."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # torch logs errors that fake tensors raise
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
+    with warnings.catch_warnings(), ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.ERROR)  # torch logs errors that fake tensors raise
+        yield

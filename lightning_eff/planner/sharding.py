@@ -7,7 +7,7 @@ with the run's adapters, and the configured optimizer steps once on a sample to 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +23,6 @@ from lightning_eff.planner.prediction import reason_of
 from lightning_eff.report.model_weights import ModelWeights, OptimizerState, sample_model
 from lightning_eff.report.sharded_memory import DDPMemory
 from lightning_eff.report.sharding_table import (
-    HasShardingScheme,
     ShardingScheme,
     ShardingTable,
     micro_batches_per_step,
@@ -44,45 +43,37 @@ def sharding_table_of(values: Mapping[str, Any], trainer: pl.Trainer) -> Shardin
         values: From `config.compose_recipe`.
         trainer: Built from them.
     """
-    scheme = _scheme_of(trainer)
+    strategy = trainer.strategy
+    scheme: ShardingScheme | None = None
+    # FSDP2 and DeepSpeedZero of this package have one.
+    own_scheme: Callable[[], ShardingScheme] | None = getattr(strategy, "scheme", None)
+    if own_scheme is not None:
+        scheme = own_scheme()
+    elif isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):
+        bucket_view = bool(ddp_options(strategy).get("gradient_as_bucket_view"))
+        scheme = DDPMemory(bucket_view=bucket_view) if trainer.world_size > 1 else None
     if scheme is None:
         return ShardingTable()
     cast = CAST.get(str(trainer.precision))
+    callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     failure = "the model cannot be built on the meta device"
     try:
         module = model_without_memory(values, adapted_by=trainer)
-        model = ModelWeights.of(
-            module, select_blocks(module, getattr(trainer.strategy, "blocks", None)).values(), cast
-        )
+        blocks = select_blocks(module, getattr(strategy, "blocks", None)).values()
+        model = ModelWeights.of(module, blocks, cast)
         failure = "the optimizer cannot step on a sample"
         own = next((p.dtype for p in module.parameters() if p.requires_grad), torch.float32)
-        state = _optimizer_state(trainer, torch.float32 if scheme.own_weights else cast or own)
+        sample = sample_model(torch.float32 if scheme.own_weights else cast or own)
+        choice = next(callback for callback in callbacks if isinstance(callback, OptimizerChoice))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = OptimizerState.of(build(sample, choice.optimizer), sample)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         return ShardingTable(f"memory per device: {failure}: {reason_of(error)}")
     count, micro_batches = micro_batches_per_step(values, trainer.world_size)
-    about = f"memory per device with {name_of(trainer.strategy)}, by arithmetic: {model}, {trainer.precision}"
+    about = f"memory per device with {name_of(strategy)}, by arithmetic: {model}, {trainer.precision}"
     assumed = scheme.assumptions()
     if isinstance(trainer.precision_plugin, CastsFrozen):
         assumed.append("frozen weights are counted in their original dtype, not quantized")
     shares = shares_by_devices(scheme, model, state, count, also=trainer.world_size)
     return ShardingTable(f"{about}; {micro_batches}; {state}", shares, tuple(assumed))
-
-
-def _scheme_of(trainer: pl.Trainer) -> ShardingScheme | None:
-    """Return the scheme of a Trainer's strategy; None for one device and for third-party strategies."""
-    strategy = trainer.strategy
-    if isinstance(strategy, HasShardingScheme):
-        return strategy.scheme()
-    is_ddp = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
-    if not is_ddp or trainer.world_size == 1:
-        return None
-    return DDPMemory(bucket_view=bool(ddp_options(strategy).get("gradient_as_bucket_view")))
-
-
-def _optimizer_state(trainer: pl.Trainer, dtype: torch.dtype) -> OptimizerState:
-    callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    choice = next(callback for callback in callbacks if isinstance(callback, OptimizerChoice))
-    sample = sample_model(dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return OptimizerState.of(build(sample, choice.optimizer), sample)

@@ -12,11 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from typing_extensions import override
 
 from lightning_eff.report.live_bytes import InfraMode
@@ -46,9 +42,7 @@ class FlopCount(InfraMode):
         48
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
+    flops = 0
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,14 +53,7 @@ class FlopCount(InfraMode):
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the floating-point operations of one call, 0 if it has no formula.
-
-    Args:
-        func: The operation, as passed to `__torch_dispatch__`.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        out: What it returned.
-    """
+    """Return the FLOPs of a call that `__torch_dispatch__` got, with its result; 0 without a formula."""
     packet = getattr(func, "overloadpacket", func)
     formula = flop_registry.get(packet) or _CPU_ATTENTION.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))

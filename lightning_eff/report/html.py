@@ -89,6 +89,7 @@ _MEMORY_TEMPLATE = """<h2>Memory</h2>
 {% for name, cells in table %}<tr><th scope="row">{{ name }}</th>{% for cell in cells %}<td class="number">{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
 """
+_TEMPLATES = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
 MAX_POINTS = 500
 """Points of a chart; a screen cannot resolve more."""
 
@@ -115,8 +116,7 @@ def render_page(
         >>> "a &lt; b" in render_page(report, figures=[], times_s=[], waits_s=[])
         True
     """
-    return _render(
-        _PAGE_TEMPLATE,
+    return _TEMPLATES.from_string(_PAGE_TEMPLATE).render(
         **{key: report[key] for key in ("title", "verdict", "ledger", "environment", "command")},
         style=STYLE,
         figures=figures,
@@ -144,13 +144,22 @@ def memory_section(memory: Mapping[str, Any]) -> str:
     kept = [name for name in CATEGORIES if any(point[name] for point in timeline)]
     table = [(name, [human_bytes(by_phase[phase][name]) for phase in PHASES]) for name in kept]
     table.append(("total", [human_bytes(sum(by_phase[phase].values())) for phase in PHASES]))
+    # One polygon per category, stacked in order; the top of the box is the peak.
+    below = [0.0] * len(timeline)
+    width = 1000 / (len(timeline) - 1)
+    layers: list[dict[str, Any]] = []
+    for name in kept:
+        above = [bottom + point[name] for bottom, point in zip(below, timeline, strict=True)]
+        edge = [*enumerate(above), *reversed(list(enumerate(below)))]
+        points = " ".join(f"{i * width:.1f},{98 - 96 * value / memory['num_bytes']:.1f}" for i, value in edge)
+        layers.append({"name": name, "color": CATEGORIES.index(name), "points": points})
+        below = above
     path = f" in {memory['path']}" if memory["path"] else ""
     operation = memory["operation"] or "before the first operation"
-    return _render(
-        _MEMORY_TEMPLATE,
+    return _TEMPLATES.from_string(_MEMORY_TEMPLATE).render(
         sentence=f"The peak is in the {memory['phase']}: {operation}{path}.",
         label=f"live bytes by category over the first steps, from 0 to {peak}",
-        layers=_stacked_polygons(timeline, kept, memory["num_bytes"]),
+        layers=layers,
         phases=PHASES,
         table=table,
     )
@@ -186,11 +195,6 @@ def polyline_points(values: Sequence[float], *, lowest: float | None = None) -> 
     )
 
 
-def _render(template: str, **values: Any) -> str:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(template).render(**values)
-
-
 def _charts(
     losses: Sequence[Sequence[Any]], times_s: Sequence[float], waits_s: Sequence[float]
 ) -> list[dict[str, str]]:
@@ -214,19 +218,3 @@ def _charts(
         label = f"{span.format(len(waits_s), max(waits_s))}; {sum(waits_s):.2f} s in total"
         found.append(("Wait for data per batch", polyline_points(waits_s, lowest=0.0), label))
     return [{"title": title, "points": points, "label": label} for title, points, label in found]
-
-
-def _stacked_polygons(
-    timeline: Sequence[Mapping[str, Any]], names: Sequence[str], peak_bytes: int
-) -> list[dict[str, Any]]:
-    """Return one polygon per category, stacked in order; the top of the box is the peak."""
-    below = [0.0] * len(timeline)
-    width = 1000 / (len(timeline) - 1)
-    layers: list[dict[str, Any]] = []
-    for name in names:
-        above = [bottom + point[name] for bottom, point in zip(below, timeline, strict=True)]
-        edge = [*enumerate(above), *reversed(list(enumerate(below)))]
-        points = " ".join(f"{index * width:.1f},{98 - 96 * value / peak_bytes:.1f}" for index, value in edge)
-        layers.append({"name": name, "color": CATEGORIES.index(name), "points": points})
-        below = above
-    return layers

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -58,10 +58,7 @@ def check_result(
 
 def inspect_machine() -> list[CheckResult]:
     """Run all checks, most basic first."""
-    checks: list[Callable[[], Iterator[CheckResult]]] = [
-        *(_packages, _accelerator, _dtypes, _compiler, _communication, _memory_and_disk)
-    ]
-    return [result for each in checks for result in each()]
+    return [*_packages(), *_gpus_and_dtypes(), *_compiler_and_communication(), *_memory_and_disk()]
 
 
 def tested_versions() -> dict[str, str]:
@@ -88,40 +85,31 @@ def _packages() -> Iterator[CheckResult]:
         yield check_result(package, same, version, f"{version} (tested with {pin})", install)
 
 
-def _accelerator() -> Iterator[CheckResult]:
+def _gpus_and_dtypes() -> Iterator[CheckResult]:
     yield CheckResult("torch build", f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU")
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            total = torch.cuda.get_device_properties(index).total_memory
-            yield CheckResult(f"gpu {index}", f"{torch.cuda.get_device_name(index)}, {human_bytes(total)}")
-        return
-    has_driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
-    wrong, fix = "NVIDIA GPU, but torch is a CPU build", "pip install --force-reinstall torch"
-    if torch.version.cuda:
-        wrong, fix = "NVIDIA GPU, but CUDA does not start", "nvidia-smi"
-    yield check_result("gpu", not has_driver, "none that torch can use", wrong, fix, problem=True)
-
-
-def _dtypes() -> Iterator[CheckResult]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    for index in range(torch.cuda.device_count() if device == "cuda" else 0):
+        total = torch.cuda.get_device_properties(index).total_memory
+        yield CheckResult(f"gpu {index}", f"{torch.cuda.get_device_name(index)}, {human_bytes(total)}")
+    if device == "cpu":
+        has_driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+        wrong, fix = "NVIDIA GPU, but torch is a CPU build", "pip install --force-reinstall torch"
+        if torch.version.cuda:
+            wrong, fix = "NVIDIA GPU, but CUDA does not start", "nvidia-smi"
+        yield check_result("gpu", not has_driver, "none that torch can use", wrong, fix, problem=True)
     for dtype in (torch.bfloat16, torch.float16):
-        answer = dtype_support(device, dtype)
-        name = str(dtype).removeprefix("torch.")
-        yield check_result(
-            name, answer.native, answer.why, answer.why, "precision=auto (chooses what is fast)"
-        )
+        answer, name = dtype_support(device, dtype), str(dtype).removeprefix("torch.")
+        fix = "precision=auto (chooses what is fast)"
+        yield check_result(name, answer.native, answer.why, answer.why, fix)
 
 
-def _compiler() -> Iterator[CheckResult]:
+def _compiler_and_communication() -> Iterator[CheckResult]:
     compiler = find_compiler("cuda" if torch.cuda.is_available() else "cpu")
     missing = "none: torch.compile's inductor needs one"
     yield check_result("compiler", compiler, str(compiler), missing, "apt-get install g++")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     missing = "missing: Triton and DeepSpeed build against it"
     yield check_result("Python.h", header.exists(), str(header), missing, "apt-get install python3-dev")
-
-
-def _communication() -> Iterator[CheckResult]:
     available = torch.distributed.is_available()
     gloo = available and torch.distributed.is_gloo_available()
     fix = "pip install --force-reinstall torch"

@@ -90,32 +90,25 @@ class LiveBytes(InfraMode):
             if hasattr(type(tensor), "__tensor_flatten__"):
                 self.add(tensors_in(tensor))  # a wrapper subclass: its own storage has a size and no memory
             elif isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
-                self._add_storage(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                # It returns the same Python object while the storage lives, so id() identifies it.
+                key, num_bytes = id(storage), storage.nbytes()
+                if key not in self._alive:
+                    # The weak reference does not keep the storage alive: it ends with the last tensor.
+                    reference = weakref.ref(storage, lambda _, key=key: self.on_change(key, None))
+                    self._alive[key] = (reference, 0)
+                    self.on_change(key, num_bytes)
+                elif num_bytes != self._alive[key][1]:
+                    self.on_change(key, num_bytes)
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
         self.peak_if_held_bytes = max(self.peak_if_held_bytes, self.now_bytes + self.freed_bytes)
 
-    def _add_storage(self, storage: torch.UntypedStorage) -> None:
-        # `untyped_storage()` returns the same Python object while the storage lives, so id() identifies it.
-        key, num_bytes = id(storage), storage.nbytes()
-        if key in self._alive:
-            reference, before = self._alive[key]
-            self._alive[key] = (reference, num_bytes)
-            self.now_bytes += num_bytes - before
-            if num_bytes != before:
-                self.on_change(key, num_bytes)
-            return
-
-        # The weak reference does not keep the storage alive: `forget` runs when its last tensor is gone.
-        def forget(_: object) -> None:
-            self.now_bytes -= self._alive.pop(key)[1]
-            self.on_change(key, None)
-
-        self._alive[key] = (weakref.ref(storage, forget), num_bytes)
-        self.now_bytes += num_bytes
-        self.on_change(key, num_bytes)
-
     def on_change(self, key: int, num_bytes: int | None) -> None:
-        """Handle a storage that is new, resized, or freed (None); `key` identifies it until it is freed."""
+        """Count a storage that is new, resized, or freed (None); `key` identifies it until it is freed."""
+        reference, before = self._alive.pop(key)
+        self.now_bytes += (num_bytes or 0) - before
+        if num_bytes is not None:
+            self._alive[key] = (reference, num_bytes)
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,18 +56,18 @@ class Losses:
         values = torch.stack([loss.double() for _, loss in self._pending]).tolist()
         new = [(step, value, 1) for (step, _), value in zip(self._pending, values, strict=True)]
         self._pending.clear()
-        self._points = self._merged([*self._points, *new])
-        while len(self._points) > NUM_POINTS:
+        points = [*self._points, *new]
+        while True:
+            # Sum neighbouring points whose steps fall into the same stretch of `stride` steps.
+            self._points = []
+            for step, total, count in points:
+                last_step, last_total, last_count = self._points[-1] if self._points else (0, 0.0, 0)
+                # Steps count from 1: stretch 0 holds the steps 1 to `stride`.
+                if self._points and (last_step - 1) // self._stride == (step - 1) // self._stride:
+                    self._points[-1] = (step, last_total + total, last_count + count)
+                else:
+                    self._points.append((step, total, count))
+            if len(self._points) <= NUM_POINTS:
+                return
+            points = self._points
             self._stride *= 2
-            self._points = self._merged(self._points)
-
-    def _merged(self, points: Iterable[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
-        """Sum neighbouring points whose steps fall into the same stretch of `stride` steps."""
-        merged: list[tuple[int, float, int]] = []
-        for step, total, count in points:
-            # Steps count from 1: stretch 0 holds the steps 1 to `stride`.
-            if merged and (merged[-1][0] - 1) // self._stride == (step - 1) // self._stride:
-                merged[-1] = (step, merged[-1][1] + total, merged[-1][2] + count)
-            else:
-                merged.append((step, total, count))
-        return merged

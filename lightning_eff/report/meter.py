@@ -116,16 +116,14 @@ class Meter:
         """Finish a batch, after `num_steps` optimizer steps of this fit."""
         wait_s = self._data_wait.take()
         num_samples, num_tokens = samples_and_tokens(batch)
+        left_out = self._is_probing or self._num_warmup_batches > 0
         if self._is_probing:
             self.probe.end()
             self._samples_of_first_batch = self._samples_of_first_batch or num_samples
             self._is_probing = not self.probe.is_done(num_steps)
         elif self._num_warmup_batches > 0:
             self._num_warmup_batches -= 1
-        else:
-            self.throughput.finish_batch(num_samples, num_tokens, wait_s)
-            return
-        self.throughput.skip_batch()
+        self.throughput.finish_batch(num_samples, num_tokens, wait_s, left_out=left_out)
 
     def close(self) -> None:
         """Stop measuring, also in the middle of a batch; a second call does nothing."""
@@ -147,12 +145,10 @@ class Meter:
         figures: dict[str, Any] = self.throughput.summary()
         for rate in ("samples_per_s", "tokens_per_s"):
             figures[rate] = figures[rate] * world_size if figures[rate] is not None else None
-        flops_per_sample = None
-        if self.probe.flops and self._samples_of_first_batch:
-            flops_per_sample = self.probe.flops / self._samples_of_first_batch
-        flops_per_s = None
-        if flops_per_sample and figures["samples_per_s"]:
-            flops_per_s = flops_per_sample * figures["samples_per_s"] / world_size
+        flops, num_samples = self.probe.flops, self._samples_of_first_batch
+        flops_per_sample = flops / num_samples if flops and num_samples else None
+        has_rate = flops_per_sample and figures["samples_per_s"]
+        flops_per_s = flops_per_sample * figures["samples_per_s"] / world_size if has_rate else None
         ceiling = peak_flops_per_s(device_name(self.device), dtype)
         peak = allocator.peak_bytes(self.device)
         held = self.probe.peak_if_held_bytes if self.frees_gradients else None

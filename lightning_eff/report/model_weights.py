@@ -104,12 +104,6 @@ class ModelWeights:
         """Weights that are trained."""
         return [weight for weight in self.weights if weight.trained]
 
-    @property
-    def blocks(self) -> list[list[Weight]]:
-        """Weights of each block."""
-        indices = sorted({weight.block for weight in self.weights} - {-1})
-        return [[weight for weight in self.weights if weight.block == index] for index in indices]
-
     def __str__(self) -> str:
         total, trained = (sum(w.numel for w in weights) for weights in (self.weights, self.trained))
         which = "all trained" if total == trained else f"{human_count(trained)} of them trained"
@@ -159,12 +153,7 @@ class OptimizerState:
         return f"{size} bytes of optimizer state per trained weight"
 
     def bytes_of(self, weights: Iterable[Weight], elements: Callable[[Weight], int] | None = None) -> float:
-        """Return the bytes of state for some weights.
-
-        Args:
-            weights: Trained weights.
-            elements: Number of elements of a weight to count; None for all.
-        """
+        """Return the bytes of state of trained weights, or of some `elements` of each."""
         return sum(self.by_kind[w.kind] * (elements(w) if elements else w.numel) for w in weights)
 
 

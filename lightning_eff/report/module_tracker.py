@@ -29,6 +29,8 @@ class ModuleTracker:
 
     def __init__(self, module: nn.Module) -> None:
         self.phase = FORWARD
+        self.is_recomputing = False
+        """Whether a forward pass runs inside the backward pass, which itself runs without grad mode."""
         self._names = {id(child): name or ROOT for name, child in module.named_modules()}
         self._stack: list[str] = []
         self._by_sequence_number: dict[int, str] = {}
@@ -55,11 +57,6 @@ class ModuleTracker:
         if self._stack:
             self._stack.pop()
 
-    @property
-    def is_recomputing(self) -> bool:
-        """Whether a forward pass runs inside the backward pass, which itself runs without grad mode."""
-        return self.phase == BACKWARD and torch.is_grad_enabled()
-
     def update(self) -> str:
         """Determine the phase of the current operation; return the phase before it."""
         before = self.phase
@@ -67,6 +64,7 @@ class ModuleTracker:
             self.phase = BACKWARD
         elif before == BACKWARD:
             self.phase = STEP
+        self.is_recomputing = self.phase == BACKWARD and torch.is_grad_enabled()
         if self._stack:
             # autograd numbered the current operation's node before it was dispatched: the next number less 1.
             next_number = getattr(torch.autograd, "_get_sequence_nr")()  # noqa: B009 - its stubs do not have it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -82,24 +82,35 @@ class Peak:
             on_device: Leave out storages that stay in host memory.
         """
         left_out = recorder.on_host if on_device else set[int]()
-        # Every size in multiples of the block, as the allocator would reserve it.
-        events = [
-            Event(event.allocation, -(-event.num_bytes // block_bytes) * block_bytes, event.phase)
-            for event in recorder.events
-            if event.allocation not in left_out
-        ]
+        events = [event for event in recorder.events if event.allocation not in left_out]
+        stretch = max(1, -(-len(events) // POINTS))
+        sizes: dict[int, int] = {}
+        now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         # By phase: the maximum of live bytes, and minus the index of its event (the first of equal ones).
-        tops: dict[str, tuple[int, int]] = dict.fromkeys(PHASES, (0, -1))
-        total = passing = max_passing = 0
-        for index, (event, change) in enumerate(_changes(events)):
+        tops: dict[str, tuple[int, int]] = dict.fromkeys(PHASES, (0, -len(events)))
+        by_phase = {phase: dict(now) for phase in PHASES}
+        timeline: list[dict[str, Any]] = []
+        total = top_of_stretch = max_passing = 0
+        for index, event in enumerate(events):
+            # Every size in multiples of the block, as the allocator would reserve it.
+            size = -(-event.num_bytes // block_bytes) * block_bytes
+            change = size - sizes.get(event.allocation, 0)
+            sizes[event.allocation] = size
+            now[recorder.allocations[event.allocation].category] += change
             total += change
-            passing += change if recorder.allocations[event.allocation].category in PASSING else 0
-            tops[event.phase] = max(tops[event.phase], (total, -index))
-            max_passing = max_passing if event.phase == STEP else max(max_passing, passing)
-        # The event of the peak has index -at; events[: 1 - at] ends with it.
+            if (total, -index) > tops[event.phase]:
+                tops[event.phase], by_phase[event.phase] = (total, -index), dict(now)
+            if event.phase != STEP:
+                max_passing = max(max_passing, sum(now[category] for category in PASSING))
+            # The timeline has the maximum of each stretch of events.
+            if index % stretch == 0:
+                timeline.append({})
+                top_of_stretch = -1
+            if total > top_of_stretch:
+                top_of_stretch = total
+                timeline[-1] = {"phase": event.phase, **now}
         phase, (top, at) = max(tops.items(), key=lambda item: item[1])
         made = recorder.allocations[events[-at].allocation] if events else Allocation("", "", phase)
-        by_phase = {name: _by_category(recorder, events[: 1 - index]) for name, (_, index) in tops.items()}
         return cls(
             num_bytes=top,
             phase=phase,
@@ -108,8 +119,8 @@ class Peak:
             by_category=by_phase[phase],
             by_phase=by_phase,
             passing_bytes=max_passing,
-            holders=_holders(recorder, events[: 1 - at]),
-            timeline=_timeline(recorder, events),
+            holders=_holders(recorder, events[: 1 - at], block_bytes),
+            timeline=timeline,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -117,23 +128,8 @@ class Peak:
         return asdict(self)
 
 
-def _changes(events: Sequence[Event]) -> Iterator[tuple[Event, int]]:
-    """Yield each event with the bytes that it adds or removes."""
-    sizes: dict[int, int] = {}
-    for event in events:
-        yield event, event.num_bytes - sizes.get(event.allocation, 0)
-        sizes[event.allocation] = event.num_bytes
-
-
-def _by_category(recorder: Recorder, events: Sequence[Event]) -> dict[str, int]:
-    """Return the live bytes after some events."""
-    found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-    for event, change in _changes(events):
-        found[recorder.allocations[event.allocation].category] += change
-    return found
-
-
-def _holders(recorder: Recorder, events: Sequence[Event]) -> list[Holder]:
+def _holders(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> list[Holder]:
+    """Return the largest holders after some events."""
     sizes: Counter[tuple[str, str, str]] = Counter()
     counts: Counter[tuple[str, str, str]] = Counter()
     last_sizes = {event.allocation: event.num_bytes for event in events}
@@ -141,25 +137,7 @@ def _holders(recorder: Recorder, events: Sequence[Event]) -> list[Holder]:
         if num_bytes:
             made = recorder.allocations[index]
             key = made.category, re.sub(r"(?<![^.])\d+(?![^.])", "*", made.path), made.operation
-            sizes[key] += num_bytes
+            sizes[key] += -(-num_bytes // block_bytes) * block_bytes
             counts[key] += 1
     largest = sizes.most_common(MAX_HOLDERS)
     return [Holder(*key, num_bytes=num_bytes, count=counts[key]) for key, num_bytes in largest]
-
-
-def _timeline(recorder: Recorder, events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return the maximum of each of `POINTS` stretches of events."""
-    stretch = max(1, -(-len(events) // POINTS))
-    now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-    points: list[dict[str, Any]] = []
-    total, top = 0, -1
-    for index, (event, change) in enumerate(_changes(events)):
-        now[recorder.allocations[event.allocation].category] += change
-        total += change
-        if index % stretch == 0:
-            points.append({})
-            top = -1
-        if total > top:
-            top = total
-            points[-1] = {"phase": event.phase, **now}
-    return points

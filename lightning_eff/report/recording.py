@@ -24,13 +24,12 @@ from lightning_eff.core.optimization.composite import PerParameter
 from lightning_eff.core.recompute import HostOffload
 from lightning_eff.report.live_bytes import LiveBytes, tensors_in
 from lightning_eff.report.module_tracker import BACKWARD, FORWARD, ModuleTracker
-from lightning_eff.report.roofline import Call, Work, call_of
+from lightning_eff.report.roofline import Call, call_of
 
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
 GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES = "gradients", "optimizer state", "activations", "temporaries"
 CATEGORIES = (PARAMETERS, BUFFERS, GRADIENTS, STATE, BATCH, ACTIVATIONS, TEMPORARIES)
 """In order of precedence: a storage of two categories counts for the earlier one."""
-RANKS = {category: rank for rank, category in enumerate(CATEGORIES)}
 
 
 @dataclass(slots=True)
@@ -124,11 +123,6 @@ class Recorder(LiveBytes):
         if self._tracker is not None:
             self._tracker.close()
 
-    @property
-    def work(self) -> Work:
-        """Operations of the completed batches."""
-        return Work(self.calls, frozenset(self.on_host), self.num_batches)
-
     @override
     def on_gradient_used(self, gradient: Tensor) -> None:
         super().on_gradient_used(gradient)
@@ -136,6 +130,7 @@ class Recorder(LiveBytes):
 
     @override
     def on_change(self, key: int, num_bytes: int | None) -> None:
+        super().on_change(key, num_bytes)
         tracker = self._tracker
         # Storages that `begin` adds have no operation: they existed before the step.
         if key not in self._index_of:
@@ -155,26 +150,22 @@ class Recorder(LiveBytes):
             device = getattr(args[0], "fake_device", None)
             return func(*args, **(kwargs or {})) if device is None else device
         self._operation = getattr(func, "__name__", str(func)).partition(".")[0]
-        if self._tracker is not None:
-            self._update_phase(self._tracker)
+        tracker = self._tracker
+        if tracker is not None:
+            # The end of a phase shows only at the next operation, before that operation allocates.
+            before = tracker.update()
+            if before == FORWARD and tracker.phase == BACKWARD:
+                self._mark_activations(recomputed=False)
+            elif before == BACKWARD and tracker.phase != BACKWARD:
+                self._mark_gradients_and_state()
+            if self._operation != "detach":  # checkpointing detaches what it recomputes, outside of grad mode
+                if self._was_recomputing and not tracker.is_recomputing:
+                    self._mark_activations(recomputed=True)
+                self._was_recomputing = tracker.is_recomputing
         out = super().__torch_dispatch__(func, types, args, kwargs)
         call = call_of(func, args, kwargs or {}, out, self._storage_index)
         self.calls.extend([call] if call is not None else [])
         return out
-
-    def _update_phase(self, tracker: ModuleTracker) -> None:
-        """Mark the storages of a phase that ended right before the current operation."""
-        # The end of a phase shows only at the next operation, before that operation allocates.
-        before = tracker.update()
-        if before == FORWARD and tracker.phase == BACKWARD:
-            self._mark_activations(recomputed=False)
-        elif before == BACKWARD and tracker.phase != BACKWARD:
-            self._mark_gradients_and_state()
-        if self._operation == "detach":  # checkpointing detaches what it recomputes, outside of grad mode
-            return
-        if self._was_recomputing and not tracker.is_recomputing:
-            self._mark_activations(recomputed=True)
-        self._was_recomputing = tracker.is_recomputing
 
     def _storage_index(self, tensor: Tensor) -> int:
         """Return the index of a tensor's storage, -1 if it is not counted."""
@@ -186,9 +177,11 @@ class Recorder(LiveBytes):
         """Set the category of the tensors' storages, unless they have one of higher precedence."""
         for tensor in tensors_in(list(tensors)):
             index = self._storage_index(tensor)
-            if index >= 0 and RANKS[category] < RANKS[self.allocations[index].category]:
-                self.allocations[index].category = category
-                self.allocations[index].path = path or self.allocations[index].path
+            if index < 0:
+                continue
+            allocation = self.allocations[index]
+            if CATEGORIES.index(category) < CATEGORIES.index(allocation.category):
+                allocation.category, allocation.path = category, path or allocation.path
 
     def _mark_on_host(self, tensor: Tensor) -> None:
         index = self._storage_index(tensor)
@@ -205,11 +198,12 @@ class Recorder(LiveBytes):
                 continue
             # An optimizer that steps on host copies keeps them, their gradients and its state on the host.
             pairs = [(parameter, optimizer.host_copy(parameter)) for parameter in optimizer.parameters()]
-            copies = [copy for parameter, copy in pairs if copy is not parameter]
-            self._mark(copies, STATE)
-            gradients = [copy.grad for copy in copies]
-            for tensor in tensors_in([*copies, *gradients, *optimizer.state.values()]) if copies else ():
-                self._mark_on_host(tensor)
+            host_copies = [copy for parameter, copy in pairs if copy is not parameter]
+            self._mark(host_copies, STATE)
+            if host_copies:
+                gradients = [copy.grad for copy in host_copies]
+                for tensor in tensors_in([*host_copies, *gradients, *optimizer.state.values()]):
+                    self._mark_on_host(tensor)
 
     def _mark_activations(self, *, recomputed: bool) -> None:
         """Mark as activations what a forward pass has allocated and is alive at its end."""

@@ -10,7 +10,7 @@ Source: Williams, Waterman and Patterson 2009, https://doi.org/10.1145/1498765.1
 from __future__ import annotations
 
 import functools
-import time
+import timeit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -58,13 +58,13 @@ class Call:
 
 
 def call_of(func: Any, args: Any, kwargs: Any, out: Any, number_of: Callable[[Tensor], int]) -> Call | None:
-    """Return the cost of an operation; None for a view, which costs nothing.
+    """Return the cost of a call that `__torch_dispatch__` got and that returned `out`; None for a view.
 
     Args:
-        func: The operation, as passed to `__torch_dispatch__`.
+        func: The operation.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        out: What it returned.
+        out: Its result.
         number_of: Returns the index of a tensor's storage.
 
     Example:
@@ -145,27 +145,19 @@ class Rates:
         )
 
     def seconds(self, calls: Iterable[Call], on_host: Set[int] = frozenset()) -> float:
-        """Return the time of some operations.
-
-        Args:
-            calls: The operations, in any order.
-            on_host: Storages in host memory, whatever the model's device.
-        """
+        """Return the time of some operations; `on_host` are storages in host memory, on any device."""
         work_s, count = 0.0, 0
         for call in calls:
             # Roofline: a call is limited by compute or by memory traffic, whichever takes longer.
             rate = self.flops_per_s.get(call.dtype, self.flops_per_s[torch.float32])
-            work_s += max(call.flops / rate, call.num_bytes / self._bytes_per_s(call, on_host))
+            bytes_per_s = self.bytes_per_s
+            if self.is_gpu and not on_host.isdisjoint(call.storages):
+                bytes_per_s = HOST_BYTES_PER_S if set(call.storages) <= on_host else BUS_BYTES_PER_S
+            work_s += max(call.flops / rate, call.num_bytes / bytes_per_s)
             count += 1
         launch_s = count * self.call_s
         # A GPU works while Python launches what follows: the longer of the two. A CPU does both in turn.
         return max(work_s, launch_s) if self.is_gpu else work_s + launch_s
-
-    def _bytes_per_s(self, call: Call, on_host: Set[int]) -> float:
-        """Return the bandwidth of a call: of device memory, of host memory, or of the bus between them."""
-        if not self.is_gpu or on_host.isdisjoint(call.storages):
-            return self.bytes_per_s
-        return HOST_BYTES_PER_S if set(call.storages) <= on_host else BUS_BYTES_PER_S
 
 
 @functools.cache
@@ -174,19 +166,10 @@ def _measure_cpu() -> Rates:
     flops: dict[torch.dtype, float] = {}
     for dtype in MEASURED:
         square = torch.rand(384, 384).to(dtype)
-        # 384 x 384 x 384 multiply-adds are 2 * 384^3 FLOPs.
-        flops[dtype] = 2 * 384**3 / _least_s(functools.partial(torch.mm, square, square))
+        product = functools.partial(torch.mm, square, square)
+        # 384 x 384 x 384 multiply-adds are 2 * 384^3 FLOPs; the first run is slower than the minimum.
+        flops[dtype] = 2 * 384**3 / min(timeit.repeat(product, number=1, repeat=4))
     source, target = torch.rand(1 << 22), torch.empty(1 << 22)
     # A copy reads and writes every byte.
-    copied = 2 * source.nbytes / _least_s(lambda: target.copy_(source))
+    copied = 2 * source.nbytes / min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=4))
     return Rates(flops_per_s=flops, bytes_per_s=copied, call_s=CALL_S)
-
-
-def _least_s(work: Callable[[], Any]) -> float:
-    work()
-    times: list[float] = []
-    for _ in range(3):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return min(times)

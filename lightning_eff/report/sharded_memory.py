@@ -9,8 +9,10 @@ Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 7;
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from lightning_eff.report.model_weights import ModelWeights, OptimizerState, Weight, weight_bytes
 from lightning_eff.report.sharding_table import RING, DeviceShare, shard_numel
@@ -26,7 +28,7 @@ class DDPMemory:
 
     bucket_view: bool = False
 
-    own_weights = False
+    own_weights: ClassVar[bool] = False
 
     def share(
         self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int
@@ -68,14 +70,30 @@ class FSDP2Memory:
     reshard: bool = True
     reduce_each: bool = False
 
-    own_weights = False
+    own_weights: ClassVar[bool] = False
 
     def share(
         self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int
     ) -> DeviceShare:
         """Implement `ShardingScheme`."""
-        weights = sum(_shard_numel(weight, devices) * weight.itemsize for weight in model.weights)
-        gradients = sum(_shard_numel(weight, devices) * weight.itemsize for weight in model.trained)
+        weights = gradients = bytes_per_peer = 0
+        # Full bytes of weights and of gradients by block, -1 for those outside of blocks.
+        block_weights, block_gradients = Counter[int](), Counter[int]()
+        for weight in model.weights:
+            numel, compute_size = _shard_numel(weight, devices), self.compute_itemsize or weight.itemsize
+            weights += numel * weight.itemsize
+            gradients += numel * weight.itemsize if weight.trained else 0
+            block_weights[weight.block] += weight.numel * compute_size
+            block_gradients[weight.block] += weight.numel * compute_size if weight.trained else 0
+            # All-gather in the forward pass and, once resharded, again in the backward pass.
+            gathers = micro_batches * (2 if self.reshard and weight.block >= 0 else 1)
+            reduce_size = (self.reduce_itemsize or compute_size) if weight.trained else 0
+            reductions = micro_batches if self.reduce_each else 1
+            bytes_per_peer += numel * (gathers * compute_size + reductions * reduce_size)
+        outside, outside_gradients = block_weights.pop(-1, 0), block_gradients.pop(-1, 0)
+        # Gathered at once: weights outside of blocks, a block and the prefetched next one.
+        sizes = [size for _, size in sorted(block_weights.items())]
+        largest_pair = max((size + next_size for size, next_size in pairwise(sizes)), default=sum(sizes))
         state_bytes = state.bytes_of(model.trained, lambda weight: _shard_numel(weight, devices))
         # Without a reduce-scatter per micro-batch, full gradients accumulate until the last one.
         accumulates = micro_batches > 1 and not self.reduce_each
@@ -86,41 +104,13 @@ class FSDP2Memory:
             # Full gradients are freed by the reduce-scatter that makes the shards: never both at once.
             gradients=full_gradients if self.on_host else max(full_gradients, gradients),
             optimizer=0 if self.on_host else state_bytes,
-            gathered=self._gathered_bytes(model),
-            buffers=0 if accumulates else self._block_gradient_bytes(model),
+            gathered=outside + (largest_pair if self.reshard else sum(sizes)),
+            # Full gradients of one block, and outside of blocks, exist before their reduce-scatter.
+            buffers=0 if accumulates else outside_gradients + max(block_gradients.values(), default=0),
             host=weights + gradients + state_bytes if self.on_host else 0,
             # In a ring, a device sends (N-1) shards for an all-gather, and (N-1) for a reduce-scatter.
-            sent=(devices - 1) * self._bytes_per_peer(model, devices, micro_batches),
+            sent=(devices - 1) * bytes_per_peer,
         )
-
-    def _gathered_bytes(self, model: ModelWeights) -> int:
-        """Return the maximum gathered at once: weights outside of blocks, a block and the prefetched next."""
-        if not self.reshard:
-            return weight_bytes(model.weights, self.compute_itemsize)
-        outside = [weight for weight in model.weights if weight.block < 0]
-        sizes = [weight_bytes(block, self.compute_itemsize) for block in model.blocks]
-        pairs = [size + next_size for size, next_size in pairwise(sizes)] or sizes
-        return weight_bytes(outside, self.compute_itemsize) + max(pairs, default=0)
-
-    def _block_gradient_bytes(self, model: ModelWeights) -> int:
-        """Return the full gradients that exist before their reduce-scatter: of one block, and outside."""
-        outside = [weight for weight in model.trained if weight.block < 0]
-        blocks = [[weight for weight in block if weight.trained] for block in model.blocks]
-        largest = max((weight_bytes(block, self.compute_itemsize) for block in blocks), default=0)
-        return weight_bytes(outside, self.compute_itemsize) + largest
-
-    def _bytes_per_peer(self, model: ModelWeights, devices: int, micro_batches: int) -> float:
-        """Return the bytes that a device sends to each peer in an optimizer step."""
-        sent = 0
-        for weight in model.weights:
-            compute_size = self.compute_itemsize or weight.itemsize
-            # All-gather in the forward pass and, once resharded, again in the backward pass.
-            gathers = micro_batches * (2 if self.reshard and weight.block >= 0 else 1)
-            reduce_size = (self.reduce_itemsize or compute_size) if weight.trained else 0
-            reductions = micro_batches if self.reduce_each else 1
-            numel = _shard_numel(weight, devices)
-            sent += numel * (gathers * compute_size + reductions * reduce_size)
-        return sent
 
     def assumptions(self) -> list[str]:
         """Implement `ShardingScheme`."""

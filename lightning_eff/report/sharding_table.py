@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 from lightning_eff.core.text import human_bytes, text_table
 from lightning_eff.report.model_weights import ModelWeights, OptimizerState
 
 MAX_DEVICES = 1024
-BATCH_SIZE_KEY = "batch_size"
-"""Key of a recipe's `data` group that sets the loader's batch size."""
 RING = "bytes sent are those of ring collectives in a flat network"
 UNCOUNTED = "activations are not counted"
 PREDICTED = "activations are those of the predicted step, temporaries and the batch included"
@@ -78,12 +76,10 @@ class DeviceShare:
 
 
 class ShardingScheme(Protocol):
-    """How a strategy shards a model."""
+    """How a strategy shards a model; the strategy's method `scheme()` returns it."""
 
-    @property
-    def own_weights(self) -> bool:
-        """Whether the optimizer steps on its own float32 copy of the weights."""
-        ...
+    own_weights: ClassVar[bool]
+    """Whether the optimizer steps on its own float32 copy of the weights."""
 
     def share(
         self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int
@@ -103,15 +99,6 @@ class ShardingScheme(Protocol):
         ...
 
 
-@runtime_checkable
-class HasShardingScheme(Protocol):
-    """A strategy whose memory per device can be computed."""
-
-    def scheme(self) -> ShardingScheme:
-        """Return the arithmetic."""
-        ...
-
-
 @dataclass(frozen=True)
 class ShardingTable:
     """Bytes per device for several numbers of devices.
@@ -128,10 +115,6 @@ class ShardingTable:
     assumptions: tuple[str, ...] = ()
     passing_bytes: int | None = None
 
-    def device_bytes(self, devices: int) -> float:
-        """Return the bytes on each of `devices` devices, activations included if predicted."""
-        return self.shares[devices].device + (self.passing_bytes or 0)
-
     @property
     def assumed(self) -> list[str]:
         """Assumptions behind the figures, one sentence each."""
@@ -147,7 +130,7 @@ class ShardingTable:
             free_bytes: Memory of a device that is free for a run.
             name: Name of the device.
         """
-        needed = self.device_bytes(devices)
+        needed = self.shares[devices].device + (self.passing_bytes or 0)
         left = free_bytes - needed
         fits = f"fits on {name}, {human_bytes(left)} left"
         if left < 0:
@@ -159,8 +142,8 @@ class ShardingTable:
         """Return the table in integer bytes, for JSON."""
         rows: list[dict[str, int]] = []
         for devices, share in self.shares.items():
-            sizes = asdict(share) | {"device": self.device_bytes(devices)}
-            sizes |= {"activations": self.passing_bytes or 0}
+            activations = self.passing_bytes or 0
+            sizes = asdict(share) | {"device": share.device + activations, "activations": activations}
             rows.append({"devices": devices} | {f"{name}_bytes": round(size) for name, size in sizes.items()})
         return rows
 
@@ -204,7 +187,7 @@ def micro_batches_per_step(values: Mapping[str, Any], devices: int) -> tuple[int
         (2, '2 micro-batches per step on each device')
     """
     callbacks = values.get("callbacks") or {}
-    batch_size = (values.get("data") or {}).get(BATCH_SIZE_KEY)
+    batch_size = (values.get("data") or {}).get("batch_size")
     global_size = (callbacks.get("gradient_accumulation") or {}).get("global_batch_size")
     micro_size = (callbacks.get("micro_batch") or {}).get("micro_batch_size")
     count = (values.get("trainer") or {}).get("accumulate_grad_batches") or 1

@@ -60,18 +60,16 @@ def run_verdict(report: Mapping[str, Any]) -> str:
         return f"Finished {steps}: too few to measure speed."
     timed = f"{measured['num_batches']} batch{'' if measured['num_batches'] == 1 else 'es'} timed"
     idle = [row["technique"] for row in report["ledger"] if row["status"] == "no effect"]
-    unused = f" No effect: {', '.join(idle)}." if idle else ""
-    return f"Finished {steps} ({timed}).{unused}{_freed_gradients(measured)}"
-
-
-def _freed_gradients(measured: Mapping[str, Any]) -> str:
-    """Return whether freeing gradients in the backward pass lowered the peak, by more than 1 %."""
+    verdict = f"Finished {steps} ({timed})."
+    if idle:
+        verdict += f" No effect: {', '.join(idle)}."
     held, peak = measured.get("peak_if_gradients_were_held_bytes"), measured.get("peak_bytes")
     if held is None or peak is None:
-        return ""
+        return verdict
+    effect = "did not lower the peak, which comes before them"
     if held > 1.01 * peak:
-        return f" Freeing gradients in the backward pass lowered the peak by {human_bytes(held - peak)}."
-    return " Freeing gradients in the backward pass did not lower the peak, which comes before them."
+        effect = f"lowered the peak by {human_bytes(held - peak)}"
+    return f"{verdict} Freeing gradients in the backward pass {effect}."
 
 
 def report_text(report: Mapping[str, Any]) -> str:

@@ -29,20 +29,20 @@ class Throughput:
         """The longest of the batches that are left out; includes compilation."""
         self._mark_s = time.perf_counter()
 
-    def skip_batch(self) -> None:
-        """End a batch that is left out."""
-        self.first_batch_s = max(self.first_batch_s, time.perf_counter() - self._mark_s)
-        self.restart()
-
     def restart(self) -> None:
         """Start the clock of the next batch."""
         self._mark_s = time.perf_counter()
 
-    def finish_batch(self, num_samples: int, num_tokens: int, wait_s: float) -> None:
+    def finish_batch(
+        self, num_samples: int, num_tokens: int, wait_s: float, *, left_out: bool = False
+    ) -> None:
         """Record a batch that started at the end of the previous one, or at `restart`."""
         now = time.perf_counter()
-        self.batch_times_s.append(now - self._mark_s)
-        self._mark_s = now
+        batch_time_s, self._mark_s = now - self._mark_s, now
+        if left_out:
+            self.first_batch_s = max(self.first_batch_s, batch_time_s)
+            return
+        self.batch_times_s.append(batch_time_s)
         self.num_samples += num_samples
         self.num_tokens += num_tokens
         self.waits_s.append(wait_s)
@@ -76,22 +76,22 @@ class DataWait:
     def __init__(self, profiler: Any) -> None:
         self.wait_s = 0.0
         self._profiler = profiler
-        self._start: Callable[[str], None] = profiler.start
-        self._stop: Callable[[str], None] = profiler.stop
+        self.methods: dict[str, Callable[[str], None]] = {"start": profiler.start, "stop": profiler.stop}
+        """Methods that the profiler had before this wrapper."""
         self._began_s = 0.0
         self.is_closed = False
         profiler.start = self._on_start
         profiler.stop = self._on_stop
 
     def _on_start(self, action_name: str) -> None:
-        self._start(action_name)
+        self.methods["start"](action_name)
         if action_name == FETCH_ACTION:
             self._began_s = time.perf_counter()
 
     def _on_stop(self, action_name: str) -> None:
         if action_name == FETCH_ACTION:
             self.wait_s += time.perf_counter() - self._began_s
-        self._stop(action_name)
+        self.methods["stop"](action_name)
 
     def take(self) -> float:
         """Return the seconds since the last call."""
@@ -108,11 +108,7 @@ class DataWait:
             outer = getattr(self._profiler.__dict__.get("start"), "__self__", None)
             if not isinstance(outer, DataWait) or not outer.is_closed:
                 return
-            outer.restore()
-
-    def restore(self) -> None:
-        """Give the profiler the methods that it had before this wrapper; called by `close`."""
-        for name, before in (("start", self._start), ("stop", self._stop)):
-            del self._profiler.__dict__[name]
-            if getattr(self._profiler, name) != before:
-                setattr(self._profiler, name, before)
+            for name, before in outer.methods.items():
+                del self._profiler.__dict__[name]
+                if getattr(self._profiler, name) != before:
+                    setattr(self._profiler, name, before)
