@@ -78,7 +78,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
     whole_checkpoints = True
     """Checkpoints have the layout of a single device, whatever the stage."""
     lightning_restore_optimizer: bool = True  # pyright: ignore[reportIncompatibleMethodOverride]
-    # Stage 1 reduces once per step, stages 2 and 3 in each backward: no_sync of DeepSpeed would be in the way.
+    # Stage 1 reduces once per step, stages 2 and 3 in each backward: DeepSpeed needs no no_sync.
     block_backward_sync = nullcontext  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     # Lightning's loop accumulates and divides; DeepSpeed would divide again.
     handles_gradient_accumulation: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]

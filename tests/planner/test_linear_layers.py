@@ -131,6 +131,6 @@ def test_measured_choices_are_only_of_the_gpu_that_is_present(
     )
     assert "nothing was measured" in looked(4096, target).rows[1].computed_by
     assert looked(4096, target, "triton").rows[0].computed_by == "our kernels: as requested"
-    assert looked(4096, target, "torch").rows[0].computed_by == "torch's library: asked for"
+    assert looked(4096, target, "torch").rows[0].computed_by == "torch's library: as requested"
     assert "unless bench --tune" in looked(4096).rows[0].computed_by
     dispatch.choices.cache_clear()
