@@ -194,7 +194,7 @@ def _tile_notes(shape: Shape, device: Device) -> list[str]:
     cost = found.cost
     fitting = " or ".join(map(str, found.fitting_m))
     better_m = "" if shape.M in found.fitting_m else f" (M={fitting} would fit)"
-    notes = [f"{cost.waves:.2f} waves, {cost.wave_quantization:.0%} idle{better_m}"]
+    notes = [f"{cost.waves:.2f} waves, wave quantization {cost.wave_quantization:.0%}{better_m}"]
     if cost.tile_quantization >= 0.0005:  # prints as 0.1 % or more
         notes.append(f"{cost.tile_quantization:.1%} tile quantization")
     for letter, size, aligned in (("N", shape.N, found.aligned_n), ("K", shape.K, found.aligned_k)):

@@ -169,7 +169,7 @@ def test_linear_layers_are_shown_by_shape(command: Command) -> None:
         (1, "head", 4096, 2048, 192),
     ]
     assert {row["dtype"] for row in found} == {"bfloat16"}
-    assert found[-1]["tiles"] == ["1.94 waves, 3% idle"]
+    assert found[-1]["tiles"] == ["1.94 waves, wave quantization 3%"]
     assert "on H200" in about
     assert "M = 16 sequences x 256 tokens (data.batch_size, data.context_length)" in about
     assert {row["M"] for row in layers(command, "low_memory", TILED)[0]} == {1024}, "micro-batches of four"

@@ -42,7 +42,7 @@ def test_layers_of_a_shape_are_one_row_with_their_tile_waste() -> None:
     """4352 x 4096: 34 x 16 tiles of 128 x 256 on 132 SMs are 4.12 waves of 5; 50257 x 2 bytes are no 16's."""
     first, second = looked(4352).rows
     assert (first.num_layers, first.example, first.M, first.N, first.K) == (2, "0", 4352, 4096, 4096)
-    assert first.tiles == ["4.12 waves, 18% idle (M=4224 or 5120 would fit)"]
+    assert first.tiles == ["4.12 waves, wave quantization 18% (M=4224 or 5120 would fit)"]
     assert (second.num_layers, second.example, second.N, second.dtype) == (1, "1", 50257, "bfloat16")
     assert second.tiles[-1] == "no TMA, pad N to 50264 or 50304"
     text = str(looked(4352))
@@ -60,7 +60,7 @@ def test_an_unknown_number_of_rows_is_not_printed() -> None:
     """8192 x 4096 makes 64 x 16 tiles, 7.76 waves."""
     row = looked(None).rows[0]
     assert row.M is None
-    assert row.tiles == ["7.76 waves, 3% idle"]
+    assert row.tiles == ["7.76 waves, wave quantization 3%"]
     assert " 4096 x 4096 bfloat16 " in str(looked(None))
     assert "8192" not in str(looked(None)).partition("\n")[2]
 
