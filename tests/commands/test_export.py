@@ -450,8 +450,8 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["RUN", "--out", "/tmp/elsewhere"], 2, "--out='/tmp/elsewhere': expected a folder under output_root"),
     (["RUN", "--out", "outputs"], 2, "--out='outputs': expected a folder that does not exist yet"),
     (["RUN", "--checkpoint", "notes/0.txt"], 2, "it is not a checkpoint"),
-    (["RUN", "--checkpoint", "pipe.ckpt"], 2, "--checkpoint='pipe.ckpt': .* it is a FIFO, and no regular"),
-    (["RUN", "--checkpoint", "banana.ckpt"], 2, "its pytorch-lightning_version is 'banana', which is no"),
+    (["RUN", "--checkpoint", "pipe.ckpt"], 2, "--checkpoint='pipe.ckpt': .* it is a FIFO, not a regular"),
+    (["RUN", "--checkpoint", "banana.ckpt"], 2, "its pytorch-lightning_version 'banana' is not a version"),
     (["RUN", "--checkpoint", "wrong.ckpt"], 1, "is not exported: .* missing: 'model.model.layers.0"),
     (["RUN", "--checkpoint", "base.ckpt"], 1, "is not exported: it holds an adapter for another base"),
 ]
