@@ -12,8 +12,8 @@ Logging, `val_check_interval` and `limit_train_batches` count the loader's batch
 
 Costs: a step waits for all its batches. With weights that are tensors on a GPU, one synchronization per
     micro-batch; with weights on several ranks, one all-reduce of a number per step.
-Conflicts: Lightning's own `accumulate_grad_batches` and GradientAccumulationScheduler, DeepSpeed (it
-    accumulates itself) and manual optimization, rejected.
+Conflicts: Lightning's own `accumulate_grad_batches` and GradientAccumulationScheduler, its
+    DeepSpeedStrategy (which accumulates itself) and manual optimization, rejected.
 Source: the exact gradient of a weighted mean; what Lightning computes instead:
     https://github.com/Lightning-AI/pytorch-lightning/issues/20350 and 19987
 """
@@ -94,7 +94,7 @@ class GradientAccumulation(Managed):
         self._loop: lightning_loop.ExactStep | None = None
 
     def facts(self) -> Facts:
-        """Return what else would divide or step."""
+        """Return what else would set the length of a window, divide its gradient, or step."""
         reasons = {
             "lightning/GradientAccumulationScheduler": "both would decide how many batches make a step",
             "lightning/DeepSpeedStrategy": "DeepSpeed accumulates itself, and divides a second time",

@@ -112,7 +112,7 @@ def _read_without_tensors(path: Path, key: str, value: str) -> Any:
     """Return a checkpoint's content, its digest verified, with tensors on the meta device."""
     try:
         if key == BASE and path.suffix == ".safetensors":
-            return check_regular(path)  # PEFT reads it
+            return check_regular(path)  # it has no digest; stored_weights.py reads it
         if path.is_dir():
             return sharded.verified_index(path).checkpoint
         verify_path(path)

@@ -106,7 +106,7 @@ class Decision:
     Args:
         operands: What is computed.
         out: Receives the result; None for a new tensor.
-        shape: Of the operands, and `measured`, if the decision was made by them; else `config` computes both.
+        shape: Of the operands; None if `backend="triton"` forced the decision: then `config` looks up both.
         measured: The config that was measured to be faster than torch's library.
     """
 

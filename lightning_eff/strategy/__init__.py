@@ -5,6 +5,7 @@ checkpoints), `_shared/checks.py`, `_shared/collectives.py`; `checkpoint/full_st
 `sharded.py` and `sharded_write.py` (layouts of checkpoints); `core/shards.py` and `core/model_surgery.py`.
 For ZeRO: `deepspeed_zero.py`, `_zero/`, `_shared/` and `checkpoint/full_state.py`.
 
-A LoRA run's checkpoint takes the same path under every strategy: the strategy returns full tensors
-(checkpoint/full_state.py), then `callbacks/peft_adapter.py` leaves out the base in its `on_save_checkpoint`.
+A LoRA run's checkpoint takes the same path under DDP, ZeRO and FSDP2: the strategy returns the state
+(checkpoint/full_state.py), then `AdapterCheckpointHooks.on_save_checkpoint` (adapters/adapter_checkpoint.py), a
+hook of the module, removes the base. Lightning's own sharding strategies save all of it.
 """
