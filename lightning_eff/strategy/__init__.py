@@ -6,6 +6,6 @@ checkpoints), `_shared/checks.py`, `_shared/collectives.py`; `checkpoint/full_st
 For ZeRO: `deepspeed_zero.py`, `_zero/`, `_shared/` and `checkpoint/full_state.py`.
 
 A LoRA run's checkpoint takes the same path under DDP, ZeRO and FSDP2: the strategy returns the state
-(checkpoint/full_state.py), then `AdapterCheckpointHooks.on_save_checkpoint` (adapters/adapter_checkpoint.py), a
-hook of the module, removes the base. Lightning's own sharding strategies save all of it.
+(checkpoint/full_state.py), then a hook of the module (`AdapterCheckpointHooks` in
+adapters/adapter_checkpoint.py) removes the base. Lightning's own sharding strategies save all of it.
 """
