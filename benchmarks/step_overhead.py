@@ -1,4 +1,4 @@
-"""What loop.py and MicroBatch add to a step: microseconds, with a model so small that little else is there.
+"""Measure the microseconds that our loop and MicroBatch add to a step, with a model so small that they show.
 
 One training; from batch to batch the loops take turns in an order drawn anew each round, so that what the
 machine does meanwhile meets all of them alike. Lightning's own takes two turns: their difference is noise.

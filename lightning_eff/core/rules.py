@@ -144,7 +144,9 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
     }
     if module is not None:
         children = dict(module.named_modules())
-        own = (name for name, child in children.items() if getattr(child, "gradient_checkpointing", False))
+        # The module itself has no name among its children.
+        named = {name or type(child).__name__: child for name, child in children.items()}
+        own = (name for name, child in named.items() if getattr(child, "gradient_checkpointing", False))
         first = next(own, "")
         normed = next((name for name, child in children.items() if isinstance(child, _BatchNorm)), "")
         takes_iterator = "dataloader_iter" in inspect.signature(module.training_step).parameters

@@ -112,7 +112,7 @@ class MicroBatchRunner:
         self._results.batch, self._results.batch_size = batch, None
         if len(outputs) == 1:
             (_, (result, *_)), *_ = outputs
-            result.closure_loss = result.loss  # None would tell Lightning that the step was skipped
+            result.closure_loss = result.loss  # Lightning reads None as a skipped step
             return result
         kept: list[tuple[MicroBatchPart, PartResult]]
         kept = [(part, output) for part, output in outputs if output[0].loss is not None]

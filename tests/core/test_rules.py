@@ -185,6 +185,12 @@ def test_facts_of_the_module_are_known_once_there_is_one(net: Callable[..., Net]
     assert {"run/manual_optimization", "run/model_checkpointing"}.isdisjoint(rules.run_facts(make_trainer()))
 
 
+def test_a_module_that_checkpoints_itself_is_found_under_its_class(net: Callable[..., Net]) -> None:
+    model: Any = net()
+    model.gradient_checkpointing = True
+    assert "(Net)" in rules.run_facts(make_trainer(), model)["run/model_checkpointing"]
+
+
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_refusal_comes_before_anything_is_changed(deep: Callable[..., Deep], in_order: bool) -> None:
     callbacks = [TorchCompile(backend="eager", target="forward"), GradientCheckpointing()]
