@@ -12,10 +12,10 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from beartype.door import is_bearable
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
+from lightning_eff.core.arguments import accepts, describe
 from lightning_eff.core.errors import ConfigError, suggest_name
 from lightning_eff.core.technique import PLACES_STATE, Rule, Verdict
 
@@ -165,11 +165,8 @@ def _check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> set[st
                 suggestion = f"it has: {', '.join(own[:MAX_FIELDS_SHOWN])}, ..."
             allowed = f"a field of {kind.__name__}; {suggestion}"
         else:
-            hint: Any = hints[key]
-            is_flag = isinstance(value, bool) and hint in (int, float)  # bool is a subclass of int
-            is_whole_float = isinstance(value, int) and is_bearable(float(value), hint)  # 8 for 8.0
-            if is_flag or not (is_bearable(value, hint) or is_whole_float):
-                allowed = (hint.__name__ if isinstance(hint, type) else str(hint)).replace("typing.", "")
+            if not accepts(hints[key], value):
+                allowed = describe(hints[key])
             elif key in SCALES and value == 0:
                 allowed = "a number other than 0: it multiplies the adapter's output"
             else:

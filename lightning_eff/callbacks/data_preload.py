@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -34,7 +34,7 @@ from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, is_st
 from lightning_eff.callbacks._data_preload.prefetch_iterator import PrefetchSettings
 from lightning_eff.callbacks._data_preload.worker_trials import WorkerChoice
 from lightning_eff.core import dataloaders
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.arguments import Count, CountOrZero, Positive, check_arguments
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome
 from lightning_eff.core.text import human_bytes
@@ -66,32 +66,21 @@ class DataPreload(Managed):
         >>> trainer = pl.Trainer(callbacks=[DataPreload(num_workers=2)], logger=False, accelerator="cpu")
         >>> DataPreload(num_workers=-1)
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: num_workers=-1: expected 'auto' or a whole number of at least 0
+        lightning_eff.core.errors.ConfigError: num_workers=-1: expected 'auto', or a whole number of at least 0
     """
 
+    @check_arguments
     def __init__(
         self,
         *,
-        num_workers: int | str = "auto",
-        prefetch_factor: int = 2,
+        num_workers: Literal["auto"] | CountOrZero = "auto",
+        prefetch_factor: Count = 2,
         persistent_workers: bool = False,
         pin_memory: bool | None = None,
-        num_batches_ahead: int = 2,
-        max_bytes_ahead: int | None = 268435456,
-        max_measure_s: float = 4.0,
+        num_batches_ahead: CountOrZero = 2,
+        max_bytes_ahead: Count | None = 268435456,
+        max_measure_s: Positive = 4.0,
     ) -> None:
-        if num_workers != "auto" and not (isinstance(num_workers, int) and num_workers >= 0):
-            allowed = "'auto' or a whole number of at least 0"
-            raise ConfigError(key="num_workers", value=num_workers, allowed=allowed)
-        for name, value, least in (
-            ("prefetch_factor", prefetch_factor, 1),
-            ("num_batches_ahead", num_batches_ahead, 0),
-            ("max_bytes_ahead", max_bytes_ahead, 1),
-        ):
-            if value is not None and value < least:
-                raise ConfigError(name, value, allowed=f"a whole number of at least {least}")
-        if max_measure_s <= 0.0:
-            raise ConfigError(key="max_measure_s", value=max_measure_s, allowed="a number above 0")
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
         self.persistent_workers = persistent_workers

@@ -27,6 +27,7 @@ import torch
 from typing_extensions import override
 
 from lightning_eff.core import allocator
+from lightning_eff.core.arguments import Count, Fraction, check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome
@@ -87,21 +88,14 @@ class EmptyCache(Managed):
         lightning_eff.core.errors.ConfigError: every_n_steps=0: expected a whole number of at least 1, or None
     """
 
+    @check_arguments
     def __init__(
         self,
         *,
-        every_n_steps: int | None = 100,
-        max_cached_fraction: float | None = None,
-        check_every_n_steps: int = 10,
+        every_n_steps: Count | None = 100,
+        max_cached_fraction: Fraction | None = None,
+        check_every_n_steps: Count = 10,
     ) -> None:
-        count = "a whole number of at least 1"
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ConfigError(key="every_n_steps", value=every_n_steps, allowed=f"{count}, or None")
-        if max_cached_fraction is not None and not 0.0 <= max_cached_fraction <= 1.0:
-            allowed = "a fraction from 0 to 1, or None"
-            raise ConfigError(key="max_cached_fraction", value=max_cached_fraction, allowed=allowed)
-        if check_every_n_steps < 1:
-            raise ConfigError(key="check_every_n_steps", value=check_every_n_steps, allowed=count)
         if every_n_steps is None and max_cached_fraction is None:
             path = "callbacks.empty_cache"
             raise ConfigError(

@@ -22,19 +22,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_eff.core import dataloaders
+from lightning_eff.core.arguments import Count, CountOrZero, check_arguments
 from lightning_eff.core.errors import ConfigError, ConflictWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.microbatching import lightning_loop
-from lightning_eff.microbatching.micro_batch_size import is_count
-
-UNITS = ("epoch", "step")
 
 
 class GradientAccumulation(Managed):
@@ -56,18 +54,17 @@ class GradientAccumulation(Managed):
         >>> trainer = pl.Trainer(callbacks=[accumulation], logger=False, accelerator="cpu")
         >>> GradientAccumulation(global_batch_size=0)
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: global_batch_size=0: expected a whole number of at least 1
+        lightning_eff.core.errors.ConfigError: global_batch_size=0: expected a whole number of at least 1, or None
     """
 
+    @check_arguments
     def __init__(
         self,
         *,
-        global_batch_size: int | None = None,
-        schedule: Mapping[int, int] | None = None,
-        schedule_by: str = "epoch",
+        global_batch_size: Count | None = None,
+        schedule: Mapping[CountOrZero, Count] | None = None,
+        schedule_by: Literal["epoch", "step"] = "epoch",
     ) -> None:
-        if schedule_by not in UNITS:
-            raise ConfigError(key="schedule_by", value=schedule_by, allowed=f"one of {', '.join(UNITS)}")
         if (global_batch_size is None) is (schedule is None):
             off = "callbacks.gradient_accumulation.global_batch_size=null"
             raise ConfigError(
@@ -77,13 +74,8 @@ class GradientAccumulation(Managed):
                 remedies=[off] if schedule is not None else [],
             )
         sizes: Any = {0: global_batch_size} if schedule is None else schedule
-        if not isinstance(sizes, Mapping) or 0 not in sizes:
+        if 0 not in sizes:
             raise ConfigError(key="schedule", value=schedule, allowed="sizes by epoch or step, from 0 on")
-        for start, size in sizes.items():
-            if not (is_count(size) and (start == 0 or is_count(start))):
-                key = "global_batch_size" if schedule is None else f"schedule[{start!r}]"
-                allowed = "a whole number of at least 1" if schedule is None else "whole numbers, from 0 on"
-                raise ConfigError(key, size, allowed=allowed)
         self.global_batch_size = global_batch_size
         self.schedule = schedule
         self.schedule_by = schedule_by

@@ -22,7 +22,7 @@ import functools
 import warnings
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -33,13 +33,14 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from typing_extensions import override
 
 from lightning_eff.core import model_surgery
+from lightning_eff.core.arguments import Count, Fraction, check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.recompute import ContextFn, HostOffload, RecomputedBlock, noop_context_fn
 from lightning_eff.core.technique import MEMORY_BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 
-POLICIES = ("full", "every_n", "selective", "budget", "offload")
+Policy = Literal["full", "every_n", "selective", "budget", "offload"]
 aten = torch.ops.aten
 KEPT_OPERATIONS = [
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default),
@@ -159,21 +160,15 @@ class GradientCheckpointing(Managed):
         lightning_eff.core.errors.ConfigError: policy='some': expected one of full, every_n, selective, ...
     """
 
+    @check_arguments
     def __init__(
         self,
         *,
-        policy: str = "full",
-        every_n_blocks: int = 2,
-        memory_budget: float = 0.5,
+        policy: Policy = "full",
+        every_n_blocks: Count = 2,
+        memory_budget: Fraction = 0.5,
         blocks: BlockSelector = None,
     ) -> None:
-        for key, value, is_valid, allowed in (
-            ("policy", policy, policy in POLICIES, f"one of {', '.join(POLICIES)}"),
-            ("every_n_blocks", every_n_blocks, every_n_blocks >= 1, "a whole number of at least 1"),
-            ("memory_budget", memory_budget, 0.0 <= memory_budget <= 1.0, "a number from 0 to 1"),
-        ):
-            if not is_valid:
-                raise ConfigError(key, value, allowed=allowed)
         self.policy = policy
         self.every_n_blocks = every_n_blocks
         self.memory_budget = memory_budget

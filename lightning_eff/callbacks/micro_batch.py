@@ -29,20 +29,21 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_eff.core import dataloaders
+from lightning_eff.core.arguments import BelowOne, Count, accepts, check_arguments, check_value
 from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.microbatching import lightning_loop
 from lightning_eff.microbatching.micro_batch_runner import SizeSearch
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, is_count, resolve_multiple
-from lightning_eff.microbatching.size_search import OBJECTIVES, FoundSize
+from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, resolve_multiple
+from lightning_eff.microbatching.size_search import FoundSize, Objective
 from lightning_eff.microbatching.splitting import Splitter
 from lightning_eff.report import tile_explanation
 
@@ -77,17 +78,18 @@ class MicroBatch(Managed):
         >>> trainer = pl.Trainer(callbacks=[MicroBatch(micro_batch_size=8)], logger=False, accelerator="cpu")
         >>> MicroBatch(micro_batch_size=0)
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: micro_batch_size=0: expected 'auto' or a whole number ...
+        lightning_eff.core.errors.ConfigError: micro_batch_size=0: expected 'auto', or a whole number ...
     """
 
+    @check_arguments
     def __init__(
         self,
         *,
-        micro_batch_size: int | str = "auto",
-        find: str | None = None,
-        headroom: float = 0.1,
-        multiple_of: int | str = 1,
-        grow_after_n_steps: int | None = None,
+        micro_batch_size: Literal["auto"] | Count = "auto",
+        find: Objective | None = None,
+        headroom: BelowOne = 0.1,
+        multiple_of: Literal["auto"] | Count = 1,
+        grow_after_n_steps: Count | None = None,
         splitter: Splitter | None = None,
     ) -> None:
         self.micro_batch_size = micro_batch_size
@@ -96,23 +98,12 @@ class MicroBatch(Managed):
         self.multiple_of = multiple_of
         self.grow_after_n_steps = grow_after_n_steps
         self.splitter = splitter
-        size, grow, count = micro_batch_size, grow_after_n_steps, "a whole number of at least 1"
-        for name, is_valid, allowed in (
-            ("micro_batch_size", size == "auto" or is_count(size), f"'auto' or {count}"),
-            ("find", find in (*OBJECTIVES, None), f"one of {', '.join(OBJECTIVES)}, or None"),
-            ("grow_after_n_steps", grow is None or is_count(grow), count),
-            ("headroom", 0.0 <= headroom < 1.0, "a fraction from 0 up to 1"),
-            ("multiple_of", multiple_of == "auto" or is_count(multiple_of), f"'auto' or {count}"),
-            ("splitter", splitter is None or callable(splitter), "a function of a batch and a size"),
-        ):
-            if not is_valid:
-                raise ConfigError(name, getattr(self, name), allowed=allowed)
-        for name, value in (("find", find), ("grow_after_n_steps", grow)):
-            if size != "auto" and value is not None:
-                allowed = f"null with micro_batch_size={size}, which is fixed"
+        for name, value in (("find", find), ("grow_after_n_steps", grow_after_n_steps)):
+            if micro_batch_size != "auto" and value is not None:
+                allowed = f"null with micro_batch_size={micro_batch_size}, which is fixed"
                 remedies = ["callbacks.micro_batch.micro_batch_size=auto"]
                 raise ConfigError(name, value, allowed=allowed, remedies=remedies)
-        self.is_auto = size == "auto"  # the size changes when memory runs out
+        self.is_auto = micro_batch_size == "auto"  # the size changes when memory runs out
         self._initial_size: int | None = None
         self._rounding = ""
         self._found: FoundSize | None = None
@@ -197,8 +188,7 @@ class MicroBatch(Managed):
         if self._loop is None or not self.is_auto:
             allowed = "a running training with micro_batch_size=auto"
             raise ConfigError(key="search", value=objective, allowed=allowed)
-        if objective not in OBJECTIVES:
-            raise ConfigError(key="search", value=objective, allowed=f"one of {', '.join(OBJECTIVES)}")
+        check_value("search", objective, Objective)
         self._loop.search = SizeSearch(objective, self.headroom, on_found=partial(setattr, self, "_found"))
 
     @override
@@ -209,7 +199,7 @@ class MicroBatch(Managed):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         size = state_dict.get("micro_batch_size")
-        self._initial_size = size if is_count(size) else None
+        self._initial_size = size if accepts(Count, size) else None
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -40,7 +40,8 @@ from lightning_eff.adapters.quantized import num_weights
 from lightning_eff.adapters.targets import task_heads
 from lightning_eff.checkpoint import stored_weights
 from lightning_eff.core import model_surgery
-from lightning_eff.core.errors import ConfigError, check_flags
+from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError, parameters_have
@@ -109,6 +110,7 @@ class PeftAdapter(Managed):
         lightning_eff.core.errors.ConfigError: method='dora': expected one of PEFT's methods; ...
     """
 
+    @check_arguments
     def __init__(
         self,
         *,
@@ -129,7 +131,6 @@ class PeftAdapter(Managed):
         self.unused = unused
         self.save_base = save_base
         self.base_checkpoint = base_checkpoint
-        check_flags(autocast_adapter_dtype=autocast_adapter_dtype, save_base=save_base)
         remedy = "leave those layers out, or name them: callbacks.peft_adapter.unused=[PATTERN]"
         self._first = FirstGradients(remedy=remedy, unused=unused or ())
         self._adapted: dict[str, nn.Module] = {}

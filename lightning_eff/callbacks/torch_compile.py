@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -30,13 +30,14 @@ from typing_extensions import override
 
 from lightning_eff.callbacks._compilation import Compilations
 from lightning_eff.core import model_surgery
+from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, suggest_name
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.technique import MEMORY_BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 RECOMPILATIONS_PER_PART = 8
 """torch's own limit, here for each part instead of for each code object."""
 BUDGET_BACKENDS = ("inductor", "aot_eager_decomp_partition")
@@ -137,13 +138,14 @@ class TorchCompile(Managed):
         lightning_eff.core.errors.ConfigError: backend='inducktor': expected a backend of torch.compile; ...
     """
 
+    @check_arguments
     def __init__(
         self,
         *,
         target: str | Sequence[str] = "blocks",
         blocks: BlockSelector = None,
         backend: str = "inductor",
-        mode: str | None = None,
+        mode: Mode | None = None,
         dynamic: bool | None = None,
         fullgraph: bool = False,
     ) -> None:
@@ -151,9 +153,8 @@ class TorchCompile(Managed):
         if backend not in backends:
             allowed = f"a backend of torch.compile; {suggest_name(backend, backends)}"
             raise ConfigError(key="backend", value=backend, allowed=allowed)
-        if mode is not None and (mode not in MODES or backend != "inductor"):
-            modes = f"one of {', '.join(MODES)}, or None"
-            allowed = f"None: the backend {backend} has no modes" if mode in MODES else modes
+        if mode is not None and backend != "inductor":
+            allowed = f"None: the backend {backend} has no modes"
             raise ConfigError(key="mode", value=mode, allowed=allowed)
         self.target = target
         self.blocks = blocks

@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Literal
 
 import lightning.pytorch as pl
 import torch
@@ -26,8 +27,9 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_eff.core import model_surgery
+from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.dtypes import layer_matmul_dtype, matmul_dtype
-from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.shards import full_shape
@@ -37,7 +39,6 @@ from lightning_eff.kernels.language import INTERPRETED
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.microbatching import lightning_loop
-from lightning_eff.microbatching.micro_batch_size import is_count
 from lightning_eff.report import tile_explanation
 
 
@@ -115,18 +116,15 @@ class TritonGemm(Managed):
         lightning_eff.core.errors.ConfigError: backend='cublas': expected one of auto, torch, triton...
     """
 
+    @check_arguments
     def __init__(
         self,
         *,
-        min_features: int = 128,
+        min_features: Count = 128,
         blocks: BlockSelector = None,
         accumulate: bool = True,
-        backend: str = "auto",
+        backend: Literal["auto", "torch", "triton"] = "auto",
     ) -> None:
-        if not is_count(min_features):
-            raise ConfigError(key="min_features", value=min_features, allowed="a whole number of at least 1")
-        if backend not in dispatch.BACKENDS:
-            raise ConfigError(key="backend", value=backend, allowed=f"one of {', '.join(dispatch.BACKENDS)}")
         self.min_features = min_features
         self.blocks = blocks
         self.accumulate = accumulate

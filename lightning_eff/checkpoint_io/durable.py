@@ -47,7 +47,8 @@ from lightning_eff.checkpoint.background_writer import BackgroundWriter
 from lightning_eff.checkpoint.lazy_tensor import materialize
 from lightning_eff.checkpoint.safe_load import load_plain
 from lightning_eff.core import checkpoint_stamp, rules
-from lightning_eff.core.errors import CheckpointError, CheckpointWarning, check_flags
+from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.errors import CheckpointError, CheckpointWarning
 from lightning_eff.core.technique import PLACES_STATE, SHARDED_CHECKPOINTS, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes
 
@@ -100,8 +101,8 @@ class Durable(CheckpointIO):
 
     __repr__ = rules.plugin_repr
 
+    @check_arguments
     def __init__(self, *, asynchronous: bool = False, require_digest: bool = False) -> None:
-        check_flags(asynchronous=asynchronous, require_digest=require_digest)
         self.asynchronous = asynchronous
         self.require_digest = require_digest
         self._statistics = Statistics()

@@ -11,11 +11,11 @@ from __future__ import annotations
 import inspect
 import math
 import typing
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_eff.config.targets import resolve_class
+from lightning_eff.core.arguments import check_value
 from lightning_eff.core.errors import ConfigError, suggest_name
 
 GROUP_BASES = {
@@ -61,7 +61,7 @@ def check_config_values(values: dict[str, Any]) -> None:
         if isinstance(value, int) and abs(value) >= 2**64:
             raise ConfigError(path, f"{str(value)[:12]}...", allowed="a whole number of at most 64 bits")
     for key, hint in RUN_TYPES.items():
-        _check_type(key, values.get(key), hint)
+        check_value(key, values.get(key), hint)
     if not 0 <= values["seed"] < 2**32:
         raise ConfigError(key="seed", value=values["seed"], allowed="a whole number from 0 to 2**32 - 1")
     _check_trainer(values.get("trainer"))
@@ -140,7 +140,7 @@ def _check_parameters(path: str, node: dict[str, Any], owner: type, *, partial: 
     parameters, takes_any = _parameters(owner)
     names = list(parameters)[1 if partial else 0 :]
     try:
-        hints = typing.get_type_hints(owner.__init__)
+        hints = typing.get_type_hints(owner.__init__, include_extras=True)
     except (NameError, TypeError, AttributeError):  # an annotation that cannot be evaluated at run time
         hints = {}
     for key, value in node.items():
@@ -150,7 +150,7 @@ def _check_parameters(path: str, node: dict[str, Any], owner: type, *, partial: 
             allowed = f"a parameter of {owner.__name__}; {suggest_name(key, names)}"
             raise ConfigError(key=f"{path}.{key}", value=value, allowed=allowed)
         if not _check_nested(f"{path}.{key}", value):
-            _check_type(f"{path}.{key}", value, hints.get(key, Any))
+            check_value(f"{path}.{key}", value, hints.get(key, Any))
     variadic = (_KIND.VAR_KEYWORD, _KIND.VAR_POSITIONAL)
     needed = [name for name in names if name not in node and parameters[name].kind not in variadic]
     missing = [name for name in needed if parameters[name].default is _KIND.empty]
@@ -170,27 +170,6 @@ def _check_nested(path: str, value: Any) -> bool:
     elif isinstance(value, list):
         children = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
     return any([_check_nested(*child) for child in children])  # noqa: C419 - every child is to be checked
-
-
-def _check_type(path: str, value: Any, hint: Any) -> None:
-    from beartype import BeartypeConf
-    from beartype.door import is_bearable
-    from beartype.roar import BeartypeDecorHintPep585DeprecationWarning
-
-    def parts_of(hint: Any) -> set[Any]:
-        return {hint}.union(*map(parts_of, typing.get_args(hint)))
-
-    conf = BeartypeConf(is_pep484_tower=True)  # an int is a float
-    candidates = [value, tuple(value)] if isinstance(value, list) else [value]  # YAML has no tuples
-    with warnings.catch_warnings():  # about how a library wrote its annotations
-        warnings.simplefilter("ignore", BeartypeDecorHintPep585DeprecationWarning)
-        is_valid = any(is_bearable(candidate, hint, conf=conf) for candidate in candidates)
-    if isinstance(value, bool) and is_valid:  # Python's bool is an int, a config's is not
-        is_valid = hint is Any or bool in parts_of(hint) or not {int, float} & parts_of(hint)
-    if not is_valid:
-        name = inspect.formatannotation(hint).replace("typing.", "")
-        plain = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a string"}
-        raise ConfigError(path, value, allowed=plain.get(name, name))
 
 
 def _parameters(owner: type) -> tuple[Mapping[str, inspect.Parameter], bool]:

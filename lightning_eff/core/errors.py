@@ -197,22 +197,6 @@ def check_path(key: str, path: str | Path) -> None:
         raise ConfigError(key, str(path), allowed=allowed) from error
 
 
-def check_flags(**flags: object) -> None:
-    """Check that flags are booleans: the string "no" would be true.
-
-    Raises:
-        ConfigError: A flag is neither True nor False.
-
-    Example:
-        >>> check_flags(save_base="no")
-        Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: save_base='no': expected true or false
-    """
-    for key, value in flags.items():
-        if not isinstance(value, bool):
-            raise ConfigError(key=key, value=value, allowed="true or false")
-
-
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a process that an error ended.
 

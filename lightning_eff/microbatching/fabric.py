@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.fabric import Fabric, is_wrapped
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.microbatching.atomic_update import atomic_update
 from lightning_eff.microbatching.merging import mean
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, is_count, resolve_multiple
+from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, resolve_multiple
 from lightning_eff.microbatching.oom_retry import OomRetry
 from lightning_eff.microbatching.size_search import FoundSize, SizeTrials
 from lightning_eff.microbatching.snapshot import StepSnapshot
@@ -60,24 +61,17 @@ class ExactGradient:
         tensor([[3., 1.]])
     """
 
+    @check_arguments
     def __init__(
         self,
         model: nn.Module,
         *,
         fabric: Fabric | None = None,
-        micro_batch_size: int | str | None = None,
-        multiple_of: int | str = 1,
-        grow_after_n_steps: int | None = None,
+        micro_batch_size: Literal["auto"] | Count | None = None,
+        multiple_of: Literal["auto"] | Count = 1,
+        grow_after_n_steps: Count | None = None,
         splitter: Splitter | None = None,
     ) -> None:
-        for name, value, alternatives in (
-            ("micro_batch_size", micro_batch_size, ("auto", None)),
-            ("multiple_of", multiple_of, ("auto",)),
-            ("grow_after_n_steps", grow_after_n_steps, (None,)),
-        ):
-            if not (is_count(value) or value in alternatives):
-                allowed = " or ".join(["a whole number of at least 1", *map(repr, alternatives)])
-                raise ConfigError(name, value, allowed=allowed)
         weight = next(model.parameters(), None)
         if weight is None:
             raise ConfigError(key="model", value=type(model).__name__, allowed="a model with parameters")

@@ -194,11 +194,6 @@ def free_memory(device: torch.device) -> None:
         allocator.empty_cache(device)
 
 
-def is_count(value: object) -> bool:
-    """Return whether a value is a whole number of at least 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def resolve_multiple(multiple_of: int | str, device: torch.device, dtype: torch.dtype) -> int:
     """Return what sizes are multiples of: the number itself, or for `auto` that of the device's tensor cores.
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,14 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.core import allocator
+from lightning_eff.core.arguments import check_value
 from lightning_eff.core.errors import ConfigError, is_out_of_memory
 from lightning_eff.microbatching import ddp
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, free_memory
 from lightning_eff.microbatching.snapshot import OptimizerSnapshot, StepSnapshot
 from lightning_eff.microbatching.splitting import MicroBatchPart
 
-OBJECTIVES = ("largest", "fastest")
+Objective = Literal["largest", "fastest"]
 TOLERANCE = 0.02
 """Sizes whose speeds differ by less are equally fast; then the smaller one is chosen, for its memory."""
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -75,8 +76,7 @@ def find_size(
         >>> found.micro_batch_size, [trial.micro_batch_size for trial in found.trials]
         (21, [64, 32, 16, 24, 20, 22, 21])
     """
-    if objective not in OBJECTIVES:
-        raise ConfigError(key="find", value=objective, allowed=f"one of {', '.join(OBJECTIVES)}")
+    check_value("find", objective, Objective)
     trials: list[SizeTrial] = []
 
     def fits(size: int) -> bool:
@@ -133,7 +133,7 @@ class SizeTrials:
 
         Raises:
             ConfigError: The batch has no countable samples, or the objective is unknown.
-            MemoryError: Not even one sample fits.
+            ConfigError, MemoryError: An unknown objective; not even one sample fits.
         """
         count = self.micro_batch_size.num_samples(self.batch, by_splitting=True)
         if self._replica is not None:

@@ -28,8 +28,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_eff.core import machine, rules
+from lightning_eff.core.arguments import CountOrZero, check_arguments
 from lightning_eff.core.compiled_call import is_compiled
-from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.technique import Technique, config_of, name_of, techniques
 from lightning_eff.microbatching.lightning_loop import ExactStep
 from lightning_eff.report import summary
@@ -59,12 +59,14 @@ class EfficiencyReport(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[EfficiencyReport()], logger=False, accelerator="cpu")
     """
 
+    @check_arguments
     def __init__(
-        self, *, dirpath: str | None = None, num_warmup_batches: int = 2, count_first_batches: bool = True
+        self,
+        *,
+        dirpath: str | None = None,
+        num_warmup_batches: CountOrZero = 2,
+        count_first_batches: bool = True,
     ) -> None:
-        if num_warmup_batches < 0:
-            allowed = "a whole number of at least 0"
-            raise ConfigError(key="num_warmup_batches", value=num_warmup_batches, allowed=allowed)
         self.dirpath = dirpath
         self.num_warmup_batches = num_warmup_batches
         self.count_first_batches = count_first_batches

@@ -22,6 +22,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_eff.core import rules
+from lightning_eff.core.arguments import Count, NonEmpty, check_arguments
 from lightning_eff.core.errors import ConfigError
 
 
@@ -43,11 +44,8 @@ class TextSample(pl.Callback):
 
     setup = rules.reject_legacy_trainer
 
-    def __init__(self, *, prompt: str = "def ", num_tokens: int = 120, seed: int = 0) -> None:
-        if num_tokens < 1:
-            raise ConfigError(key="num_tokens", value=num_tokens, allowed="a whole number of at least 1")
-        if not prompt:
-            raise ConfigError(key="prompt", value=prompt, allowed="at least one character")
+    @check_arguments
+    def __init__(self, *, prompt: NonEmpty = "def ", num_tokens: Count = 120, seed: int = 0) -> None:
         self.prompt = prompt
         self.num_tokens = num_tokens
         self.seed = seed

@@ -20,7 +20,7 @@ import pytorch_optimizer
 from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 from typing_extensions import override
 
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.optimization.composite import WrapperOptimizer
 from lightning_eff.core.optimization.parameter_groups import split_hidden
 from lightning_eff.core.technique import NEEDS_MATRICES, PROJECTS_GRADIENTS, Facts, Outcome
@@ -56,6 +56,7 @@ class GaLore(pytorch_optimizer.GaLore):
     hidden_groups = True
     __getstate__ = WrapperOptimizer.__getstate__
 
+    @check_arguments
     def __init__(
         self,
         params: Iterable[Any],
@@ -63,13 +64,11 @@ class GaLore(pytorch_optimizer.GaLore):
         lr: float = 3e-3,
         weight_decay: float = 0.1,
         betas: Iterable[float] = (0.9, 0.95),
-        rank: int = 128,
+        rank: Count = 128,
         update_proj_gap: int = 200,
         scale: float = 0.25,
         rest: Sequence[str] | None = None,
     ) -> None:
-        if rank < 1:
-            raise ConfigError(key="rank", value=rank, allowed="a whole number of at least 1")
         hidden, others = split_hidden(params)
         projection: dict[str, Any] = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale}
         projection["projection_type"] = "std"

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.arguments import Positive, check_arguments
 from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes
@@ -72,6 +72,7 @@ class InBackward(PerParameter):
         (True, 2)
     """
 
+    @check_arguments
     def __init__(
         self,
         params: Iterable[Any],
@@ -79,11 +80,8 @@ class InBackward(PerParameter):
         lr: float = 3e-3,
         weight_decay: float = 0.1,
         optimizer: OptimizerFactory | None = None,
-        max_parameter_norm: float | None = None,
+        max_parameter_norm: Positive | None = None,
     ) -> None:
-        if max_parameter_norm is not None and max_parameter_norm <= 0.0:
-            allowed = "a number above 0, or None"
-            raise ConfigError(key="max_parameter_norm", value=max_parameter_norm, allowed=allowed)
         self.max_parameter_norm = max_parameter_norm
         self._gradient_hooks: OrderedDict[int, Callable[[Tensor, Tensor], None]] = OrderedDict()
         self._hooks = ExitStack()

@@ -26,7 +26,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -36,12 +36,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff.core import checkpoint_stamp, rules
+from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.dtypes import auto_precision, dtype_support
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes, human_count
 
-COMPUTE_DTYPES = {
+Format = Literal["bf16-mixed", "16-mixed", "bf16-true", "32-true"]
+COMPUTE_DTYPES: dict[str, torch.dtype] = {
     "bf16-mixed": torch.bfloat16,
     "16-mixed": torch.float16,
     "bf16-true": torch.bfloat16,
@@ -115,17 +117,15 @@ class AutoPrecision(Precision):
     _slow_text = "precision={0!r} will be slow: {1}; precision='auto' would choose {2!r}"
     """With the precision, the reason, and what auto would choose."""
 
+    @check_arguments
     def __init__(
         self,
         *,
-        precision: str = "auto",
+        precision: Literal["auto"] | Format = "auto",
         device: str | None = None,
         tf32: bool | None = None,
         keep_casts: bool = True,
     ) -> None:
-        formats = ("auto", *COMPUTE_DTYPES)
-        if precision not in formats:
-            raise ConfigError(key="precision", value=precision, allowed=f"one of {', '.join(formats)}")
         self.precision: Any = precision
         self.device = device
         self.tf32 = tf32

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from typing_extensions import override
 from lightning_eff.adapters.module_tree import plain_name
 from lightning_eff.adapters.quantized import is_quantized, storage_bytes
 from lightning_eff.core import model_surgery, rules
+from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.dtypes import auto_precision
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.core.model_surgery import Stage
@@ -49,13 +50,12 @@ from lightning_eff.core.technique import (
 )
 from lightning_eff.core.text import human_bytes
 from lightning_eff.precision._frozen_parts import linear_layers, matrices
-from lightning_eff.precision.auto import COMPUTE_DTYPES, AutoPrecision
+from lightning_eff.precision.auto import COMPUTE_DTYPES, AutoPrecision, Format
 
 QUANTIZED = ("nf4", "fp4", "int8")
 CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
+PRECISIONS: dict[str, Format] = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
 """Lightning's precision for each `compute_dtype`."""
-BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 MAX_ERROR = 0.5
 """Fraction of a weight's norm: several times what a format loses of any trained weights."""
 ADAPTERS = ("+callbacks=peft_adapter",)
@@ -97,23 +97,17 @@ class QuantizedBase(AutoPrecision):
     _slow_text = "matrix products in {0} will be slow: {1}"
     stage = Stage.QUANTIZE
 
+    @check_arguments
     def __init__(
         self,
         *,
-        quant_type: str = "nf4",
-        compute_dtype: str = "auto",
+        quant_type: Literal["nf4", "fp4", "int8", "bf16", "fp16"] = "nf4",
+        compute_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto",
         double_quant: bool = True,
-        blocksize: int = 64,
+        blocksize: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = 64,
         skip_modules: Sequence[str] | None = None,
         device: str | None = None,
     ) -> None:
-        for key, value, known in (
-            ("quant_type", quant_type, (*QUANTIZED, *CAST)),
-            ("compute_dtype", compute_dtype, ("auto", *PRECISIONS)),
-            ("blocksize", blocksize, BLOCK_SIZES),
-        ):
-            if value not in known:
-                raise ConfigError(key=key, value=value, allowed=f"one of {', '.join(map(str, known))}")
         if quant_type in CAST and compute_dtype not in ("auto", quant_type):
             allowed = f"{quant_type} or auto: 16-bit weights are not cast for matrix products"
             raise ConfigError(key="compute_dtype", value=compute_dtype, allowed=allowed)

@@ -14,16 +14,17 @@ Source: Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983; Hu et al. 20
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from lightning_eff.core.arguments import Count, CountOrZero, Fraction, check_arguments
 from lightning_eff.core.errors import ConfigError
 
-DECAYS = ("cosine", "linear", "none")
+Decay = Literal["cosine", "linear", "none"]
 
 
 class WarmupDecay(LRScheduler):
@@ -51,26 +52,20 @@ class WarmupDecay(LRScheduler):
         [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
     """
 
+    @check_arguments
     def __init__(
         self,
         optimizer: Optimizer,
         *,
-        total_steps: int | None = None,
-        warmup_steps: int = 0,
-        decay: str = "cosine",
-        decay_fraction: float = 1.0,
-        min_lr_ratio: float = 0.1,
+        total_steps: Count | None = None,
+        warmup_steps: CountOrZero = 0,
+        decay: Decay = "cosine",
+        decay_fraction: Fraction = 1.0,
+        min_lr_ratio: Fraction = 0.1,
     ) -> None:
-        if decay not in DECAYS:
-            raise ConfigError(key="decay", value=decay, allowed=f"one of {', '.join(DECAYS)}")
-        for name, count, low in (("total_steps", total_steps, 1), ("warmup_steps", warmup_steps, 0)):
-            is_unused = name == "total_steps" and count is None and decay == "none"
-            is_valid = isinstance(count, int) and not isinstance(count, bool) and count >= low
-            if not (is_valid or is_unused):
-                raise ConfigError(name, count, allowed=f"a whole number of at least {low}")
-        for name, fraction in (("decay_fraction", decay_fraction), ("min_lr_ratio", min_lr_ratio)):
-            if not 0.0 <= fraction <= 1.0:
-                raise ConfigError(name, fraction, allowed="a number from 0 to 1")
+        if total_steps is None and decay != "none":
+            allowed = f"a whole number of at least 1: a {decay} decay has an end"
+            raise ConfigError(key="total_steps", value=None, allowed=allowed)
         self.total_steps = total_steps
         self.warmup_steps = warmup_steps
         self.decay = decay

@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -40,6 +40,7 @@ from typing_extensions import override
 
 from lightning_eff.checkpoint import full_state
 from lightning_eff.core import rules
+from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import Facts, Outcome
 from lightning_eff.core.text import human_count
@@ -49,6 +50,8 @@ from lightning_eff.strategy._zero import checks, parameters, zero_config
 from lightning_eff.strategy._zero.memory_arithmetic import Zero
 from lightning_eff.strategy._zero.optimizer import single_optimizer
 from lightning_eff.strategy._zero.partitions import PartitionedState
+
+Device = Literal["cpu", "nvme"]
 
 
 class DeepSpeedZero(DeepSpeedStrategy):
@@ -71,7 +74,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
     Example:
         >>> DeepSpeedZero(stage=4)
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: stage=4: expected 1 (optimizer state), 2 (and gradients) or ...
+        lightning_eff.core.errors.ConfigError: stage=4: expected one of 1, 2, 3
     """
 
     __repr__ = rules.plugin_repr
@@ -83,17 +86,18 @@ class DeepSpeedZero(DeepSpeedStrategy):
     # Lightning's loop accumulates and divides; DeepSpeed would divide again.
     handles_gradient_accumulation: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
 
+    @check_arguments
     def __init__(
         self,
         *,
-        stage: int = 2,
-        offload_optimizer: str | None = None,
-        offload_parameters: str | None = None,
+        stage: Literal[1, 2, 3] = 2,
+        offload_optimizer: Device | None = None,
+        offload_parameters: Device | None = None,
         nvme_path: str | None = None,
         config: Mapping[str, Any] | None = None,
         shard_while_building: bool = False,
     ) -> None:
-        checks.check_values(stage, offload_optimizer, offload_parameters, nvme_path)
+        checks.check_offload(stage, offload_optimizer, offload_parameters, nvme_path)
         zero_config.check(config or {})
         checks.import_deepspeed()
         super().__init__(

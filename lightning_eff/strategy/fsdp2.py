@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import ref
 
 import lightning.pytorch as pl
@@ -39,7 +39,8 @@ from typing_extensions import override
 
 from lightning_eff.checkpoint import full_state, sharded, sharded_write
 from lightning_eff.core import rules
-from lightning_eff.core.errors import CheckpointError, ConfigError
+from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.model_surgery import Stage, queue
 from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes, human_count
@@ -50,7 +51,7 @@ from lightning_eff.strategy._shared import checks
 from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, Ranks, broadcast_from_rank0
 
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-CHECKPOINTS = ("full", "sharded")
+Dtype = Literal["bf16", "fp16", "fp32"]
 
 _AVERAGES = tuple(
     Rule(
@@ -89,7 +90,7 @@ class FSDP2(ModelParallelStrategy):
     Example:
         >>> FSDP2(param_dtype="int4")
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: param_dtype='int4': expected bf16, fp16, fp32 or None
+        lightning_eff.core.errors.ConfigError: param_dtype='int4': expected one of bf16, fp16, fp32, or None
     """
 
     __repr__ = rules.plugin_repr
@@ -97,22 +98,18 @@ class FSDP2(ModelParallelStrategy):
     """Checkpoints have the layout of a single device, so techniques may read them in their hooks."""
     lightning_restore_optimizer: bool = True  # pyright: ignore[reportIncompatibleMethodOverride]
 
+    @check_arguments
     def __init__(
         self,
         *,
         blocks: str | list[str] | None = None,
-        param_dtype: str | None = None,
-        reduce_dtype: str | None = None,
+        param_dtype: Dtype | None = None,
+        reduce_dtype: Dtype | None = None,
         cpu_offload: bool = False,
         reshard_after_forward: bool = True,
         sync_every_micro_batch: bool = False,
-        checkpoints: str = "full",
+        checkpoints: Literal["full", "sharded"] = "full",
     ) -> None:
-        for key, value in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
-            if value not in DTYPES:
-                raise ConfigError(key=key, value=value, allowed="bf16, fp16, fp32 or None")
-        if checkpoints not in CHECKPOINTS:
-            raise ConfigError(key="checkpoints", value=checkpoints, allowed="full or sharded")
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
         self.blocks = blocks
         self.param_dtype = param_dtype

@@ -500,12 +500,12 @@ def test_find_fails_if_not_one_sample_fits() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"micro_batch_size": -1}, "micro_batch_size=-1: expected 'auto' or a whole number"),
+        ({"micro_batch_size": -1}, "micro_batch_size=-1: expected 'auto', or a whole number"),
         ({"micro_batch_size": True}, "micro_batch_size=True"),
         ({"micro_batch_size": "largest"}, "micro_batch_size='largest'"),
         ({"find": "best"}, "find='best': expected one of largest, fastest"),
         ({"headroom": 1.0}, "headroom=1.0: expected a fraction"),
-        ({"multiple_of": 0}, "multiple_of=0: expected 'auto' or a whole number"),
+        ({"multiple_of": 0}, "multiple_of=0: expected 'auto', or a whole number"),
         ({"multiple_of": "8"}, "multiple_of='8'"),
         ({"grow_after_n_steps": 0}, "grow_after_n_steps=0"),
         ({"splitter": 3}, "splitter=3: expected a function"),

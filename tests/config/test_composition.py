@@ -155,10 +155,17 @@ CONFIG_ERRORS = [
     # Types.
     (["trainer.max_steps=abc"], "trainer.max_steps", "a whole number"),
     (["trainer.max_steps=true"], "trainer.max_steps", "a whole number"),
-    (["optimizer.lr=fast"], "optimizer.lr", "float"),
+    (["optimizer.lr=fast"], "optimizer.lr", "a number"),
     (["optimizer.betas=[0.9]"], "optimizer.betas", "tuple"),
-    (["optimizer.fused=7"], "optimizer.fused", "bool"),
-    (["callbacks.empty_cache.every_n_steps=[1]"], "callbacks.empty_cache.every_n_steps", "int | None"),
+    (["optimizer.fused=7"], "optimizer.fused", "true or false"),
+    *(
+        (
+            [f"callbacks.empty_cache.every_n_steps={value}"],
+            "callbacks.empty_cache.every_n_steps",
+            "at least 1, or None",
+        )
+        for value in ("[1]", "0", "1.5", "true")
+    ),
     (["model.d_model=1.5"], "model.d_model", "a whole number"),
     (["seed=abc"], "seed", "a whole number"),
     (["seed=-1"], "seed", "from 0 to 2**32 - 1"),

@@ -40,8 +40,8 @@ MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage": 0}, "stage=0: expected 1 (optimizer state), 2 (and gradients) or 3 (and weights)"),
-        ({"offload_optimizer": "disk"}, "offload_optimizer='disk': expected cpu, nvme or None"),
+        ({"stage": 0}, "stage=0: expected one of 1, 2, 3"),
+        ({"offload_optimizer": "disk"}, "offload_optimizer='disk': expected one of cpu, nvme, or None"),
         ({"offload_parameters": "cpu"}, "offload_parameters='cpu': expected None under stage 2"),
         ({"offload_optimizer": "nvme", "nvme_path": "x"}, "offload_optimizer='nvme': expected cpu or None"),
         ({"stage": 3, "offload_optimizer": "nvme"}, "nvme_path=None: expected a folder on a local disk"),

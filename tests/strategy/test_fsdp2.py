@@ -22,9 +22,9 @@ MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"param_dtype": "int8"}, "param_dtype='int8': expected bf16, fp16, fp32 or None"),
-        ({"reduce_dtype": "fp8"}, "reduce_dtype='fp8': expected bf16, fp16, fp32 or None"),
-        ({"checkpoints": "both"}, "checkpoints='both': expected full or sharded"),
+        ({"param_dtype": "int8"}, "param_dtype='int8': expected one of bf16, fp16, fp32, or None"),
+        ({"reduce_dtype": "fp8"}, "reduce_dtype='fp8': expected one of bf16, fp16, fp32, or None"),
+        ({"checkpoints": "both"}, "checkpoints='both': expected one of full, sharded"),
     ],
 )
 def test_invalid_values_are_rejected(options: dict[str, Any], message: str) -> None:

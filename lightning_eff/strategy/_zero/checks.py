@@ -20,9 +20,6 @@ from lightning_eff.core.technique import Rule
 from lightning_eff.strategy._shared import checks
 from lightning_eff.strategy._shared.checks import ZERO, conflict
 
-STAGES = (1, 2, 3)
-DEVICES = (None, "cpu", "nvme")
-
 ALWAYS: tuple[Rule, ...] = (
     Rule(
         name="callbacks/torch_compile",
@@ -57,14 +54,8 @@ ONE_DEVICE = Rule(
 )
 
 
-def check_values(stage: int, optimizer: str | None, parameters: str | None, nvme_path: str | None) -> None:
-    """Raise a ConfigError for an invalid value or combination; offloads are `optimizer` and `parameters`."""
-    if stage not in STAGES:
-        allowed = "1 (optimizer state), 2 (and gradients) or 3 (and weights)"
-        raise ConfigError(key="stage", value=stage, allowed=allowed)
-    for key, device in (("offload_optimizer", optimizer), ("offload_parameters", parameters)):
-        if device not in DEVICES:
-            raise ConfigError(key, device, allowed="cpu, nvme or None")
+def check_offload(stage: int, optimizer: str | None, parameters: str | None, nvme_path: str | None) -> None:
+    """Raise a ConfigError if a stage cannot offload `optimizer` or `parameters`, or the path is absent."""
     if parameters is not None and stage != 3:
         allowed = f"None under stage {stage}, where each device keeps all weights"
         remedies = ["strategy.stage=3"]
