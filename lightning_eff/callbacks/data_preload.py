@@ -66,7 +66,7 @@ class DataPreload(Managed):
         >>> trainer = pl.Trainer(callbacks=[DataPreload(num_workers=2)], logger=False, accelerator="cpu")
         >>> DataPreload(num_workers=-1)
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: num_workers=-1: expected 'auto', or a whole number of at least 0
+        lightning_eff.core.errors.ConfigError: num_workers=-1: expected 'auto', or a whole number ...
     """
 
     @check_arguments

@@ -54,7 +54,7 @@ class GradientAccumulation(Managed):
         >>> trainer = pl.Trainer(callbacks=[accumulation], logger=False, accelerator="cpu")
         >>> GradientAccumulation(global_batch_size=0)
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: global_batch_size=0: expected a whole number of at least 1, or None
+        lightning_eff.core.errors.ConfigError: global_batch_size=0: expected a whole number ...
     """
 
     @check_arguments
