@@ -62,7 +62,7 @@ class Operands:
     size: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        (self.M, self.K), self.N = self.a.shape[-2:], self.b.shape[-1]
+        (self.M, self.K), self.N = self.a.shape[-2:], self.b.shape[-1]  # pyright: ignore[reportConstantRedefinition]
         gated = self.N // 2 if self.at is None else self.N * 2
         self.columns = gated if self.activation in GATED else self.N
         self.size = (*self.batch, self.M, self.columns)
