@@ -27,7 +27,6 @@ from lightning_eff.checkpoint.sharded_write import remove_leftovers
 from lightning_eff.config.ckpt_path import (
     RESOLVED,
     callbacks_of,
-    check_base,
     check_something_left,
     find_checkpoint,
     with_base,
@@ -123,7 +122,6 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     """
     ckpt_path = find_checkpoint(values["ckpt_path"], Path(values["output_root"]) / recipe)
     values = with_base(values, ckpt_path)
-    check_base(values)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(values)
     rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))

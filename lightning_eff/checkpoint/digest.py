@@ -155,15 +155,6 @@ def verify(file: IO[bytes]) -> str | None:
     return digest
 
 
-def verify_path(path: Path) -> str | None:
-    """Verify a file by its path; see `verify`.
-
-    Raises:
-        CheckpointError: The file is damaged, cut off, not a checkpoint, or unreadable; the text names it.
-    """
-    return read_with(path, verify)
-
-
 def check_regular(path: Path) -> None:
     """Check that a path is a readable regular file; its content is not read.
 

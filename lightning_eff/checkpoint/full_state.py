@@ -12,7 +12,7 @@ host, one tensor after another. A strategy takes them as its own hooks, and retu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,19 +35,14 @@ class ShardedState(Protocol):
     options: Sequence[dict[str, Any]]
     """Live options of each group; changed in place when they are loaded."""
 
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a parameter or a buffer unsharded, in the dtype that is trained."""
-        ...
-
-    def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
-        """Set a parameter or a buffer from its full value."""
-
-    def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the optimizer's state of a parameter, with unsharded tensors."""
-        ...
-
-    def load_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        """Set the optimizer's state of a parameter from full tensors; empty before its first step."""
+    full_tensor: Callable[[Tensor], Tensor]
+    """Return a parameter or a buffer unsharded, in the dtype that is trained."""
+    load_tensor: Callable[[Tensor, Tensor], None]
+    """Set a parameter or a buffer from its full value."""
+    state_of: Callable[[Tensor], dict[str, Any]]
+    """Return the optimizer's state of a parameter, with unsharded tensors."""
+    load_state: Callable[[Tensor, Mapping[str, Any]], None]
+    """Set the optimizer's state of a parameter from full tensors; empty before its first step."""
 
 
 @torch.no_grad()

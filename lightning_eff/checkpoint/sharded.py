@@ -26,7 +26,7 @@ from typing import IO, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from lightning_eff.checkpoint.digest import read_with, verify, verify_path
+from lightning_eff.checkpoint.digest import read_with, verify
 from lightning_eff.checkpoint.lazy_tensor import RowShard, from_shards, map_tensors
 from lightning_eff.checkpoint.safe_load import check_version, load_plain
 from lightning_eff.core.errors import CheckpointError
@@ -155,7 +155,7 @@ def verified_index(path: Path, rank: int = 0, num_ranks: int = 1) -> Index:
     for shard in range(rank, len(index.digests), num_ranks):
         file = shard_path(path, index.token, shard, len(index.digests))
         try:
-            found = verify_path(file)
+            found = read_with(file, verify)
         except FileNotFoundError as error:
             text = f"checkpoint {path} is not loaded: its shard {file.name} is missing"
             raise CheckpointError(text) from error

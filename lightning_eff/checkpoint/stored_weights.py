@@ -26,19 +26,6 @@ from lightning_eff.core.errors import CheckpointError, ConfigError, check_path
 log = logging.getLogger(__name__)
 
 
-def verify_checkpoint(path: Path) -> None:
-    """Verify a checkpoint, a file or a folder.
-
-    Raises:
-        CheckpointError: It is damaged, cut off, not a checkpoint, or unreadable; the text names the file.
-        FileNotFoundError: It does not exist.
-    """
-    if path.is_dir():
-        sharded.verified_index(path)
-    else:
-        digest.verify_path(path)
-
-
 def newest_valid(runs: Path) -> Path | None:
     """Return the newest intact checkpoint of a folder of runs, and log a warning for each damaged one."""
     # Links to a checkpoint that is found by its own name, and dangling links, are dropped.
@@ -52,7 +39,7 @@ def newest_valid(runs: Path) -> Path | None:
     has_skipped = False
     for _, path in sorted(dated, key=lambda pair: pair[0], reverse=True):
         try:
-            verify_checkpoint(path)
+            sharded.verified_index(path) if path.is_dir() else digest.read_with(path, digest.verify)
         except CheckpointError as error:
             log.warning("skipped: %s", error)
             has_skipped = True
@@ -75,7 +62,7 @@ def checkpoint(path: Path) -> dict[str, Any]:
     if path.is_dir():
         lazy = sharded.lazy_checkpoint(sharded.verified_index(path))
         return lazy | {"state_dict": materialize(lazy.get("state_dict"))}
-    digest.verify_path(path)
+    digest.read_with(path, digest.verify)
     try:
         content: Any = load_plain(path, mmap=True)
     except CheckpointError as error:

@@ -86,8 +86,8 @@ class _Forecast:
         """Return the sections of the report."""
         advice = [str(self.advice)] if self.advice is not None else []
         described = [str(section) for section in (self.layers, self.division) if section.about]
-        room, has_share = self.expected.room, self.devices in self.division.shares
-        verdict = [self.division.verdict(self.devices, room.free_bytes, room.name)] if has_share else []
+        memory, has_share = self.expected.memory, self.devices in self.division.shares
+        verdict = [self.division.verdict(self.devices, memory.free_bytes, memory.name)] if has_share else []
         return [str(self.expected), *advice, *described, *verdict]
 
     def as_dict(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class _Forecast:
             "division_assumed": self.division.assumed,
             "peak": self.expected.as_dict(),
         }
-        return content | ({"advice": self.advice.as_dict()} if self.advice is not None else {})
+        return content | ({"advice": asdict(self.advice)} if self.advice is not None else {})
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import lightning.pytorch as pl
 from lightning_eff.adapters import adapter_checkpoint as adapter_state
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.checkpoint import sharded
-from lightning_eff.checkpoint.digest import check_regular, verify_path
+from lightning_eff.checkpoint.digest import check_regular, read_with, verify
 from lightning_eff.checkpoint.safe_load import LIGHTNING_VERSION, load_plain
 from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.config.strict_yaml import read_yaml
@@ -57,48 +58,38 @@ def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
 
 
 def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str, Any]:
-    """Return a config with the adapter's base as a file, where it named a folder of runs.
+    """Return a config with the adapter's base as a file, where it named a folder of runs, and check the base.
 
     The newest run in that folder changes with the next run. A run that resumes from `ckpt_path` keeps the
-    base of the run before.
+    base of the run before. A missing base is left to PeftAdapter, which reports it when it loads the base.
 
     Raises:
-        ConfigError: The base is not a path.
+        ConfigError: The base is not a path, or damaged.
 
     Example:
         >>> with_base({"callbacks": {}}, None)
         {'callbacks': {}}
     """
     base = _base_in(values)
-    if base is not None:
-        check_path(BASE, base)
-    if base is None or Path(base).suffix:
+    if base is None:
         return values
-    previous = None
-    if ckpt_path is not None:
-        try:
-            previous = _base_in(read_yaml(ckpt_path.parent.parent / RESOLVED).content)
-        except UsageError:
-            previous = None  # a checkpoint outside a run's folder
-    found = previous if previous is not None and Path(previous).suffix else newest_valid(Path(base))
-    if found is None:
-        return values  # PeftAdapter reports it when it loads the base
-    adapter = {**values["callbacks"]["peft_adapter"], "base_checkpoint": str(found)}
-    return {**values, "callbacks": {**values["callbacks"], "peft_adapter": adapter}}
-
-
-def check_base(values: Mapping[str, Any]) -> None:
-    """Reject a damaged base checkpoint before anything is built; PeftAdapter reports a missing one.
-
-    Raises:
-        ConfigError: It is damaged.
-    """
-    base = _base_in(values)
-    if base is None or not Path(base).expanduser().exists():
-        return
+    check_path(BASE, base)
+    if not Path(base).suffix:
+        previous = None
+        if ckpt_path is not None:
+            with suppress(UsageError):  # a checkpoint outside a run's folder
+                previous = _base_in(read_yaml(ckpt_path.parent.parent / RESOLVED).content)
+        found = previous if previous is not None and Path(previous).suffix else newest_valid(Path(base))
+        if found is None:
+            return values
+        base = str(found)
+        adapter = {**values["callbacks"]["peft_adapter"], "base_checkpoint": base}
+        values = {**values, "callbacks": {**values["callbacks"], "peft_adapter": adapter}}
     path = Path(base).expanduser()
-    if path.suffix == ".safetensors" or not path.is_dir() or sharded.is_sharded_checkpoint(path):
+    is_one = path.suffix == ".safetensors" or not path.is_dir() or sharded.is_sharded_checkpoint(path)
+    if path.exists() and is_one:
         _read_without_tensors(path, BASE, base)
+    return values
 
 
 def _base_in(values: Any) -> str | None:
@@ -115,7 +106,7 @@ def _read_without_tensors(path: Path, key: str, value: str) -> Any:
             return check_regular(path)  # it has no digest; stored_weights.py reads it
         if path.is_dir():
             return sharded.verified_index(path).checkpoint
-        verify_path(path)
+        read_with(path, verify)
         return load_plain(path, map_location="meta", mmap=True)
     except (CheckpointError, OSError) as error:
         reason = str(error).splitlines()[0].partition(". ")[0]

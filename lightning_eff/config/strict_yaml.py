@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -101,18 +101,18 @@ def read_yaml(file: Path, *, expect_mapping: bool = False) -> YamlDocument:
     return document
 
 
+@dataclass(frozen=True)
 class _NodeCheck:
     """Checks every node of one file once."""
 
-    def __init__(self, file: Path, loader: _Loader) -> None:
-        self._file = file
-        self._loader = loader
-        self._measured: dict[yaml.Node, tuple[int, int] | None] = {}
+    file: Path
+    loader: _Loader
+    measured: dict[yaml.Node, tuple[int, int] | None] = field(default_factory=dict)
 
     def measure(self, node: yaml.Node) -> tuple[int, int]:
         """Return the number of nodes and the depth, with each alias counted as its whole anchor."""
-        if node not in self._measured:
-            self._measured[node] = None  # until its children are measured: an alias to it is a cycle
+        if node not in self.measured:
+            self.measured[node] = None  # until its children are measured: an alias to it is a cycle
             self._check(node)
             children: list[yaml.Node] = []
             if isinstance(node, yaml.MappingNode):
@@ -121,8 +121,8 @@ class _NodeCheck:
                 children = node.value
             sizes = [self.measure(child) for child in children]
             depth = 1 + max((depth for _, depth in sizes), default=0)
-            self._measured[node] = 1 + sum(size for size, _ in sizes), depth
-        measured = self._measured[node]
+            self.measured[node] = 1 + sum(size for size, _ in sizes), depth
+        measured = self.measured[node]
         if measured is None:
             raise self._error(node, "an alias inside its own anchor, which never ends")
         if measured[0] > MAX_NUM_NODES:
@@ -140,7 +140,7 @@ class _NodeCheck:
                 text = f"a number of {len(node.value)} characters: expected at most {MAX_NUMBER_CHARACTERS}"
                 raise self._error(node, text)
             try:
-                self._loader.construct_object(node)
+                self.loader.construct_object(node)
             except ValueError as error:
                 raise self._error(node, f"{node.value!r} is not a number") from error
         keys: set[str] = set()
@@ -152,7 +152,7 @@ class _NodeCheck:
             keys.add(key.value)
 
     def _error(self, node: yaml.Node, text: str) -> UsageError:
-        return file_error(self._file, node.start_mark.line + 1, text)
+        return file_error(self.file, node.start_mark.line + 1, text)
 
 
 def _read_defaults(file: Path, root: yaml.Node, loader: _Loader) -> list[tuple[int, Any]]:

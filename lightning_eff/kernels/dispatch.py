@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_eff.kernels import devices, tiles
 from lightning_eff.kernels.language import INTERPRETED, triton
 from lightning_eff.kernels.operands import Operands, in_place, is_aligned
+from lightning_eff.kernels.reference import ACTIVATIONS
 from lightning_eff.kernels.tile_configs import CONFIGS, TMA_BYTES, Shape, TileConfig
 
 BACKENDS = ("auto", "torch", "triton")
@@ -34,8 +35,11 @@ LIBRARY = "torch"
 _CONFIGS_BY_NAME = {str(config): config for config in CONFIGS}
 
 
-def check_backend(backend: str) -> None:
-    """Raise a ValueError for an unknown backend."""
+def check_names(backend: str, activation: str | None = None) -> None:
+    """Raise a ValueError for an unknown activation or backend."""
+    if activation is not None and activation not in ACTIVATIONS:
+        text = f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
+        raise ValueError(text)
     if backend not in BACKENDS:
         text = f"backend={backend!r}: expected one of {', '.join(BACKENDS)}"
         raise ValueError(text)
@@ -62,7 +66,7 @@ def decide(operands: Operands, backend: str, *, out: Tensor | None = None) -> De
         ValueError: An unknown backend.
         RuntimeError: `triton` where the kernels cannot run.
     """
-    check_backend(backend)
+    check_names(backend)
     device, dtype = operands.a.device, operands.a.dtype
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return None

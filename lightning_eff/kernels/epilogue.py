@@ -2,7 +2,7 @@
 
     x = alpha * scale_a * (A @ B) * scale_b + beta * C + bias            `finish`
     D = activation(x)                                                    `activate`
-    D = x * activation'(at)                                              `activation_gradient`
+    D = x * activation'(at)                                              `gradient_at`
     logsumexp of each row of x, one value for each row and tile          `log_sum_exp`
 
 Shapes: `acc` and x are [BLOCK_M, WIDTH] in float32, where WIDTH is BLOCK_N, or BLOCK_N / SUBTILES in
@@ -66,8 +66,15 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @jit
-def activation_gradient(grad, at, ACTIVATION: tl.constexpr):
-    """Return grad * activation'(at); for SwiGLU, `at` and the result have twice the columns of grad."""
+def gradient_at(grad, at, m, tile_n, M, N_D, stride_m, stride_n, ACTIVATION: tl.constexpr):
+    """Return grad * activation'(at), where `at` [M, N_D] is read at rows m and at the columns of tile_n.
+
+    For SwiGLU, `at` and the result have twice the columns of grad.
+    """
+    WIDTH: tl.constexpr = grad.shape[1] * 2 if ACTIVATION == "swiglu" else grad.shape[1]
+    n = tile_n.to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    at_tile = at + m[:, None] * stride_m + n[None, :] * stride_n
+    at = tl.load(at_tile, mask=(m < M)[:, None] & (n < N_D)[None, :], other=0.0).to(tl.float32)
     if ACTIVATION == "relu":
         grad = tl.where(at <= 0.0, 0.0, grad)  # where `at` is NaN the gradient passes, as in torch
     if ACTIVATION == "silu":  # s + x s (1 - s), s = sigmoid(x)
@@ -94,16 +101,6 @@ def log_sum_exp(x, width):
     shift = tl.where(tl.abs(most) == float("inf"), 0.0, most)
     total = tl.sum(tl.exp2(1.4426950408889634 * (x - shift[:, None])), axis=1)
     return shift + 0.6931471805599453 * tl.log2(total)
-
-
-@jit
-def gradient_at(grad, at, m, tile_n, M, N_D, stride_m, stride_n, ACTIVATION: tl.constexpr):
-    """Return grad * activation'(at), where `at` [M, N_D] is read at rows m and at the columns of tile_n."""
-    WIDTH: tl.constexpr = grad.shape[1] * 2 if ACTIVATION == "swiglu" else grad.shape[1]
-    n = tile_n.to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    at_tile = at + m[:, None] * stride_m + n[None, :] * stride_n
-    values = tl.load(at_tile, mask=(m < M)[:, None] & (n < N_D)[None, :], other=0.0).to(tl.float32)
-    return activation_gradient(grad, values, ACTIVATION)
 
 
 @jit

@@ -29,12 +29,5 @@ class _MissingKernel:
 
 
 jit: Any = triton.jit if triton is not None else _MissingKernel
-
-
-@jit
-def _probe():
-    pass
-
-
-INTERPRETED: bool = triton is not None and not isinstance(_probe, triton.JITFunction)
+INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
 """Whether Triton's interpreter runs the kernels, also on a CPU: TRITON_INTERPRET=1 was set at import."""

@@ -33,7 +33,7 @@ def launch(
 
     Args:
         operands: Checked, of sizes above 0.
-        config: One that fits them (`tiles.fitting_configs`).
+        config: One that fits them (`tiles.fits`).
         d: Receives the result, `[*batch, M, columns]` of any strides; a config that adds adds to it.
         pre: Receives the input of the activation, `[*batch, M, N]`; or None.
         logsumexp: Receives the logsumexp of each row of the result, float32 `[*batch, M]`; or None.

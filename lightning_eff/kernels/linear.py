@@ -126,7 +126,7 @@ class TritonLinear(nn.Linear):
         backend: str = "auto",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        _check_names(activation, backend)
+        dispatch.check_names(backend, activation)
         if activation in GATED and out_features % 2:
             text = f"out_features={out_features}: expected an even number with activation={activation}"
             raise ValueError(text)
@@ -145,13 +145,6 @@ class TritonLinear(nn.Linear):
         """Show sizes, and what is not the default."""
         own = {"activation": self.activation, "backend": self.backend if self.backend != "auto" else None}
         return ", ".join([super().extra_repr(), *(f"{key}={value}" for key, value in own.items() if value)])
-
-
-def _check_names(activation: str | None, backend: str) -> None:
-    if activation is not None and activation not in ACTIVATIONS:
-        text = f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
-        raise ValueError(text)
-    dispatch.check_backend(backend)
 
 
 def linear(
@@ -180,7 +173,7 @@ def linear(
         ValueError: An unknown activation or backend.
         RuntimeError: In a second derivative, where a gradient is accumulated or our kernels run.
     """
-    _check_names(activation, backend)
+    dispatch.check_names(backend, activation)
     if activation in GATED and weight.shape[0] % 2:
         text = f"linear of a weight {list(weight.shape)}: expected even rows with activation={activation}"
         raise ValueError(text)

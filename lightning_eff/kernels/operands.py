@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,13 @@ class Operands:
         beta: Factor of `c`.
         activation: One of `reference.ACTIVATIONS`, or None.
         at: The input of `activation`, `[*batch, M, columns]`, whose gradient is computed instead; or None.
+
+    Attributes:
+        M: Rows of D.
+        N: Columns of the product.
+        K: Length of the sums.
+        columns: Columns of D: N, N / 2 for SwiGLU, 2 N for its gradient.
+        size: Shape of D.
     """
 
     a: Tensor
@@ -48,39 +55,23 @@ class Operands:
     beta: float = 0.0
     activation: str | None = None
     at: Tensor | None = None
+    M: int = field(init=False)
+    N: int = field(init=False)
+    K: int = field(init=False)
+    columns: int = field(init=False)
+    size: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        (self.M, self.K), self.N = self.a.shape[-2:], self.b.shape[-1]  # pyright: ignore[reportConstantRedefinition]
+        gated = self.N // 2 if self.at is None else self.N * 2
+        self.columns = gated if self.activation in GATED else self.N
+        self.size = (*self.batch, self.M, self.columns)
 
     @property
     def tensors(self) -> list[Tensor]:
         """Those that are not None."""
         tensors = (self.a, self.b, self.c, self.bias, self.scale_a, self.scale_b, self.at)
         return [tensor for tensor in tensors if tensor is not None]
-
-    @property
-    def M(self) -> int:  # noqa: N802 - its name in the field
-        """Rows of D."""
-        return self.a.shape[-2]
-
-    @property
-    def N(self) -> int:  # noqa: N802 - its name in the field
-        """Columns of the product."""
-        return self.b.shape[-1]
-
-    @property
-    def K(self) -> int:  # noqa: N802 - its name in the field
-        """Length of the sums."""
-        return self.a.shape[-1]
-
-    @property
-    def columns(self) -> int:
-        """Columns of D: N, N / 2 for SwiGLU, 2 N for its gradient."""
-        if self.activation not in GATED:
-            return self.N
-        return self.N // 2 if self.at is None else self.N * 2
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """Shape of D."""
-        return (*self.batch, self.M, self.columns)
 
     def shape(self, *, adds: bool = False) -> Shape:
         """Return what the choice of a config depends on.
@@ -156,6 +147,8 @@ def check_operands(
             text = f"gemm: a is on {a.device} and {name} on {tensor.device}: expected one device"
             raise ValueError(text)
     M, N = a.shape[-2], b.shape[-1]
+    if not alpha:  # as in BLAS: A and B are not read, and may hold NaN
+        a, b = a[..., :0], b[..., :0, :]
     bias = _expanded("bias", bias, (N,))
     operands = Operands(
         a=a, b=b, alpha=alpha, beta=beta, activation=activation, at=at, batch=batch,
@@ -168,8 +161,6 @@ def check_operands(
     if at is not None:
         operands.at = _expanded("gradient_at", at, operands.size)
         check_no_gradient(operands, "gemm(gradient_at=...)")
-    if not alpha:  # as in BLAS: A and B are not read, and may hold NaN
-        operands.a, operands.b = a[..., :0], b[..., :0, :]
     return operands
 
 

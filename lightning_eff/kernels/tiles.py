@@ -114,11 +114,6 @@ def _has_tma(shape: Shape, device: Device) -> bool:
     return device.capability >= 90 and (shape.dtype != torch.float32 or shape.tf32)
 
 
-def fitting_configs(shape: Shape, device: Device) -> list[TileConfig]:
-    """Return the configs that can compute a shape on a device."""
-    return [config for config in CONFIGS if fits(config, shape, device)]
-
-
 def rank_configs(shape: Shape, device: Device) -> list[Cost]:
     """Return the cost of each config that fits, the cheapest first; empty where a device lacks the dtype.
 
@@ -128,7 +123,8 @@ def rank_configs(shape: Shape, device: Device) -> list[Cost]:
         >>> str(best.config), best.num_tiles, round(best.waves, 2)
         ('tma 128x256, 3 stages, 8 warps', 2048, 15.52)
     """
-    costs = [Cost(shape=shape, config=config, device=device) for config in fitting_configs(shape, device)]
+    fitting = (config for config in CONFIGS if fits(config, shape, device))
+    costs = [Cost(shape=shape, config=config, device=device) for config in fitting]
     return sorted(costs, key=lambda cost: cost.seconds)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lightning_eff.core.errors import PRE_RUN_ERRORS
 from lightning_eff.core.text import human_bytes, text_table
@@ -106,10 +106,6 @@ class Advice:
     largest: list[Largest] = field(default_factory=list[Largest])
     unfinished: bool = False
     reason: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the advice as plain values, for JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         if self.reason:

@@ -42,10 +42,8 @@ class Advise(pl.Callback):
     """Print what would save memory in this training, when it has ended."""
 
     setup = rules.reject_legacy_trainer
-
-    def __init__(self) -> None:
-        self._batch: Any = None
-        self._reason = ""
+    _batch: Any = None
+    _reason = ""
 
     @override
     def on_train_batch_start(

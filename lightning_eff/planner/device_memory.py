@@ -109,11 +109,6 @@ class MemoryForecast:
     unsharded: bool = False
 
     @property
-    def room(self) -> DeviceMemory:
-        """Alias of `memory`, for callers that have not been renamed."""
-        return self.memory
-
-    @property
     def peak(self) -> Peak | None:
         """Peak of the tensors as the device's allocator counts them."""
         return self.prediction.in_blocks if self.memory.is_cuda else self.prediction.peak

@@ -7,7 +7,7 @@ reported. Only forward passes are listed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,10 +30,8 @@ class ReplacesLinearLayers(Protocol):
     """A technique that computes linear layers with its own kernel."""
 
     backend: str
-
-    def layers_of(self, model: nn.Module) -> Mapping[str, nn.Linear]:
-        """Return the layers that it replaces, by name; may change the model."""
-        ...
+    layers_of: Callable[[nn.Module], Mapping[str, nn.Linear]]
+    """Return the layers that it replaces, by name; may change the model."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from lightning_eff.core.text import text_table
 from lightning_eff.kernels.bench.assembly import CompiledConfig
 from lightning_eff.kernels.bench.comparison import DISPATCH, LIBRARY, CandidateResult, CaseComparison
 from lightning_eff.kernels.bench.gemm_cases import LAYOUTS, default_cases
-from lightning_eff.kernels.bench.timing import Timing, geometric_mean
+from lightning_eff.kernels.bench.timing import Timing
 
 NO_GPU = (
     "No GPU here: this says nothing about the speed of the kernels. Timed: torch's library on this CPU,\n"

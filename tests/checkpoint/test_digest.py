@@ -67,7 +67,7 @@ def test_stock_lightning_resumes_from_it(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert torch.equal(Net.load_from_checkpoint(tmp_path / "a.ckpt").first.weight, model.first.weight)
     (tmp_path / "a.ckpt").rename(tmp_path / "moved")
-    assert digest.verify_path(tmp_path / "moved")
+    assert digest.read_with(tmp_path / "moved", digest.verify)
 
 
 def damages(draw: random.Random, good: bytes, other: bytes) -> dict[str, Callable[[], bytes]]:
@@ -210,5 +210,5 @@ def test_chunks_of_any_size_give_the_same_file(
     whole = save(tmp_path / "a.ckpt")
     monkeypatch.setattr(digest, "_CHUNK_BYTES", chunk_bytes)
     assert save(tmp_path / "b.ckpt")[:-64] == whole[:-64] or len(whole) == len(save(tmp_path / "b.ckpt"))
-    assert digest.verify_path(tmp_path / "b.ckpt")
+    assert digest.read_with(tmp_path / "b.ckpt", digest.verify)
     assert equal(torch.load(tmp_path / "b.ckpt"), state())

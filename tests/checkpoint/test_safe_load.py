@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,13 +46,13 @@ def refused(command: Command, text: str, *words: str) -> None:
 
 @pytest.mark.timeout(60)
 def test_opening_a_special_file_does_not_block(odd: str) -> None:
-    path = Path("odd.ckpt")
-    for look in (digest.verify_path, stored_weights.checkpoint, Durable().load_checkpoint):
+    path, verify = Path("odd.ckpt"), partial(digest.read_with, reader=digest.verify)
+    for look in (verify, stored_weights.checkpoint, Durable().load_checkpoint):
         with pytest.raises(
             CheckpointError, match=f"odd.ckpt is not loaded: it is a {odd}, not a regular file"
         ):
             look(path)
-    for look in (digest.has_digest, digest.verify_path):
+    for look in (digest.has_digest, verify):
         with pytest.raises(CheckpointError, match=f"it is a {odd}, not a regular file"):
             look(path)
     with pytest.raises(CheckpointError, match=f"odd.safetensors is not loaded: it is a {odd}"):

@@ -126,7 +126,7 @@ def test_every_flipped_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
             for load in (
                 Durable().load_checkpoint,
                 stored_weights.checkpoint,
-                stored_weights.verify_checkpoint,
+                sharded.verified_index,
             ):
                 with pytest.raises(CheckpointError, match=file.name):
                     load(path)

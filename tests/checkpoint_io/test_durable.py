@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_eff.checkpoint import atomic_write, stored_weights
+from lightning_eff.checkpoint import atomic_write, digest
 from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core import rules
@@ -376,13 +376,13 @@ def test_the_newest_valid_checkpoint_is_found_and_skipped_ones_are_named(
 def test_a_checkpoint_removed_meanwhile_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         Durable().save_checkpoint({"x": 1}, tmp_path / "run" / "checkpoints" / f"{name}.ckpt")
-    whole = stored_weights.verify_checkpoint
+    whole = digest.read_with
 
-    def removed(path: Path) -> None:
+    def removed(path: Path, reader: Any) -> Any:
         (path.parent / "b.ckpt").unlink(missing_ok=True)
-        whole(path)
+        return whole(path, reader)
 
-    monkeypatch.setattr(stored_weights, "verify_checkpoint", removed)
+    monkeypatch.setattr(digest, "read_with", removed)
     assert newest_valid(tmp_path) == tmp_path / "run" / "checkpoints" / "a.ckpt"
 
 

@@ -11,7 +11,7 @@ import torch
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.kernels.tile_configs import CONFIGS, Shape, TileConfig
-from lightning_eff.kernels.tiles import Cost, explain_tiles, fitting_configs, rank_configs, size_multiple
+from lightning_eff.kernels.tiles import Cost, explain_tiles, fits, rank_configs, size_multiple
 
 H200 = DEVICES["h200"]
 LARGE = TileConfig("tma", 128, 256, 128, 8, 3)
@@ -19,6 +19,10 @@ LARGE = TileConfig("tma", 128, 256, 128, 8, 3)
 
 def cost(**sizes: int) -> Cost:
     return Cost(shape=Shape(**sizes), config=LARGE, device=H200)
+
+
+def fitting(shape: Shape, device: devices.Device) -> list[TileConfig]:
+    return [config for config in CONFIGS if fits(config, shape, device)]
 
 
 def test_waves_and_edges_are_counted() -> None:
@@ -57,7 +61,7 @@ def test_time_is_that_of_the_slowest_part() -> None:
 
 def test_shared_memory_decides_what_fits() -> None:
     def names(shape: Shape) -> list[str]:
-        return [str(tile) for tile in fitting_configs(shape, H200)]
+        return [str(tile) for tile in fitting(shape, H200)]
 
     plain = names(Shape(M=4096, N=4096, K=4096))
     assert "tma 128x256, 3 stages, 8 warps" in plain
@@ -78,12 +82,12 @@ def test_shared_memory_decides_what_fits() -> None:
     ],
 )
 def test_what_tma_or_tensor_cores_cannot_do_is_left_to_pointers(shape: Shape) -> None:
-    assert {tile.kernel for tile in fitting_configs(shape, H200)} == {"pointers"}
+    assert {tile.kernel for tile in fitting(shape, H200)} == {"pointers"}
 
 
 def test_older_gpus_have_pointers_only() -> None:
     shape = Shape(M=4096, N=4096, K=4096)
-    assert {tile.kernel for tile in fitting_configs(shape, DEVICES["a100"])} == {"pointers"}
+    assert {tile.kernel for tile in fitting(shape, DEVICES["a100"])} == {"pointers"}
     assert rank_configs(shape, DEVICES["a100"])
 
 
@@ -107,9 +111,9 @@ def test_k_is_split_where_tiles_are_few() -> None:
 def test_registers_decide_which_configs_multiply_float8_or_take_gradients_of_swiglu() -> None:
     """128 x 256 with 8 warps: 128 sums a thread, and as many again where those of float8 are kept apart."""
     low = Shape(M=8192, N=8192, K=8192, dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16)
-    assert {tile.block_n for tile in fitting_configs(low, H200) if tile.kernel == "tma"} == {128}
+    assert {tile.block_n for tile in fitting(low, H200) if tile.kernel == "tma"} == {128}
     gated = Shape(M=8192, N=8192, K=8192, columns_ratio=2.0, reads_at=True)
-    configs = [tile for tile in fitting_configs(gated, H200) if tile.kernel == "tma" and tile.split_k == 1]
+    configs = [tile for tile in fitting(gated, H200) if tile.kernel == "tma" and tile.split_k == 1]
     assert configs
     assert all(tile.block_m * tile.block_n // (32 * tile.num_warps * tile.subtiles) <= 32 for tile in configs)
 
@@ -118,18 +122,16 @@ def test_what_is_read_beside_the_operands_takes_room_in_its_own_format() -> None
     """Found by a reader: 245,784 bytes of 232,448, for a float32 C beside a bfloat16 result."""
     plain = Shape(M=4096, N=4096, K=8192)
     config = next(tile for tile in CONFIGS if str(tile) == "tma 128x256, 3 stages, 8 warps, subtiles")
-    assert config in set(fitting_configs(plain, H200))
+    assert config in set(fitting(plain, H200))
     half = 128 * 128
     assert config.shared_bytes(plain) == 3 * (128 + 256) * 128 + half * 2
     assert config.shared_bytes(replace(plain, reads_c=True)) == 3 * (128 + 256) * 128 + half * (2 + 2)
     wide = replace(plain, reads_c=True, read_itemsize=4)
     assert config.shared_bytes(wide) == 3 * (128 + 256) * 128 + half * (2 + 4)
-    assert config not in set(fitting_configs(wide, H200))
+    assert config not in set(fitting(wide, H200))
     weight = Shape(M=4096, N=4096, K=8192, out_dtype=torch.float32, reads_c=True, adds=True, read_itemsize=4)
     assert all(
-        tile.adds or tile.kernel == "pointers"
-        for tile in fitting_configs(weight, H200)
-        if tile.block_n == 256
+        tile.adds or tile.kernel == "pointers" for tile in fitting(weight, H200) if tile.block_n == 256
     )
 
 

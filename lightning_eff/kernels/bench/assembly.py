@@ -13,6 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,13 @@ _INSTRUCTIONS = {
     "local_memory": r"\b(?:LDL|STL)\b",
     "specialized": r"\bUSETMAXREG\b",
 }
+COMPILER_ERRORS: tuple[type[Exception], ...] = ()
+"""What Triton raises where a kernel cannot be compiled, or exceeds a device's resources."""
+with suppress(ImportError):
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    COMPILER_ERRORS = (CompilationError, OutOfResources, PTXASError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +216,7 @@ def compile_configs(configs: Iterable[TileConfig], dtype: torch.dtype) -> list[C
         variant = weight_gradient if config.adds else Variant(dtype=dtype, out_dtype=dtype)
         try:
             compiled.append(CompiledConfig(row=str(config), assembly=assemble(config, variant)))
-        except compiler_errors() as error:
+        except COMPILER_ERRORS as error:
             compiled.append(CompiledConfig(row=str(config), assembly=None, refusal=first_line(error)))
     return compiled
 
@@ -220,16 +228,6 @@ def why_not_compiled() -> str:
     if INTERPRETED:
         return "TRITON_INTERPRET is set, and the interpreter compiles nothing: unset it"
     return ""
-
-
-def compiler_errors() -> tuple[type[Exception], ...]:
-    """Return what Triton raises where a kernel cannot be compiled, or exceeds a device's resources."""
-    if triton is None:
-        return ()
-    from triton.compiler.errors import CompilationError
-    from triton.runtime.errors import OutOfResources, PTXASError
-
-    return (CompilationError, OutOfResources, PTXASError)
 
 
 def first_line(error: BaseException) -> str:

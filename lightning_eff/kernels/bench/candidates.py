@@ -135,7 +135,7 @@ def check_candidate(candidate: Candidate, problem: Problem) -> CandidateResult:
     problem.d.fill_(math.nan) if problem.start is None else problem.d.copy_(problem.start)
     try:
         result = candidate.run(problem)
-    except assembly.compiler_errors() as error:
+    except assembly.COMPILER_ERRORS as error:
         refusal = assembly.first_line(error)
         return CandidateResult(name=candidate.name, error=float("inf"), refusal=refusal)
     error = timing.error(problem, result, rounds_between=candidate.by_library)

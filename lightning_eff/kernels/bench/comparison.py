@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from statistics import geometric_mean
 from typing import Any
 
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.bench.gemm_cases import Case
-from lightning_eff.kernels.bench.timing import Timing, geometric_mean
+from lightning_eff.kernels.bench.timing import Timing
 
 LIBRARY, DISPATCH = "library", "gemm"
 """Names of candidates that are no config of ours."""

@@ -224,19 +224,3 @@ def captured(calls: Sequence[TimedCall], flush: Tensor) -> Measure:
         return begin.elapsed_time(end) * 1e-3 / num_calls
 
     return measure
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean of ratios.
-
-    Raises:
-        ValueError: No values, or one that is not above 0.
-
-    Example:
-        >>> round(geometric_mean([0.5, 2.0]), 12)
-        1.0
-    """
-    if not values or min(values) <= 0.0:
-        text = f"geometric_mean({list(values)}): expected at least one value, and all above 0"
-        raise ValueError(text)
-    return math.exp(statistics.fmean(map(math.log, values)))
