@@ -116,7 +116,7 @@ def complete(words: Sequence[str]) -> list[str]:
     if len(words) <= 1:
         known = list(catalog.verbs())
     elif words[0] == "ls":
-        known = [entry.name for entry in catalog.entries()]
+        known = [entry.name for entry in [*catalog.recipes(), *catalog.options()]]
     elif len(words) == 2:
         known = [entry.name for entry in catalog.recipes()]
     else:
@@ -132,7 +132,7 @@ def _error_lines(error: BaseException) -> list[str]:
         return []
     if isinstance(error, (SystemExit, KeyboardInterrupt)):
         return ["stopped; ckpt_path=last resumes from the newest checkpoint"]
-    lines = root_cause_line(error).splitlines()[: MAX_ERROR_LINES - 1]
+    lines = f"error: {root_cause_line(error)}".splitlines()[: MAX_ERROR_LINES - 1]
     if hasattr(error, "exit_code"):  # an error of this package: its text is complete
         return lines
     frames = traceback.extract_tb(error.__traceback__)

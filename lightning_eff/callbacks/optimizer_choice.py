@@ -223,7 +223,7 @@ class OptimizerChoice(Managed):
     def state_dict(self) -> dict[str, Any]:
         if self._built is None:
             return {}
-        return {"optimizer": state_layout(getattr(self._built, "kind_behind", None) or type(self._built))}
+        return {"optimizer": state_layout(self._built)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -231,7 +231,7 @@ class OptimizerChoice(Managed):
         kinds = optimizer_classes(self.optimizer)
         if kinds and issubclass(kinds[0], PerParameter):  # the state is that of the optimizer inside
             kinds = kinds[1:] or optimizer_classes(ADAMW)
-        saved, ours = state_dict.get("optimizer", ""), state_layout(kinds[0] if kinds else None)
+        saved, ours = state_dict.get("optimizer", ""), state_layout(kinds[0]) if kinds else ""
         if saved and ours and saved != ours:
             allowed = f"{saved}, with which the checkpoint was saved: another optimizer cannot use its state"
             remedy = "ckpt_path=PATH of a run with this optimizer, or the option that makes the other one"

@@ -220,7 +220,7 @@ class _Work:
             findings = rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
             rules.raise_rejected(findings)
         except PRE_RUN_ERRORS as error:
-            return root_cause_line(error).removeprefix("error: ").splitlines()[0]
+            return root_cause_line(error).splitlines()[0]
         return None
 
     def run(self, trial: PlannedTrial, folder: Path) -> result_table.TrialResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from lightning_eff.commands._shared import VerbParser, print_json
 from lightning_eff.core import catalog
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = VerbParser("ls")
     parser.add_argument("--explain")
     options = parser.parse_word(arguments)
-    word, entries = options.word, catalog.entries()
+    word, entries = options.word, [*catalog.recipes(), *catalog.options()]
     # An entry is named by its full name, or by the last part of it where only one entry has it.
     exact = [entry for entry in entries if entry.name == word]
     short = [entry for entry in entries if entry.name.rpartition("/")[2] == word]
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         text = f"ls: nothing is called {word!r}; {suggest_name(word, names)}"
         raise UsageError(text)
     if options.json:
-        print_json({"rows": [entry.as_dict() for entry in found]})
+        print_json({"rows": [asdict(entry) for entry in found]})
     else:
         rows = [[entry.name, entry.kind, entry.summary] for entry in found]
         sys.stdout.write(text_table(["name", "kind", "summary"], rows) + "\n")

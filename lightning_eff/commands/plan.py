@@ -179,7 +179,7 @@ def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearL
     try:
         model = model_without_memory(values)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything, and the plan goes on
-        reason = root_cause_line(error).removeprefix("error: ").splitlines()[0]
+        reason = root_cause_line(error).splitlines()[0]
         text = f"linear layers: the model cannot be built without memory: {reason}"
         return linear_layers.LinearLayers(text)
     where = linear_layers.LayerTarget.of(device, trainer.strategy.root_device, str(trainer.precision))
@@ -195,7 +195,7 @@ def _judge(
 ) -> tuple[list[PlanRow], list[Any]]:
     """Apply the rules to a Trainer's techniques; return a row for each technique, and the findings."""
     from lightning_eff.core import rules
-    from lightning_eff.core.technique import Technique, config_of, constructor_defaults, name_of
+    from lightning_eff.core.technique import Technique, name_of, non_default_config
 
     objects = rules.trainer_components(trainer)
     findings = rules.check_rules(objects, rules.run_facts(trainer))
@@ -204,10 +204,8 @@ def _judge(
         if isinstance(technique, Technique) and not isinstance(technique, type):
             name = name_of(technique)
             group, _, option = GROUP_OF.get(name, name).partition("/")
-            by_default = constructor_defaults(technique)
-            arguments = {k: v for k, v in config_of(technique).items() if v != by_default.get(k)}
             set_by = _set_by(chain, overrides, group, option)
-            rows[name] = PlanRow(name, arguments, "on", set_by)
+            rows[name] = PlanRow(name, non_default_config(technique), "on", set_by)
     for finding in findings:
         row = rows.setdefault(finding.technique, PlanRow(finding.technique, {}, "on", ""))
         verdict = finding.rule.verdict.value

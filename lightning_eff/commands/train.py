@@ -99,7 +99,7 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
     if options.json and not launch.rank:
         print_json(job.reports[0] if len(job.reports) == 1 else {"rows": job.reports})
     for failure in job.failures[1:]:
-        sys.stderr.write(f"{root_cause_line(failure)}\n")
+        sys.stderr.write(f"error: {root_cause_line(failure)}\n")
     if job.failures:
         raise job.failures[0]
     return EXIT_OK

@@ -109,7 +109,7 @@ def _child(work: Callable[[Path], int], folder: Path, owner: int) -> None:
     try:
         code = work(folder)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes the row's reason
-        sys.stderr.write(f"error: {root_cause_line(error).removeprefix('error: ')}\n")
+        sys.stderr.write(f"error: {root_cause_line(error)}\n")
         code = exit_code(error) or EXIT_FAILED
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

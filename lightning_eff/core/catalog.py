@@ -36,10 +36,6 @@ class Entry:
     summary: str
     use: str
 
-    def as_dict(self) -> dict[str, str]:
-        """Return plain types."""
-        return asdict(self)
-
 
 def module_docstring(module: Path) -> str:
     """Return a module's docstring without importing it."""
@@ -81,11 +77,6 @@ def options() -> list[Entry]:
     return found
 
 
-def entries() -> list[Entry]:
-    """Return all recipes, then the options of every group."""
-    return [*recipes(), *options()]
-
-
 def yaml_header(file: Path) -> str:
     """Return the first comment of a YAML file that is not a Hydra directive."""
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -117,12 +108,12 @@ def parameter_keys() -> list[str]:
 def entry_details(entry: Entry) -> dict[str, Any]:
     """Return name, kind, summary, full text and parameters of an entry, in plain types."""
     if entry.kind == "recipe":
-        return entry.as_dict() | {"text": (RECIPES / f"{entry.name}.yaml").read_text(encoding="utf-8")}
+        return asdict(entry) | {"text": (RECIPES / f"{entry.name}.yaml").read_text(encoding="utf-8")}
     group, _, name = entry.name.partition("/")
     module = PACKAGE / group / f"{name}.py"
     file = CONF / group / f"{name}.yaml"
     keys = ("key", "default", "meaning")
-    return entry.as_dict() | {
+    return asdict(entry) | {
         "text": module_docstring(module) if module.exists() else yaml_header(file),
         "parameters": [dict(zip(keys, row, strict=True)) for row in yaml_parameters(file)],
     }

@@ -32,7 +32,7 @@ from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.optimization.factories import state_layout
 from lightning_eff.core.optimization.kept_schedule import SCHEDULE_KEYS
-from lightning_eff.core.technique import name_of, non_default_config, techniques
+from lightning_eff.core.technique import Technique, name_of, non_default_config
 
 KEY = "lightning_eff"
 """Key of the stamp in a checkpoint."""
@@ -48,7 +48,7 @@ def save_stamp(
     del pl_module
     stamp = checkpoint.setdefault(KEY, {})
     stamp["techniques"] = _technique_configs(rules.trainer_components(trainer))
-    stamp["optimizers"] = [_optimizer_class(optimizer) for optimizer in trainer.optimizers]
+    stamp["optimizers"] = [state_layout(optimizer) for optimizer in trainer.optimizers]
     state = checkpoint.get("callbacks", {}).pop(self.state_key, None)
     if state:
         stamp.setdefault("states", {})[name_of(self)] = state
@@ -159,7 +159,7 @@ def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = Non
         raise _mismatch(now, f"{before}, as in the checkpoint")
     names = kinds if isinstance(kinds, list) and len(kinds) == len(saved) else [None] * len(saved)
     for optimizer, groups, name in zip(optimizers, saved, names, strict=True):
-        own = _optimizer_class(optimizer)
+        own = state_layout(optimizer)
         if name and name != own:
             raise _mismatch(own, f"{_shorten(name)}, with which the checkpoint was saved")
         # Without a name the options identify the class, of which a newer release only adds some.
@@ -185,11 +185,6 @@ def _mismatch(value: str, expected: str) -> ConfigError:
     return ConfigError(key="optimizer", value=value, allowed=allowed, remedies=[remedy])
 
 
-def _optimizer_class(optimizer: Any) -> str:
-    """Return the class whose state an optimizer has: that of the wrapped one for a wrapper."""
-    return state_layout(getattr(optimizer, "kind_behind", None) or type(optimizer))
-
-
 def _technique_configs(objects: Iterable[object]) -> dict[str, dict[str, Any]]:
     """Return the configurations of techniques, without memory addresses, which differ between processes."""
     return {
@@ -197,8 +192,8 @@ def _technique_configs(objects: Iterable[object]) -> dict[str, dict[str, Any]]:
             key: _ADDRESS.sub("", value) if isinstance(value, str) else value
             for key, value in non_default_config(technique).items()
         }
-        for technique in techniques(objects)
-        if not isinstance(technique, type)
+        for technique in objects
+        if isinstance(technique, Technique) and not isinstance(technique, type)
     }
 
 

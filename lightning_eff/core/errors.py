@@ -242,11 +242,11 @@ def root_cause_line(error: BaseException) -> str:
 
     Example:
         >>> root_cause_line(KeyError("loss"))
-        "error: KeyError: 'loss'"
+        "KeyError: 'loss'"
     """
     text = str(error)
     if hasattr(error, "exit_code"):
-        return f"error: {text}"
+        return text
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
-    return f"error: {type(error).__name__}: {first}" if first else f"error: {type(error).__name__}"
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -35,11 +35,6 @@ class HostMemoryLimit:
     num_bytes: int
     taken_bytes: int
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that this process may still allocate."""
-        return self.num_bytes - self.taken_bytes
-
 
 def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
     """Return the limit with the least free memory.
@@ -72,7 +67,7 @@ def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
         found = re.search(rf"^{line}\s+(\d+)\s", ulimits, re.MULTILINE)
         if found:
             limits.append(HostMemoryLimit(name, int(found[1]), used.get(counted, 0)))
-    return min(limits, key=lambda limit: limit.free_bytes)
+    return min(limits, key=lambda limit: limit.num_bytes - limit.taken_bytes)
 
 
 def installed_bytes() -> int:

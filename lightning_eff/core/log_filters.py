@@ -5,6 +5,7 @@ A message is matched by its logger and its beginning; all other messages of thes
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 
@@ -19,15 +20,13 @@ IGNORED_MESSAGES = {
 """Loggers, and the pattern of the messages to drop."""
 
 
+@functools.cache
 def ignore_import_messages() -> None:
     """Drop these messages from now on; calling it again has no effect.
 
     Example:
         >>> ignore_import_messages()
     """
-    for name in IGNORED_MESSAGES:
-        logging.getLogger(name).addFilter(_is_kept)
-
-
-def _is_kept(record: logging.LogRecord) -> bool:
-    return re.match(IGNORED_MESSAGES[record.name], record.getMessage()) is None
+    for name, pattern in IGNORED_MESSAGES.items():
+        begins = re.compile(pattern).match
+        logging.getLogger(name).addFilter(lambda record, begins=begins: begins(record.getMessage()) is None)

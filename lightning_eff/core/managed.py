@@ -31,6 +31,8 @@ class Managed(pl.Callback):
         restored
     """
 
+    setup = rules.enforce
+    on_fit_start = rules.enforce
     on_save_checkpoint = checkpoint_stamp.save_stamp
     on_load_checkpoint = checkpoint_stamp.load_stamp
 
@@ -38,14 +40,6 @@ class Managed(pl.Callback):
     def cleanup(self) -> ExitStack:
         """Return what `teardown` and `on_exception` run."""
         return vars(self).setdefault("_cleanup", ExitStack())
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        rules.enforce(self, trainer, pl_module)
-
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        rules.enforce(self, trainer, pl_module)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from enum import IntEnum
 from fnmatch import fnmatchcase
 from typing import Protocol, runtime_checkable
@@ -50,19 +51,15 @@ class StagedPlugin(Protocol):
     """A precision plugin that changes layers at a stage, since `convert_module` runs too late."""
 
     stage: Stage
-
-    def apply(self, model: nn.Module) -> int:
-        """Change the model and return the number of changed modules."""
-        ...
+    apply: ModelChange
 
 
 @runtime_checkable
 class CastsFrozen(Protocol):
     """A precision plugin that casts frozen weights, which are known only after adapters were added."""
 
-    def cast_frozen(self, model: nn.Module) -> int:
-        """Change the model at `Stage.CAST_FROZEN` and return the number of changed modules."""
-        ...
+    cast_frozen: ModelChange
+    """Runs at `Stage.CAST_FROZEN`."""
 
 
 def frozen_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
@@ -108,15 +105,15 @@ def plugin_changes(plugin: object) -> list[tuple[Stage, ModelChange]]:
     return changes
 
 
+@dataclass(eq=False)
 class _ConfigureModelPatch:
     """Replaces the `configure_model` of a module until `restore`."""
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.trainer = trainer
-        self.module = module
-        self.original = module.configure_model
-        self.was_on_instance = "configure_model" in module.__dict__
-        self.changes = plugin_changes(trainer.precision_plugin)
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    original: Callable[[], None]
+    was_on_instance: bool
+    changes: list[tuple[Stage, ModelChange]]
 
     def configure_model(self) -> None:
         self.original()
@@ -146,7 +143,13 @@ def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change:
     """
     patch = getattr(module.__dict__.get("configure_model"), "__self__", None)
     if not isinstance(patch, _ConfigureModelPatch):
-        patch = _ConfigureModelPatch(trainer, module)
+        patch = _ConfigureModelPatch(
+            trainer=trainer,
+            module=module,
+            original=module.configure_model,
+            was_on_instance="configure_model" in vars(module),
+            changes=plugin_changes(trainer.precision_plugin),
+        )
         module.configure_model = patch.configure_model
     if (stage, change) not in patch.changes:
         patch.changes.append((stage, change))

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils.checkpoint import noop_context_fn
-from typing_extensions import override
 
 # Private, as of torch 2.13: runs up to the forward, and past it when it is resumed.
 _checkpoint: Any = checkpoint._checkpoint_without_reentrant_generator  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
@@ -94,11 +94,10 @@ class RecomputedBlock:
         positional = list(args)
         while len(positional) < len(self._names) and self._names[len(positional)] in keywords:
             positional.append(keywords.pop(self._names[len(positional)]))
-        # preserve_rng_state, context_fn, determinism_check, debug and early_stop, by position
-        options = (True, lambda: self._context_fn(block), "default", False, True)
-        frame = _checkpoint(block, *options, *positional, **keywords)
+        frame = self._new_frame(block, positional, keywords)
         # Offloading applies to the inputs alone: inside the block, the checkpoint's own hooks are innermost.
-        offloading = self._host.offload_saved() if self._host else nullcontext()
+        host = self._host
+        offloading = nullcontext() if host is None else saved_tensors_hooks(host.pack, host.unpack)
         offloading.__enter__()
         next(frame)
         self._frames.append((frame, offloading))
@@ -114,10 +113,8 @@ class RecomputedBlock:
             msg = "the checkpoint of a block did not end with its forward"
             raise RuntimeError(msg)
 
-    def _context_fn(
-        self, block: nn.Module
-    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return contexts around forward and recomputation, which starts from the forward's buffers."""
+    def _new_frame(self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Generator[None]:
+        """Return the checkpoint of one forward, whose recomputations start from that forward's buffers."""
         forward, recomputation = self._contexts()
         earlier: list[tuple[nn.Module, str, Tensor]] = []  # copies of the buffers that the forward changes
 
@@ -135,8 +132,8 @@ class RecomputedBlock:
                 if is_changed or (module.training and name in STATISTICS):
                     earlier.append((module, name, copy))
 
-        @contextmanager
-        def again() -> Generator[None]:
+        # Not a context for torch to enter: a second backward through a retained graph would enter it again.
+        def again(*args: Any, **kwargs: Any) -> None:
             self.num_recomputed += 1
             current = [(module, name, getattr(module, name)) for module, name, _ in earlier]
             for module, name, copy in earlier:
@@ -144,28 +141,18 @@ class RecomputedBlock:
             self._is_recomputing = True
             try:
                 with recomputation:
-                    yield
+                    block(*args, **kwargs)
             finally:
                 for module, name, buffer in current:
                     setattr(module, name, buffer)
                 self._is_recomputing = False
 
-        return first(), _Repeatable(again)
+        # preserve_rng_state, context_fn, determinism_check, debug and early_stop, by position
+        options = (True, lambda: (first(), nullcontext()), "default", False, True)
+        return _checkpoint(again, *options, *args, **kwargs)
 
 
-class _Repeatable(ExitStack):
-    """A context that may be entered again, as a second backward through a retained graph does."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        super().__init__()
-        self._make = make
-
-    @override
-    def __enter__(self) -> Self:
-        self.enter_context(self._make())
-        return self
-
-
+@dataclass(eq=False)
 class HostOffload:
     """Offloads the inputs of recomputed blocks to pinned host memory, on a CUDA stream of its own.
 
@@ -176,16 +163,12 @@ class HostOffload:
     observers: ClassVar[list[Callable[[Tensor], object]]] = []
     """Called with every tensor that is now on the host: for forecasts of what a device would hold."""
 
-    def __init__(self) -> None:
-        self.moved_bytes = 0
-        self._waiting: list[weakref.ref[_Offloaded]] = []
-        self._stream: torch.cuda.Stream | None = None
+    moved_bytes: int = field(default=0, init=False)
+    _waiting: list[weakref.ref[_Offloaded]] = field(default_factory=list, init=False)
+    _stream: torch.cuda.Stream | None = field(default=None, init=False)
 
-    def offload_saved(self) -> AbstractContextManager[Any]:
-        """Return a context in which tensors saved for the backward pass are offloaded."""
-        return saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, tensor: Tensor) -> _Offloaded | Tensor:
+    def pack(self, tensor: Tensor) -> _Offloaded | Tensor:
+        """Return a tensor that autograd saves as one on the host."""
         if not tensor.is_floating_point():
             return tensor  # masks and positions are small, and shared by all blocks
         self.moved_bytes += tensor.nbytes
@@ -197,7 +180,8 @@ class HostOffload:
         self._waiting.append(weakref.ref(offloaded))
         return offloaded
 
-    def _unpack(self, packed: _Offloaded | Tensor) -> Tensor:
+    def unpack(self, packed: _Offloaded | Tensor) -> Tensor:
+        """Return it on its device, and begin to copy the one that the backward pass needs next."""
         if isinstance(packed, Tensor):
             return packed
         tensor = packed.fetch()

@@ -146,8 +146,7 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
         children = dict(module.named_modules())
         # The module itself has no name among its children.
         named = {name or type(child).__name__: child for name, child in children.items()}
-        own = (name for name, child in named.items() if getattr(child, "gradient_checkpointing", False))
-        first = next(own, "")
+        first = next((n for n, child in named.items() if getattr(child, "gradient_checkpointing", False)), "")
         normed = next((name for name, child in children.items() if isinstance(child, _BatchNorm)), "")
         takes_iterator = "dataloader_iter" in inspect.signature(module.training_step).parameters
         facts |= {
@@ -221,23 +220,26 @@ def plugin_repr(self: object) -> str:
     return f"<{PACKAGE}.{type(self).__name__}, for a Trainer of lightning.pytorch and not of {LEGACY}>"
 
 
-def enforce(technique: object, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Check a Trainer's techniques; every technique calls it in `setup` and again in `on_fit_start`.
+def enforce(
+    self: object, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str | None = None
+) -> None:
+    """Check a Trainer's techniques; every technique does so in `setup` and again in `on_fit_start`.
 
     Raises:
         ConflictError: A combination is refused, or the Trainer comes from `pytorch_lightning`.
         EnvironmentLacksError: The machine lacks something that is needed.
 
     Warns:
-        ConflictWarning: A rule of `technique` allows a combination with a warning.
+        ConflictWarning: A rule of this technique allows a combination with a warning.
     """
-    reject_legacy_trainer(technique, trainer)
-    findings = check_rules(trainer_components(trainer), run_facts(trainer, module))
+    del stage
+    reject_legacy_trainer(self, trainer)
+    findings = check_rules(trainer_components(trainer), run_facts(trainer, pl_module))
     raise_rejected(findings)
     if not trainer.optimizers:
         return  # in `setup`: `on_fit_start` knows the optimizers too, and warns once
-    components = getattr(technique, "components", tuple)()
-    own_names = {name_of(component) for component in (technique, *components)}
+    components = getattr(self, "components", tuple)()
+    own_names = {name_of(component) for component in (self, *components)}
     for finding in findings:
         if finding.technique in own_names and finding.rule.verdict == Verdict.WARNED:
             warnings.warn(str(finding), ConflictWarning, stacklevel=2)

@@ -9,7 +9,7 @@ optimizer, for example), or their classes. core/rules.py compares the facts of a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -68,11 +68,6 @@ def name_of(technique: object) -> str:
     return rest.replace(".", "/") if package == PACKAGE else kind.__name__
 
 
-def techniques(candidates: Iterable[object]) -> list[Technique]:
-    """Return those of `candidates` (callbacks, plugins, a strategy) that are techniques, in order."""
-    return [candidate for candidate in candidates if isinstance(candidate, Technique)]
-
-
 def constructor_arguments(technique: object) -> dict[str, Any]:
     """Return the constructor's arguments, which suffice to construct a copy, from their attributes.
 
@@ -83,12 +78,6 @@ def constructor_arguments(technique: object) -> dict[str, Any]:
         for name in inspect.signature(type(technique)).parameters
         if (value := getattr(technique, f"given_{name}", getattr(technique, name, None))) is not technique
     }
-
-
-def constructor_defaults(technique: object) -> dict[str, Any]:
-    """Return the defaults of the constructor's arguments."""
-    parameters = inspect.signature(type(technique)).parameters
-    return {name: parameter.default for name, parameter in parameters.items()}
 
 
 def config_of(technique: object) -> dict[str, Any]:
@@ -110,8 +99,8 @@ def non_default_config(technique: object) -> dict[str, Any]:
         >>> non_default_config(EmptyCache(every_n_steps=5)), non_default_config(EmptyCache())
         ({'every_n_steps': 5}, {})
     """
-    defaults = constructor_defaults(technique)
-    return {name: value for name, value in config_of(technique).items() if value != _plain(defaults[name])}
+    parameters, arguments = inspect.signature(type(technique)).parameters, config_of(technique)
+    return {name: value for name, value in arguments.items() if value != _plain(parameters[name].default)}
 
 
 def _plain(value: object) -> Any:

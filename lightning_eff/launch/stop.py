@@ -14,6 +14,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -26,14 +27,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 
+@dataclass(eq=False)
 class CoordinatedStop(pl.Callback):
     """Stop all ranks when one of them has received a signal; call `on_failure` if only this one fails."""
 
-    def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
-        self.has_agreed = False
-        self._on_failure = on_failure
-        self._received = 0
-        self._previous_handler: Any = None
+    on_failure: Callable[[BaseException], None]
+    has_agreed: bool = field(default=False, init=False)
+    _received: int = field(default=0, init=False)
+    _previous_handler: Any = field(default=None, init=False)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -76,7 +77,7 @@ class CoordinatedStop(pl.Callback):
         for saver in trainer.checkpoint_callbacks:
             if isinstance(saver, ModelCheckpoint):
                 saver.save_on_exception = False  # saving is a collective: the other ranks are not in it
-        self._on_failure(exception)
+        self.on_failure(exception)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -44,6 +44,7 @@ class RankSupervisor:
         self._stop = CoordinatedStop(self._fail_alone)
         # Only the process in which Lightning starts the ranks has a launcher with processes.
         self._ranks = RankProcesses(lambda: getattr(trainer.strategy.launcher, "procs", []), folder)
+        self._watcher = threading.Thread(target=self._ranks.watch, name="watch-ranks", daemon=True)
         self._traceback: Path | None = None
         self._parent = os.environ.get(PARENT)
 
@@ -53,14 +54,15 @@ class RankSupervisor:
         callbacks: list[pl.Callback] = self._trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         callbacks.insert(0, self._stop)
         os.environ[PARENT] = str(os.getpid())
-        self._ranks.watch()
+        self._watcher.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._is_distributed:
             return
-        self._ranks.unwatch()
+        self._ranks.is_over.set()
+        self._watcher.join()
         os.environ.pop(PARENT)
         if self._parent is not None:
             os.environ[PARENT] = self._parent
@@ -70,8 +72,7 @@ class RankSupervisor:
         if error is not None and self._launch.rank:
             error.__dict__["is_reported"] = True  # by rank 0
         # Wait for the other ranks, so that the whole run is over when the command returns.
-        late = self._ranks.wait(EXIT_TIMEOUT_S if error is None else CLEANUP_TIMEOUT_S)
-        self._ranks.kill()
+        late = self._ranks.end(within_s=EXIT_TIMEOUT_S if error is None else CLEANUP_TIMEOUT_S)
         problem = (late, 1) if late else self._ranks.first_failure()
         if problem is not None and error is None:
             raise RankError(*problem)
@@ -84,10 +85,10 @@ class RankSupervisor:
             path.write_text("".join(traceback.format_exception(error)))
             self._traceback = path
         write_torchrun_error(self._launch, error)
-        line = rank_message(self._launch.rank, _cause(error), self._traceback)
+        line = rank_message(self._launch.rank, root_cause_line(error), self._traceback)
 
         def give_up() -> None:
-            self._ranks.kill()
+            self._ranks.end()
             exit_now(line, exit_code(error))
 
         timer = threading.Timer(CLEANUP_TIMEOUT_S, give_up)
@@ -99,21 +100,16 @@ class RankSupervisor:
         if self._parent is not None:  # a lost connection may mean that it is gone, which `watch` then reports
             time.sleep(5 * POLL_S)
         is_refusal = hasattr(error, "exit_code")  # a complete message of this package, with remedies
-        other = None if is_refusal else self._ranks.first_failure(even_running=True)
-        if other is None and not is_refusal and LOST in str(error).lower():
-            other = self._ranks.early_exit()
-        self._ranks.kill()
+        is_lost = LOST in str(error).lower()
+        other = None if is_refusal else self._ranks.first_failure(even_running=True, even_finished=is_lost)
+        self._ranks.end()
         if other is not None:
             raise RankError(*other) from error
         if self._launch.rank and self._traceback is not None and self._launch.by in ("lightning", "torchrun"):
             error.__dict__["is_reported"] = True  # by rank 0, or by torchrun
         elif not is_refusal:
-            line = rank_message(self._launch.rank, _cause(error), self._traceback)
+            line = rank_message(self._launch.rank, root_cause_line(error), self._traceback)
             raise RankError(line, exit_code(error)) from error
-
-
-def _cause(error: BaseException) -> str:
-    return root_cause_line(error).removeprefix("error: ")
 
 
 def write_torchrun_error(launch: Launch, error: BaseException) -> bool:
@@ -123,7 +119,7 @@ def write_torchrun_error(launch: Launch, error: BaseException) -> bool:
         return False
     if path.exists() and path.stat().st_size:  # the first cause stays
         return True
-    message = _cause(error)
+    message = root_cause_line(error)
     if not isinstance(error, RankError):
         message = f"rank {launch.rank}: {message}"
     extra: dict[str, Any] = {"py_callstack": message, "timestamp": str(int(time.time()))}

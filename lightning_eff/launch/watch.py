@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,6 @@ CLEANUP_TIMEOUT_S = 10.0
 EXIT_TIMEOUT_S = 60.0
 """Time that rank 0 waits, after the run, for the other ranks to exit."""
 STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
-
-Processes = Callable[[], list["subprocess.Popen[bytes]"]]
 
 
 def end_with_parent(*, torchrun: bool) -> None:
@@ -119,6 +118,7 @@ def describe_exit(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}{why}"
 
 
+@dataclass(eq=False)
 class RankProcesses:
     """The other ranks of this machine, in the process that started them.
 
@@ -127,45 +127,40 @@ class RankProcesses:
         folder: The run's folder, with their tracebacks.
     """
 
-    def __init__(self, processes: Processes, folder: Path) -> None:
-        self._listed = processes
-        self._taken: list[subprocess.Popen[bytes]] = []
-        self._folder = folder
-        self._is_over = threading.Event()
-        self._began_s = time.time()
+    processes: Callable[[], list[subprocess.Popen[bytes]]]
+    folder: Path
+    is_over: threading.Event = field(default_factory=threading.Event, init=False)
+    """Set by the caller to end `watch`."""
+    _taken: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
+    _began_s: float = field(default_factory=time.time, init=False)
 
     def _processes(self) -> Sequence[subprocess.Popen[bytes]]:
         # Taken off Lightning 2.6's list, whose observer would kill this process before it can report.
-        listed = self._listed()
+        listed = self.processes()
         while listed:
             self._taken.append(listed.pop(0))
         return self._taken
 
     def watch(self) -> None:
-        """Start to end this process when another rank fails."""
+        """End this process when another rank fails; runs in a thread of its own until `is_over`."""
+        while not self.is_over.wait(POLL_S):
+            failed = self.first_failure()
+            if failed is not None and not self.is_over.wait(GRACE_S):
+                self.end()
+                exit_now(*failed)
 
-        def poll() -> None:
-            while not self._is_over.wait(POLL_S):
-                failed = self.first_failure()
-                if failed is not None and not self._is_over.wait(GRACE_S):
-                    self.kill()
-                    exit_now(*failed)
-
-        self._thread = threading.Thread(target=poll, name="watch-ranks", daemon=True)
-        self._thread.start()
-
-    def unwatch(self) -> None:
-        """Stop that; the caller uses the other methods from now on."""
-        self._is_over.set()
-        self._thread.join()
-
-    def first_failure(self, *, even_running: bool = False) -> tuple[str, int] | None:
+    def first_failure(
+        self, *, even_running: bool = False, even_finished: bool = False
+    ) -> tuple[str, int] | None:
         """Return message and exit code of the first rank that failed; None if none has.
 
-        With `even_running` also of one that has written a traceback and still runs.
+        Args:
+            even_running: Also of one that has written a traceback and still runs.
+            even_finished: Otherwise of one that exited with code 0, while another rank lost it.
         """
+        finished: tuple[str, int] | None = None
         for rank, process in enumerate(self._processes(), start=1):
-            code, path = process.poll(), traceback_file(self._folder, rank)
+            code, path = process.poll(), traceback_file(self.folder, rank)
             has_traceback = path.exists() and path.stat().st_mtime >= self._began_s
             if has_traceback and (code or even_running):
                 # The last line that is not indented: the exception's class and message.
@@ -175,28 +170,23 @@ class RankProcesses:
                 return rank_message(rank, cause, path), max(code or 0, EXIT_FAILED)
             if code and code not in STOPPED:
                 return f"rank {rank} {describe_exit(code)}", max(code, EXIT_FAILED)
-        return None
+            if even_finished and code == 0 and finished is None:
+                finished = f"rank {rank} exited with code 0 while the others were at work", EXIT_FAILED
+        return finished
 
-    def early_exit(self) -> tuple[str, int] | None:
-        """Return message and exit code for a rank that exited with code 0 while another one lost it."""
-        for rank, process in enumerate(self._processes(), start=1):
-            if process.poll() == 0:
-                return f"rank {rank} exited with code 0 while the others were at work", EXIT_FAILED
-        return None
-
-    def wait(self, seconds: float) -> str:
-        """Wait for all of them to end; return a message on the first that does not, empty if all do."""
-        until_s = time.monotonic() + seconds
+    def end(self, *, within_s: float = 0.0) -> str:
+        """Wait for them to end and kill those that do not; return a message on the first of these, or ""."""
+        until_s = time.monotonic() + within_s
+        late = ""
         for rank, process in enumerate(self._processes(), start=1):
             try:
-                process.wait(max(until_s - time.monotonic(), 0.1))
+                process.wait(max(until_s - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
-                return f"rank {rank} did not end within {seconds:.0f} s of rank 0"
-        return ""
-
-    def kill(self) -> None:
-        """End them at once with SIGKILL: a process inside a collective does not handle SIGTERM."""
+                late = f"rank {rank} did not end within {within_s:.0f} s of rank 0"
+                break
+        # With SIGKILL: a process inside a collective does not handle SIGTERM.
         for process in self._processes():
             process.kill()
         for process in self._processes():
             process.wait()
+        return late

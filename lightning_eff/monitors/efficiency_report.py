@@ -30,7 +30,7 @@ from typing_extensions import override
 from lightning_eff.core import machine, rules
 from lightning_eff.core.arguments import CountOrZero, check_arguments
 from lightning_eff.core.compiled_call import is_compiled
-from lightning_eff.core.technique import Technique, config_of, name_of, techniques
+from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.microbatching.lightning_loop import ExactStep
 from lightning_eff.report import summary
 from lightning_eff.report.live_bytes import state_bytes
@@ -88,7 +88,7 @@ class EfficiencyReport(pl.Callback):
             strategy = trainer.strategy
             callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
             candidates = [strategy.precision_plugin, strategy, strategy.checkpoint_io, *callbacks]
-            self._asked = [(technique, config_of(technique)) for technique in techniques(candidates)]
+            self._asked = [(each, config_of(each)) for each in candidates if isinstance(each, Technique)]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.monitors.text_sample import evaluating
+from lightning_eff.monitors.text_sample import evaluating, reject_other_run
 
 
 class TextLosses(pl.Callback):
@@ -38,6 +38,8 @@ class TextLosses(pl.Callback):
     """
 
     setup = rules.reject_legacy_trainer
+    needs = ("loss", "texts", "a module with loss(logits, targets) and a data module with texts()")
+    on_fit_start = reject_other_run
 
     def __init__(self, *, max_batches: int = 20) -> None:
         if max_batches < 1:
@@ -47,15 +49,6 @@ class TextLosses(pl.Callback):
         """Nats per token by text, before the first step."""
         self.after: dict[str, float] = {}
         """The same after the last."""
-
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        data: Any = getattr(trainer, "datamodule", None)
-        if not hasattr(pl_module, "loss") or not hasattr(data, "texts"):
-            run = f"{type(pl_module).__name__} on {type(data).__name__}"
-            fault = f"monitors.text_losses cannot run with {run}"
-            allowed = "a module with loss(logits, targets) and a data module with texts()"
-            raise ConfigError(key="", value=fault, allowed=allowed, remedies=["~monitors.text_losses"])
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -24,6 +24,21 @@ from typing_extensions import override
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import Count, NonEmpty, check_arguments
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.technique import name_of
+
+
+def reject_other_run(self: Any, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    """Reject a module or data without what `needs` names: the hook `on_fit_start` of a monitor.
+
+    Raises:
+        ConfigError: One of them lacks its attribute.
+    """
+    of_module, of_data, allowed = self.needs
+    data: Any = getattr(trainer, "datamodule", None)
+    if not hasattr(pl_module, of_module) or not hasattr(data, of_data):
+        monitor = name_of(self).replace("/", ".")
+        fault = f"{monitor} cannot run with {type(pl_module).__name__} on {type(data).__name__}"
+        raise ConfigError(key="", value=fault, allowed=allowed, remedies=[f"~{monitor}"])
 
 
 class TextSample(pl.Callback):
@@ -43,6 +58,8 @@ class TextSample(pl.Callback):
     """
 
     setup = rules.reject_legacy_trainer
+    needs = ("generate", "tokenizer", "a module with generate() and a data module with a tokenizer")
+    on_fit_start = reject_other_run
 
     @check_arguments
     def __init__(self, *, prompt: NonEmpty = "def ", num_tokens: Count = 120, seed: int = 0) -> None:
@@ -51,15 +68,6 @@ class TextSample(pl.Callback):
         self.seed = seed
         self.text = ""
         """Prompt and sample, after `fit`."""
-
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        data: Any = getattr(trainer, "datamodule", None)
-        if not hasattr(pl_module, "generate") or not hasattr(data, "tokenizer"):
-            run = f"{type(pl_module).__name__} on {type(data).__name__}"
-            fault = f"monitors.text_sample cannot run with {run}"
-            allowed = "a module with generate() and a data module with a tokenizer"
-            raise ConfigError(key="", value=fault, allowed=allowed, remedies=["~monitors.text_sample"])
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

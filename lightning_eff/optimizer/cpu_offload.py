@@ -97,7 +97,7 @@ class CpuOffload(PerParameter):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            inner_state, copy = self._inner[parameter].state, self._copies[parameter]
+            inner_state, copy = self._inner[parameter].state, self.copies[parameter]
             inner_state[copy] = HostState(inner_state.get(copy, {}))
 
     @override
@@ -106,13 +106,13 @@ class CpuOffload(PerParameter):
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         # All copies to the host are queued at once and arrive in this order, while earlier parameters step.
-        fetched = [(p, self._fetch(p)) for p in self._copies if p.grad is not None]
+        fetched = [(p, self._fetch(p)) for p in self.copies if p.grad is not None]
         for parameter, arrived in fetched:
             if arrived is not None:
                 arrived.synchronize()
             self.step_parameter(parameter)
             # Overlaps with the next parameter's step; the next fetch waits for it before it reuses the copy.
-            parameter.copy_(self._copies[parameter], non_blocking=True)
+            parameter.copy_(self.copies[parameter], non_blocking=True)
         if fetched and not self._has_warned and all(p.device == HOST for p, _ in fetched):
             self._has_warned = True
             text = "CpuOffload does nothing here: the optimizer's state is on the CPU already"
@@ -124,7 +124,7 @@ class CpuOffload(PerParameter):
 
         The value is copied in every step: other code may write to the parameter and leave no trace.
         """
-        copy, gradient = self._copies[parameter], parameter.grad
+        copy, gradient = self.copies[parameter], parameter.grad
         if gradient is None or gradient.layout != torch.strided:  # a sparse one has no buffer to reuse
             copy.copy_(parameter.detach())
             copy.grad = None if gradient is None else gradient.to(HOST)
@@ -153,7 +153,7 @@ class CpuOffload(PerParameter):
         """Load with the host's copies in place of the parameters, so that no state touches the device."""
         on_device = [group["params"] for group in self.param_groups]
         for group, parameters in zip(self.param_groups, on_device, strict=True):
-            group["params"] = [self._copies[parameter] for parameter in parameters]
+            group["params"] = [self.copies[parameter] for parameter in parameters]
         try:
             torch.optim.Optimizer.load_state_dict(self, state_dict)
         finally:
@@ -161,15 +161,15 @@ class CpuOffload(PerParameter):
                 group["params"] = parameters
         loaded = self.state
         self.state = type(loaded)(dict)
-        for parameter, copy in self._copies.items():
+        for parameter, copy in self.copies.items():
             if copy in loaded:
                 self.state[parameter] = HostState(loaded[copy])
         self.share_state()
 
     def outcome(self) -> Outcome:
         """Return how many bytes the host holds for it."""
-        num_bytes = sum(copy.nbytes for copy in self._copies.values())
+        num_bytes = sum(copy.nbytes for copy in self.copies.values())
         num_bytes += sum(v.nbytes for s in self.state.values() for v in s.values() if isinstance(v, Tensor))
         did = f"{human_bytes(num_bytes)} of copies and state on the host"
-        is_effective = any(parameter.device != HOST for parameter in self._copies)
+        is_effective = any(parameter.device != HOST for parameter in self.copies)
         return Outcome(did=did, effective=is_effective, numbers={"host_bytes": num_bytes})

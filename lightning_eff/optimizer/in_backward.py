@@ -158,7 +158,7 @@ class InBackward(PerParameter):
             self._freed_bytes = 0
         with torch.enable_grad():
             loss = closure() if closure is not None else None
-        for parameter in [p for p in self._copies if p not in self._stepped]:
+        for parameter in [p for p in self.copies if p not in self._stepped]:
             self.step_and_free(parameter)
         self._stepped.clear()
         return loss

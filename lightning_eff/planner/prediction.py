@@ -219,13 +219,13 @@ def _predicted(run: Callable[[_Built], None], fakes: Fakes) -> Prediction:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of an error's root cause, without the `error: ` in front.
+    """Return the first line of an error's root cause.
 
     Example:
         >>> reason_of(ValueError("no"))
         'ValueError: no'
     """
-    lines = root_cause_line(error).removeprefix("error: ").splitlines()
+    lines = root_cause_line(error).splitlines()
     return lines[0] if lines else type(error).__name__
 
 

@@ -145,7 +145,7 @@ class OptimizerState:
             state = sum(tensor.nbytes for tensor in tensors.values() if tensor.numel() > 1)
             rates[kind] = state / weight.numel()
         first = named[HIDDEN]
-        return cls(rates, isinstance(optimizer, PerParameter) and optimizer.host_copy(first) is not first)
+        return cls(rates, isinstance(optimizer, PerParameter) and optimizer.copies[first] is not first)
 
     def __str__(self) -> str:
         low, high = min(self.by_kind.values()), max(self.by_kind.values())

@@ -197,8 +197,7 @@ class Recorder(LiveBytes):
             if not isinstance(optimizer, PerParameter):
                 continue
             # An optimizer that steps on host copies keeps them, their gradients and its state on the host.
-            pairs = [(parameter, optimizer.host_copy(parameter)) for parameter in optimizer.parameters()]
-            host_copies = [copy for parameter, copy in pairs if copy is not parameter]
+            host_copies = [copy for parameter, copy in optimizer.copies.items() if copy is not parameter]
             self._mark(host_copies, STATE)
             if host_copies:
                 gradients = [copy.grad for copy in host_copies]

@@ -51,8 +51,6 @@ from lightning_eff.strategy._zero.memory_arithmetic import Zero
 from lightning_eff.strategy._zero.optimizer import single_optimizer
 from lightning_eff.strategy._zero.partitions import PartitionedState
 
-Device = Literal["cpu", "nvme"]
-
 
 class DeepSpeedZero(DeepSpeedStrategy):
     """Shard a model's training state among ranks; `Trainer(strategy=DeepSpeedZero(stage=2), devices=2)`.
@@ -91,8 +89,8 @@ class DeepSpeedZero(DeepSpeedStrategy):
         self,
         *,
         stage: Literal[1, 2, 3] = 2,
-        offload_optimizer: Device | None = None,
-        offload_parameters: Device | None = None,
+        offload_optimizer: Literal["cpu", "nvme"] | None = None,
+        offload_parameters: Literal["cpu", "nvme"] | None = None,
         nvme_path: str | None = None,
         config: Mapping[str, Any] | None = None,
         shard_while_building: bool = False,

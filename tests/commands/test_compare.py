@@ -35,7 +35,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             try:
                 code = work(folder)
             except Exception as error:  # noqa: BLE001 - a failed trial is a row
-                return subprocess_trial.result_of(exit_code(error), "", root_cause_line(error))
+                return subprocess_trial.result_of(exit_code(error), "", f"error: {root_cause_line(error)}")
         return subprocess_trial.result_of(code, (folder / subprocess_trial.REPORT_FILE).read_text(), "")
 
     monkeypatch.setattr(subprocess_trial, "run", run)

@@ -121,13 +121,13 @@ def test_nearest_says_the_closest_or_what_there_is(word: str, known: list[str], 
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (RuntimeError("first\nsecond"), "error: RuntimeError: first"),
-        (RuntimeError(), "error: RuntimeError"),
-        (KeyError("loss"), "error: KeyError: 'loss'"),
-        (errors.UsageError("no verb\nthere are: fit"), "error: no verb\nthere are: fit"),
+        (RuntimeError("first\nsecond"), "RuntimeError: first"),
+        (RuntimeError(), "RuntimeError"),
+        (KeyError("loss"), "KeyError: 'loss'"),
+        (errors.UsageError("no verb\nthere are: fit"), "no verb\nthere are: fit"),
         (
             ConfigError("lr", -1, allowed="more", remedies=["lr=1"]),
-            "error: lr=-1: expected more\n  try: lr=1",
+            "lr=-1: expected more\n  try: lr=1",
         ),
     ],
     ids=repr,

@@ -25,7 +25,10 @@ def ended(code: int) -> subprocess.Popen[bytes]:
 def test_a_rank_that_left_with_code_0_is_named_where_its_connection_is_missed(tmp_path: Path) -> None:
     children = RankProcesses(lambda: [ended(0)], tmp_path)
     assert children.first_failure() is None
-    assert children.early_exit() == ("rank 1 exited with code 0 while the others were at work", 1)
+    assert children.first_failure(even_finished=True) == (
+        "rank 1 exited with code 0 while the others were at work",
+        1,
+    )
 
 
 def around(rank: int, procs: list[Any], folder: Path) -> RankSupervisor:

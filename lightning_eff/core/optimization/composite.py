@@ -79,8 +79,8 @@ class PerParameter(WrapperOptimizer):
         self.kind_behind = type(template)
         """The class that does the work, whose layout the state has."""
         self._copy = copy
-        self._copies: dict[Tensor, Tensor] = {}
-        """The tensor that the inner optimizer updates, by parameter, in the order of the groups."""
+        self.copies: dict[Tensor, Tensor] = {}
+        """The tensor that the inner optimizer updates, by parameter: itself, or its copy on the host."""
         self._inner: dict[Tensor, Optimizer] = {}
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         super().__init__(template.param_groups, template.defaults)
@@ -90,17 +90,9 @@ class PerParameter(WrapperOptimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for parameter in group["params"]:
-            copy = self._copies[parameter] = self._copy(parameter) if self._copy is not None else parameter
+            copy = self.copies[parameter] = self._copy(parameter) if self._copy is not None else parameter
             self._group_of[parameter] = group
             self._inner[parameter] = self._factory([group | {"params": [copy]}])
-
-    def parameters(self) -> Iterable[Tensor]:
-        """Return all parameters in the order of their groups."""
-        return self._copies.keys()
-
-    def host_copy(self, parameter: Tensor) -> Tensor:
-        """Return the tensor that the inner optimizer updates: the parameter, or its copy on the host."""
-        return self._copies[parameter]
 
     def step_parameter(self, parameter: Tensor) -> None:
         """Step one parameter with the current options of its group."""
@@ -111,7 +103,7 @@ class PerParameter(WrapperOptimizer):
         if parameter not in self.state and inner.param_groups[0].keys() != group.keys():
             allowed = "one that keeps its state for each parameter; this one counts in its groups"
             raise ConfigError(key="optimizer", value=self.kind_behind.__name__, allowed=allowed)
-        self.state[parameter] = inner.state[self._copies[parameter]]
+        self.state[parameter] = inner.state[self.copies[parameter]]
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -126,4 +118,4 @@ class PerParameter(WrapperOptimizer):
                 inner_state = self._inner[parameter].state
                 inner_state.clear()
                 if parameter in self.state:
-                    inner_state[self._copies[parameter]] = self.state[parameter]
+                    inner_state[self.copies[parameter]] = self.state[parameter]

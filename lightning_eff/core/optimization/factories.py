@@ -31,12 +31,16 @@ def optimizer_classes(factory: Callable[..., Any]) -> list[type]:
     return found
 
 
-def state_layout(kind: type | None) -> str:
-    """Return the name of the class whose layout an optimizer's state has; empty if it is unknown.
+def state_layout(optimizer: Any) -> str:
+    """Return the name of the class whose layout the state of an optimizer, or of an optimizer's class, has.
+
+    A wrapper has the layout of the optimizer inside, whose class is its attribute `kind_behind`.
 
     Example:
         >>> from torch.optim import AdamW
         >>> state_layout(AdamW)
         'torch.AdamW'
     """
-    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}" if kind is not None else ""
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    kind = getattr(optimizer, "kind_behind", None) or kind
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
