@@ -1,4 +1,4 @@
-"""Count what torch.compile does between two moments: graphs, recompilations, graph breaks, seconds.
+"""Count what torch.compile does for a while: graphs, recompilations, graph breaks, seconds.
 
 The counters and callbacks of `torch._dynamo` are those of torch 2.13.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch._dynamo.callback import CallbackArgs, callback_handler
@@ -15,7 +17,7 @@ from torch._dynamo.utils import counters
 
 @dataclass
 class Compilations:
-    """Counts from `open` to `close`."""
+    """What was counted within `counting`."""
 
     graphs: int = 0
     recompilations: int = 0  # of code that had been compiled before, for other shapes or settings
@@ -24,21 +26,17 @@ class Compilations:
     _began_s: float = 0.0
     _graphs_before: int = 0
     _breaks_before: Counter[str] = field(default_factory=Counter[str])
-    _is_open: bool = False
 
-    def open(self) -> None:
-        """Begin to count; a second call does nothing."""
-        if not self._is_open:
-            self._is_open = True
-            self._graphs_before = counters["stats"]["unique_graphs"]
-            self._breaks_before = Counter(counters["graph_break"])
-            callback_handler.register_start_callback(self._on_start)
-            callback_handler.register_end_callback(self._on_end)
-
-    def close(self) -> None:
-        """Stop counting; a second call does nothing."""
-        if self._is_open:
-            self._is_open = False
+    @contextmanager
+    def counting(self) -> Generator[None]:
+        """Count what is compiled inside."""
+        self._graphs_before = counters["stats"]["unique_graphs"]
+        self._breaks_before = Counter(counters["graph_break"])
+        callback_handler.register_start_callback(self._on_start)
+        callback_handler.register_end_callback(self._on_end)
+        try:
+            yield
+        finally:
             self.graphs = counters["stats"]["unique_graphs"] - self._graphs_before
             self.graph_breaks = Counter(counters["graph_break"]) - self._breaks_before
             callback_handler.remove_start_callback(self._on_start)

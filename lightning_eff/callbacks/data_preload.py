@@ -24,13 +24,12 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_eff.callbacks._data_preload import worker_trials
-from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, is_stateful, wrap
+from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, StatefulPrefetchLoader, is_stateful
 from lightning_eff.callbacks._data_preload.prefetch_iterator import PrefetchSettings
 from lightning_eff.callbacks._data_preload.worker_trials import WorkerChoice
 from lightning_eff.core import dataloaders
@@ -124,7 +123,21 @@ class DataPreload(Managed):
         device, precision = trainer.strategy.root_device, str(trainer.precision)
         choice = self._choose(loader, trainer)
         num_workers = getattr(loader, "num_workers", 0) if choice is None else choice.num_workers
-        tuned = self._tuned(loader, num_workers, device) if choice is not None else None
+        tuned = None
+        if choice is not None:
+            tuned = copy.copy(loader)  # over the same dataset and sampler; the user's own stays as it is
+            is_pinned = device.type == "cuda" if self.pin_memory is None else self.pin_memory
+            is_kept = (self.persistent_workers or loader.persistent_workers) and num_workers > 0
+            values = {
+                "_iterator": None,
+                "num_workers": num_workers,
+                "prefetch_factor": self.prefetch_factor if num_workers else None,
+                "persistent_workers": is_kept,
+                "pin_memory": is_pinned or loader.pin_memory,
+                "timeout": loader.timeout if num_workers else 0,
+            }
+            for name, value in values.items():
+                object.__setattr__(tuned, name, value)  # DataLoader.__setattr__ forbids some once it is made
         is_moved = device.type == "cuda" and not self._transfer_hook
         if num_workers > 0:  # workers prefetch themselves, and their batches have only to be moved
             is_ahead = is_moved
@@ -139,7 +152,8 @@ class DataPreload(Managed):
             device=device if is_moved and self.num_batches_ahead else None,
             limit=lambda: trainer.num_training_batches,
         )
-        prepared = wrap(loader, settings, tuned)
+        kind = StatefulPrefetchLoader if is_stateful(loader) else PrefetchLoader
+        prepared = kind(loader, settings, tuned)
         prepared.stats.num_workers = num_workers
         self._loaders.append(prepared)
         self._choices.append(choice)
@@ -161,33 +175,16 @@ class DataPreload(Managed):
             return self._measured[key]
         measured: WorkerChoice | None = None
         self._not_measured = "its dataset has no indices"
-        if worker_trials.is_map_style(loader):
-            most, budget_s = worker_trials.num_cores(getattr(trainer, "num_devices", 1)), self.max_measure_s
-            try:
-                measured = worker_trials.choose_num_workers(loader, max_workers=most, budget_s=budget_s)
-                self._not_measured = measured.reason
-            except worker_trials.SAMPLE_ERRORS as error:
-                self._not_measured = f"a trial failed ({type(error).__name__}: {error})".splitlines()[0]
+        most, budget_s = worker_trials.num_cores(getattr(trainer, "num_devices", 1)), self.max_measure_s
+        try:
+            measured = worker_trials.choose_num_workers(loader, max_workers=most, budget_s=budget_s)
+            self._not_measured = measured.reason if measured is not None else self._not_measured
+        except worker_trials.SAMPLE_ERRORS as error:
+            self._not_measured = f"a trial failed ({type(error).__name__}: {error})".splitlines()[0]
         own = loader.num_workers if measured is None else measured.num_workers
         decided = int(trainer.strategy.broadcast(own))  # every rank takes part; rank 0 decides
         self._measured[key] = None if measured is None else replace(measured, num_workers=decided)
         return self._measured[key]
-
-    def _tuned(self, loader: DataLoader[Any], num_workers: int, device: torch.device) -> DataLoader[Any]:
-        """Return a loader over the same dataset and sampler for the training; the user's stays as it is."""
-        tuned = copy.copy(loader)
-        is_pinned = device.type == "cuda" if self.pin_memory is None else self.pin_memory
-        values: dict[str, Any] = {
-            "_iterator": None,
-            "num_workers": num_workers,
-            "prefetch_factor": self.prefetch_factor if num_workers else None,
-            "persistent_workers": (self.persistent_workers or loader.persistent_workers) and num_workers > 0,
-            "pin_memory": is_pinned or loader.pin_memory,
-            "timeout": loader.timeout if num_workers else 0,
-        }
-        for name, value in values.items():
-            object.__setattr__(tuned, name, value)  # DataLoader.__setattr__ forbids some once it is made
-        return tuned
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -205,10 +202,6 @@ class DataPreload(Managed):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for loader in self._loaders:
             loader.close()  # the next iteration is the next epoch's
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._finish()
 
     def _finish(self) -> None:
         """Keep the outcome, and drop the loaders with their data."""

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from typing_extensions import override
 
@@ -72,29 +73,23 @@ def keep_outputs(
 
     def policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> bool:
         schema = getattr(operation, "_schema", None)  # a higher-order operator has none
-        for index, argument in enumerate(schema.arguments if schema is not None else ()):
-            if argument.is_write:
-                written = args[index] if index < len(args) else kwargs.get(argument.name)
-                for tensor in written if isinstance(written, (list, tuple)) else [written]:
-                    if isinstance(tensor, Tensor):
-                        _drop_overwritten(storage, tensor)
+        written = [
+            args[index] if index < len(args) else kwargs.get(argument.name)
+            for index, argument in enumerate(schema.arguments if schema is not None else ())
+            if argument.is_write
+        ]
+        memories = [t.untyped_storage() for t in tree_leaves(written) if isinstance(t, Tensor)]
+        for outputs in storage.values() if memories else ():
+            for index, output in outputs.items():
+                kept = [getattr(item, "val", None) for item in tree_leaves(output)]
+                held = [tensor.untyped_storage() for tensor in kept if isinstance(tensor, Tensor)]
+                if any(mine is memory for mine in held for memory in memories):
+                    outputs[index] = _RECOMPUTE
         return operation in operations
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
     storage = forward.storage  # `policy` holds it and not `forward`: that cycle would keep every output alive
     return forward, recomputation
-
-
-def _drop_overwritten(storage: dict[Any, dict[int, Any]], written: Tensor) -> None:
-    """Mark the kept outputs that share memory with a written tensor for recomputation."""
-    memory = written.untyped_storage()
-    for outputs in storage.values():
-        for index, output in outputs.items():
-            for item in output if isinstance(output, (list, tuple)) else [output]:
-                kept = getattr(item, "val", None)
-                if isinstance(kept, Tensor) and kept.untyped_storage() is memory:
-                    outputs[index] = _RECOMPUTE
-                    break
 
 
 def recompute(

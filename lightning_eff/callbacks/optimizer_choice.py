@@ -139,6 +139,7 @@ class OptimizerChoice(Managed):
         optimizer: Any = trainer.optimizers[0]
         self._built = optimizer
         self._has_modes = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+        self.cleanup.callback(self._set_mode, train=False)  # where an exception ends the training
         if hasattr(optimizer, "close"):
             self.cleanup.callback(optimizer.close)
         self._has_freed_gradients = False
@@ -200,13 +201,6 @@ class OptimizerChoice(Managed):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._set_mode(train=False)
-
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        self._set_mode(train=False)
-        super().on_exception(trainer, pl_module, exception)
 
     def _set_mode(self, *, train: bool, paused: bool = False) -> None:
         """Switch an optimizer that averages to the weights of training or evaluation, and pause its hooks.

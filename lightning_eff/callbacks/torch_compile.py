@@ -195,8 +195,7 @@ class TorchCompile(Managed):
             torch.compiler.reset()
             self._compilations = Compilations()
         self._num_parts = 0
-        self._compilations.open()
-        self.cleanup.callback(self._compilations.close)
+        self.cleanup.enter_context(self._compilations.counting())
 
     def _apply(self, model: nn.Module) -> int:
         options = {"backend": self.backend, "mode": self.mode}

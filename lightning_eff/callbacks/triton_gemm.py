@@ -38,8 +38,9 @@ from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.language import INTERPRETED
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.tile_configs import Shape
+from lightning_eff.kernels.tiles import explain_tiles
 from lightning_eff.microbatching import lightning_loop
-from lightning_eff.report import tile_explanation
+from lightning_eff.report.tile_explanation import KNOWN_LAYERS
 
 
 def swap(
@@ -89,7 +90,7 @@ def unswap(layer: TritonLinear) -> None:
 
 def explain(device: str) -> str:
     """Explain which tiles the layers of known models get on a device, and what is lost there."""
-    return "\n\n".join(map(str, tile_explanation.explain_layers(device)))
+    return "\n\n".join(str(explain_tiles(*size, device=device)) for size in KNOWN_LAYERS)
 
 
 class TritonGemm(Managed):

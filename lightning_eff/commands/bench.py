@@ -118,11 +118,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _explain(options: argparse.Namespace) -> int:
     import torch
 
+    from lightning_eff.kernels.tiles import explain_tiles
     from lightning_eff.report import tile_explanation
 
     device = tile_explanation.known_device("--explain ", options.explain)
     sizes = options.sizes or tile_explanation.KNOWN_LAYERS
-    found = tile_explanation.explain_layers(device, sizes, getattr(torch, options.dtype))
+    dtype = getattr(torch, options.dtype)
+    found = [explain_tiles(*size, dtype=dtype, device=device) for size in sizes]
     if options.json:
         pairs = zip(sizes, found, strict=True)
         rows = [{"shape": list(size), "words": list(layer.sentences())} for size, layer in pairs]

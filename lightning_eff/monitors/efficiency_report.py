@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,7 @@ class EfficiencyReport(pl.Callback):
             | {"optimizer_state_bytes": optimizer_bytes or None},
             "ledger": [],
             "losses": self._losses.curve(),
-            "memory": {} if held is None else held.as_dict(),
+            "memory": {} if held is None else asdict(held),
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "environment": machine.machine_info(meter.device),
             "command": command,

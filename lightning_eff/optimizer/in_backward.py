@@ -92,7 +92,8 @@ class InBackward(PerParameter):
         super().__init__(params, optimizer, lr=lr, weight_decay=weight_decay)
         # Not __del__: Lightning 2.6's wrapper is an instance of a derived class with this same stack, and
         # dies before the optimizer.
-        weakref.finalize(self, self._hooks.close)
+        self.close = weakref.finalize(self, self._hooks.close)
+        """Removes the hooks: a later backward pass keeps its gradients."""
 
     @staticmethod
     def facts() -> Facts:
@@ -166,10 +167,6 @@ class InBackward(PerParameter):
     def pause(self, *, paused: bool = True) -> None:
         """Leave gradients alone, for a backward pass that is not part of the training."""
         self._is_paused = paused
-
-    def close(self) -> None:
-        """Remove the hooks: a later backward pass keeps its gradients."""
-        self._hooks.close()
 
     def outcome(self) -> Outcome:
         """Return how many bytes of gradients the last step did not hold."""

@@ -9,7 +9,7 @@ subtracted from the free memory. For a host, whose memory a cgroup or a ulimit m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class MemoryForecast:
     def seconds(self) -> float | None:
         """Time of a batch by arithmetic; comparable only with that of the same model."""
         work, device = self.prediction.work, self.memory.device
-        return None if work is None or device is None else work.seconds(Rates.of(device))
+        return None if work is None or device is None else Rates.of(device).seconds(work)
 
     @property
     def assumed(self) -> list[str]:
@@ -141,7 +141,7 @@ class MemoryForecast:
             "device_bytes": self.memory.memory_bytes,
             "peak_bytes": self.num_bytes,
             "fits": None if self.num_bytes is None else self.num_bytes <= self.memory.free_bytes,
-            "tensors": None if self.peak is None else self.peak.as_dict(),
+            "tensors": None if self.peak is None else asdict(self.peak),
             "assumed": self.assumed,
             "reason": self.prediction.reason,
             "lasting_bytes": self.prediction.persistent_bytes,

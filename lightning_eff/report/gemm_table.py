@@ -84,7 +84,7 @@ class GemmReport:
         """Return plain types, raw numbers in seconds."""
         return {
             "rows": [comparison.as_dict() for comparison in self.comparisons],
-            "means": self._means(),
+            "means": self.means(),
             "host": {name: asdict(timing) for name, timing in self.host.items()},
             "targets": [asdict(target) | {"verdict": target.verdict} for target in self.targets()],
             "compiled": [asdict(compiled) | {"fits": compiled.fits} for compiled in self.compiled],
@@ -93,21 +93,22 @@ class GemmReport:
             "environment": dict(self.environment),
         }
 
-    def mean(self, layout: str | None) -> dict[str, Any] | None:
-        """Return geometric means of the ratios of a layout, or of all with None; the cube does not count.
+    def means(self) -> list[dict[str, Any]]:
+        """Return geometric means of the ratios of each layout, then of all; the cube does not count.
 
         A case whose candidate was not timed is left out; `cases` is the number of all.
         """
-        plain = [c for c in self.comparisons if c.case.kind == "plain" and not c.case.is_cube]
-        plain = [c for c in plain if layout in (None, c.case.layout)]
-        configs = [ratio for c in plain if (ratio := c.ratio(c.best_config)) is not None]
-        calls = [ratio for c in plain if (ratio := c.ratio(c.named(DISPATCH))) is not None]
-        means = {"best_row": configs, "gemm": calls}
-        values = {name: geometric_mean(ratios) if ratios else None for name, ratios in means.items()}
-        return {"layout": layout or "all", "cases": len(plain), **values} if configs or calls else None
-
-    def _means(self) -> list[dict[str, Any]]:
-        return [mean for layout in (*LAYOUTS, None) if (mean := self.mean(layout))]
+        means: list[dict[str, Any]] = []
+        for layout in (*LAYOUTS, "all"):
+            plain = [c for c in self.comparisons if c.case.kind == "plain" and not c.case.is_cube]
+            plain = [c for c in plain if layout in ("all", c.case.layout)]
+            configs = [ratio for c in plain if (ratio := c.ratio(c.best_config)) is not None]
+            calls = [ratio for c in plain if (ratio := c.ratio(c.named(DISPATCH))) is not None]
+            if configs or calls:
+                ratios = {"best_row": configs, "gemm": calls}
+                values = {name: geometric_mean(each) if each else None for name, each in ratios.items()}
+                means.append({"layout": layout, "cases": len(plain), **values})
+        return means
 
     def targets(self) -> list[Target]:
         """Return the targets that were fully measured: on a GPU, in bfloat16, with the default list."""
@@ -152,7 +153,7 @@ class GemmReport:
         sections = [TWO_METHODS if self.on_gpu else NO_GPU, environment, text_table(header, cases)]
         means = [
             [mean["layout"], str(mean["cases"]), _number(mean["best_row"]), _number(mean["gemm"])]
-            for mean in self._means()
+            for mean in self.means()
         ]
         if means:
             sections.append(text_table(["geometric mean of ratios", "cases", "best config", "gemm"], means))

@@ -131,7 +131,7 @@ def memory_section(memory: Mapping[str, Any]) -> str:
     """Return the page's section on memory: live bytes stacked by category, and the table of phases.
 
     Args:
-        memory: `Peak.as_dict()`; empty if live bytes were not counted, which returns an empty section.
+        memory: A `Peak` as a dictionary; empty if live bytes were not counted, which returns an empty section.
 
     Example:
         >>> memory_section({})

@@ -58,21 +58,16 @@ def check_result(
 
 def inspect_machine() -> list[CheckResult]:
     """Run all checks, most basic first."""
-    return [*_packages(), *_gpus_and_dtypes(), *_compiler_and_communication(), *_memory_and_disk()]
-
-
-def tested_versions() -> dict[str, str]:
-    """Return the versions that the suite was tested with, by package."""
-    lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines() if CONSTRAINTS.is_file() else []
-    pins = (line.partition(";")[0].strip().partition("==") for line in lines if "==" in line)
-    return {name.strip().lower(): version for name, _, version in pins}
+    return [*_packages(), *_gpus_and_dtypes(), *_host()]
 
 
 def _packages() -> Iterator[CheckResult]:
     version = ".".join(map(str, sys.version_info[:3]))
     fix = "install Python 3.11 or newer"
     yield check_result("python", sys.version_info >= (3, 11), version, version, fix, problem=True)
-    tested = tested_versions()
+    lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines() if CONSTRAINTS.is_file() else []
+    pins = (line.partition(";")[0].strip().partition("==") for line in lines if "==" in line)
+    tested = {name.strip().lower(): version for name, _, version in pins}
     for package in (*REQUIRED, *OPTIONAL):
         pin = tested.get(package, "")
         install = f"pip install '{package}=={pin}'" if pin else f"pip install {package}"
@@ -103,7 +98,8 @@ def _gpus_and_dtypes() -> Iterator[CheckResult]:
         yield check_result(name, answer.native, answer.why, answer.why, fix)
 
 
-def _compiler_and_communication() -> Iterator[CheckResult]:
+def _host() -> Iterator[CheckResult]:
+    """Check compiler, communication, memory and disk."""
     compiler = find_compiler("cuda" if torch.cuda.is_available() else "cpu")
     missing = "none: torch.compile's inductor needs one"
     yield check_result("compiler", compiler, str(compiler), missing, "apt-get install g++")
@@ -117,9 +113,6 @@ def _compiler_and_communication() -> Iterator[CheckResult]:
     if torch.version.cuda:
         nccl = available and torch.distributed.is_nccl_available()
         yield check_result("nccl", nccl, "available", "missing: no strategy over several GPUs", fix)
-
-
-def _memory_and_disk() -> Iterator[CheckResult]:
     limit, installed = host_memory.host_memory_limit(), human_bytes(host_memory.installed_bytes())
     limited = f"{human_bytes(limit.num_bytes)} by {limit.name}, of {installed}"
     yield CheckResult("memory", limited if limit.name else installed)

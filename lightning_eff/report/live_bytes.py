@@ -59,11 +59,15 @@ class LiveBytes(InfraMode):
         self.peak_if_held_bytes = 0
         """What the peak would be if gradients were held until the optimizer step."""
         self._last_gradient_bytes = 0
-        self._hooks = ExitStack()
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
 
-    def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Count what is alive when a batch begins, and observe optimizers that free gradients."""
+    def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
+        """Count what is alive when a batch begins, and observe optimizers that free gradients.
+
+        Returns:
+            What the end of the batch, or its failure, has to close.
+        """
+        hooks = ExitStack()
         self.add(tensors_in(batch))
         for tensor in [*module.parameters(), *module.buffers()]:
             self.add([tensor, tensor.grad])
@@ -72,17 +76,14 @@ class LiveBytes(InfraMode):
             if isinstance(optimizer, FreesGradients):
                 self.freed_bytes = self._last_gradient_bytes = 0
                 hook = optimizer.register_gradient_hook(lambda _, gradient: self.on_gradient_used(gradient))
-                self._hooks.callback(hook.remove)
+                hooks.callback(hook.remove)
+        return hooks
 
     def on_gradient_used(self, gradient: Tensor) -> None:
         """Count a gradient that an optimizer is about to use and free in the backward pass."""
         # This gradient is still alive: the one before it is free now.
         self.freed_bytes += self._last_gradient_bytes
         self._last_gradient_bytes = gradient.nbytes
-
-    def end(self) -> None:
-        """Remove the optimizers' hooks, after a batch or its failure."""
-        self._hooks.close()
 
     def add(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were made elsewhere; skip anything that is no tensor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ NUM_POINTS = 2048
 """Maximum points of a curve; a longer run keeps means of 2, 4, 8 ... steps."""
 
 
+@dataclass
 class Losses:
     """Loss by optimizer step: the mean over the step's batches.
 
@@ -24,11 +26,10 @@ class Losses:
         [(1, 2.0), (2, 1.5)]
     """
 
-    def __init__(self) -> None:
-        self._pending: list[tuple[int, Tensor]] = []
-        self._points: list[tuple[int, float, int]] = []
-        """Last step, sum and number of batches of each point."""
-        self._stride = 1
+    _pending: list[tuple[int, Tensor]] = field(default_factory=list[tuple[int, Tensor]])
+    _points: list[tuple[int, float, int]] = field(default_factory=list[tuple[int, float, int]])
+    """Last step, sum and number of batches of each point."""
+    _stride: int = 1
 
     def add(self, step: int, outputs: Any, times: int = 1) -> None:
         """Record the loss of one batch; outputs without a scalar loss are ignored.

@@ -53,8 +53,7 @@ class Probe:
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """Start to count, before a batch is trained on."""
         if self._live is not None:
-            self._live.begin(batch, module, optimizers)
-            self._open.callback(self._live.end)
+            self._open.enter_context(self._live.begin(batch, module, optimizers))
             self._open.enter_context(self._live)
         if self._count_flops and self.flops is None:
             self._flop_count = self._open.enter_context(FlopCount())

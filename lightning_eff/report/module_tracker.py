@@ -8,7 +8,8 @@ these numbers are used here and nowhere else (torch 2.10-2.13).
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,19 +35,20 @@ class ModuleTracker:
         self._names = {id(child): name or ROOT for name, child in module.named_modules()}
         self._stack: list[str] = []
         self._by_sequence_number: dict[int, str] = {}
-        self._hooks = ExitStack()
 
-    def open(self) -> None:
-        """Register the global hooks, at the beginning of a batch."""
+    @contextmanager
+    def follow(self) -> Generator[None]:
+        """Have the global hooks during a batch, which may fail."""
         self.phase = FORWARD
-        self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
+        entering = register_module_forward_pre_hook(self._enter)
         # always_call: a module that raises is popped too, otherwise the stack would be wrong afterwards.
-        self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
-
-    def close(self) -> None:
-        """Remove the hooks, also in the middle of a batch that failed."""
-        self._hooks.close()
-        self._stack.clear()
+        leaving = register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            entering.remove()
+            leaving.remove()
+            self._stack.clear()
 
     def _enter(self, module: nn.Module, _: object) -> None:
         self._stack.append(self._names.get(id(module), type(module).__name__))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_eff.report.module_tracker import PHASES, STEP
@@ -122,10 +122,6 @@ class Peak:
             holders=_holders(recorder, events[: 1 - at], block_bytes),
             timeline=timeline,
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, for JSON."""
-        return asdict(self)
 
 
 def _holders(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> list[Holder]:

@@ -12,6 +12,7 @@ pass (or its recomputation) and alive at its end; `temporaries` are the rest.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,11 +73,9 @@ class Recorder(LiveBytes):
     Example:
         >>> layer = nn.Linear(3, 2, bias=False)
         >>> recorder = Recorder()
-        >>> recorder.begin([], layer, [])
-        >>> with recorder:
+        >>> with recorder.begin([], layer, []), recorder:
         ...     loss = layer(torch.ones(5, 3)).sum()
         ...     loss.backward()
-        >>> recorder.end()
         >>> [(each.category, each.operation, each.path) for each in recorder.allocations if each.path]
         [('parameters', '', 'weight'), ('temporaries', 'mm', '(root)'), ('gradients', 'mm', 'weight')]
     """
@@ -99,14 +98,15 @@ class Recorder(LiveBytes):
         self._was_recomputing = False
 
     @override
-    def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
         self._module, self._optimizers, self._operation = module, list(optimizers), ""
         if self._tracker is None:
             self._tracker = ModuleTracker(module)
-        self._tracker.open()
+        hooks = ExitStack()
+        hooks.enter_context(self._tracker.follow())
         HostOffload.observers.append(self._mark_on_host)
-        self._hooks.callback(HostOffload.observers.remove, self._mark_on_host)
-        super().begin(batch, module, self._optimizers)
+        hooks.callback(HostOffload.observers.remove, self._mark_on_host)
+        hooks.enter_context(super().begin(batch, module, self._optimizers))
         # In any order: `_mark` keeps the category of higher precedence.
         self._mark([batch], BATCH)
         for name, buffer in module.named_buffers():
@@ -114,14 +114,9 @@ class Recorder(LiveBytes):
         for name, parameter in module.named_parameters():
             self._mark([parameter], PARAMETERS, name)
         self._mark_gradients_and_state()
-
-    @override
-    def end(self) -> None:
-        self._mark_gradients_and_state()
+        hooks.callback(self._mark_gradients_and_state)
         self.num_batches += 1
-        super().end()
-        if self._tracker is not None:
-            self._tracker.close()
+        return hooks
 
     @override
     def on_gradient_used(self, gradient: Tensor) -> None:

@@ -99,7 +99,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of some batches.
+    """Operations of some batches, optimizer steps included.
 
     Args:
         calls: The operations.
@@ -108,12 +108,8 @@ class Work:
     """
 
     calls: Sequence[Call]
-    on_host: Set[int]
-    num_batches: int
-
-    def seconds(self, rates: Rates) -> float:
-        """Return the time per batch, optimizer steps included."""
-        return rates.seconds(self.calls, self.on_host) / max(1, self.num_batches)
+    on_host: Set[int] = frozenset()
+    num_batches: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,20 +140,20 @@ class Rates:
             is_gpu=True,
         )
 
-    def seconds(self, calls: Iterable[Call], on_host: Set[int] = frozenset()) -> float:
-        """Return the time of some operations; `on_host` are storages in host memory, on any device."""
-        work_s, count = 0.0, 0
-        for call in calls:
+    def seconds(self, work: Work) -> float:
+        """Return the time per batch."""
+        work_s = 0.0
+        for call in work.calls:
             # Roofline: a call is limited by compute or by memory traffic, whichever takes longer.
             rate = self.flops_per_s.get(call.dtype, self.flops_per_s[torch.float32])
             bytes_per_s = self.bytes_per_s
-            if self.is_gpu and not on_host.isdisjoint(call.storages):
-                bytes_per_s = HOST_BYTES_PER_S if set(call.storages) <= on_host else BUS_BYTES_PER_S
+            if self.is_gpu and not work.on_host.isdisjoint(call.storages):
+                bytes_per_s = HOST_BYTES_PER_S if set(call.storages) <= work.on_host else BUS_BYTES_PER_S
             work_s += max(call.flops / rate, call.num_bytes / bytes_per_s)
-            count += 1
-        launch_s = count * self.call_s
+        launch_s = len(work.calls) * self.call_s
         # A GPU works while Python launches what follows: the longer of the two. A CPU does both in turn.
-        return max(work_s, launch_s) if self.is_gpu else work_s + launch_s
+        total_s = max(work_s, launch_s) if self.is_gpu else work_s + launch_s
+        return total_s / max(1, work.num_batches)
 
 
 @functools.cache

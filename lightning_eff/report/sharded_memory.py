@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from lightning_eff.report.model_weights import ModelWeights, OptimizerState, Weight, weight_bytes
+from lightning_eff.report.model_weights import ModelWeights, OptimizerState, weight_bytes
 from lightning_eff.report.sharding_table import RING, DeviceShare, shard_numel
 
 
@@ -77,12 +77,16 @@ class FSDP2Memory:
     ) -> DeviceShare:
         """Implement `ShardingScheme`."""
         weights = gradients = bytes_per_peer = 0
+        state_bytes: float = 0
         # Full bytes of weights and of gradients by block, -1 for those outside of blocks.
         block_weights, block_gradients = Counter[int](), Counter[int]()
         for weight in model.weights:
-            numel, compute_size = _shard_numel(weight, devices), self.compute_itemsize or weight.itemsize
+            # The first device's rows: it has no fewer than any other.
+            numel = shard_numel(weight.rows, devices) * (weight.numel // max(weight.rows, 1))
+            compute_size = self.compute_itemsize or weight.itemsize
             weights += numel * weight.itemsize
             gradients += numel * weight.itemsize if weight.trained else 0
+            state_bytes += numel * state.by_kind[weight.kind] if weight.trained else 0
             block_weights[weight.block] += weight.numel * compute_size
             block_gradients[weight.block] += weight.numel * compute_size if weight.trained else 0
             # All-gather in the forward pass and, once resharded, again in the backward pass.
@@ -94,7 +98,6 @@ class FSDP2Memory:
         # Gathered at once: weights outside of blocks, a block and the prefetched next one.
         sizes = [size for _, size in sorted(block_weights.items())]
         largest_pair = max((size + next_size for size, next_size in pairwise(sizes)), default=sum(sizes))
-        state_bytes = state.bytes_of(model.trained, lambda weight: _shard_numel(weight, devices))
         # Without a reduce-scatter per micro-batch, full gradients accumulate until the last one.
         accumulates = micro_batches > 1 and not self.reduce_each
         itemsize = self.reduce_itemsize or self.compute_itemsize
@@ -121,8 +124,3 @@ class FSDP2Memory:
             "tensors are sharded by rows: one with fewer rows than devices is sharded less",
             RING,
         ]
-
-
-def _shard_numel(weight: Weight, devices: int) -> int:
-    """Return the elements of the first device's rows."""
-    return shard_numel(weight.rows, devices) * (weight.numel // max(weight.rows, 1))

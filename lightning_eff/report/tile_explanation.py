@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
 
 import torch
 
@@ -42,19 +41,6 @@ def known_device(key: str, name: str) -> str:
         allowed, remedies = f"one of {', '.join(names)}", [f"{key}{close[0]}"]
         raise ConfigError(key.rstrip("= "), name, allowed=allowed, remedies=remedies)
     return name
-
-
-def explain_layers(
-    device: str, sizes: Sequence[tuple[int, int, int]] = KNOWN_LAYERS, dtype: torch.dtype = torch.bfloat16
-) -> list[tiles.Explanation]:
-    """Explain the forward passes of layers.
-
-    Args:
-        device: A known name.
-        sizes: M, N and K of each layer.
-        dtype: Of the operands.
-    """
-    return [tiles.explain_tiles(*size, dtype, device) for size in sizes]
 
 
 def explain_micro_batches(device: str) -> str:

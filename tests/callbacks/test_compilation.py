@@ -27,15 +27,12 @@ def halves(x: torch.Tensor) -> torch.Tensor:
     return y * 2
 
 
-def test_a_graph_and_its_recompilation_are_counted_while_open() -> None:
+def test_a_graph_and_its_recompilation_are_counted_inside() -> None:
     function = torch.compile(double, backend="eager", dynamic=False)
     seen = Compilations()
     function(torch.ones(2))
-    seen.open()
-    seen.open()
-    function(torch.ones(3))
-    seen.close()
-    seen.close()
+    with seen.counting():
+        function(torch.ones(3))
     function(torch.ones(4))
     assert (seen.graphs, seen.recompilations, sum(seen.graph_breaks.values())) == (1, 1, 0)
     assert seen.elapsed_s > 0.0
@@ -43,9 +40,8 @@ def test_a_graph_and_its_recompilation_are_counted_while_open() -> None:
 
 def test_a_break_makes_two_graphs_and_keeps_its_reason() -> None:
     seen = Compilations()
-    seen.open()
-    torch.compile(halves, backend="eager")(torch.ones(2))
-    seen.close()
+    with seen.counting():
+        torch.compile(halves, backend="eager")(torch.ones(2))
     assert (seen.graphs, seen.recompilations) == (2, 0)
     assert [count for reason, count in seen.graph_breaks.items() if "graph_break()" in reason] == [1]
 
@@ -54,11 +50,10 @@ def test_the_backward_graphs_time_counts_and_nothing_is_left_listening() -> None
     from torch._dynamo.callback import callback_handler
 
     seen = Compilations()
-    seen.open()
-    y = torch.compile(double, backend="aot_eager")(torch.ones(2, requires_grad=True))
-    forward_s = seen.elapsed_s
-    y.sum().backward()
-    assert seen.elapsed_s > forward_s > 0.0
-    seen.close()
+    with seen.counting():
+        y = torch.compile(double, backend="aot_eager")(torch.ones(2, requires_grad=True))
+        forward_s = seen.elapsed_s
+        y.sum().backward()
+        assert seen.elapsed_s > forward_s > 0.0
     assert callback_handler.start_callbacks == []
     assert callback_handler.end_callbacks == []

@@ -31,22 +31,22 @@ H200 = DeviceMemory.of("h200", torch.device("cpu"))
 
 def test_a_product_takes_its_operations_and_a_pass_its_bytes() -> None:
     product = Call("mm", flops=10**12, num_bytes=10**9, dtype=torch.float32)
-    assert GPU.seconds([product]) == 1.0
-    assert GPU.seconds([Call("mm", 10**12, 10**9, torch.bfloat16)]) == 0.1
-    assert GPU.seconds([Call("add", 0, 10**11, torch.float32)]) == 1.0
-    assert Work([product, product], frozenset(), num_batches=4).seconds(GPU) == 0.5
+    assert GPU.seconds(Work([product])) == 1.0
+    assert GPU.seconds(Work([Call("mm", 10**12, 10**9, torch.bfloat16)])) == 0.1
+    assert GPU.seconds(Work([Call("add", 0, 10**11, torch.float32)])) == 1.0
+    assert GPU.seconds(Work([product, product], num_batches=4)) == 0.5
 
 
 def test_host_storages_use_the_bus_or_host_memory() -> None:
     both, host = Call("copy_", 0, 10**9, torch.float32, (1, 2)), Call("add_", 0, 10**9, torch.float32, (2,))
-    assert GPU.seconds([both], {2}) == 1e9 / BUS_BYTES_PER_S
-    assert GPU.seconds([host], {2}) == 1e9 / HOST_BYTES_PER_S
-    assert GPU.seconds([both, host], {7}) == 2e9 / 1e11
+    assert GPU.seconds(Work([both], {2})) == 1e9 / BUS_BYTES_PER_S
+    assert GPU.seconds(Work([host], {2})) == 1e9 / HOST_BYTES_PER_S
+    assert GPU.seconds(Work([both, host], {7})) == 2e9 / 1e11
 
 
 def test_many_small_operations_take_their_launch_time() -> None:
     rates = Rates.of(devices.named("h200"))
-    assert rates.seconds([Call("add", 0, 8, torch.float32)] * 1000) == pytest.approx(1000 * LAUNCH_S)
+    assert rates.seconds(Work([Call("add", 0, 8, torch.float32)] * 1000)) == pytest.approx(1000 * LAUNCH_S)
 
 
 def test_views_cost_nothing_and_rows_of_a_table_only_themselves() -> None:
@@ -96,7 +96,7 @@ def test_an_optimizer_on_the_host_pays_for_the_bus() -> None:
     assert here.work is not None
     assert away.work is not None
     weights = 8 * (512 * 512 + 512) * 4
-    assert away.work.seconds(rates) - here.work.seconds(rates) > 2 * weights / BUS_BYTES_PER_S
+    assert rates.seconds(away.work) - rates.seconds(here.work) > 2 * weights / BUS_BYTES_PER_S
 
 
 def test_a_device_without_a_name_has_no_times() -> None:

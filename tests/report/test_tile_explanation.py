@@ -6,7 +6,8 @@ import pytest
 
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.kernels.devices import DEVICES
-from lightning_eff.report.tile_explanation import explain_layers, explain_micro_batches, known_device
+from lightning_eff.kernels.tiles import explain_tiles
+from lightning_eff.report.tile_explanation import KNOWN_LAYERS, explain_micro_batches, known_device
 
 
 def test_tokens_that_fill_a_device_are_listed() -> None:
@@ -31,9 +32,9 @@ def test_a_cpu_has_no_waves() -> None:
 
 
 def test_layers_of_the_list_have_8192_tokens() -> None:
-    found = explain_layers("a100")
-    assert str(found[0]).startswith("8192 x 12288 x 4096 bfloat16 on A100")
-    assert len(found) == 10
+    found = str(explain_tiles(*KNOWN_LAYERS[0], device="a100"))
+    assert found.startswith("8192 x 12288 x 4096 bfloat16 on A100")
+    assert len(KNOWN_LAYERS) == 10
 
 
 def test_a_device_is_known_by_its_name() -> None:

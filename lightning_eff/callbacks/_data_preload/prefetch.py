@@ -126,11 +126,6 @@ class StatefulPrefetchLoader(PrefetchLoader):
         self.loader.load_state_dict(state_dict)
 
 
-def wrap(loader: Any, settings: PrefetchSettings, tuned: Any = None) -> PrefetchLoader:
-    """Return a loader that prefetches."""
-    return (StatefulPrefetchLoader if is_stateful(loader) else PrefetchLoader)(loader, settings, tuned)
-
-
 def is_stateful(loader: Any) -> bool:
     """Return whether a loader's position can be saved and restored."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

@@ -11,13 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from typing_extensions import override
 
 JOIN_TIMEOUT_S = 60.0
 """How long the end of an epoch waits for a sample that is being made."""
@@ -58,47 +59,38 @@ class LoaderStats:
     draws: bool = False  # whether a sample drew random numbers in this process
 
 
-class PrefetchIterator:
-    """One pass over a loader: `begin` is called for the first batch, and `stats` updated with each."""
+@dataclass(eq=False, repr=False)
+class PrefetchIterator(Iterator[Any]):
+    """One pass over a loader."""
 
-    def __init__(
-        self,
-        begin: Callable[[], Iterator[Any]],
-        settings: PrefetchSettings,
-        stats: LoaderStats,
-        get_state: Callable[[], Any] | None = None,
-    ) -> None:
-        self.source: Iterator[Any] | None = None
-        self.ended = False
-        self.taken_state: Any = None
-        """The loader's state after the last batch that was handed out."""
-        self._begin = begin
-        self._settings = settings
-        self._stats = stats
-        self._get_state = get_state
-        self._num_fetched = 0
-        self._grad = torch.is_grad_enabled()  # a thread has a grad mode of its own
-        self._thread: threading.Thread | None = None
-        self._stream: Any = None
-        self._changed = threading.Condition()
-        """Guards the batches that are ready and the flags below."""
-        self._ready: deque[FetchedBatch] = deque()
-        self._ready_bytes = 0
-        self._is_stopped = False
-        self._is_awaited = False
-        self._is_paused = False
-        self._is_fetching = False
+    begin: Callable[[], Iterator[Any]]  # called for the first batch
+    settings: PrefetchSettings
+    stats: LoaderStats  # updated with each batch
+    get_state: Callable[[], Any] | None = None
+    source: Iterator[Any] | None = None
+    ended: bool = False
+    taken_state: Any = None  # the loader's, after the last batch that was handed out
+    _num_fetched: int = 0
+    _grad: bool = field(default_factory=torch.is_grad_enabled)  # a thread has a grad mode of its own
+    _thread: threading.Thread | None = None
+    _stream: Any = None
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    """Guards the batches that are ready and the flags below."""
+    _ready: deque[FetchedBatch] = field(default_factory=deque[FetchedBatch])
+    _ready_bytes: int = 0
+    _is_stopped: bool = False
+    _is_awaited: bool = False
+    _is_paused: bool = False
+    _is_fetching: bool = False
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
+    @override
     def __next__(self) -> Any:
         if self.ended:
             raise StopIteration
         start = time.perf_counter()
         # The first two batches are fetched here, and all of them if the second one drew random numbers.
         is_beginning = self._thread is None and self._num_fetched < 2
-        is_direct = self._settings.num_batches < 1 or self._stats.draws or is_beginning
+        is_direct = self.settings.num_batches < 1 or self.stats.draws or is_beginning
         if is_direct:
             fetched = self._fetch()
         else:  # wait for the thread's next batch
@@ -117,11 +109,11 @@ class PrefetchIterator:
             self.close()
             raise fetched.error
         if fetched.arrived is not None:
-            current = torch.cuda.current_stream(self._settings.device)
+            current = torch.cuda.current_stream(self.settings.device)
             current.wait_event(fetched.arrived)
-            for tensor in tensors_of(fetched.batch):
-                tensor.record_stream(current)  # the side stream allocated it, this one uses it last
-        stats = self._stats
+            # The side stream allocated the tensors, this one uses them last.
+            apply_to_collection(fetched.batch, Tensor, lambda tensor: tensor.record_stream(current))
+        stats = self.stats
         stats.last_taken_s = time.perf_counter()
         if stats.num_taken == 0:
             stats.first_taken_s = stats.last_taken_s
@@ -133,20 +125,20 @@ class PrefetchIterator:
 
     def _fetch(self) -> FetchedBatch:
         """Fetch one batch, check on the second whether it draws random numbers, and move it."""
-        is_watched = self._num_fetched == 1 and self._settings.num_batches > 0
+        is_watched = self._num_fetched == 1 and self.settings.num_batches > 0
         before = _random_state() if is_watched else None
         try:
             if self.source is None:
-                self.source = self._begin()
+                self.source = self.begin()
             batch = next(self.source)
         except BaseException as error:  # noqa: BLE001 - raised where the batch would have been handed out
             return FetchedBatch(error=error)
         self._num_fetched += 1
         if before is not None:
             after = _random_state()
-            self._stats.draws = not torch.equal(before[0], after[0]) or before[1:] != after[1:]
-        state = self._get_state() if self._get_state is not None else None
-        device, arrived = self._settings.device, None
+            self.stats.draws = not torch.equal(before[0], after[0]) or before[1:] != after[1:]
+        state = self.get_state() if self.get_state is not None else None
+        device, arrived = self.settings.device, None
         if device is not None:
             from lightning.fabric.utilities.apply_func import move_data_to_device
 
@@ -158,7 +150,7 @@ class PrefetchIterator:
     def _run(self) -> None:
         """Fetch until the end, a failure, the limit or `close`; in the thread."""
         torch.set_grad_enabled(self._grad)
-        settings = self._settings
+        settings = self.settings
         while True:
             with self._changed:
                 while not self._is_stopped:  # wait until another batch may be fetched
@@ -173,13 +165,15 @@ class PrefetchIterator:
                     return
                 self._is_fetching = True
             fetched = self._fetch()
-            fetched.num_bytes = sum(tensor.nbytes for tensor in tensors_of(fetched.batch))
+            tensors: list[Tensor] = []
+            apply_to_collection(fetched.batch, Tensor, tensors.append)  # finds those in dataclasses too
+            fetched.num_bytes = sum(tensor.nbytes for tensor in tensors)
             with self._changed:
                 self._is_fetching = False
                 self._ready.append(fetched)
                 self._ready_bytes += fetched.num_bytes
-                self._stats.max_ready_bytes = max(self._stats.max_ready_bytes, self._ready_bytes)
-                self._stats.num_ahead += 1
+                self.stats.max_ready_bytes = max(self.stats.max_ready_bytes, self._ready_bytes)
+                self.stats.num_ahead += 1
                 self._changed.notify_all()
             if fetched.error is not None:
                 return
@@ -201,13 +195,6 @@ class PrefetchIterator:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_TIMEOUT_S)
             self._thread = None
-
-
-def tensors_of(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch, in dataclasses too."""
-    found: list[Tensor] = []
-    apply_to_collection(batch, Tensor, found.append)  # it returns a copy, of no use here
-    return found
 
 
 def _random_state() -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 MIN_BATCHES, MAX_BATCHES = 4, 512
 """Batches in a trial."""
@@ -44,16 +44,6 @@ class WorkerChoice:
     reason: str = ""  # why workers were not tried, or not trusted; empty if they were
 
 
-def is_map_style(loader: Any) -> bool:
-    """Return whether a loader has a dataset with indices, and not an empty one."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return False
-    try:
-        return len(loader.dataset) > 0  # pyright: ignore[reportArgumentType]
-    except (TypeError, NotImplementedError):
-        return False
-
-
 def num_cores(num_processes: int = 1) -> int:
     """Return the cores that each of several processes on this machine may use."""
     affinity = getattr(os, "sched_getaffinity", None)
@@ -61,8 +51,8 @@ def num_cores(num_processes: int = 1) -> int:
     return max(1, cores // num_processes)
 
 
-def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: float) -> WorkerChoice:
-    """Try 0, 1, 2, 4 ... workers, until more do not help.
+def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: float) -> WorkerChoice | None:
+    """Try 0, 1, 2, 4 ... workers, until more do not help; None for a dataset without a length, or empty.
 
     `budget_s` is for all trials, the start of workers not counted. Raises one of `SAMPLE_ERRORS` where the
     dataset has no samples at indices 0, 1, 2, ...
@@ -71,6 +61,12 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
         >>> choose_num_workers(DataLoader(range(64)), max_workers=0, budget_s=0.1).num_workers
         0
     """
+    try:
+        num_samples = len(loader.dataset)  # pyright: ignore[reportArgumentType]
+    except (TypeError, NotImplementedError):
+        num_samples = 0
+    if not num_samples:
+        return None
     counts = [2**power for power in range(16) if 2**power <= max_workers]
     trial = LoaderTrial(loader, budget_s / (1 + len(counts)))
     # Not safe to start processes, if the loader starts none itself.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import importlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,28 +105,26 @@ def read_documents(paths: Sequence[str], field: str) -> list[SourceDocument]:
             if file.resolve() in seen:
                 continue
             seen.add(file.resolve())
-            suffix = file.suffix.lower()
-            if suffix in LINES or suffix in TABLES:
-                rows = _json_rows(file, field) if suffix in LINES else _table_rows(file, field)
-                documents += [_to_document(value, location, field) for value, location in rows]
+            if file.suffix.lower() in TABLES:
+                rows = _table_rows(file, field)
             else:
-                documents.append(SourceDocument(_read_text(file), str(file)))
+                try:
+                    text = file.read_text(encoding="utf-8-sig")  # without the byte order mark of some editors
+                except UnicodeDecodeError as error:
+                    msg = f"{file}: byte {error.start} is not UTF-8: convert the file, or leave it out"
+                    raise ValueError(msg) from error
+                is_text = file.suffix.lower() not in LINES
+                rows = [({field: text}, str(file))] if is_text else _json_rows(file, text)
+            documents += [_to_document(row, location, field) for row, location in rows]
     if not documents:
         msg = f"paths={list(paths)} contain no document"
         raise ValueError(msg)
     return documents
 
 
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")  # without the byte order mark that some editors write
-    except UnicodeDecodeError as error:
-        msg = f"{file}: byte {error.start} is not UTF-8: convert the file, or leave it out"
-        raise ValueError(msg) from error
-
-
-def _json_rows(file: Path, field: str) -> Iterator[tuple[Any, str]]:
-    for number, line in enumerate(_read_text(file).split("\n"), start=1):
+def _json_rows(file: Path, text: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the row and the location of each line."""
+    for number, line in enumerate(text.split("\n"), start=1):
         location = f"{file}:{number}"
         if not line.strip():
             continue
@@ -141,12 +139,11 @@ def _json_rows(file: Path, field: str) -> Iterator[tuple[Any, str]]:
         if not isinstance(row, dict):
             msg = f"{location}: expected an object {{...}}, not {type(row).__name__}"
             raise ValueError(msg)
-        if field not in row:
-            raise _missing_field(location, field, row)
-        yield row[field], location
+        yield row, location
 
 
-def _table_rows(file: Path, field: str) -> Iterator[tuple[Any, str]]:
+def _table_rows(file: Path, field: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the field of each row, and the row's location."""
     try:
         arrow: Any = importlib.import_module("pyarrow")
         parquet: Any = importlib.import_module("pyarrow.parquet")
@@ -157,25 +154,24 @@ def _table_rows(file: Path, field: str) -> Iterator[tuple[Any, str]]:
     try:
         with parquet.ParquetFile(file) as table:
             names: list[str] = table.schema_arrow.names
-            if field not in names:
-                raise _missing_field(str(file), field, names)
+            if field not in names:  # refused like a row that lacks it
+                yield dict.fromkeys(names), str(file)
             for batch in table.iter_batches(columns=[field]):
                 for value in batch.column(0).to_pylist():
                     number += 1
-                    yield value, f"{file}:{number}"
+                    yield {field: value}, f"{file}:{number}"
     except arrow.ArrowException as error:
         msg = f"{file}: invalid Parquet file: {str(error).splitlines()[0]}"
         raise ValueError(msg) from error
 
 
-def _missing_field(location: str, field: str, names: Iterable[str]) -> MissingFieldError:
-    known = sorted(names)[:12]
-    msg = f"data.field={field!r}: expected a field of {location}; there are: {', '.join(known)}"
-    return MissingFieldError("\n".join([msg, *(f"  try: data.field={name}" for name in known[:3])]))
-
-
-def _to_document(value: Any, location: str, field: str) -> SourceDocument:
-    """Check the value of a row: a string, or a list of turns, of which `role` and `content` are kept."""
+def _to_document(row: Mapping[str, Any], location: str, field: str) -> SourceDocument:
+    """Check a row's field: a string, or a list of turns, of which `role` and `content` are kept."""
+    if field not in row:
+        known = sorted(row)[:12]
+        msg = f"data.field={field!r}: expected a field of {location}; there are: {', '.join(known)}"
+        raise MissingFieldError("\n".join([msg, *(f"  try: data.field={name}" for name in known[:3])]))
+    value = row[field]
     content: str | Turns | None = value if isinstance(value, str) else None
     strings: list[Any] = [value]
     if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):

@@ -57,6 +57,7 @@ class TokenizedDocument:
         return sum(label != IGNORED_TARGET for label in self.labels)
 
 
+@dataclass(eq=False, repr=False)
 class TokenRows(Dataset[dict[str, Tensor]]):
     """Rows as integer tensors by name: packed rows of one length, or one document a row.
 
@@ -64,8 +65,7 @@ class TokenRows(Dataset[dict[str, Tensor]]):
         columns: Rows by name, stored as int32: [N, T], or N tensors of different lengths.
     """
 
-    def __init__(self, columns: Mapping[str, Tensor | Sequence[Tensor]]) -> None:
-        self.columns = columns
+    columns: Mapping[str, Tensor | Sequence[Tensor]]
 
     def __len__(self) -> int:
         return len(self.columns["input_ids"])

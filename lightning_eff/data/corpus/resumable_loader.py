@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sized
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, Sampler
 from typing_extensions import override
 
 
+@dataclass(eq=False)
 class EpochSampler(Sampler[int]):
     """All rows in random order, which depends on seed and epoch but not on the global random state.
 
@@ -24,10 +26,10 @@ class EpochSampler(Sampler[int]):
         (True, [0, 1, 2, 3, 4])
     """
 
-    def __init__(self, rows: Sized, *, seed: int) -> None:
-        self.rows = rows
-        self.seed = seed
-        self.epoch = 0
+    rows: Sized
+    _: KW_ONLY
+    seed: int
+    epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch; Lightning calls it before each."""

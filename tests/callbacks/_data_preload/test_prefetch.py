@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_eff.callbacks._data_preload import prefetch_iterator
-from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, StatefulPrefetchLoader, wrap
+from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, StatefulPrefetchLoader, is_stateful
 from lightning_eff.callbacks._data_preload.prefetch_iterator import PrefetchSettings
 
 # torchdata 0.11 on torch 2.13
@@ -50,7 +50,8 @@ class Source:
 
 def prefetched(source: Any, num_batches: int = 2, **settings: Any) -> PrefetchLoader:
     keywords: dict[str, Any] = {"max_bytes": None, "device": None, "limit": lambda: float("inf")}
-    return wrap(source, PrefetchSettings(num_batches=num_batches, **(keywords | settings)))
+    kind = StatefulPrefetchLoader if is_stateful(source) else PrefetchLoader
+    return kind(source, PrefetchSettings(num_batches=num_batches, **(keywords | settings)))
 
 
 def until(condition: Any) -> None:
@@ -274,7 +275,7 @@ def test_other_workers_draw_from_the_random_state_what_the_loaders_own_would(
             object.__setattr__(tuned, "prefetch_factor", 2)
             object.__setattr__(tuned, "persistent_workers", persistent)
         keywords: dict[str, Any] = {"max_bytes": None, "device": None, "limit": lambda: float("inf")}
-        loader = wrap(plain, PrefetchSettings(num_batches=0, **keywords), tuned)
+        loader = PrefetchLoader(plain, PrefetchSettings(num_batches=0, **keywords), tuned)
         seen = []
         for _ in range(3):
             batches = iter(loader)
