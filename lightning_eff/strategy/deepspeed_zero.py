@@ -127,9 +127,8 @@ class DeepSpeedZero(DeepSpeedStrategy):
         return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed needs an index
 
     @DeepSpeedStrategy.precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+    def precision_plugin(self, plugin: Precision | None) -> None:
         """Replace another plugin, which would have no effect here, by DeepSpeed's of the same precision."""
-        plugin = precision_plugin
         if plugin is not None and not isinstance(plugin, DeepSpeedPrecision):
             plugin = checks.precision_like(plugin, self.root_device.type)
         self._precision_plugin = plugin
@@ -283,8 +282,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
 
     def scheme(self) -> Zero:
         """Return the memory arithmetic, for any number of devices."""
-        config: Any = self.config
-        return zero_config.scheme(config, str(self.precision_plugin.precision))
+        return zero_config.scheme(dict(self.config or {}), str(self.precision_plugin.precision))
 
     def outcome(self) -> Outcome:
         """Report what was sharded and offloaded."""
