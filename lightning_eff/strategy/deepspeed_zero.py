@@ -44,7 +44,6 @@ from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import Facts, Outcome
 from lightning_eff.core.text import human_count
-from lightning_eff.strategy._shared.checks import ZERO
 from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, broadcast_from_rank0
 from lightning_eff.strategy._zero import checks, parameters, zero_config
 from lightning_eff.strategy._zero.memory_arithmetic import Zero
@@ -127,8 +126,9 @@ class DeepSpeedZero(DeepSpeedStrategy):
         return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed needs an index
 
     @DeepSpeedStrategy.precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
         """Replace another plugin, which would have no effect here, by DeepSpeed's of the same precision."""
+        plugin = precision_plugin
         if plugin is not None and not isinstance(plugin, DeepSpeedPrecision):
             plugin = checks.precision_like(plugin, self.root_device.type)
         self._precision_plugin = plugin
@@ -183,7 +183,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
             self._guard = parameters.ParameterGuard(module)
             # Stage 1 reduces gradients once per step, in a fixed order: only the set of modules matters.
             gathers, ordered = self.stage == 3, self.stage > 1
-            self._divergence = RankDivergenceCheck(ZERO, module, gathers=gathers, ordered=ordered)
+            self._divergence = RankDivergenceCheck(checks.ZERO, module, gathers=gathers, ordered=ordered)
             zero: Any = self.optimizers[0]
             # For techniques (core/optimization, core/checkpoint_stamp.py): `zero` has flat vectors instead.
             zero.whole_groups = [{"params": group} for group in self._groups]
