@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from peft import PeftConfig
@@ -20,7 +20,7 @@ from lightning_eff.core.errors import ConfigError, suggest_name
 from lightning_eff.core.technique import PLACES_STATE, Rule, Verdict
 
 ALL_LINEAR = "all-linear"
-Targets = str | Sequence[str] | None
+Targets = str | Collection[str] | None
 
 PROMPTS = ("p_tuning", "prefix_tuning", "prompt_tuning")
 """Methods that prepend virtual tokens to a Hugging Face model's inputs, in PEFT's wrapper around it."""

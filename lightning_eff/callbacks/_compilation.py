@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from torch._dynamo.callback import CallbackArgs, callback_handler
@@ -39,8 +39,9 @@ class Compilations:
         finally:
             self.graphs = counters["stats"]["unique_graphs"] - self._graphs_before
             self.graph_breaks = Counter(counters["graph_break"]) - self._breaks_before
-            callback_handler.remove_start_callback(self._on_start)
-            callback_handler.remove_end_callback(self._on_end)
+            with suppress(ValueError):  # `torch.compiler.reset()` has removed them
+                callback_handler.remove_start_callback(self._on_start)
+                callback_handler.remove_end_callback(self._on_end)
 
     def _on_start(self, args: CallbackArgs) -> None:
         self._began_s = time.perf_counter()

@@ -40,7 +40,7 @@ from lightning_eff.adapters.quantized import num_weights
 from lightning_eff.adapters.targets import task_heads
 from lightning_eff.checkpoint import stored_weights
 from lightning_eff.core import model_surgery
-from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.arguments import StrPath, check_arguments
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
@@ -121,7 +121,7 @@ class PeftAdapter(Managed):
         autocast_adapter_dtype: bool = True,
         unused: Sequence[str] | None = None,
         save_base: bool = False,
-        base_checkpoint: str | None = None,
+        base_checkpoint: StrPath | None = None,
     ) -> None:
         self.method = method
         self.target_modules = target_modules

@@ -192,6 +192,7 @@ class TritonGemm(Managed):
 
         for name, layer in self._swapped.items():
             handles[name] = layer.register_forward_pre_hook(partial(record, name))
+            self.cleanup.callback(handles[name].remove)  # of a layer that never runs
         step = trainer.fit_loop.epoch_loop.automatic_optimization
         if self.accumulate and isinstance(step, lightning_loop.ExactStep):
             step.around_backward = lambda: self._adding(trainer)

@@ -150,7 +150,7 @@ def _check_parameters(path: str, node: dict[str, Any], owner: type, *, partial: 
             allowed = f"a parameter of {owner.__name__}; {suggest_name(key, names)}"
             raise ConfigError(key=f"{path}.{key}", value=value, allowed=allowed)
         if not _check_nested(f"{path}.{key}", value):
-            check_value(f"{path}.{key}", value, hints.get(key, Any))
+            check_value(f"{path}.{key}", value, hints.get(key, Any), none="null")
     variadic = (_KIND.VAR_KEYWORD, _KIND.VAR_POSITIONAL)
     needed = [name for name in names if name not in node and parameters[name].kind not in variadic]
     missing = [name for name in needed if parameters[name].default is _KIND.empty]

@@ -2,50 +2,52 @@
 
 `every_n_steps: Count | None` is type, range and error message in one. `check_arguments` checks a constructor
 in a plain Trainer, config/validate.py the same annotations in a composed config, before anything is built.
-beartype does the checking; this module has the suite's ranges, and says in words what an annotation accepts.
+This module has the suite's ranges, walks containers item by item (beartype samples one of them) and says in
+words what an annotation accepts; beartype checks every other type.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import numbers
+import os
 import types
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, ParamSpec, Union
 
-from beartype import BeartypeConf
 from beartype.door import is_bearable
-from beartype.roar import BeartypeDecorHintPep585DeprecationWarning
+from beartype.roar import BeartypeDecorHintPep585DeprecationWarning, BeartypeException
 from beartype.vale import Is
 
 from lightning_eff.core.errors import ConfigError
 
 P = ParamSpec("P")
 
-# Python's bool is an int: where a number is counted it is not one.
-Count = Annotated[int, Is[lambda value: not isinstance(value, bool) and value >= 1]]
-CountOrZero = Annotated[int, Is[lambda value: not isinstance(value, bool) and value >= 0]]
+Count = Annotated[int, Is[lambda value: value >= 1]]
+CountOrZero = Annotated[int, Is[lambda value: value >= 0]]
 Fraction = Annotated[float, Is[lambda value: 0.0 <= value <= 1.0]]
 BelowOne = Annotated[float, Is[lambda value: 0.0 <= value < 1.0]]
 Positive = Annotated[float, Is[lambda value: value > 0.0]]
 NonEmpty = Annotated[str, Is[lambda text: text != ""]]
+StrPath = str | os.PathLike[str]
 
-TEXTS: dict[Any, str] = {
-    Count: "a whole number of at least 1",
-    CountOrZero: "a whole number of at least 0",
-    Fraction: "a number from 0 to 1",
-    BelowOne: "a fraction from 0 up to 1",
-    Positive: "a number above 0",
-    NonEmpty: "at least one character",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a string",
-    type(None): "None",
-}
-CONF = BeartypeConf(is_pep484_tower=True)  # an int is a float
+TEXTS: tuple[tuple[Any, str], ...] = (
+    (Count, "a whole number of at least 1"),
+    (CountOrZero, "a whole number of at least 0"),
+    (Fraction, "a number from 0 to 1"),
+    (BelowOne, "a fraction from 0 up to 1"),
+    (Positive, "a number above 0"),
+    (NonEmpty, "at least one character"),
+    (int, "a whole number"),
+    (float, "a number"),
+    (bool, "true or false"),
+    (str, "a string"),
+    (os.PathLike[str], "a path"),
+    (type(None), "None"),
+)
 
 
 def check_arguments(constructor: Callable[P, None]) -> Callable[P, None]:
@@ -73,8 +75,14 @@ def check_arguments(constructor: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-def check_value(key: str, value: object, hint: Any) -> None:
+def check_value(key: str, value: object, hint: Any, *, none: str = "None") -> None:
     """Check a value by an annotation.
+
+    Args:
+        key: Name of the argument, or its path in a config.
+        value: Its value.
+        hint: The annotation.
+        none: How None is written where the value comes from: `null` in a config.
 
     Raises:
         ConfigError: The annotation does not accept it.
@@ -85,30 +93,54 @@ def check_value(key: str, value: object, hint: Any) -> None:
         lightning_eff.core.errors.ConfigError: stage=4: expected one of 1, 2, 3
     """
     if not accepts(hint, value):
-        raise ConfigError(key, value, allowed=describe(hint))
+        raise ConfigError(key, value, allowed=describe(hint, none=none))
 
 
-def accepts(hint: Any, value: object) -> bool:
-    """Return whether an annotation accepts a value.
+def accepts(hint: Any, value: Any) -> bool:
+    """Return whether an annotation accepts a value: numbers also of NumPy, for a float also whole ones.
+
+    A bool is no number, and a list is a tuple too, since YAML has none.
 
     Example:
         >>> [accepts(Count, value) for value in (1, 0, True, "1")]
         [True, False, False, False]
+        >>> accepts(Mapping[int, Count], {0: 4, 1: -4})
+        False
     """
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(accepts(arg, value) for arg in args)
+    if origin is Literal:
+        return any(type(value) is type(arg) and value == arg for arg in args)
+    items = _items(origin, args, value)
+    if items is not None:
+        return all(accepts(arg, item) for arg, item in items)
+    base: Any = args[0] if origin is Annotated else hint
+    if base in (int, float):
+        kind: Any = numbers.Integral if base is int else numbers.Real
+        value = base(value) if isinstance(value, kind) and not isinstance(value, bool) else None
+    try:
+        with warnings.catch_warnings():  # about how a library wrote its annotations
+            warnings.simplefilter("ignore", BeartypeDecorHintPep585DeprecationWarning)
+            return is_bearable(value, hint)
+    except BeartypeException:  # it is not an annotation of types, and says nothing
+        return True
 
-    def parts_of(hint: Any) -> set[Any]:
-        return {hint}.union(*map(parts_of, typing.get_args(hint))) if typing.get_origin(hint) else {hint}
 
-    candidates = [value, tuple(value)] if isinstance(value, list) else [value]  # YAML has no tuples
-    with warnings.catch_warnings():  # about how a library wrote its annotations
-        warnings.simplefilter("ignore", BeartypeDecorHintPep585DeprecationWarning)
-        is_valid = any(is_bearable(candidate, hint, conf=CONF) for candidate in candidates)
-    if isinstance(value, bool) and is_valid:
-        return hint is Any or bool in parts_of(hint) or not {int, float} & parts_of(hint)
-    return is_valid
+def _items(origin: Any, args: tuple[Any, ...], value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the items of a container with the annotation of each; None for what is checked as a whole."""
+    if origin is tuple and isinstance(value, (list, tuple)):
+        items: list[Any] = list(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        kinds = [args[0]] * len(items) if args[1:] == (...,) else list(args)
+        return zip(kinds, items, strict=True) if len(kinds) == len(items) else None
+    is_container = isinstance(origin, type) and issubclass(origin, Iterable) and not isinstance(value, str)
+    if not (is_container and args and isinstance(value, origin) and isinstance(value, Collection)):
+        return None
+    pairs: Any = value.items() if isinstance(value, Mapping) else ((item,) for item in value)
+    return [(arg, item) for pair in pairs for arg, item in zip(args, pair, strict=False)]
 
 
-def describe(hint: Any) -> str:
+def describe(hint: Any, *, none: str = "None") -> str:
     """Return in words what an annotation accepts.
 
     Example:
@@ -116,14 +148,23 @@ def describe(hint: Any) -> str:
         'one of mean, max, or None'
         >>> describe(Literal["auto"] | Count)
         "'auto', or a whole number of at least 1"
+        >>> describe(Mapping[CountOrZero, Count])
+        'a mapping (a whole number of at least 0: a whole number of at least 1)'
     """
-    if hint in TEXTS:
-        return TEXTS[hint]
+    text = next((text for known, text in TEXTS if known == hint), "")
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return repr(args[0]) if len(args) == 1 else f"one of {', '.join(map(str, args))}"
-    if origin in (Union, types.UnionType):
-        return ", or ".join(map(describe, args))
-    if origin is Callable:
-        return "a function"
-    return inspect.formatannotation(hint).replace("typing.", "")
+    if hint is type(None):
+        text = none
+    elif not text and origin is Literal:
+        text = repr(args[0]) if len(args) == 1 else f"one of {', '.join(map(str, args))}"
+    elif not text and origin in (Union, types.UnionType):
+        text = ", or ".join(dict.fromkeys(describe(arg, none=none) for arg in args))
+    elif not text and origin is Annotated:
+        text = describe(args[0], none=none)
+    elif not text and origin in (Mapping, dict):
+        text = f"a mapping ({describe(args[0])}: {describe(args[1])})"
+    elif not text and isinstance(origin, type) and origin is not tuple and issubclass(origin, Iterable):
+        text = f"a list ({describe(args[0])})"
+    elif origin is Callable:
+        text = "a function"
+    return text or inspect.formatannotation(hint).replace("typing.", "")

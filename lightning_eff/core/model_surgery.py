@@ -13,7 +13,7 @@ keys would train, but its checkpoint could not be resumed. Why not `functools.wr
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
@@ -28,7 +28,7 @@ from lightning_eff.core.errors import ConfigError, suggest_name
 ModelChange = Callable[[nn.Module], int]
 """Changes a model in place and returns the number of changed modules; 0 where nothing is left to do."""
 
-BlockSelector = str | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None
+BlockSelector = str | Collection[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 """Class names, patterns of module names, classes, or a predicate; None for the repeated blocks."""
 
 

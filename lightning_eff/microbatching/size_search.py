@@ -125,6 +125,8 @@ class SizeTrials:
 
     def __post_init__(self) -> None:
         self._parameters = list(self.model.parameters())
+        if not self._parameters:
+            raise ConfigError(key="find", value=type(self.model).__name__, allowed="a model with parameters")
         self._device = self._parameters[0].device
         self._replica = self.model if isinstance(self.model, DistributedDataParallel) else None
 

@@ -217,6 +217,8 @@ class OptimizerSnapshot:
         self._groups: list[dict[str, Any]] = _copy_containers(options)
         self._state = {key: _copy_containers(value) for key, value in optimizer.state.items()}
         parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
+        # No update changes a frozen parameter, and to write it would look as if the step had.
+        parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         tensors = [*parameters, *gradients, *tensors_in([*options, *optimizer.state.values()])]
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())

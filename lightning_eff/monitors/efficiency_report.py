@@ -29,7 +29,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_eff.core import machine, rules
-from lightning_eff.core.arguments import CountOrZero, check_arguments
+from lightning_eff.core.arguments import CountOrZero, StrPath, check_arguments
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.microbatching.lightning_loop import ExactStep
@@ -64,7 +64,7 @@ class EfficiencyReport(pl.Callback):
     def __init__(
         self,
         *,
-        dirpath: str | None = None,
+        dirpath: StrPath | None = None,
         num_warmup_batches: CountOrZero = 2,
         count_first_batches: bool = True,
     ) -> None:

@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_eff.core import rules
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.monitors.text_sample import evaluating, reject_other_run
 
 
@@ -41,9 +41,8 @@ class TextLosses(pl.Callback):
     needs = ("loss", "texts", "a module with loss(logits, targets) and a data module with texts()")
     on_fit_start = reject_other_run
 
-    def __init__(self, *, max_batches: int = 20) -> None:
-        if max_batches < 1:
-            raise ConfigError(key="max_batches", value=max_batches, allowed="a whole number of at least 1")
+    @check_arguments
+    def __init__(self, *, max_batches: Count = 20) -> None:
         self.max_batches = max_batches
         self.before: dict[str, float] = {}
         """Nats per token by text, before the first step."""

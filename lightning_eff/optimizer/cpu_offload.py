@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
 from lightning_eff.core.technique import PLACES_STATE, Facts, Outcome, Rule, Verdict
@@ -65,11 +66,12 @@ class CpuOffload(PerParameter):
         ...     optimizer.step()
     """
 
+    @check_arguments
     def __init__(
         self,
         params: Iterable[Any],
         *,
-        lr: float = 3e-3,
+        lr: float | Tensor = 3e-3,
         weight_decay: float = 0.1,
         optimizer: OptimizerFactory | None = None,
         pin_memory: bool = True,

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytorch_optimizer
 from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff.core.arguments import Count, check_arguments
@@ -61,7 +62,7 @@ class GaLore(pytorch_optimizer.GaLore):
         self,
         params: Iterable[Any],
         *,
-        lr: float = 3e-3,
+        lr: float | Tensor = 3e-3,
         weight_decay: float = 0.1,
         betas: Iterable[float] = (0.9, 0.95),
         rank: Count = 128,

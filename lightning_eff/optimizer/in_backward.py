@@ -77,7 +77,7 @@ class InBackward(PerParameter):
         self,
         params: Iterable[Any],
         *,
-        lr: float = 3e-3,
+        lr: float | Tensor = 3e-3,
         weight_decay: float = 0.1,
         optimizer: OptimizerFactory | None = None,
         max_parameter_norm: Positive | None = None,
@@ -92,8 +92,11 @@ class InBackward(PerParameter):
         super().__init__(params, optimizer, lr=lr, weight_decay=weight_decay)
         # Not __del__: Lightning 2.6's wrapper is an instance of a derived class with this same stack, and
         # dies before the optimizer.
-        self.close = weakref.finalize(self, self._hooks.close)
-        """Removes the hooks: a later backward pass keeps its gradients."""
+        weakref.finalize(self, self._hooks.close)
+
+    def close(self) -> None:
+        """Remove the hooks: a later backward pass keeps its gradients."""
+        self._hooks.close()
 
     @staticmethod
     def facts() -> Facts:

@@ -19,9 +19,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.optimization.composite import WrapperOptimizer
 from lightning_eff.core.optimization.parameter_groups import split_hidden
@@ -56,11 +58,12 @@ class Muon(WrapperOptimizer):
     hidden_groups = True
     """`build` marks its groups with the key `hidden`."""
 
+    @check_arguments
     def __init__(
         self,
         params: Iterable[Any],
         *,
-        lr: float = 3e-3,
+        lr: float | Tensor = 3e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,

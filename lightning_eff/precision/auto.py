@@ -122,7 +122,7 @@ class AutoPrecision(Precision):
         self,
         *,
         precision: Literal["auto"] | Format = "auto",
-        device: str | None = None,
+        device: str | torch.device | None = None,
         tf32: bool | None = None,
         keep_casts: bool = True,
     ) -> None:
@@ -194,7 +194,7 @@ class AutoPrecision(Precision):
                 allowed = "a device type, for example cpu, for a module without a Trainer"
                 raise ConfigError(key="device", value=None, allowed=allowed)
             self.device = module.trainer.strategy.root_device.type
-        return self.device
+        return torch.device(self.device).type
 
     @override
     def teardown(self) -> None:

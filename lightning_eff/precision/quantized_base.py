@@ -106,7 +106,7 @@ class QuantizedBase(AutoPrecision):
         double_quant: bool = True,
         blocksize: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = 64,
         skip_modules: Sequence[str] | None = None,
-        device: str | None = None,
+        device: str | torch.device | None = None,
     ) -> None:
         if quant_type in CAST and compute_dtype not in ("auto", quant_type):
             allowed = f"{quant_type} or auto: 16-bit weights are not cast for matrix products"

@@ -40,7 +40,7 @@ from typing_extensions import override
 
 from lightning_eff.checkpoint import full_state
 from lightning_eff.core import rules
-from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.arguments import StrPath, check_arguments
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import Facts, Outcome
 from lightning_eff.core.text import human_count
@@ -90,7 +90,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
         stage: Literal[1, 2, 3] = 2,
         offload_optimizer: Literal["cpu", "nvme"] | None = None,
         offload_parameters: Literal["cpu", "nvme"] | None = None,
-        nvme_path: str | None = None,
+        nvme_path: StrPath | None = None,
         config: Mapping[str, Any] | None = None,
         shard_while_building: bool = False,
     ) -> None:

@@ -41,7 +41,7 @@ from lightning_eff.checkpoint import full_state, sharded, sharded_write
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.model_surgery import Stage, queue
+from lightning_eff.core.model_surgery import BlockSelector, Stage, queue
 from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes, human_count
 from lightning_eff.report.sharded_memory import FSDP2Memory
@@ -102,7 +102,7 @@ class FSDP2(ModelParallelStrategy):
     def __init__(
         self,
         *,
-        blocks: str | list[str] | None = None,
+        blocks: BlockSelector = None,
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
         cpu_offload: bool = False,

@@ -16,9 +16,9 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 from typing_extensions import override
+
+from lightning_eff.report.live_bytes import tensors_in
 
 JOIN_TIMEOUT_S = 60.0
 """How long the end of an epoch waits for a sample that is being made."""
@@ -112,7 +112,8 @@ class PrefetchIterator(Iterator[Any]):
             current = torch.cuda.current_stream(self.settings.device)
             current.wait_event(fetched.arrived)
             # The side stream allocated the tensors, this one uses them last.
-            apply_to_collection(fetched.batch, Tensor, lambda tensor: tensor.record_stream(current))
+            for tensor in tensors_in(fetched.batch):
+                tensor.record_stream(current)
         stats = self.stats
         stats.last_taken_s = time.perf_counter()
         if stats.num_taken == 0:
@@ -124,15 +125,19 @@ class PrefetchIterator(Iterator[Any]):
         return fetched.batch
 
     def _fetch(self) -> FetchedBatch:
+        """Fetch one batch, or the error to raise where it would have been handed out."""
+        try:
+            return self._fetch_and_move()
+        except BaseException as error:  # noqa: BLE001 - also StopIteration, and in the thread
+            return FetchedBatch(error=error)
+
+    def _fetch_and_move(self) -> FetchedBatch:
         """Fetch one batch, check on the second whether it draws random numbers, and move it."""
         is_watched = self._num_fetched == 1 and self.settings.num_batches > 0
         before = _random_state() if is_watched else None
-        try:
-            if self.source is None:
-                self.source = self.begin()
-            batch = next(self.source)
-        except BaseException as error:  # noqa: BLE001 - raised where the batch would have been handed out
-            return FetchedBatch(error=error)
+        if self.source is None:
+            self.source = self.begin()
+        batch = next(self.source)
         self._num_fetched += 1
         if before is not None:
             after = _random_state()
@@ -165,9 +170,7 @@ class PrefetchIterator(Iterator[Any]):
                     return
                 self._is_fetching = True
             fetched = self._fetch()
-            tensors: list[Tensor] = []
-            apply_to_collection(fetched.batch, Tensor, tensors.append)  # finds those in dataclasses too
-            fetched.num_bytes = sum(tensor.nbytes for tensor in tensors)
+            fetched.num_bytes = sum(tensor.nbytes for tensor in tensors_in(fetched.batch))
             with self._changed:
                 self._is_fetching = False
                 self._ready.append(fetched)

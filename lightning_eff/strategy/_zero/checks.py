@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from lightning_eff.core.arguments import StrPath
 from lightning_eff.core.dtypes import auto_precision
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.core.technique import Rule
@@ -54,7 +55,9 @@ ONE_DEVICE = Rule(
 )
 
 
-def check_offload(stage: int, optimizer: str | None, parameters: str | None, nvme_path: str | None) -> None:
+def check_offload(
+    stage: int, optimizer: str | None, parameters: str | None, nvme_path: StrPath | None
+) -> None:
     """Raise a ConfigError if a stage cannot offload `optimizer` or `parameters`, or the path is absent."""
     if parameters is not None and stage != 3:
         allowed = f"None under stage {stage}, where each device keeps all weights"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_eff.core.arguments import StrPath
 from lightning_eff.core.errors import ConfigError, suggest_name
 from lightning_eff.strategy._zero.memory_arithmetic import Zero
 
@@ -91,7 +92,7 @@ def deepspeed_config(
     stage: int,
     offload_optimizer: str | None,
     offload_parameters: str | None,
-    nvme_path: str | None,
+    nvme_path: StrPath | None,
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration without precision and clipping, which Lightning adds later."""
     options: Mapping[str, Any] = config.get("zero_optimization", {})
@@ -99,7 +100,7 @@ def deepspeed_config(
     for key, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_parameters)):
         if device is not None:
             inner = {"pin_memory": False, **options.get(key, {}), "device": device}
-            zero[key] = inner | ({"nvme_path": nvme_path} if device == "nvme" else {})
+            zero[key] = inner | ({"nvme_path": str(nvme_path)} if device == "nvme" else {})
     return {
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
