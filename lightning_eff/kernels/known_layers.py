@@ -21,7 +21,7 @@ WEIGHTS: tuple[tuple[int, int], ...] = (
     (3072, 768),  # GPT-2: MLP up
 )
 """Output and input features, N and K, from the models' published configurations."""
-LAYERS = tuple((8192, *weight) for weight in WEIGHTS)
+LAYERS = tuple((8192, outputs, inputs) for outputs, inputs in WEIGHTS)
 """M, N and K: these weights with 8192 tokens."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32)
 STEP_TOKENS = 128
