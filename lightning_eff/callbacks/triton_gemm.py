@@ -34,13 +34,12 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict
-from lightning_eff.kernels import dispatch
+from lightning_eff.kernels import dispatch, known_layers
 from lightning_eff.kernels.language import INTERPRETED
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.kernels.tiles import explain_tiles
 from lightning_eff.microbatching import lightning_loop
-from lightning_eff.report.tile_explanation import KNOWN_LAYERS
 
 
 def swap(
@@ -90,7 +89,7 @@ def unswap(layer: TritonLinear) -> None:
 
 def explain(device: str) -> str:
     """Explain which tiles the layers of known models get on a device, and what is lost there."""
-    return "\n\n".join(str(explain_tiles(*size, device=device)) for size in KNOWN_LAYERS)
+    return "\n\n".join(str(explain_tiles(*size, device=device)) for size in known_layers.LAYERS)
 
 
 class TritonGemm(Managed):

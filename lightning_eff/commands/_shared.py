@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any, NoReturn
 
 from typing_extensions import override
 
-from lightning_eff.core.errors import UsageError
+from lightning_eff.core.errors import ConfigError, UsageError
 
 
 class VerbParser(argparse.ArgumentParser):
@@ -54,3 +55,23 @@ class VerbParser(argparse.ArgumentParser):
 def print_json(value: Any) -> None:
     """Write a value as JSON to the standard output."""
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
+
+
+def known_device(key: str, name: str) -> str:
+    """Return the name of a device if the cost model knows it.
+
+    Args:
+        key: What precedes the name on the command line, for example `device=`.
+        name: The name.
+
+    Raises:
+        ConfigError: An unknown name.
+    """
+    from lightning_eff.kernels.devices import DEVICES
+
+    names = (*DEVICES, "cpu")
+    if name not in names:
+        close = difflib.get_close_matches(name.lower(), names, n=1) or ["h200"]
+        allowed, remedies = f"one of {', '.join(names)}", [f"{key}{close[0]}"]
+        raise ConfigError(key.rstrip("= "), name, allowed=allowed, remedies=remedies)
+    return name

@@ -9,24 +9,23 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from statistics import geometric_mean, median
+from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
-
-from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, ConfigError, EnvironmentLacksError, UsageError
+from lightning_eff.commands._shared import VerbParser, known_device, print_json
+from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, EnvironmentLacksError
+from lightning_eff.core.text import text_table
 
 if TYPE_CHECKING:
     import torch
 
-    from lightning_eff.kernels.bench.candidates import Effort
-    from lightning_eff.kernels.bench.comparison import CaseComparison
-    from lightning_eff.report.gemm_table import GemmReport
+    from lightning_eff.kernels.bench import Comparison
 
 USAGE = """lightning-eff bench [--quick] [--tune] [--explain DEVICE] [--shapes M,N,K[;...]] [--dtype NAME]
                     [--out DIR] [--json]
 
   bench                            linear layers of language models on a GPU; without one, torch's library
-                                   on this CPU, and the machine code of each kernel for Hopper
+                                   on this CPU, with and without our call around it
   bench --quick                    a few small shapes
   bench --tune                     measure every config that fits; `gemm` chooses by that from now on
   bench --explain h200             measure nothing: which tile each shape would get there, and what is lost;
@@ -42,167 +41,182 @@ Each candidate is compared with float64 before it is timed. Exit code 1 when one
 finds no GPU."""
 
 OPERAND_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-QUICK_ROUND_S = 0.002
+ROUND_MS, QUICK_ROUND_MS = 20, 2
+SMALL = ((256, 768, 768), (256, 3072, 768), (256, 768, 3072))
+"""GPT-2's layers, small enough for a CPU: tokens, output features, input features."""
 CASE_BY_CASE = "gemm.jsonl"
 """File with one line per case, written as they are measured, so that an interrupted run keeps them."""
-QUICK_TILES = 2
-"""Configs that --quick compiles."""
+NO_KERNELS = (
+    "This says nothing about the speed of our kernels, which need a GPU: {reason}.\n"
+    "Timed: torch's library on this CPU, with and without our call around it."
+)
+TWO_METHODS = (
+    "Times are of CUDA graphs over rotating buffers, median (range) of the rounds; a ratio is the library's\n"
+    "time over ours, the smaller one of that and of single calls after an emptied cache."
+)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `lightning-eff bench`, and return the exit code."""
+    """Run the verb."""
     options = _parse(arguments)
-    if options.explain:
+    if options.explain is not None:
         return _explain(options)
-    device = _device(options)
-    if options.out is not None:  # before minutes of measuring, not after them
-        options.out.mkdir(parents=True, exist_ok=True)
-    report = _measure(options, device)
-    sys.stdout.write(json.dumps(report.as_dict(), indent=1) + "\n" if options.json else report.text())
-    if options.out is not None:
-        command = shlex.join(["lightning-eff", "bench", *arguments])
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        raw = {"command": command, "date": date} | report.as_dict()
-        (options.out / "gemm.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-        title = f"# The tiled GEMM and torch's library\n\n```console\n$ {command}\n```\n\n{date}"
-        text = f"{title}\n\n```text\n{report.text()}```\n"
-        (options.out / "gemm.md").write_text(text, encoding="utf-8")
-    if options.tune:
-        from lightning_eff.kernels import dispatch
-        from lightning_eff.kernels.bench.comparison import fastest_by_bucket
-
-        fastest = fastest_by_bucket(report.comparisons)
-        path = dispatch.save_choices(dispatch.identity(device), fastest)
-        choices = "1 choice" if len(fastest) == 1 else f"{len(fastest)} choices"
-        sys.stderr.write(f"saved {choices} in {path}; processes that start now use them\n")
-    return EXIT_FAILED if report.incorrect else EXIT_OK
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises a UsageError, which the command line turns into a message and an exit code."""
-
-    @override
-    def error(self, message: str) -> NoReturn:
-        text = f"bench: {message}\n{USAGE}"
-        raise UsageError(text)
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the command line; `sizes` are M, N, K of `--shapes`, `dtype` is torch's name."""
-    parser = _Parser(prog="lightning-eff bench", add_help=False, allow_abbrev=False)
-    for flag in ("--quick", "--tune", "--json", "--debug"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--shapes", default="")
-    parser.add_argument("--explain", default="")
-    parser.add_argument("--dtype", default="bf16")
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        parser.error(f"unknown argument {unknown[0]!r}")
-    if options.dtype not in OPERAND_DTYPES:
-        allowed = f"one of {', '.join(OPERAND_DTYPES)}"
-        raise ConfigError(key="--dtype", value=options.dtype, allowed=allowed, remedies=["--dtype bf16"])
-    options.dtype = OPERAND_DTYPES[options.dtype]
-    sizes: list[tuple[int, ...]] = []
-    for shape in options.shapes.split(";") if options.shapes else ():
-        numbers = [number.strip() for number in shape.split(",")]
-        if len(numbers) != 3 or not all(number.isdecimal() and int(number) for number in numbers):
-            allowed = "M,N,K[;M,N,K...], whole numbers of at least 1"
-            remedies = ["--shapes '4096,4096,4096'"]
-            raise ConfigError(key="--shapes", value=options.shapes, allowed=allowed, remedies=remedies)
-        sizes.append(tuple(map(int, numbers)))
-    options.sizes = tuple(sizes)
-    return options
-
-
-def _explain(options: argparse.Namespace) -> int:
-    import torch
-
-    from lightning_eff.kernels.tiles import explain_tiles
-    from lightning_eff.report import tile_explanation
-
-    device = tile_explanation.known_device("--explain ", options.explain)
-    sizes = options.sizes or tile_explanation.KNOWN_LAYERS
-    dtype = getattr(torch, options.dtype)
-    found = [explain_tiles(*size, dtype=dtype, device=device) for size in sizes]
-    if options.json:
-        pairs = zip(sizes, found, strict=True)
-        rows = [{"shape": list(size), "words": list(layer.sentences())} for size, layer in pairs]
-        sys.stdout.write(json.dumps({"device": device, "rows": rows}, indent=1) + "\n")
-    else:
-        sys.stdout.write("\n\n".join(map(str, found)) + "\n")
-    return EXIT_OK
-
-
-def _device(options: argparse.Namespace) -> torch.device:
-    """Return the device to measure on; --tune fails here, before anything runs, if it lacks something."""
-    import torch
-
-    from lightning_eff.kernels.bench import assembly
-
-    has_gpu = torch.cuda.is_available()
-    missing = "" if has_gpu else "torch finds no CUDA device (torch.cuda.is_available() is False)"
-    missing = missing or assembly.why_not_compiled()
-    if options.tune and missing:
-        text = (
-            f"bench --tune: {missing}; it needs an NVIDIA GPU, torch for CUDA, and Triton\n"
-            "  try: lightning-eff bench, without --tune"
-        )
-        raise EnvironmentLacksError(text)
-    return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
-
-
-def _measure(options: argparse.Namespace, device: torch.device) -> GemmReport:
     import torch
 
     from lightning_eff.core import machine
-    from lightning_eff.kernels.bench import assembly, candidates
-    from lightning_eff.kernels.tile_configs import CONFIGS
-    from lightning_eff.report.gemm_table import GemmReport
+    from lightning_eff.kernels import bench, dispatch
 
-    on_gpu = device.type == "cuda"
-    effort = candidates.Effort(every_row=options.tune)
-    if options.quick:
-        effort = candidates.Effort(every_row=options.tune, round_s=QUICK_ROUND_S)
-    environment = machine.machine_info(device) | {"triton": machine.package_version("triton")}
-    environment |= {"clocks before": machine.gpu_clocks(device)} if on_gpu else {}
-    comparisons = _compare(options, device, effort)
-    environment |= {"clocks after": machine.gpu_clocks(device)} if on_gpu else {}
-    reason = assembly.why_not_compiled()
-    configs = () if on_gpu or reason else CONFIGS
-    configs = configs[:QUICK_TILES] if options.quick else configs
-    compiled = assembly.compile_configs(configs, getattr(torch, options.dtype))
-    return GemmReport(
-        comparisons=comparisons, host=candidates.host_times(device, effort), compiled=compiled,
-        not_compiled=reason, environment=environment, on_gpu=on_gpu,
-    )  # fmt: skip
+    reason = bench.why_no_kernels()
+    if options.tune and reason:
+        text = (
+            f"bench --tune: {reason}; it needs an NVIDIA GPU, torch for CUDA, and Triton\n"
+            "  try: lightning-eff bench, without --tune"
+        )
+        raise EnvironmentLacksError(text)
+    device = torch.device("cpu") if reason else torch.device("cuda", torch.cuda.current_device())
+    environment = {
+        "command": shlex.join(["lightning-eff", "bench", *arguments]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **machine.machine_info(device),
+        "triton": machine.package_version("triton"),
+    }
+    environment |= {} if reason else {"clocks before": machine.gpu_clocks(device)}
+    comparisons = _measure(options, device)
+    environment |= {} if reason else {"clocks after": machine.gpu_clocks(device)}
+    _report(comparisons, environment, reason, options)
+    if options.tune:
+        fastest = bench.fastest_by_bucket(comparisons)
+        path = dispatch.save_choices(dispatch.identity(device), fastest)
+        choices = "1 choice" if len(fastest) == 1 else f"{len(fastest)} choices"
+        sys.stderr.write(f"saved {choices} in {path}; processes that start now use them\n")
+    is_correct = all(result.is_correct for each in comparisons for result in each.results.values())
+    return EXIT_OK if is_correct else EXIT_FAILED
 
 
-def _compare(options: argparse.Namespace, device: torch.device, effort: Effort) -> list[CaseComparison]:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = VerbParser("bench", "--quick", "--tune")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--explain")
+    parser.add_argument("--dtype", choices=tuple(OPERAND_DTYPES), default="bf16")
+    parser.add_argument("--shapes", type=_layers, default=[])
+    return parser.parse_word(arguments, max_words=0)
+
+
+def _layers(text: str) -> list[tuple[int, ...]]:
+    """Read `M,N,K;M,N,K`.
+
+    Raises:
+        argparse.ArgumentTypeError: It is something else.
+    """
+    layers = [tuple(number.strip() for number in layer.split(",")) for layer in text.split(";")]
+    if not all(len(layer) == 3 and all(n.isdecimal() and int(n) for n in layer) for layer in layers):
+        message = f"expected M,N,K[;M,N,K...], whole numbers of at least 1, not {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return [tuple(map(int, layer)) for layer in layers]
+
+
+def _explain(options: argparse.Namespace) -> int:
+    device = known_device("--explain ", options.explain)
+    import torch
+
+    from lightning_eff.kernels.known_layers import LAYERS
+    from lightning_eff.kernels.tiles import explain_tiles
+
+    sizes, dtype = options.shapes or LAYERS, getattr(torch, OPERAND_DTYPES[options.dtype])
+    found = {size: str(explain_tiles(*size, dtype=dtype, device=device)) for size in sizes}
+    if options.json:
+        rows = [{"shape": size, "words": text.splitlines()} for size, text in found.items()]
+        print_json({"device": device, "rows": rows})
+    else:
+        sys.stdout.write("\n\n".join(found.values()) + "\n")
+    return EXIT_OK
+
+
+def _measure(options: argparse.Namespace, device: torch.device) -> list[Comparison]:
     """Measure one case after another, with progress on stderr, and append each to a file of `--out`."""
     import torch
 
-    from lightning_eff.kernels.bench import candidates, gemm_cases
+    from lightning_eff.kernels import bench, gemm_problem
 
     on_gpu = device.type == "cuda"
-    dtype = getattr(torch, options.dtype) if on_gpu else torch.float32
-    if options.sizes:
-        layers = [gemm_cases.Layer(*size) for size in options.sizes]
-        cases = gemm_cases.cases(layers, layers, dtype)
-    elif options.quick:
-        cases = gemm_cases.cases(gemm_cases.QUICK, gemm_cases.QUICK[:1], dtype)
-    elif on_gpu:
-        cases = gemm_cases.default_cases(dtype)
+    dtype = getattr(torch, OPERAND_DTYPES[options.dtype]) if on_gpu else torch.float32
+    if on_gpu and not (options.shapes or options.quick):
+        cases = gemm_problem.default_cases(dtype)
     else:
-        cases = gemm_cases.cases(gemm_cases.ON_CPU, gemm_cases.ON_CPU, dtype)
-    comparisons: list[CaseComparison] = []
+        layers = options.shapes or SMALL
+        cases = gemm_problem.cases_of(layers, layers, dtype)
     path = options.out / CASE_BY_CASE if options.out is not None else None
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("", encoding="utf-8")
+    comparisons: list[Comparison] = []
+    round_ms = QUICK_ROUND_MS if options.quick else ROUND_MS
     for number, case in enumerate(cases, 1):
-        sys.stderr.write(f"{number}/{len(cases)} {case} {case.layout} {case.kind}\n")
-        comparisons.append(candidates.compare_case(case, device, effort))
+        sys.stderr.write(f"{number}/{len(cases)} {case}\n")
+        comparisons.append(bench.compare(case, device, round_ms=round_ms, every_config=options.tune))
         if path is not None:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(comparisons[-1].as_dict()) + "\n")
     return comparisons
+
+
+def _report(
+    comparisons: Sequence[Comparison], environment: dict[str, Any], reason: str, options: argparse.Namespace
+) -> None:
+    """Print what was measured as a table or as JSON, and write both into `--out`."""
+    means = _means(comparisons)
+    rows = [comparison.as_dict() for comparison in comparisons]
+    raw = {"environment": environment, "no_kernels": reason, "means": means, "rows": rows}
+    header = ["M x N x K", "dtype", "library ms", "gemm ms", "ratio", "computed by"]
+    header += [] if reason else ["library TFLOP/s", "best config", "ms", "ratio"]
+    sections = [
+        NO_KERNELS.format(reason=reason) if reason else TWO_METHODS,
+        "\n".join(f" {key}: {value}" for key, value in environment.items()),
+        text_table(header, [_cells(comparison)[: len(header)] for comparison in comparisons]),
+    ]
+    sections += [f" geometric mean of the ratios of {name}: {mean:.3f}" for name, mean in means.items()]
+    for comparison in comparisons:
+        for name, result in comparison.results.items():
+            if not result.is_correct:
+                why = result.refusal or f"its error is {result.error:.3g} times what is allowed"
+                sections.append(f" INCORRECT, not timed: {name} for {comparison.case}: {why}")
+    numbers, text = json.dumps(raw, indent=1) + "\n", "\n\n".join(sections) + "\n"
+    sys.stdout.write(numbers if options.json else text)
+    if options.out is not None:
+        page = f"# The tiled GEMM and torch's library\n\n```text\n{text}```\n"
+        (options.out / "gemm.json").write_text(numbers, encoding="utf-8")
+        (options.out / "gemm.md").write_text(page, encoding="utf-8")
+
+
+def _means(comparisons: Sequence[Comparison]) -> dict[str, float]:
+    """Return geometric means of the plain cases' ratios; a case that was not timed is left out."""
+    plain = [each for each in comparisons if each.case.kind == "plain"]
+    ratios = {
+        "best config": [each.ratio(each.best_config or "") for each in plain],
+        "gemm": [each.ratio("gemm") for each in plain],
+    }
+    timed = {name: [ratio for ratio in values if ratio] for name, values in ratios.items()}
+    return {name: geometric_mean(values) for name, values in timed.items() if values}
+
+
+def _cells(comparison: Comparison) -> list[str]:
+    case, best = comparison.case, comparison.best_config
+    dtype = str(case.dtype).removeprefix("torch.")
+    cells = [str(case), dtype, _ms(comparison, "library"), _ms(comparison, "gemm")]
+    cells += [_number(comparison.ratio("gemm")), comparison.computed_by]
+    library = comparison.results["library"].seconds.get("graph")
+    cells.append(f"{2 * case.M * case.N * case.K / median(library) / 1e12:.0f}" if library else "-")
+    return cells + ([best, _ms(comparison, best), _number(comparison.ratio(best))] if best else ["-"] * 3)
+
+
+def _ms(comparison: Comparison, name: str) -> str:
+    """Return the median and the range of a candidate's rounds, of a GPU those of graphs."""
+    seconds = comparison.results[name].seconds
+    if not seconds:
+        return "INCORRECT"
+    milliseconds = [1e3 * value for value in seconds.get("graph") or seconds["clock"]]
+    return f"{median(milliseconds):.3f} ({min(milliseconds):.3f}..{max(milliseconds):.3f})"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from lightning_eff.commands._shared import VerbParser, print_json
+from lightning_eff.commands._shared import VerbParser, known_device, print_json
 from lightning_eff.core import catalog
 from lightning_eff.core.errors import EXIT_OK, UsageError, suggest_name
 from lightning_eff.core.text import text_table
@@ -42,8 +42,6 @@ def main(arguments: Sequence[str]) -> int:
                 f"  try: lightning-eff ls {names[-1]} --explain {options.explain}"
             )
             raise UsageError(text)
-        from lightning_eff.report.tile_explanation import known_device
-
         # Only this imports a technique's module, which takes seconds.
         module = importlib.import_module(f"lightning_eff.{named.name.replace('/', '.')}")
         explanation = module.explain(known_device("--explain ", options.explain))

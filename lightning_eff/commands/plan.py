@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_eff.commands._shared import VerbParser, print_json
+from lightning_eff.commands._shared import VerbParser, known_device, print_json
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath, listed_options
@@ -114,8 +114,6 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(text)
     device = ""
     if devices:
-        from lightning_eff.report.tile_explanation import known_device
-
         device = known_device("device=", devices[0])
     path = RecipePath.of(options.config_dir)
     composed = compose_recipe(options.recipe, options.overrides, path)

@@ -14,5 +14,6 @@ To change the GEMM itself, read in this order:
     epilogue.py       what follows the product, in the kernels
 
 Besides: linear.py (the layer), library.py (the GEMM by torch), reference.py (the GEMM in float64),
-devices.py (peaks and sizes of GPUs), language.py (imports Triton), bench/ (timing and compiling).
+devices.py (peaks and sizes of GPUs), known_layers.py (layers of published models), language.py (imports
+Triton), bench.py and gemm_problem.py (what `lightning-eff bench` measures).
 """

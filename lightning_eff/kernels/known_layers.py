@@ -1,46 +1,31 @@
-"""Explain tiles without measuring: of layers of known models, and of the sizes of a micro-batch."""
+"""Linear layers of published language models, and the numbers of tokens that fill a device there."""
 
 from __future__ import annotations
 
-import difflib
-
 import torch
 
-from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.text import text_table
 from lightning_eff.kernels import devices, tiles
-from lightning_eff.kernels.bench import gemm_cases
 from lightning_eff.kernels.tile_configs import Shape
 
-EXPLAINED_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32)
-KNOWN_LAYERS = tuple((gemm_cases.TOKENS[-1], *weight) for weight in gemm_cases.WEIGHTS)
-"""M, N and K of linear layers of published models."""
+WEIGHTS: tuple[tuple[int, int], ...] = (
+    (12288, 4096),  # Llama 2 7B: queries, keys and values in one, 3 x 4096
+    (4096, 4096),  # Llama 2 7B and Llama 3 8B: output of attention
+    (4096, 11008),  # Llama 2 7B: MLP down
+    (6144, 4096),  # Llama 3 8B: queries, keys and values, 32 + 8 + 8 heads of 128
+    (28672, 4096),  # Llama 3 8B: MLP gate and up in one, 2 x 14336
+    (4096, 14336),  # Llama 3 8B: MLP down
+    (128256, 4096),  # Llama 3 8B: vocabulary
+    (10240, 8192),  # Llama 3 70B: queries, keys and values, 64 + 8 + 8 heads of 128
+    (8192, 28672),  # Llama 3 70B: MLP down
+    (3072, 768),  # GPT-2: MLP up
+)
+"""Output and input features, N and K, from the models' published configurations."""
+LAYERS = tuple((8192, outputs, inputs) for outputs, inputs in WEIGHTS)
+"""M, N and K: these weights with 8192 tokens."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32)
 STEP_TOKENS = 128
 MAX_TOKENS = 16384
-
-
-def known_device(key: str, name: str) -> str:
-    """Return the name of a device if it is known.
-
-    Args:
-        key: What precedes the name on the command line, for example `device=`.
-        name: The name.
-
-    Raises:
-        ConfigError: An unknown name.
-
-    Example:
-        >>> known_device("device=", "h20")
-        Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: device='h20': expected one of h100, h200, a100, ...
-          try: device=h200
-    """
-    names = (*devices.DEVICES, "cpu")
-    if name not in names:
-        close = difflib.get_close_matches(name.lower(), names, n=1) or ["h200"]
-        allowed, remedies = f"one of {', '.join(names)}", [f"{key}{close[0]}"]
-        raise ConfigError(key.rstrip("= "), name, allowed=allowed, remedies=remedies)
-    return name
 
 
 def explain_micro_batches(device: str) -> str:
@@ -50,7 +35,7 @@ def explain_micro_batches(device: str) -> str:
         device: A known name.
     """
     info, max_idle = devices.named(device), 1.0 - tiles.MIN_WAVE_EFFICIENCY
-    dtypes = [dtype for dtype in EXPLAINED_DTYPES if dtype.itemsize > 1 or info.has_float8]
+    dtypes = [dtype for dtype in DTYPES if dtype.itemsize > 1 or info.has_float8]
     names = {str(dtype).removeprefix("torch."): dtype for dtype in dtypes}
     multiples = [f"{tiles.size_multiple(dtype, info)} in {name}" for name, dtype in names.items()]
     lines = [f"multiples for {info.name} (multiple_of=auto): {', '.join(multiples)}"]
@@ -63,7 +48,7 @@ def explain_micro_batches(device: str) -> str:
     )
     rows: list[list[str]] = []
     sizes = range(STEP_TOKENS, MAX_TOKENS + 1, STEP_TOKENS)
-    for n, k in gemm_cases.WEIGHTS:
+    for n, k in WEIGHTS:
         best = {m: tiles.rank_configs(Shape.packed(m, n, k, torch.bfloat16), info)[0] for m in sizes}
         full = [m for m, cost in best.items() if cost.waves >= 1.0 and cost.config.split_k == 1]
         # The fewest tokens that fill the device, and the larger number that wastes most of it.
@@ -72,6 +57,5 @@ def explain_micro_batches(device: str) -> str:
             rows.append([f"{n} x {k}", f"above {MAX_TOKENS}", ""])
             continue
         worst = max((m for m in sizes if m >= first), key=lambda m: best[m].wave_quantization)
-        idle = f"{worst}, {best[worst].wave_quantization:.0%} idle"
-        rows.append([f"{n} x {k}", str(first), idle])
+        rows.append([f"{n} x {k}", str(first), f"{worst}, {best[worst].wave_quantization:.0%} idle"])
     return "\n".join([*lines, text_table(["N x K", "from", "worst above"], rows)])

@@ -1,0 +1,235 @@
+"""Measure our GEMM against torch's library: correct first, then timed in turns, then chosen for dispatch.
+
+Candidates: torch's library; `gemm`, as a user calls it; on a GPU also configs, each launched directly. What
+is not correct (gemm_problem.py has the bound) is not timed.
+
+Timed: normal data, because zeros draw less power and run faster; all candidates in turn, A B A B, because
+clocks drift. A GPU is timed in two ways, and a claim must hold in both: single calls after an emptied L2
+cache, and a CUDA graph of calls over buffers that the cache does not hold, which includes no host time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import cycle
+from operator import truediv
+from statistics import geometric_mean, median
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+from lightning_eff.kernels import devices, dispatch, tiles
+from lightning_eff.kernels.gemm_problem import Case, Problem
+from lightning_eff.kernels.language import INTERPRETED, triton
+from lightning_eff.kernels.launch import launch
+from lightning_eff.kernels.matmul import gemm
+from lightning_eff.kernels.tile_configs import TileConfig
+
+LIBRARY, DISPATCH = "library", "gemm"
+"""Names of the candidates that are no config of ours."""
+METHODS = {"cpu": ("clock",), "cuda": ("flushed", "graph")}
+ROUNDS = 5
+GRAPH_REPLAYS = 10
+"""Times that `do_bench_cudagraph` replays a graph, whose length it is told."""
+TOP_CONFIGS = 3
+"""Configs that are measured unless all are: those that the cost model ranks first."""
+Run = Callable[[Problem], Tensor]
+"""Computes a problem, and returns the result."""
+CANNOT_LAUNCH: tuple[type[Exception], ...] = (triton.TritonError,) if triton is not None else ()
+"""What Triton raises where a kernel cannot be compiled, or exceeds a device's resources."""
+
+
+@dataclass(kw_only=True)
+class Result:
+    """The result of one candidate.
+
+    Args:
+        error: Largest error over what is allowed; infinite for NaN, or where it could not run.
+        refusal: Why it could not run: the compiler's message.
+        seconds: Per call, of each round, by method: `clock` on the CPU, `flushed` and `graph` on a GPU; empty
+            unless it is correct.
+    """
+
+    error: float
+    refusal: str = ""
+    seconds: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether each element is within the bound."""
+        return self.error <= 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All candidates of a case.
+
+    Args:
+        case: What was computed.
+        results: By name: torch's library, `gemm`, and configs.
+        bucket: Name under which dispatch keeps a choice for this case.
+        computed_by: Who computes it when `gemm` is called: a config, or `torch`.
+    """
+
+    case: Case
+    results: dict[str, Result]
+    bucket: str
+    computed_by: str
+
+    def ratio(self, name: str) -> float | None:
+        """Return how many times as fast as the library a candidate is; None where either was not timed.
+
+        The median of the rounds' ratios, since what runs in turn has the same clocks; of two methods that
+        with the smaller ratio.
+        """
+        none = Result(error=math.inf)
+        library, own = (self.results.get(each, none).seconds for each in (LIBRARY, name))
+        ratios = [median(map(truediv, library[method], own[method])) for method in own if method in library]
+        return min(ratios, default=None)
+
+    @property
+    def configs(self) -> list[str]:
+        """Names of the candidates that are configs."""
+        return [name for name in self.results if name not in (LIBRARY, DISPATCH)]
+
+    @property
+    def best_config(self) -> str | None:
+        """The config with the largest ratio; None where no correct one was measured."""
+        timed = {name: ratio for name in self.configs if (ratio := self.ratio(name)) is not None}
+        return max(timed, key=lambda name: timed[name], default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain types."""
+        candidates = [
+            {"name": name, "correct": result.is_correct, "ratio": self.ratio(name)}
+            | asdict(result)
+            | {"error": result.error if math.isfinite(result.error) else None}  # JSON has no infinity
+            for name, result in self.results.items()
+        ]
+        case = asdict(self.case) | {"dtype": str(self.case.dtype).removeprefix("torch.")}
+        return case | {"computed_by": self.computed_by, "candidates": candidates}
+
+
+def why_no_kernels() -> str:
+    """Return why our kernels cannot be timed in this process; empty where they can."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device (torch.cuda.is_available() is False)"
+    if triton is None:
+        return "Triton is not installed: pip install triton"
+    return "TRITON_INTERPRET is set, and the interpreter is no GPU: unset it" if INTERPRETED else ""
+
+
+def compare(case: Case, device: torch.device, *, round_ms: int, every_config: bool = False) -> Comparison:
+    """Check every candidate of a case, then time those that are correct, in turn.
+
+    Args:
+        case: To measure.
+        device: A GPU that `why_no_kernels` accepts, or the CPU.
+        round_ms: Milliseconds per candidate, method and round.
+        every_config: Measure all configs that fit, not only the best-ranked.
+    """
+    problem = Problem.draw(case, device)
+    shape = problem.operands.shape(adds=case.kind == "adds")
+    decision = dispatch.decide(problem.operands, "auto", out=problem.d)
+    runs: dict[str, Run] = {LIBRARY: run_library, DISPATCH: run_gemm}
+    if device.type == "cuda":
+        ranked = [cost.config for cost in tiles.rank_configs(shape, devices.of(device))]
+        tried = ranked if every_config else ranked[:TOP_CONFIGS]
+        runs |= {str(config): run_config(config) for config in tried}
+    by_library = (LIBRARY, DISPATCH) if decision is None else (LIBRARY,)
+    results = {name: check(run, problem, rounds_twice=name in by_library) for name, run in runs.items()}
+    problems = problem.rotation() if device.type == "cuda" else [problem]
+    for method in METHODS[device.type]:
+        for _ in range(ROUNDS):
+            for name in [name for name, result in results.items() if result.is_correct]:
+                seconds = seconds_per_call(runs[name], problems, method, round_ms)
+                results[name].seconds.setdefault(method, []).append(seconds)
+    computed_by = dispatch.LIBRARY if decision is None else str(decision.config(problem.d))
+    return Comparison(case=case, results=results, bucket=dispatch.bucket(shape), computed_by=computed_by)
+
+
+def run_config(config: TileConfig) -> Run:
+    """Return a candidate that launches a config directly."""
+    return lambda problem: launch(problem.operands, config, problem.d)
+
+
+def run_gemm(problem: Problem) -> Tensor:
+    """Compute as a user does, with what dispatch chooses."""
+    given = problem.operands
+    return gemm(
+        given.a, given.b, given.c, beta=given.beta, bias=given.bias, activation=given.activation,
+        out_dtype=given.out_dtype, out=problem.d,
+    )  # fmt: skip
+
+
+def run_library(problem: Problem) -> Tensor:
+    """Compute with torch's own functions, in the fewest calls."""
+    a, b, bias, d = problem.operands.a, problem.operands.b, problem.operands.bias, problem.d
+    if bias is not None:
+        return F.gelu(torch.addmm(bias, a, b), approximate="tanh")
+    if problem.start is None:
+        return torch.mm(a, b, out=d)
+    if a.dtype == d.dtype:
+        return torch.addmm(d, a, b, out=d)
+    return torch.addmm(d, a, b, out_dtype=d.dtype, out=d)  # on CUDA only
+
+
+def check(run: Run, problem: Problem, *, rounds_twice: bool = False) -> Result:
+    """Run a candidate into a result filled with NaN, or with C if it adds, and compare it with float64."""
+    problem.d.fill_(math.nan) if problem.start is None else problem.d.copy_(problem.start)
+    try:
+        result = run(problem)
+    except CANNOT_LAUNCH as error:
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return Result(error=math.inf, refusal=first_line)
+    return Result(error=problem.error(result, rounds_twice=rounds_twice))
+
+
+def seconds_per_call(run: Run, problems: Sequence[Problem], method: str, round_ms: int) -> float:
+    """Time a candidate for about `round_ms`, and return the median.
+
+    Args:
+        run: The candidate.
+        problems: The same problem in one buffer after another.
+        method: `clock`: the host's, of repeated calls. `flushed`: a GPU's, each call after an emptied cache.
+            `graph`: a GPU's, of CUDA graphs whose calls go from buffer to buffer.
+        round_ms: Milliseconds.
+    """
+    if method == "clock":
+        names = {"run": run, "problem": problems[0]}
+        timer = Timer("run(problem)", globals=names, num_threads=torch.get_num_threads())
+        return timer.blocked_autorange(min_run_time=round_ms * 1e-3).median
+    from triton.testing import do_bench, do_bench_cudagraph
+
+    if method == "flushed":
+        ms = do_bench(lambda: run(problems[0]), warmup=1, rep=round_ms, return_mode="median")
+    else:
+        turn, rep = cycle(problems), max(1, round_ms // GRAPH_REPLAYS)
+        ms = do_bench_cudagraph(lambda: run(next(turn)), rep=rep, return_mode="median")
+    return cast("float", ms) * 1e-3
+
+
+def fastest_by_bucket(comparisons: Iterable[Comparison]) -> dict[str, str]:
+    """Return what dispatch is to choose: a config or `torch`, by bucket.
+
+    Dispatch cannot distinguish the cases of a bucket: a config is chosen only where it is correct and no
+    slower than the library in each of them; of those the one with the largest mean ratio.
+    """
+    buckets: defaultdict[str, list[Comparison]] = defaultdict(list)
+    for comparison in comparisons:
+        buckets[comparison.bucket].append(comparison)
+    fastest: dict[str, str] = {}
+    for bucket, members in buckets.items():
+        gains: dict[str, float] = {}
+        for name in members[0].configs:
+            ratios = [member.ratio(name) or 0.0 for member in members]
+            if min(ratios) >= 1.0:
+                gains[name] = geometric_mean(ratios)
+        fastest[bucket] = max(gains, key=lambda name: gains[name], default=dispatch.LIBRARY)
+    return fastest

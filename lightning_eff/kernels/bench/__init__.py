@@ -1,1 +1,0 @@
-"""Timing and compiling the kernels: what the command `bench` runs."""

@@ -1,0 +1,161 @@
+"""The GEMMs that `bench` measures: which ones, their tensors, and what counts as a correct result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_eff.kernels import devices, reference
+from lightning_eff.kernels.known_layers import WEIGHTS
+from lightning_eff.kernels.operands import Operands, check_operands
+
+TOKENS = (2048, 4096, 8192)
+MAX_COPIES = 4096
+MAX_ROWS = 256
+"""Rows that are compared: float64 is slow, and a fault in a tile affects each of its rows."""
+U32 = 2.0**-23
+ACTIVATION_SLOPE = 1.2
+"""The largest slope of an activation, by which it enlarges an error."""
+Layer = tuple[int, int, int]
+"""Tokens, output features, input features."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One GEMM to measure.
+
+    Args:
+        M: Rows of the result.
+        N: Its columns.
+        K: Length of the sums.
+        layout: `nt`, `nn` or `tn`: whether A and B are stored transposed.
+        dtype: Of A and B.
+        kind: `plain`; `adds` for a product that is added in place to float32, as a weight's gradient is;
+            `fused` for a bias and an activation.
+    """
+
+    M: int
+    N: int
+    K: int
+    layout: str = "nt"
+    dtype: torch.dtype = torch.bfloat16
+    kind: Literal["plain", "adds", "fused"] = "plain"
+
+    def __str__(self) -> str:
+        return f"{self.M}x{self.N}x{self.K} {self.layout} {self.kind}"
+
+
+def cases_of(layers: Iterable[Layer], more: Iterable[Layer], dtype: torch.dtype) -> list[Case]:
+    """Return the GEMMs of linear layers: three of `layers`, and an `adds` and a `fused` one of `more`.
+
+    A layer with weight W [N, K] computes for T tokens in a training step: Y [T, N] = X @ W.T (nt), the
+    input's gradient Y @ W (nn), and the weight's gradient Y.T @ X (tn).
+
+    Example:
+        >>> [str(case) for case in cases_of([(2048, 3072, 768)], [], torch.bfloat16)]
+        ['2048x3072x768 nt plain', '2048x768x3072 nn plain', '3072x768x2048 tn plain']
+    """
+    cases: list[Case] = []
+    for tokens, outputs, inputs in layers:
+        cases += [
+            Case(M=tokens, N=outputs, K=inputs, layout="nt", dtype=dtype),
+            Case(M=tokens, N=inputs, K=outputs, layout="nn", dtype=dtype),
+            Case(M=outputs, N=inputs, K=tokens, layout="tn", dtype=dtype),
+        ]
+    for tokens, outputs, inputs in more:
+        cases += [
+            Case(M=outputs, N=inputs, K=tokens, layout="tn", dtype=dtype, kind="adds"),
+            Case(M=tokens, N=outputs, K=inputs, layout="nt", dtype=dtype, kind="fused"),
+        ]
+    return cases
+
+
+def default_cases(dtype: torch.dtype) -> list[Case]:
+    """Return the cases for a GPU: thirty layers, the cube that is usually quoted, and more of four layers."""
+    layers = [(tokens, *weight) for weight in WEIGHTS for tokens in TOKENS]
+    more = [(tokens, *weight) for weight in ((4096, 4096), (28672, 4096)) for tokens in (2048, 8192)]
+    return cases_of([*layers, (8192, 8192, 8192)], more, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """The tensors of a case.
+
+    Args:
+        operands: As kernels are launched with them; C is `d` where the product is added to it.
+        d: Receives the result, `[M, N]`.
+        start: What `d` holds before a product is added to it; None where nothing is.
+    """
+
+    operands: Operands
+    d: Tensor
+    start: Tensor | None
+
+    @classmethod
+    def draw(cls, case: Case, device: torch.device, *, seed: int = 0) -> Problem:
+        """Draw the operands: N(0, 1), scaled by 1 / sqrt(K)."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(rows: int, columns: int, dtype: torch.dtype = case.dtype) -> Tensor:
+            values = torch.randn(rows, columns, generator=generator, device=device)
+            return values.mul_(case.K**-0.5).to(dtype)
+
+        adds, fused = case.kind == "adds", case.kind == "fused"
+        out_dtype = torch.float32 if adds else case.dtype
+        d = torch.full((case.M, case.N), math.nan, dtype=out_dtype, device=device)
+        operands = check_operands(
+            normal(case.K, case.M).T if case.layout[0] == "t" else normal(case.M, case.K),
+            normal(case.N, case.K).T if case.layout[1] == "t" else normal(case.K, case.N),
+            d if adds else None,
+            beta=1.0 if adds else 0.0,
+            bias=normal(1, case.N)[0] if fused else None,
+            activation="gelu_tanh" if fused else None,
+            out_dtype=out_dtype,
+        )
+        return cls(operands=operands, d=d, start=normal(case.M, case.N, out_dtype) if adds else None)
+
+    def rotation(self) -> list[Problem]:
+        """Return this problem and copies of it that together exceed four times the device's L2 cache."""
+        given = self.operands
+        problems: list[Problem] = [self]
+        num_bytes = sum(tensor.nbytes for tensor in (given.a, given.b, self.d))
+        for _ in range(min(MAX_COPIES, 4 * devices.of(self.d.device).l2_bytes // num_bytes)):
+            d = self.d.clone()
+            c = None if given.c is None else d  # a product is added in place
+            operands = replace(given, a=given.a.clone(), b=given.b.clone(), c=c)
+            problems.append(replace(self, operands=operands, d=d))
+        return problems
+
+    def error(self, result: Tensor, *, rounds_twice: bool = False) -> float:
+        """Return the largest error over what is allowed; infinite where the result is not finite.
+
+        Each element has to be within `|D - ref| <= (K + 2) u (|A| @ |B| + |C|) + eps |ref|` of the reference
+        in float64, u = 2^-23: any order of a float32 sum, no lost term of it, and one rounding to the
+        result's dtype.
+
+        Args:
+            result: The result, `[M, N]`.
+            rounds_twice: The sum may be rounded once more to the result's dtype, as torch allows its library
+                in split-K reductions, and as it does before an activation.
+        """
+        if not bool(result.isfinite().all()):
+            return math.inf
+        given, (M, K) = self.operands, self.operands.a.shape
+        rows = torch.linspace(0, M - 1, min(M, MAX_ROWS), device=result.device).round().long()
+        a, start = given.a[rows], None if self.start is None else self.start[rows]
+        expected = reference.gemm(a, given.b, start, beta=1.0, bias=given.bias, activation=given.activation)
+        terms = [term.abs() if term is not None else None for term in (start, given.bias)]
+        size = reference.gemm(a.abs(), given.b.abs(), terms[0], beta=1.0, bias=terms[1])
+        info, slope = torch.finfo(given.out_dtype), ACTIVATION_SLOPE if given.activation else 1.0
+        allowed = slope * (K + 2) * U32 * size + info.eps * expected.abs()
+        allowed += info.smallest_normal * info.eps  # the spacing of subnormal numbers
+        if given.activation:  # its own exponential and division
+            allowed += 4 * U32 * expected.abs()
+        if rounds_twice:
+            allowed += slope * info.eps * size
+        return float(((result[rows].double() - expected).abs() / allowed).max())

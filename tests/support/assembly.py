@@ -1,0 +1,156 @@
+"""Compile the kernels for a GPU that need not be present, as `launch` would, and read their machine code.
+
+Triton's wheel has the assembler and the disassembler: registers, stack, shared memory and instructions are
+known on any Linux machine within seconds. Only the driver is replaced, by one that names a GPU and launches
+nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from lightning_eff.kernels import devices, launch, operands
+from lightning_eff.kernels.operands import Operands
+from lightning_eff.kernels.tile_configs import Shape, TileConfig
+
+SIZE = 512
+"""M, N and K: a multiple of 16, which the compiler relies on, as for layers of models."""
+TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+INSTRUCTIONS = {
+    "tensor_core": r"\b(?:HGMMA|QGMMA|HMMA|IMMA|QMMA)\b",
+    "warpgroup": r"\b(?:HGMMA|QGMMA)\b",
+    "tma_loads": r"\bUTMALDG\b",
+    "tma_stores": r"\bUTMASTG\b",
+    "tma_adds": r"\bUTMAREDG\b",
+    "local_memory": r"\b(?:LDL|STL)\b",
+    "specialized": r"\bUSETMAXREG\b",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What a kernel is compiled for, besides its config.
+
+    Args:
+        dtype: Of A and B.
+        out_dtype: Of D and of the bias.
+        layout: `nt`, `nn` or `tn`: whether A and B are transposed, as in a linear layer's forward pass, the
+            gradient of its input and that of its weight.
+        epilogue: Any of `bias`, `c`, `scales`, `at`, `pre`, `logsumexp`.
+        activation: Its name, or None.
+        tf32: Multiply float32 as TF32.
+        read_dtype: Of C and of the input of an activation; None for that of D.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype = torch.bfloat16
+    layout: str = "nt"
+    epilogue: tuple[str, ...] = ()
+    activation: str | None = None
+    tf32: bool = False
+    read_dtype: torch.dtype | None = None
+
+    def operands(self, *, adds: bool = False) -> Operands:
+        """Return operands of zeros, with C for a config that adds."""
+        read_dtype, has_c = self.read_dtype or self.out_dtype, adds or "c" in self.epilogue
+        a, b = (torch.zeros(SIZE, SIZE, dtype=self.dtype) for _ in range(2))
+        scales = {"scale_a": torch.ones(SIZE), "scale_b": torch.ones(SIZE)}
+        columns = 2 * SIZE if self.activation == "swiglu" else SIZE
+        return operands.check_operands(
+            a if self.layout[0] == "n" else a.T,
+            b if self.layout[1] == "n" else b.T,
+            torch.zeros(SIZE, SIZE, dtype=read_dtype) if has_c else None,
+            beta=1.0 if has_c else 0.0,
+            bias=torch.zeros(SIZE, dtype=self.out_dtype) if "bias" in self.epilogue else None,
+            out_dtype=self.out_dtype,
+            activation=self.activation,
+            at=torch.zeros(SIZE, columns, dtype=read_dtype) if "at" in self.epilogue else None,
+            **(scales if "scales" in self.epilogue else {}),
+        )
+
+    def shape(self, *, adds: bool = False) -> Shape:
+        """Return what the choice of a config depends on."""
+        shape = self.operands(adds=adds).shape(adds=adds)
+        return replace(shape, saves_pre="pre" in self.epilogue, tf32=self.tf32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """Properties of machine code.
+
+    Args:
+        registers: Per thread.
+        stack_bytes: Per thread; 0 where nothing is spilled.
+        shared_bytes: Per block.
+        instructions: Counts by kind, see INSTRUCTIONS.
+    """
+
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    instructions: dict[str, int]
+
+
+@contextmanager
+def gpu(name: str, *, tf32: bool = False) -> Iterator[list[Any]]:
+    """Stand in for a GPU of `devices.DEVICES`: kernels are compiled for it and collected, not launched."""
+    device, precision = devices.DEVICES[name], "tf32" if tf32 else "ieee"
+    target = GPUTarget("cuda", device.capability, 32)
+    driver = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: name, get_current_stream=lambda _: 0
+    )
+    compile_and_launch, compiled = JITFunction.run, list[Any]()
+
+    def compile_only(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        compiled.append(compile_and_launch(self, *arguments, **{**keywords, "warmup": True}))
+
+    with (
+        mock.patch.object(triton.runtime.driver, "_active", driver),
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(devices, "of", return_value=device),
+        mock.patch.object(launch, "float32_precision", return_value=precision),
+    ):
+        yield compiled
+
+
+def assemble(config: TileConfig, variant: Variant, device: str = "h200") -> list[Assembly]:
+    """Return the machine code of each kernel that a launch runs: two where the config splits K."""
+    given = variant.operands(adds=config.adds)
+    d = torch.zeros(given.size, dtype=given.out_dtype)
+    pre = torch.zeros(SIZE, SIZE, dtype=given.out_dtype) if "pre" in variant.epilogue else None
+    sums = torch.zeros(SIZE) if "logsumexp" in variant.epilogue else None
+    with gpu(device, tf32=variant.tf32) as compiled:
+        launch.launch(given, config, d, pre=pre, logsumexp=sums)
+    return [_read(kernel.asm["cubin"], kernel.metadata.shared) for kernel in compiled]
+
+
+def _read(cubin: bytes, shared_bytes: int) -> Assembly:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        code, usage = (
+            subprocess.run([TOOL, flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("-sass", "-res-usage")
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return Assembly(
+        registers=int(found[1]),
+        stack_bytes=int(found[2]),
+        shared_bytes=shared_bytes,
+        instructions={name: len(re.findall(pattern, code)) for name, pattern in INSTRUCTIONS.items()},
+    )
