@@ -25,9 +25,14 @@ HELP = """
 """
 
 COMPLETION = {
+    # bash begins a new word after "=" and ":", and replaces only what follows: the rest is cut off.
     "bash": """_lightning_eff() {
-  local IFS=$'\\n'
-  COMPREPLY=($(lightning-eff --complete "${COMP_WORDS[@]:1:COMP_CWORD}"))
+  local line="${COMP_LINE:0:COMP_POINT}" words
+  read -ra words <<< "${line#* }"
+  [[ $line == *' ' ]] && words+=('')
+  local last="${words[-1]}" IFS=$'\\n'
+  COMPREPLY=($(lightning-eff --complete "${words[@]}"))
+  COMPREPLY=("${COMPREPLY[@]#"${last%"${last##*[=:]}"}"}")
 }
 complete -o nospace -o default -F _lightning_eff lightning-eff
 """,

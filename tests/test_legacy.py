@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.planner import attach
-from lightning_eff.planner.advise_after import Advise
 from tests.support.models import make_loader
 from tests.support.techniques import TECHNIQUES, class_of
 
@@ -70,11 +69,6 @@ def test_a_strategy_or_plugin_is_refused_by_that_trainer_with_the_reason(name: s
     reason = f"lightning_eff.{type(made).__name__}, for a Trainer of lightning.pytorch and not of pytorch_"
     with pytest.raises((ValueError, legacy.utilities.exceptions.MisconfigurationException), match=reason):
         legacy_trainer(**keywords)
-
-
-def test_advice_says_so_too() -> None:
-    with pytest.raises(ConflictError, match=r"^Advise: this Trainer comes from"):
-        legacy_trainer(callbacks=[Advise()]).fit(LegacyNet(), make_loader())
 
 
 @pytest.fixture

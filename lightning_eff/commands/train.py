@@ -32,7 +32,7 @@ from lightning_eff.core.errors import (
 )
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.launch.job import Launch, check_sweep, check_tasks, num_ranks, shared_run_dir
-from lightning_eff.launch.watch import STOPPED, end_with_parent, train_in_subprocess
+from lightning_eff.launch.watch import STOPPED, end_with_parent, train_in_subprocess, write_torchrun_error
 
 USAGE = """lightning-eff train RECIPE [overrides] [options]
 
@@ -64,9 +64,6 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_recipe(arguments)
     launch = Launch.of()
     end_with_parent(torchrun=launch.by == "torchrun")
-    _configure_logging(launch)
-    from lightning_eff.launch.supervisor import write_torchrun_error
-
     command_line = sys.argv[:]
     sys.argv[:] = [sys.argv[0], "train", *arguments]  # with which Lightning starts the other ranks
     try:
@@ -85,6 +82,7 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
         check_sweep(launch, options.recipe, options.overrides, as_json=options.json)
     path = RecipePath.of(options.config_dir)
     with recipe_app(options.recipe, options.overrides, path) as app:
+        _configure_logging(launch)  # imports Lightning: not for a recipe that does not exist
         job = _Job(app.recipe, app.path, app.chain)
         if options.multirun:
             app.check_sweep()

@@ -194,7 +194,7 @@ class RecipeApp:
         try:
             return self._loader.compose(self.recipe, list(lines), mode)
         except MissingConfigException as error:
-            raise hydra_errors.missing_file(error, self.recipe, self.path, self.chain) from error
+            raise hydra_errors.missing_file(error, self.path, self.chain) from error
         except COMPOSITION_ERRORS as error:
             raise UsageError(hydra_errors.composition_error(error)) from error
 

@@ -10,27 +10,22 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_eff.config.recipes import RecipeChain, RecipePath
 from lightning_eff.config.validate import TOP_LEVEL
-from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, parameter_keys, recipes
+from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, parameter_keys
 from lightning_eff.core.errors import EnvironmentLacksError, UsageError, suggest_name
 
 
 def missing_file(
-    error: MissingConfigException, recipe: str, path: RecipePath, chain: RecipeChain
+    error: MissingConfigException, path: RecipePath, chain: RecipeChain
 ) -> UsageError | EnvironmentLacksError:
-    """Return the error for a recipe or an option that does not exist, with the nearest name."""
-    wanted = str(error.missing_cfg_file or recipe)
+    """Return the error for an option, or a recipe behind one, that does not exist, with the nearest name."""
+    wanted = str(error.missing_cfg_file)
     if wanted.startswith("hydra/launcher/submitit"):
         text = f"{wanted}: hydra's launcher for SLURM is missing\n  try: pip install 'lightning-eff[slurm]'"
         return EnvironmentLacksError(text)
-    names = [file.stem for folder in path.folders for file in folder.glob("*.yaml")]
-    names += [entry.name for entry in recipes()]
-    if wanted == recipe:
-        hint = " (--config-dir DIR adds a folder of your own)" if not path.folders else ""
-        return UsageError(f"recipe {recipe!r} does not exist: {suggest_name(recipe, names)}{hint}")
     where = f"{chain.missing[wanted]}: " if wanted in chain.missing else ""
     group, _, option = wanted.rpartition("/")
     if not group:
-        return UsageError(f"{where}{wanted}: no such recipe; {suggest_name(wanted, names)}")
+        return UsageError(f"{where}{wanted}: no such recipe; {suggest_name(wanted, path.names())}")
     options = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]
     return UsageError(f"{where}{group}={option}: no such option; {suggest_name(option, options)}")
 

@@ -14,7 +14,7 @@ from omegaconf import ListConfig, OmegaConf
 
 from lightning_eff.config.strict_yaml import MAX_DEPTH, YamlDocument, file_error, is_file, read_yaml
 from lightning_eff.core.catalog import CONF, RECIPES
-from lightning_eff.core.errors import ConfigError, UsageError, check_path
+from lightning_eff.core.errors import ConfigError, UsageError, check_path, suggest_name
 
 PACKAGE, FOLDER = "pkg://", "file://"
 """How Hydra's search path marks a Python package, which Hydra imports, and a folder."""
@@ -63,6 +63,10 @@ class RecipePath:
         entries = [*map(str, self.folders), *self.packages]
         return [word for entry in entries for word in ("--config-dir", entry)]
 
+    def names(self) -> list[str]:
+        """Return the names of all recipes."""
+        return [file.stem for folder in (*self.folders, RECIPES) for file in folder.glob("*.yaml")]
+
     def folder_of(self, recipe: str) -> Path:
         """Return the folder that holds a recipe: Hydra needs the primary config in its main folder."""
         found = (folder for folder in self.folders if is_file(folder / f"{recipe}.yaml"))
@@ -95,7 +99,7 @@ class RecipeChain:
 
 
 def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()) -> RecipeChain:
-    """Read the files that Hydra is going to compose; the chain is empty if the recipe does not exist.
+    """Read the files that Hydra is going to compose.
 
     Args:
         recipe: Its name.
@@ -103,12 +107,16 @@ def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()
         overrides: The options that these choose are read too.
 
     Raises:
-        UsageError: A file cannot be read, or builds on itself; the text names file and line.
+        UsageError: There is no such recipe; a file cannot be read, or builds on itself, with file and line.
         ConfigError: Hydra's search path has a package that the user did not name.
     """
     overrides = list(overrides)
     main = path.folder_of(recipe)
-    primary = main / f"{recipe}.yaml"
+    primary = main / f"{recipe.removesuffix('.yaml')}.yaml"
+    if not primary.exists():
+        hint = " (--config-dir DIR adds a folder of your own)" if not path.folders else ""
+        text = f"recipe {recipe!r} does not exist: {suggest_name(recipe, path.names())}{hint}"
+        raise UsageError(text)
     searched = [item.value() for item in overrides if item.key_or_group == SEARCH_PATH]
     documents: dict[Path, YamlDocument] = {}
     if is_file(primary):

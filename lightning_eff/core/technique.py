@@ -68,27 +68,21 @@ def name_of(technique: object) -> str:
     return rest.replace(".", "/") if package == PACKAGE else kind.__name__
 
 
-def constructor_arguments(technique: object) -> dict[str, Any]:
-    """Return the constructor's arguments, which suffice to construct a copy, from their attributes.
+def config_of(technique: object) -> dict[str, Any]:
+    """Return the constructor's arguments in plain types, from the attributes of their names.
 
     Where a base class already uses the attribute `x`, the argument is kept as `given_x`.
-    """
-    return {
-        name: value
-        for name in inspect.signature(type(technique)).parameters
-        if (value := getattr(technique, f"given_{name}", getattr(technique, name, None))) is not technique
-    }
-
-
-def config_of(technique: object) -> dict[str, Any]:
-    """Return the constructor's arguments in plain types.
 
     Example:
         >>> from lightning_eff.callbacks.empty_cache import EmptyCache
         >>> config_of(EmptyCache(every_n_steps=5))["every_n_steps"]
         5
     """
-    return {name: _plain(value) for name, value in constructor_arguments(technique).items()}
+    return {
+        name: _plain(value)
+        for name in inspect.signature(type(technique)).parameters
+        if (value := getattr(technique, f"given_{name}", getattr(technique, name, None))) is not technique
+    }
 
 
 def non_default_config(technique: object) -> dict[str, Any]:

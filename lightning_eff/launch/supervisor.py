@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import lightning.pytorch as pl
 
@@ -27,6 +25,7 @@ from lightning_eff.launch.watch import (
     exit_now,
     rank_message,
     traceback_file,
+    write_torchrun_error,
 )
 
 LOST = "connection"
@@ -110,18 +109,3 @@ class RankSupervisor:
         elif not is_refusal:
             line = rank_message(self._launch.rank, root_cause_line(error), self._traceback)
             raise RankError(line, exit_code(error)) from error
-
-
-def write_torchrun_error(launch: Launch, error: BaseException) -> bool:
-    """Write the cause that torchrun shows at the end; return whether torchrun is going to show it."""
-    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    if launch.by != "torchrun" or not path.name:
-        return False
-    if path.exists() and path.stat().st_size:  # the first cause stays
-        return True
-    message = root_cause_line(error)
-    if not isinstance(error, RankError):
-        message = f"rank {launch.rank}: {message}"
-    extra: dict[str, Any] = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-    return True

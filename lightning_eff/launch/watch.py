@@ -22,7 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, RankError
+from lightning_eff.core.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    RankError,
+    root_cause_line,
+)
+from lightning_eff.launch.job import Launch
 
 PARENT = "LIGHTNING_EFF_PARENT"
 """Environment variable with the process id that the processes started by it must not outlive."""
@@ -101,6 +108,21 @@ def rank_message(rank: int, cause: str, path: Path | None) -> str:
     """Return the line that a failed rank prints last."""
     where = f" (traceback: {path})" if path is not None else ""
     return f"rank {rank}: {cause}{where}"
+
+
+def write_torchrun_error(launch: Launch, error: BaseException) -> bool:
+    """Write the cause that torchrun shows at the end; return whether torchrun is going to show it."""
+    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if launch.by != "torchrun" or not path.name:
+        return False
+    if path.exists() and path.stat().st_size:  # the first cause stays
+        return True
+    message = root_cause_line(error)
+    if not isinstance(error, RankError):
+        message = f"rank {launch.rank}: {message}"
+    extra: dict[str, Any] = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    return True
 
 
 def describe_exit(code: int) -> str:

@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from lightning_eff.core.errors import ConflictError
-from lightning_eff.microbatching.batch_tree import is_number
 from lightning_eff.microbatching.splitting import MicroBatchPart
 
 
@@ -62,8 +61,13 @@ def merge_outputs(outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBat
             is_list = isinstance(last, list)
             merged[key] = list(itertools.chain.from_iterable(values)) if is_list else torch.cat(values)
         else:
-            merged[key] = mean(values, sizes) if all(map(is_number, values)) else last
+            merged[key] = mean(values, sizes) if all(map(_is_number, values)) else last
     return merged
+
+
+def _is_number(value: Any) -> bool:
+    is_python_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_python_number or (isinstance(value, Tensor) and not value.dim())
 
 
 def mean(values: Sequence[Any], weights: Sequence[float | None]) -> Any:

@@ -19,8 +19,7 @@ from lightning_eff.core import allocator
 from lightning_eff.core.errors import is_out_of_memory
 from lightning_eff.kernels import devices, tiles
 from lightning_eff.microbatching import ddp
-from lightning_eff.microbatching.batch_tree import AmbiguousBatchError
-from lightning_eff.microbatching.splitting import BatchLayout, MicroBatchPart, Splitter, num_samples, split
+from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter, num_samples, split
 
 T = TypeVar("T")
 
@@ -73,7 +72,7 @@ class MicroBatchSize:
         self.halvings: list[Halving] = []
         self.num_split = 0  # batches that were split
         self.largest = 0  # samples of the largest batch so far
-        self._last_read: tuple[Any, BatchLayout | None] | None = None
+        self._last_counted: tuple[Any, int | None] | None = None
         self._was_halved = False
         self._steps_since = 0
 
@@ -83,20 +82,8 @@ class MicroBatchSize:
         if self.splitter is not None:
             full = [MicroBatchPart(batch, num_samples(batch))]
             return full if size is None else split(batch, size, self.splitter)
-        layout = self._layout(batch)
-        if size is None:
-            if layout is None:
-                return [MicroBatchPart(batch, None)]
-            size = layout.num_samples  # one micro-batch, which still gets new containers
-        return split(batch, size, layout=layout)
-
-    def _layout(self, batch: Any) -> BatchLayout | None:
-        if self._last_read is None or self._last_read[0] is not batch:
-            try:
-                self._last_read = (batch, BatchLayout.read(batch))
-            except AmbiguousBatchError:
-                self._last_read = (batch, None)
-        return self._last_read[1]
+        size = size or self.num_samples(batch)  # one micro-batch, which still gets new containers
+        return [MicroBatchPart(batch, None)] if size is None else split(batch, size)
 
     def num_samples(self, batch: Any, *, by_splitting: bool = False) -> int | None:
         """Return the number of samples of a batch, and remember the largest.
@@ -106,8 +93,9 @@ class MicroBatchSize:
             by_splitting: Call a splitter to count; else None is returned where there is one.
         """
         if self.splitter is None:
-            layout = self._layout(batch)
-            count = layout.num_samples if layout is not None else None
+            if self._last_counted is None or self._last_counted[0] is not batch:
+                self._last_counted = (batch, num_samples(batch))
+            count = self._last_counted[1]
         else:
             count = len(split(batch, 1, self.splitter)) if by_splitting else None
         self.largest = max(self.largest, count or 0)
@@ -162,7 +150,7 @@ class MicroBatchSize:
         Args:
             model: Trained by several ranks, whose gradients are not averaged yet; all of them must call this.
         """
-        self._last_read = None
+        self._last_counted = None
         was_halved = self._was_halved
         if model is not None:
             was_halved = ddp.average_gradients(model, also=float(was_halved)) > 0.0

@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.rnn import PackedSequence
 
 from lightning_eff.core.errors import is_out_of_memory
 from lightning_eff.microbatching import ddp
-from lightning_eff.microbatching.batch_tree import leaves
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
 from lightning_eff.microbatching.snapshot import StepSnapshot
-from lightning_eff.microbatching.splitting import MicroBatchPart
+from lightning_eff.microbatching.splitting import MicroBatchPart, leaves
 from lightning_eff.microbatching.window import Window
 
 RunPart = Callable[..., Any]
@@ -164,6 +162,5 @@ class OomRetry:
 
 def _versions(batch: Any) -> list[int]:
     """Return how often each tensor of a batch was changed in place, as torch counts it (private)."""
-    values = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves(batch)]
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
     return [tensor._version for tensor in tensors if not tensor.is_inference()]  # noqa: SLF001

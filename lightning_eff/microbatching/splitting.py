@@ -1,49 +1,41 @@
 """Split a batch into micro-batches along its samples.
 
-A batch is tensors in dicts, lists, tuples, named tuples, dataclasses and mappings. Samples lie along the
-first dimension of tensors; nested and packed tensors have one sample per item. Values without samples
-(numbers, strings, 0-d tensors, masks [1, ...]) go to every micro-batch unchanged. A list holds samples if its
-items show it, and is a container of tensors otherwise:
+A batch is tensors or arrays in dicts and other mappings, lists, tuples, named tuples and dataclasses. The
+samples of a tensor lie along its first dimension, those of a list without tensors (texts, labels) are its
+items, and all of them must have the same number. Numbers, strings and 0-d tensors, and masks [1, ...] beside
+larger tensors, go to every micro-batch unchanged.
 
-- inside another container, a list of strings or numbers, of dicts (targets), or of tensors of one kind whose
-  first dimensions do not fit the rest of the batch (images, token sequences);
-- as the full batch, items of one structure with a number or a string in each (an image and its label), dicts
-  whose tensors differ in length, token sequences of several lengths. A tuple is always a container then.
+Anything else is rejected, since any split would be a guess: samples of different shapes in a list, nested or
+packed tensors, objects. Pass a `splitter`.
 
-If that leaves two readings, or the tensors disagree on the number of samples, the batch is rejected, since
-any split would be a guess: pass a `splitter`.
-
-Slices are views: nothing is copied but nested and packed tensors. Containers are new in each micro-batch.
+Slices are views; containers are new in each micro-batch.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date, timedelta
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.microbatching.batch_tree import (
-    AmbiguousBatchError,
-    count_samples,
-    cut_tensor,
-    fields_of,
-    is_list,
-    is_number,
-    is_plain,
-    is_tensor,
-    items_of,
-    leaves,
-    rebuild,
-)
 
-MAX_INSPECTED = 16
-"""Items of a long list that are inspected to find out what it holds."""
 Splitter = Callable[[Any, int], Sequence[Any]]
 """Splits a batch into micro-batches of a number of samples: `splitter(batch, micro_batch_size)`."""
+SHARED = (
+    *(str, bytes, int, float, complex, bool, type(None), type, Enum, PurePath, date, timedelta, range),
+    *(torch.dtype, torch.device, torch.Size, torch.Generator),
+)
+"""Types of values that belong to no sample."""
+MAX_INSPECTED = 16
+"""Items of a list that are inspected for tensors: a list may hold a million numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,38 +46,36 @@ class MicroBatchPart:
     num_samples: int | None  # None if unknown
 
 
+class AmbiguousBatchError(Exception):
+    """The samples of a batch cannot be counted or cut."""
+
+
 def num_samples(batch: Any) -> int | None:
-    """Return the number of samples of a batch; None if it has none or its tensors disagree.
+    """Return the number of samples of a batch; None if its tensors disagree, or it has none.
 
     Example:
-        >>> import torch
         >>> num_samples({"tokens": torch.zeros(4, 7), "mask": torch.zeros(1, 7), "task": "copy"})
         4
-        >>> num_samples([torch.zeros(5), torch.zeros(3)]), num_samples((torch.zeros(5, 2), torch.zeros(3)))
-        (2, None)
+        >>> num_samples((torch.zeros(5, 2), torch.zeros(3)))
     """
     try:
-        return BatchLayout.read(batch).num_samples
+        return count_samples(batch)
     except AmbiguousBatchError:
         return None
 
 
-def split(
-    batch: Any, micro_batch_size: int, splitter: Splitter | None = None, layout: BatchLayout | None = None
-) -> list[MicroBatchPart]:
+def split(batch: Any, micro_batch_size: int, splitter: Splitter | None = None) -> list[MicroBatchPart]:
     """Split a batch into micro-batches of one size; the last one has the remainder.
 
     Args:
         batch: Tensors in containers; samples lie along the first dimension.
         micro_batch_size: Samples of a micro-batch, at least 1.
-        splitter: Used in place of the built-in rules.
-        layout: The batch's layout, if it was read already.
+        splitter: Used in place of the built-in rule.
 
     Raises:
         ConfigError: The batch is ambiguous, or the splitter returned nothing.
 
     Example:
-        >>> import torch
         >>> [part.batch["x"].tolist() for part in split({"x": torch.arange(5)}, 2)]
         [[0, 1], [2, 3], [4]]
     """
@@ -96,143 +86,128 @@ def split(
             raise ConfigError(key="splitter", value=batches, allowed=allowed)
         return [MicroBatchPart(micro_batch, num_samples(micro_batch)) for micro_batch in batches]
     try:
-        layout = layout or BatchLayout.read(batch)
+        total = count_samples(batch)
     except AmbiguousBatchError as error:
         allowed = f"a function of batch and size that returns a list, since the batch is ambiguous: {error}"
-        raise ConfigError(key="splitter", value=None, allowed=allowed) from None
-    total = layout.num_samples
+        remedy = "MicroBatch(splitter=lambda batch, size: [...])"
+        raise ConfigError(key="splitter", value=None, allowed=allowed, remedies=[remedy]) from None
     ends = [(first, min(total, first + micro_batch_size)) for first in range(0, total, micro_batch_size)]
-    return [MicroBatchPart(layout.cut(batch, first, last), last - first) for first, last in ends]
+    return [MicroBatchPart(_cut(batch, first, last, total), last - first) for first, last in ends]
 
 
-class BatchLayout:
-    """The number of samples of a batch, and which of its lists are lists of samples.
+def count_samples(batch: Any) -> int:
+    """Return the number of samples of a batch.
 
-    Args:
-        batch: Must outlive the layout, which keeps lists by identity.
-        inner_samples: Read lists of tensors inside the outermost container as lists of samples.
+    Raises:
+        AmbiguousBatchError: Its tensors and lists disagree, or it has something that cannot be cut.
+
+    Example:
+        >>> count_samples({"x": torch.zeros(4, 2), "names": ["a", "b", "c"]})
+        Traceback (most recent call last):
+        lightning_eff.microbatching.splitting.AmbiguousBatchError: batch.x has 4, batch.names has 3
     """
+    found = dict(_counts(batch, "batch"))
+    own = {count for count, may_be_shared in found.values() if not may_be_shared}
+    counts = own or {count for count, _ in found.values()}
+    if len(counts) != 1:
+        shown = [f"{path} has {count}" for path, (count, _) in found.items()]
+        raise AmbiguousBatchError(", ".join(shown[:6]) or "no tensor and no list")
+    (count,) = counts
+    if not count:
+        text = "no sample"
+        raise AmbiguousBatchError(text)
+    return count
 
-    def __init__(self, batch: Any, *, inner_samples: bool) -> None:
-        # Dicts in an inner list are targets, one per image of the list next to it.
-        has_targets = any(
-            is_list(item) and len(item) and isinstance(item[0], Mapping) for item in items_of(batch) or ()
-        )
-        self._inner_samples = inner_samples or has_targets
-        self._sample_lists: set[int] = set()
-        self._tensors: dict[str, tuple[int, bool]] = {}
-        self._lists: dict[str, int] = {}
-        self._visit(batch, "batch", is_outermost=True)
-        has_tensors = any(is_tensor(leaf) for leaf in leaves(batch, MAX_INSPECTED))
-        if not has_tensors and len(self._lists) > 1 and all("[" in path for path in self._lists):
-            text = "lists of strings or numbers in a list are either rows of samples or columns of fields"
+
+def leaves(value: Any, max_items: int | None = None) -> Iterator[Any]:
+    """Yield the values in the containers of a batch; of lists at most the first `max_items`."""
+    items = _items(value)
+    if items is None:
+        yield value
+        return
+    for item in items[: max_items if isinstance(value, (list, tuple)) else None]:
+        yield from leaves(item, max_items)
+
+
+def _counts(value: Any, path: str) -> Iterator[tuple[str, tuple[int, bool]]]:
+    """Yield path and samples of each tensor and list; and whether a tensor may be one mask for all."""
+    items = _items(value)
+    if items is not None and not _is_list_of_samples(value):
+        for name, item in zip(_names(value), items, strict=True):
+            yield from _counts(item, f"{path}{name}")
+    elif items is not None:
+        yield path, (len(items), False)
+    elif _is_array(value):
+        if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
+            text = f"{path} is a nested or sparse tensor, which only a splitter could cut"
             raise AmbiguousBatchError(text)
-        # Masks [1, ...] count only where nothing else does, and lists of samples have to agree with tensors.
-        own = {count for count, is_shared in self._tensors.values() if not is_shared}
-        counts = own or {count for count, _ in self._tensors.values()} or set(self._lists.values())
-        if len(counts) != 1 or not counts >= set(self._lists.values()):
-            found = {path: count for path, (count, _) in self._tensors.items()} | self._lists
-            shown = [f"{path} has {count}" for path, count in found.items()]
-            raise AmbiguousBatchError(", ".join(shown[:6]) or "no tensor and no list")
-        (self.num_samples,) = counts
-        if self.num_samples == 0:
-            text = "no sample"
-            raise AmbiguousBatchError(text)
-
-    @classmethod
-    def read(cls, batch: Any) -> BatchLayout:
-        """Return the first reading in which all tensors agree on the number of samples.
-
-        Raises:
-            AmbiguousBatchError: They agree in none.
-
-        Example:
-            >>> import torch
-            >>> BatchLayout.read({"x": torch.zeros(4, 2), "boxes": [torch.zeros(1, 4)] * 4}).num_samples
-            4
-        """
-        try:
-            return cls(batch, inner_samples=False)
-        except AmbiguousBatchError as error:
-            try:
-                return cls(batch, inner_samples=True)
-            except AmbiguousBatchError:
-                raise error from None
-
-    def _visit(self, value: Any, path: str, *, is_outermost: bool = False) -> None:
-        fields = fields_of(value)
-        if fields is not None:
-            for name, item in fields:
-                self._visit(item, f"{path}.{name}")
-        elif is_list(value):
-            if is_outermost:
-                are_samples = _are_samples(value)
-            else:
-                has_values = bool(value) and not any(is_tensor(leaf) for leaf in leaves(value, MAX_INSPECTED))
-                kinds = {_structure(item)[:2] for item in value[:MAX_INSPECTED]}
-                are_samples = has_values or (self._inner_samples and len(kinds) == 1)
-            if are_samples:
-                self._sample_lists.add(id(value))
-                self._lists[path] = len(value)
-                return
-            for index, item in enumerate(value):
-                self._visit(item, f"{path}[{index}]")
-        elif (count := count_samples(value)) is not None:
-            self._tensors[path] = count
-        elif not (is_plain(value) or is_tensor(value)):
-            text = f"{path} has type {type(value).__name__}, which only a splitter could cut"
-            raise AmbiguousBatchError(text)
-
-    def cut(self, value: Any, first: int, last: int, offsets: dict[int, Tensor] | None = None) -> Any:
-        """Return the samples from `first` up to `last`, in new containers.
-
-        Args:
-            value: The batch.
-            first: The first sample.
-            last: The one after the last.
-            offsets: New offsets by identity of the old ones, which jagged tensors share.
-        """
-        offsets = {} if offsets is None else offsets
-        if id(value) in self._sample_lists:
-            return rebuild(value, value[first:last])
-        items = items_of(value)
-        if items is not None:
-            return rebuild(value, [self.cut(item, first, last, offsets) for item in items])
-        count = count_samples(value)
-        if count is None or count[0] != self.num_samples or last - first == self.num_samples:
-            return value
-        return cut_tensor(value, first, last, offsets)
+        if len(value.shape):
+            is_mask = isinstance(value, Tensor) and (value.is_floating_point() or value.dtype == torch.bool)
+            yield path, (int(value.shape[0]), is_mask and value.shape[0] == 1 and value.dim() > 1)
+    elif not (isinstance(value, SHARED) or inspect.isroutine(value)):
+        text = f"{path} has type {type(value).__name__}, which only a splitter could cut"
+        raise AmbiguousBatchError(text)
 
 
-def _are_samples(items: Sequence[Any]) -> bool:
-    """Return whether a batch that is a list holds samples, by the rules of the module's docstring."""
-    inspected = items[:MAX_INSPECTED]
-    structures = {_structure(item) for item in inspected}
-    if isinstance(items, tuple) or len(structures) != 1:
-        return False
-    (structure,) = structures
-    if structure[0] == "tensor":  # token sequences: alike but for their length
-        lengths = {len(item) for item in items} if structure[1] else set()
-        return len(lengths) > 1 and len({tuple(item.shape[1:]) for item in items}) == 1
-    if structure[0] not in ("dict", "list"):
-        return structure[0] == "plain"
-    has_tensors = any(is_tensor(leaf) for leaf in leaves(inspected[0], MAX_INSPECTED))
-    if has_tensors and any(is_number(item) or isinstance(item, str) for item in items_of(inspected[0]) or ()):
-        return True
-    # Dicts of tensors are batches of several loaders if all agree on their number of samples, else samples.
-    counts = {count_samples(leaf) for item in inspected for leaf in leaves(item)} - {None}
-    return structure[0] == "dict" and len({count[0] for count in counts if count is not None}) > 1
+def _cut(value: Any, first: int, last: int, total: int) -> Any:
+    """Return the samples from `first` up to `last` of `total`, in new containers."""
+    items = _items(value)
+    if items is not None:
+        if _is_list_of_samples(value):
+            return type(value)(items[first:last])
+        return _rebuild(value, [_cut(item, first, last, total) for item in items])
+    is_cut = _is_array(value) and len(value.shape) and value.shape[0] == total and last - first < total
+    return value[first:last] if is_cut else value
 
 
-def _structure(value: Any) -> tuple[Any, ...]:
-    """Return what samples of one kind have in common: the kinds of their items, by name or in order."""
-    fields = fields_of(value)
-    if fields is not None:
-        return "dict", *((name, _structure(item)[0]) for name, item in fields)
-    if is_list(value):
-        return "list", *(_structure(item)[0] for item in value[:MAX_INSPECTED]), len(value)
-    if isinstance(value, PackedSequence):
-        return ("packed",)
-    if is_tensor(value):
-        return "tensor", value.ndim
-    return ("plain",) if is_plain(value) else ("unknown",)
+def _is_array(value: Any) -> bool:
+    """Return whether a value has samples along its first dimension: a tensor, an array, a TensorDict."""
+    return hasattr(value, "shape") and hasattr(value, "__getitem__")
+
+
+def _is_list_of_samples(value: Any) -> bool:
+    """Return whether a container is a list without tensors, such as texts, and not one of tensors."""
+    is_list = type(value) in (list, tuple) and len(value) > 0
+    return is_list and not any(_is_array(leaf) for leaf in leaves(value, MAX_INSPECTED))
+
+
+def _names(value: Any) -> list[str]:
+    """Return how the items of a container are written behind its name."""
+    if isinstance(value, Mapping):
+        return [f".{key}" for key in value]  # pyright: ignore[reportUnknownVariableType]
+    if dataclasses.is_dataclass(value):
+        return [f".{field.name}" for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    fields: Any = getattr(value, "_fields", None)
+    return [f".{name}" for name in fields] if fields else [f"[{index}]" for index in range(len(value))]
+
+
+def _items(value: Any) -> Sequence[Any] | None:
+    """Return the items of a container; None for any other value."""
+    if isinstance(value, SHARED) or _is_array(value):
+        return None
+    if isinstance(value, Mapping):
+        return list(value.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, name[1:]) for name in _names(value)]
+    # PackedSequence is a named tuple whose tensors have no samples along any dimension.
+    is_list = isinstance(value, (list, tuple)) and not isinstance(value, torch.nn.utils.rnn.PackedSequence)
+    return value if is_list else None
+
+
+def _rebuild(value: Any, items: Sequence[Any]) -> Any:
+    """Return a copy of a container with other items."""
+    if isinstance(value, tuple):
+        named: Any = type(value)  # pyright: ignore[reportUnknownVariableType]
+        return named._make(items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return list(items)
+    if isinstance(value, Mapping):
+        mapping: Mapping[Any, Any] = value
+        result: Any = copy.copy(mapping) if hasattr(mapping, "__setitem__") else {}
+        for key, item in zip(mapping, items, strict=True):
+            result[key] = item
+        return result
+    result = copy.copy(value)
+    for name, item in zip(_names(value), items, strict=True):
+        object.__setattr__(result, name[1:], item)  # the dataclass may be frozen
+    return result

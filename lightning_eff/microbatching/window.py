@@ -22,6 +22,7 @@ power of two does not round. Without weights a sample weighs 1 and ranks count a
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -29,6 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from lightning_eff.core.errors import ConflictWarning
 
 WindowState = tuple[int | None, float, float | None]
 """What a window has counted: samples of its first batch, batches, and weight."""
@@ -72,6 +75,7 @@ class Window:
         self._sum_over_ranks = (sum_over_ranks or _sum_over_default_group) if num_ranks > 1 else float
         self._scale_gradients = scale_gradients
         self.reference = 0.0
+        self._has_warned = False
         self.begin(1)
 
     def begin(self, num_batches: int) -> None:
@@ -119,6 +123,13 @@ class Window:
             )
             raise ValueError(text)
         fraction = num_samples / batch_samples if num_samples and batch_samples else 1.0  # of its batch
+        if weight is None and num_samples is None and self._num_batches > 1 and not self._has_warned:
+            self._has_warned = True
+            text = (
+                "the samples of a batch cannot be counted, so each batch of a step weighs the same, also a "
+                'smaller one: return {"loss": ..., "weight": num_samples} from training_step'
+            )
+            warnings.warn(text, ConflictWarning, stacklevel=2)
         if weight is None:
             # loss_i * n_i / (num_batches * n_first), as one division or none: full windows without weights
             # give the bits of Lightning's `loss / accumulate_grad_batches`.

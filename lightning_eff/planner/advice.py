@@ -7,7 +7,6 @@ is on are listed with the reason. Times are by arithmetic (report/roofline.py).
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,13 +18,12 @@ from lightning_eff.planner.device_memory import MemoryForecast
 
 if TYPE_CHECKING:
     from lightning_eff.planner.advised_recipe import AdvisedRecipe
-    from lightning_eff.planner.advised_script import AdvisedScript
 
 MIN_SAVING = 0.01
 """Fraction of the peak that a technique must save to be worth its cost."""
 
 Options = tuple[str, ...]
-"""A technique as it is typed: overrides of a recipe, or a constructor call for a script."""
+"""A technique as it is typed: overrides of a recipe."""
 ADAPTERS: Options = ("+callbacks=peft_adapter",)
 """Trains other parameters than the recipe: tried, but never chosen."""
 TRIED_MICRO_BATCHES = 8
@@ -135,15 +133,15 @@ def mutually_exclusive(first: Options, second: Options) -> bool:
     Example:
         >>> mutually_exclusive(("precision=bf16_mixed",), ("precision=bf16_true",))
         True
-        >>> mutually_exclusive(("MicroBatch(micro_batch_size=4)",), ("GradientCheckpointing()",))
+        >>> mutually_exclusive(("+callbacks=micro_batch",), ("+callbacks=gradient_checkpointing",))
         False
     """
-    # A callback that a recipe adds is compared as a whole, a group and a class by their names.
-    names = [word if word.startswith("+") else re.split("[=(]", word)[0] for word in (first[0], second[0])]
+    # A callback that a recipe adds is compared as a whole, a group by its name.
+    names = [word if word.startswith("+") else word.split("=")[0] for word in (first[0], second[0])]
     return names[0] == names[1]
 
 
-def advise(training: AdvisedRecipe | AdvisedScript, *, budget_s: float = 60.0) -> Advice:
+def advise(training: AdvisedRecipe, *, budget_s: float = 60.0) -> Advice:
     """Predict a training with each candidate, then with the best of them and each other one, until it fits.
 
     Args:
@@ -178,7 +176,7 @@ def advise(training: AdvisedRecipe | AdvisedScript, *, budget_s: float = 60.0) -
 
 
 def _try(
-    training: AdvisedRecipe | AdvisedScript, before: Options, candidate: Options, now: MemoryForecast
+    training: AdvisedRecipe, before: Options, candidate: Options, now: MemoryForecast
 ) -> tuple[Saving, MemoryForecast | None]:
     """Predict the step with a candidate in addition to the options before it."""
     try:

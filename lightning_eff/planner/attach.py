@@ -1,4 +1,4 @@
-"""Add report and advice to a script without changes to it: `LIGHTNING_EFF_REPORT=1 python train.py`.
+"""Add the efficiency report to a script without changes to it: `LIGHTNING_EFF_REPORT=1 python train.py`.
 
 Whenever a Trainer is constructed, Lightning calls the entry point `lightning.pytorch.callbacks_factory` of
 every installed package. This one returns nothing, and imports nothing, unless the variable is set.
@@ -32,7 +32,7 @@ def refuse_legacy() -> list[Any]:
 
 
 def callbacks() -> list[Any]:
-    """Return the callbacks that report and advise, if the environment variable is set.
+    """Return the report, if the environment variable is set.
 
     Example:
         >>> callbacks()
@@ -41,6 +41,5 @@ def callbacks() -> list[Any]:
     if os.environ.get(VARIABLE, "").strip().lower() in OFF:
         return []
     from lightning_eff.monitors.efficiency_report import EfficiencyReport
-    from lightning_eff.planner.advise_after import Advise
 
-    return [EfficiencyReport(), Advise()]
+    return [EfficiencyReport()]

@@ -63,7 +63,6 @@ class DeviceMemory:
         device: str,
         root: torch.device,
         *,
-        held_bytes: int = 0,
         limit: host_memory.HostMemoryLimit | None = None,
     ) -> DeviceMemory:
         """Look up a device.
@@ -71,7 +70,6 @@ class DeviceMemory:
         Args:
             device: A known name; empty for the run's device.
             root: The run's device.
-            held_bytes: What this process has allocated and a prediction counts again.
             limit: Limit of host memory before the run; None reads the current one.
 
         Example:
@@ -83,8 +81,7 @@ class DeviceMemory:
         if not found.capability:
             limit = limit or host_memory.host_memory_limit()
             name = f"{found.name} ({limit.name})" if limit.name else found.name
-            taken = max(0, limit.taken_bytes - held_bytes)
-            return cls(name, limit.num_bytes, device=found, taken_bytes=taken)
+            return cls(name, limit.num_bytes, device=found, taken_bytes=limit.taken_bytes)
         workspace = HOPPER_WORKSPACE_BYTES if found.capability == HOPPER else WORKSPACE_BYTES
         return cls(found.name, found.memory_bytes, is_cuda=True, workspace_bytes=workspace, device=found)
 

@@ -149,30 +149,6 @@ class _Endless(IterableDataset[Any]):
         raise NotImplementedError
 
 
-def skeleton(value: Any) -> Any:
-    """Copy a value, such as a batch, onto the meta device, with real memory only for small integer tensors.
-
-    `Fakes.of` accepts the copy, on any machine.
-
-    Example:
-        >>> layer = skeleton(nn.Linear(4, 2))
-        >>> layer.weight.shape, layer.weight.device
-        (torch.Size([2, 4]), device(type='meta'))
-    """
-    storages: dict[Any, Any] = {}
-    default_deepcopy: Any = Tensor.__deepcopy__
-
-    def bare(real: Tensor, memo: dict[int, Any]) -> Tensor:
-        if real.layout != torch.strided or type(real) not in PLAIN:
-            return default_deepcopy(real, memo)
-        if not real.is_floating_point() and real.numel() <= SMALL:
-            return real.detach().cpu().clone()
-        return _like(real, storages, torch.device("meta"))
-
-    with real_tensors():  # outside of the modes that count operations and bytes
-        return _copied(value, bare)
-
-
 def _copied(value: Any, make: Callable[[Tensor, dict[int, Any]], Any]) -> Any:
     """Deep-copy a value, its tensors replaced by `make(tensor, memo)`; fakes are kept."""
 

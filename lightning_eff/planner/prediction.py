@@ -41,7 +41,6 @@ OBSERVERS = (
 """Lightning's callbacks that observe, need values or write files, and take no memory of the step."""
 OBSERVER_MODULES = (
     "lightning_eff.monitors.",
-    "lightning_eff.planner.",
     "lightning_eff.callbacks.data_preload",
 )
 """The same of this package, and the one that starts processes to load data."""

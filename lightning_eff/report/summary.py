@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_eff.core.text import human_bytes, human_count, text_table
 from lightning_eff.report.html import render_page
+from lightning_eff.report.recording import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, TEMPORARIES
 from lightning_eff.report.throughput import Throughput
 
 FIGURES = {
@@ -22,6 +24,14 @@ FIGURES = {
     "data_wait_share": ("data wait", lambda x: f"{x:.1%}"),
 }
 """Label and format of each measured number, in the order shown."""
+LOWERED_BY = {
+    ACTIVATIONS: "callbacks/gradient_checkpointing, callbacks/micro_batch, precision/bf16_mixed",
+    TEMPORARIES: "callbacks/micro_batch",
+    GRADIENTS: "optimizer/in_backward, callbacks/peft_adapter, strategy/deepspeed_zero",
+    STATE: "optimizer/adamw_8bit_bnb, optimizer/cpu_offload, callbacks/peft_adapter, strategy/deepspeed_zero",
+    PARAMETERS: "precision/bf16_true, precision/quantized_base, strategy/fsdp2",
+}
+"""Techniques that lower a category of memory, by the names of `lightning-eff ls`."""
 
 
 def json_safe(value: Any) -> Any:
@@ -77,6 +87,13 @@ def report_text(report: Mapping[str, Any]) -> str:
     lines = [f"{report['title']}. {run_verdict(report)}"]
     shown = " | ".join(f"{label} {value}" for label, value in key_figures(report))
     lines += [f" {shown}"] if shown else []
+    peak: Mapping[str, Any] = report.get("memory") or {}
+    held = Counter({name: size for name, size in peak.get("by_category", {}).items() if size}).most_common()
+    if held:
+        sizes = ", ".join(f"{name} {human_bytes(size)}" for name, size in held)
+        techniques = LOWERED_BY.get(held[0][0])
+        lines.append(f" at the peak ({peak['phase']}): {sizes}")
+        lines += [f" {held[0][0]} are lowered by: {techniques}"] if techniques else []
     rows = [[row["technique"], row["status"], row["did"]] for row in report["ledger"]]
     if rows:
         lines.append(text_table(["technique", "status", "what it did"], rows))

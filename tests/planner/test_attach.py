@@ -1,4 +1,4 @@
-"""The environment variable adds report and advice to a script."""
+"""The environment variable adds the report to a script."""
 
 from __future__ import annotations
 

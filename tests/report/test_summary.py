@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+from lightning_eff.core import catalog
 from lightning_eff.report import summary
 from lightning_eff.report.throughput import Throughput
 
@@ -91,3 +92,15 @@ def test_json_safe_is_strict_json() -> None:
     value = summary.json_safe({"a": [math.inf, (1, None)], 2: {"b": -math.inf, "c": True}})
     assert value == {"a": ["inf", [1, None]], "2": {"b": "-inf", "c": True}}
     json.dumps(value, allow_nan=False)
+
+
+def test_the_categories_at_the_peak_and_the_techniques_that_lower_the_largest_are_listed() -> None:
+    by_category = {"parameters": 2**20, "gradients": 0, "activations": 3 * 2**20}
+    text = summary.report_text(make_report(memory={"phase": "backward", "by_category": by_category}))
+    assert " at the peak (backward): activations 3.0 MiB, parameters 1.0 MiB\n" in text
+    assert " activations are lowered by: callbacks/gradient_checkpointing, callbacks/micro_batch" in text
+
+
+def test_every_technique_that_lowers_memory_is_one_that_can_be_listed() -> None:
+    known = {entry.name for entry in catalog.options()}
+    assert {name for names in summary.LOWERED_BY.values() for name in names.split(", ")} <= known
