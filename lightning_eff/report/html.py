@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 import leather
+from leather import svg
 from typing_extensions import override
 
 WIDTH, HEIGHT, BAR_HEIGHT = 900, 280, 26
@@ -64,7 +65,7 @@ def line_chart(
     chart.add_x_axis(name=x_name)
     chart.add_y_axis(name=y_name)
     chart.add_line(shown, stroke_color="var(--c0)", width=1.5)
-    return str(chart.to_svg(width=WIDTH, height=HEIGHT))
+    return _inline(chart, HEIGHT)
 
 
 def bar_chart(values: Mapping[str, float], unit: str) -> str:
@@ -76,7 +77,7 @@ def bar_chart(values: Mapping[str, float], unit: str) -> str:
     chart = leather.Chart()
     chart.add_x_axis(name=unit)
     chart.add_bars(shown, fill_color="var(--c0)")
-    return str(chart.to_svg(width=WIDTH, height=130 + BAR_HEIGHT * len(shown)))
+    return _inline(chart, 130 + BAR_HEIGHT * len(shown))
 
 
 class _Area(leather.Line):
@@ -109,4 +110,9 @@ def memory_chart(timeline: Sequence[Mapping[str, Any]], categories: Sequence[str
             edge = [*enumerate(above), *reversed(list(enumerate(below)))]
             chart.add_series(leather.Series(edge, name=name), _Area(f"var(--c{color})", 0.5))
             below = above
-    return str(chart.to_svg(width=WIDTH, height=HEIGHT))
+    return _inline(chart, HEIGHT)
+
+
+def _inline(chart: leather.Chart, height: int) -> str:
+    """Return a chart as an element of HTML, which scales with the page and needs no name space."""
+    return f'<svg viewBox="0 0 {WIDTH} {height}">{svg.stringify(chart.to_svg_group(WIDTH, height))}</svg>'
