@@ -33,6 +33,7 @@ PUBLIC = {
     "adapt": "lightning_eff.callbacks.peft_adapter",
     "apply": "lightning_eff.core.model_surgery",
     "compare": "lightning_eff.comparison.modules",
+    "comparison_table": "lightning_eff.comparison.result_table",
     "compile_in_place": "lightning_eff.callbacks.torch_compile",
     "explain_tiles": "lightning_eff.kernels.tiles",
     "gemm": "lightning_eff.kernels.matmul",

@@ -17,17 +17,24 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.commands._shared import VerbParser
-from lightning_eff.comparison import result_table, subprocess_trial
-from lightning_eff.comparison.html_page import render_page
-from lightning_eff.comparison.rounds import TrialRounds
+from lightning_eff.commands._shared import VerbParser, print_json
+from lightning_eff.comparison.result_table import (
+    BASELINE,
+    MEASURED,
+    comparison_page,
+    comparison_table,
+    describe_noise,
+)
+from lightning_eff.comparison.rounds import Trial, TrialRounds
+from lightning_eff.comparison.subprocess_trial import REPORT_FILE, TRAINING_FRACTION
 from lightning_eff.comparison.trial_plan import (
     AS_IT_IS,
-    BASELINE,
-    PlannedTrial,
+    COMBINED,
+    bare_trial,
     combine_trials,
+    helpful,
+    merge_overrides,
     single_technique_trials,
-    user_trial,
 )
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.overrides import parse_overrides
@@ -60,19 +67,12 @@ options:
   --limit-s N             seconds after which a trial is killed (180); after a third it starts no more steps
   --only NAME,...         these rows besides the baseline; * matches anything
   --row 'OVERRIDES'       a row of your own; may be repeated
-  --optimizers            all optimizers, not only those that save memory by design
   --fresh                 measure everything anew; otherwise earlier measurements are reused
   --config-dir DIR        a folder of your own with groups and recipes, or a package of options: pkg://NAME
   --json                  print the rows as JSON on the standard output
   --debug                 full tracebacks"""
 
 RESULT_FILE, PAGE_FILE = "compare.json", "compare.html"
-FASTER, SMALLER = 1.1, 0.97
-"""Ratios from which a technique helps: speed beyond a busy machine's noise, or memory, which is exact."""
-SAME_LOSS = 0.02
-"""Fraction of the loss by which a technique that helps may change it."""
-TRAINING_FRACTION = 1 / 3
-"""Of a trial's time limit; compiling and the last batch come on top."""
 OWN_GROUPS = ("callbacks", "precision", "strategy")
 """Groups that a row sets itself; the user's settings of them hold for the recipe as it is."""
 
@@ -80,45 +80,44 @@ OWN_GROUPS = ("callbacks", "precision", "strategy")
 def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
     options = _parse(arguments)
-    work = _Work(options)
-    values = compose_recipe(options.recipe, options.overrides, work.path).values
+    values = compose_recipe(options.recipe, options.overrides, RecipePath.of(options.config_dir)).values
     # The folder is named by the settings: the same command finds its results again.
     settings = [options.recipe, options.overrides, options.steps, [str(d) for d in options.config_dir]]
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
     folder = (Path(values["output_root"]) / "compare" / f"{options.recipe}-{digest}").resolve()
     if options.fresh:
         shutil.rmtree(folder / "rounds", ignore_errors=True)
-    comparison = TrialRounds(folder, work.run, lambda line: sys.stderr.write(f" {line}\n"))
+    comparison = TrialRounds(folder, options.limit_s)
     started = time.monotonic()
     try:
-        _measure(options, values, work, comparison)
+        _measure(options, values, comparison)
     finally:  # what was measured before an interruption is reported too
         shutil.rmtree(folder / "runs", ignore_errors=True)
         rows = comparison.table_rows()
         reports = [result.report for result in comparison.results.get(BASELINE, []) if result.report]
-        content = {
+        content = json_safe({
             "recipe": options.recipe,
             "command": shlex.join(["lightning-eff", "compare", *arguments]),
             "steps": options.steps,
             "rounds": options.rounds,
             "environment": reports[0].get("environment", {}) if reports else {},
             "rows": [asdict(row) for row in rows],
-        }
+        })  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RESULT_FILE).write_text(json.dumps(json_safe(content), indent=1), encoding="utf-8")
-        (folder / PAGE_FILE).write_text(render_page(content, rows), encoding="utf-8")
+        (folder / RESULT_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        (folder / PAGE_FILE).write_text(comparison_page(content, rows), encoding="utf-8")
     if options.json:
-        sys.stdout.write((folder / RESULT_FILE).read_text(encoding="utf-8") + "\n")
+        print_json(content)
     else:
         rounds = f"{options.rounds} round{'s' if options.rounds > 1 else ''}"
         summary = f" {options.steps} steps per trial, {rounds}, {time.monotonic() - started:.0f} s"
-        lines = [result_table.format_rows(rows), *result_table.format_noise(rows)]
-        sys.stdout.writelines(f"{line}\n" for line in [*lines, f"{summary}; {folder / PAGE_FILE}"])
-    return EXIT_OK if any(row.status == result_table.MEASURED for row in rows) else EXIT_FAILED
+        lines = [comparison_table(rows), f" {describe_noise(rows)}", f"{summary}; {folder / PAGE_FILE}"]
+        sys.stdout.writelines(f"{line}\n" for line in lines if line.strip())
+    return EXIT_OK if any(row.status == MEASURED for row in rows) else EXIT_FAILED
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = VerbParser("compare", "--optimizers", "--fresh")
+    parser = VerbParser("compare", "--fresh")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=180.0)
@@ -132,124 +131,85 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _measure(options: argparse.Namespace, values: dict[str, Any], work: _Work, rounds: TrialRounds) -> None:
+def _measure(options: argparse.Namespace, values: dict[str, Any], comparison: TrialRounds) -> None:
     """Run all rounds; the trials that helped alone are combined after the second one."""
-    own = [user_trial(line, values) for line in options.row]
-    trials = [*single_technique_trials(values, optimizers=options.optimizers), *own]
-    runnable: list[PlannedTrial] = []
-    for trial in _selected(trials, options.only, {trial.name for trial in own}):
-        reason = work.refusal(trial)
+
+    def trial(name: str, own: list[str]) -> Trial:
+        words = [options.recipe, *_overrides(options, own), *RecipePath.of(options.config_dir).options()]
+        return Trial(name, own, functools.partial(train_recipe, words))
+
+    planned: dict[str, list[str]] = {}
+    for name, own in _selected(options, values).items():
+        reason = _refusal(options, own)
         if reason is None:
-            runnable.append(trial)
+            planned[name] = own
         else:
-            rounds.add_refused(trial, reason)
-    runnable.insert(1, PlannedTrial(AS_IT_IS, None))
-    first_rounds = range(1, min(2, options.rounds) + 1)
-    for number in first_rounds:
-        rounds.run_round(number, runnable)
-    rows, helped = rounds.table_rows(), list[PlannedTrial]()
-    rows.sort(key=lambda row: (row.peak_ratio or 1.0) / (row.speed_ratio or 1.0))  # the most helpful first
-    for row in rows:
-        is_measured = row.status == result_table.MEASURED and not row.reason
-        is_same = row.loss is None or abs(row.loss_difference or 0.0) <= SAME_LOSS * abs(row.loss)
-        is_better = (row.speed_ratio or 1.0) > FASTER or (row.peak_ratio or 1.0) < SMALLER
-        if is_measured and is_same and is_better and row.technique not in (BASELINE, AS_IT_IS):
-            helped.append(rounds.trials[row.technique])
-    combined = combine_trials(helped, lambda trial: work.refusal(trial) is None)
-    if combined is not None:
-        runnable.append(combined)
-        for number in first_rounds:
-            rounds.run_round(number, [combined])
-    for number in range(len(first_rounds) + 1, options.rounds + 1):
-        rounds.run_round(number, runnable)
-    work.predict(runnable, rounds)
+            comparison.add_refused(name, own, reason)
+    trials = [trial(name, own) for name, own in planned.items()]
+    trials.insert(1, trial(AS_IT_IS, []))
+    for number in range(1, options.rounds + 1):
+        comparison.run_round(number, trials)
+        if number == min(2, options.rounds):
+            helped = [planned[name] for name in helpful(comparison.table_rows())]
+            combined = combine_trials(helped, lambda own: _refusal(options, own) is None)
+            if combined is not None:
+                trials.append(trial(COMBINED, combined))
+                for earlier in range(1, number + 1):
+                    comparison.run_round(earlier, trials[-1:])
 
 
-def _selected(trials: Sequence[PlannedTrial], only: str | None, own: set[str]) -> list[PlannedTrial]:
-    """Return the trials that `--only` names, besides the baseline and the user's own."""
-    if only is None:
-        return list(trials)
-    kept, names = {BASELINE, *own}, [trial.name for trial in trials]
-    for pattern in [word.strip() for word in only.split(",") if word.strip()]:
-        matching = {name for name in names if fnmatch(name, pattern)}
-        if not matching:
-            text = f"compare: no row is called {pattern!r}; {suggest_name(pattern, set(names))}"
-            raise UsageError(text)
-        kept |= matching
-    return [trial for trial in trials if trial.name in kept]
+def _selected(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the baseline, the trials that `--only` names, and the user's own on top of the baseline."""
+    trials = single_technique_trials(values)
+    if options.only is not None:
+        kept = {BASELINE}
+        for pattern in [word.strip() for word in options.only.split(",") if word.strip()]:
+            matching = [name for name in trials if fnmatch(name, pattern)]
+            if not matching:
+                text = f"compare: no row is called {pattern!r}; {suggest_name(pattern, set(trials))}"
+                raise UsageError(text)
+            kept.update(matching)
+        trials = {name: own for name, own in trials.items() if name in kept}
+    for row in options.row:
+        lines = [str(item.input_line) for item in parse_overrides(row.split())]
+        trials[row] = merge_overrides(bare_trial(values), lines)
+    return trials
 
 
-class _Work:
-    """Checks, runs and predicts trials of one recipe; each trial is composed once in this process."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.path = RecipePath.of(options.config_dir)
-        self._options = options
-        self._values: dict[PlannedTrial, dict[str, Any]] = {}
-
-    def _compose(self, trial: PlannedTrial) -> dict[str, Any]:
-        if trial not in self._values:
-            composed = compose_recipe(self._options.recipe, self.overrides(trial), self.path)
-            self._values[trial] = composed.values
-        return self._values[trial]
-
-    def overrides(self, trial: PlannedTrial) -> list[str]:
-        """Return the overrides of a trial: the user's, its own, and those that all trials share."""
-        seconds = int(self._options.limit_s * TRAINING_FRACTION)
-        clock = f"00:{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"  # as Lightning writes it
-        shared = [f"trainer.max_steps={self._options.steps}", f'trainer.max_time="{clock}"']
-        shared += ["trainer.limit_val_batches=0", "logger=none"]
-        own = [] if trial.callbacks is None else trial.overrides()
-        replaced = {line.partition("=")[0].lstrip("+~") for line in (*own, *shared)}
-        groups = OWN_GROUPS if own else ()
-        user = [
-            str(item.input_line)
-            for item in parse_overrides(self._options.overrides)
-            if item.key_or_group not in replaced and item.key_or_group.partition(".")[0] not in groups
-        ]
-        return [*user, *own, *shared]
-
-    def refusal(self, trial: PlannedTrial) -> str | None:
-        """Return why a trial cannot run here, in one line; None if it can."""
-        from lightning_eff.core import rules
-        from lightning_eff.run import build_trainer
-
-        try:
-            with redirect_stdout(sys.stderr):
-                trainer = build_trainer(self._compose(trial))
-            findings = rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
-            rules.raise_rejected(findings)
-        except PRE_RUN_ERRORS as error:
-            return root_cause_line(error).splitlines()[0]
-        return None
-
-    def run(self, trial: PlannedTrial, folder: Path) -> result_table.TrialResult:
-        """Train a trial in a process of its own, which composes it there once more."""
-        words = [self._options.recipe, *self.overrides(trial), f'hydra.run.dir="{folder / "run"}"']
-        words += [*self.path.options(), "--json"]
-        work = functools.partial(train, words)
-        return subprocess_trial.run(work, folder=folder, limit_s=self._options.limit_s)
-
-    def predict(self, trials: Sequence[PlannedTrial], comparison: TrialRounds) -> None:
-        """Add each trial's predicted peak, for runs on one device."""
-        from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
-        from lightning_eff.planner.dry_run import dry_run, example_batch_of, resolve_precision
-        from lightning_eff.run import build_trainer
-
-        for trial in trials:
-            values = self._compose(trial)
-            with redirect_stdout(sys.stderr):
-                trainer = build_trainer(values)
-            if trainer.world_size == 1:
-                room = DeviceMemory.of("", trainer.strategy.root_device)
-                prediction = dry_run(resolve_precision(values, room), example_batch_of(values))
-                comparison.predicted_bytes[trial.name] = MemoryForecast(prediction, room).num_bytes
+def _overrides(options: argparse.Namespace, own: Sequence[str]) -> list[str]:
+    """Return the overrides of a trial: the user's, its own, and those that all trials share."""
+    seconds = int(options.limit_s * TRAINING_FRACTION)  # of a Trainer, whole ones
+    shared = [f"trainer.max_steps={options.steps}", f"trainer.max_time={{seconds:{seconds}}}"]
+    later = merge_overrides(own, [*shared, "trainer.limit_val_batches=0", "logger=none"])
+    replaced = {line.partition("=")[0].lstrip("+~") for line in later}
+    groups = OWN_GROUPS if own else ()
+    user = [
+        str(item.input_line)
+        for item in parse_overrides(options.overrides)
+        if item.key_or_group not in replaced and item.key_or_group.partition(".")[0] not in groups
+    ]
+    return [*user, *later]
 
 
-def train(words: Sequence[str], folder: Path) -> int:
-    """Run `lightning-eff train` in this process, with the standard output in `REPORT_FILE` of `folder`."""
+def _refusal(options: argparse.Namespace, own: Sequence[str]) -> str | None:
+    """Return why a trial cannot run here, in one line; None if it can."""
+    from lightning_eff.core import rules
+    from lightning_eff.run import build_trainer
+
+    try:
+        path = RecipePath.of(options.config_dir)
+        with redirect_stdout(sys.stderr):
+            trainer = build_trainer(compose_recipe(options.recipe, _overrides(options, own), path).values)
+        findings = rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
+        rules.raise_rejected(findings)
+    except PRE_RUN_ERRORS as error:
+        return root_cause_line(error).splitlines()[0]
+    return None
+
+
+def train_recipe(words: Sequence[str], folder: Path) -> int:
+    """Run `lightning-eff train` in this process, with its JSON in `REPORT_FILE` of `folder`."""
     from lightning_eff.commands.train import main
 
-    path = folder / subprocess_trial.REPORT_FILE
-    with path.open("w", encoding="utf-8") as report, redirect_stdout(report):
-        return main(words)
+    with (folder / REPORT_FILE).open("w", encoding="utf-8") as report, redirect_stdout(report):
+        return main([*words, f'hydra.run.dir="{folder / "run"}"', "--json"])

@@ -7,17 +7,15 @@ import hashlib
 import inspect
 import json
 import pickle  # to distinguish values: nothing is unpickled here
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.comparison import subprocess_trial
-from lightning_eff.comparison.result_table import ComparisonRow, TrialResult
-from lightning_eff.comparison.rounds import TrialRounds
-from lightning_eff.comparison.trial_plan import BASELINE, PlannedTrial
+from lightning_eff.comparison.result_table import BASELINE, ComparisonRow
+from lightning_eff.comparison.rounds import Trial, TrialRounds
+from lightning_eff.comparison.subprocess_trial import REPORT_FILE, TRAINING_FRACTION
 from lightning_eff.core.errors import EXIT_OK, ConfigError
 
 QUIET: dict[str, Any] = {
@@ -48,7 +46,7 @@ def compare(
             `baseline`, which is added without keywords if it is missing.
         max_steps: Optimizer steps of a trial, at least 6: the first ones are not timed.
         rounds: Number of times that each trial runs.
-        limit_s: Seconds after which a trial is killed.
+        limit_s: Seconds after which a trial is killed; after a third it starts no more steps.
         seed: Of each process before it builds.
         folder: For the results; results in it are reused. None for a temporary one.
 
@@ -63,58 +61,35 @@ def compare(
     for key, value, least in (("max_steps", max_steps, 6), ("rounds", rounds, 1)):
         if value < least:
             raise ConfigError(key=key, value=value, allowed=f"at least {least}")
-    shared = (f"build={_fingerprint(build)}", f"seed={seed}", f"max_steps={max_steps}")
-    keywords = {BASELINE: {}, **{name: {**own} for name, own in trials.items()}}
-    planned = [PlannedTrial(name, settings=(*shared, *_describe(own))) for name, own in keywords.items()]
-
-    def run(trial: PlannedTrial, files: Path) -> TrialResult:
-        work = functools.partial(_fit, build, {"max_steps": max_steps, **keywords[trial.name]}, seed)
-        return subprocess_trial.run(work, folder=files, limit_s=limit_s)
-
+    max_time = {"seconds": limit_s * TRAINING_FRACTION}
+    planned: list[Trial] = []
+    for name, own in {BASELINE: {}, **trials}.items():
+        keywords = {"max_steps": max_steps, **own}
+        train = functools.partial(train_module, build, {"max_time": max_time, **keywords}, seed)
+        planned.append(Trial(name, [f"digest={_digest(build, keywords, seed)}"], train))
     temporary = tempfile.TemporaryDirectory(prefix="compare-") if folder is None else nullcontext(folder)
     with temporary as results:
-        comparison = TrialRounds(Path(results), run, lambda line: sys.stderr.write(f" {line}\n"))
+        comparison = TrialRounds(Path(results), limit_s)
         for number in range(1, rounds + 1):
             comparison.run_round(number, planned)
         return comparison.table_rows()
 
 
-def _fingerprint(build: Callable[..., Any]) -> str:
-    """Return a function's name and a digest of its arguments and its file: other code has other results."""
+def _digest(build: Callable[..., Any], keywords: Mapping[str, Any], seed: int) -> str:
+    """Return a digest of what a trial runs, with the source file of `build`: other code has other results."""
     try:
-        pickled = pickle.dumps(build)  # a function by its name, a partial with its arguments
+        content = pickle.dumps((build, dict(keywords), seed))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        allowed = f"a function of a module or script, which another process can call ({error})"
+        allowed = f"a function of a module or script, and keywords that another process can receive ({error})"
         raise ConfigError(key="build", value=getattr(build, "__qualname__", build), allowed=allowed) from None
-    function = getattr(build, "func", build)
-    try:
-        code = Path(inspect.getfile(function)).read_bytes()
-    except (TypeError, OSError):
-        code = b""
-    return f"{getattr(function, '__qualname__', function)}-{hashlib.sha256(code + pickled).hexdigest()[:8]}"
+    with suppress(TypeError, OSError):  # a builtin has no file
+        content += Path(inspect.getfile(getattr(build, "func", build))).read_bytes()
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _describe(keywords: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a trial's keywords as text that is the same in the next process."""
-    from lightning_eff.core.technique import Technique, config_of, name_of
-
-    def described(value: Any) -> str:
-        if isinstance(value, (list, tuple)):
-            return f"[{', '.join(map(described, value))}]"
-        if isinstance(value, Technique):
-            return f"{name_of(value)}({', '.join(f'{k}={v}' for k, v in config_of(value).items())})"
-        if isinstance(value, (str, int, float, bool, type(None))):
-            return str(value)
-        try:
-            state = pickle.dumps(value)
-        except (pickle.PicklingError, AttributeError, TypeError):
-            return type(value).__name__
-        return f"{type(value).__name__}-{hashlib.sha256(state).hexdigest()[:8]}"
-
-    return tuple(f"{key}={described(value)}" for key, value in keywords.items())
-
-
-def _fit(build: Callable[[], tuple[Any, Any]], keywords: Mapping[str, Any], seed: int, folder: Path) -> int:
+def train_module(
+    build: Callable[[], tuple[Any, Any]], keywords: Mapping[str, Any], seed: int, folder: Path
+) -> int:
     """Train in the trial's own process and write the efficiency report."""
     import lightning.pytorch as pl
 
@@ -129,5 +104,5 @@ def _fit(build: Callable[[], tuple[Any, Any]], keywords: Mapping[str, Any], seed
     trainer = pl.Trainer(**settings)
     is_module = isinstance(data, pl.LightningDataModule)
     trainer.fit(module, **{"datamodule" if is_module else "train_dataloaders": data})
-    (folder / subprocess_trial.REPORT_FILE).write_text(json.dumps(monitor.report), encoding="utf-8")
+    (folder / REPORT_FILE).write_text(json.dumps(monitor.report), encoding="utf-8")
     return EXIT_OK

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_eff.core.text import human_bytes, text_table
+from lightning_eff.report.html import bar_chart, render_page
 
-MEASURED, PREDICTED, NOT_RUN, FAILED = "measured", "predicted", "not run", "failed"
+MEASURED, NOT_RUN, FAILED = "measured", "not run", "failed"
+BASELINE = "baseline"
 HEADER = ("technique", "samples/s", "x base", "peak", "x base", "loss diff", "status")
 SLOW_FIRST_BATCH_S = 5.0
 
@@ -39,15 +41,14 @@ class ComparisonRow:
 
     Args:
         technique: Name of the trial.
-        status: `measured`, `predicted`, `not run` or `failed`.
+        status: `measured`, `not run` or `failed`.
         reason: Why it was not measured, or a remark.
-        overrides: Those that turn the recipe into this trial.
+        overrides: Those that turn the recipe into this trial; a digest if a script compares.
         samples_per_s: Of the fastest round.
         samples_per_s_spread: How much slower the slowest round was.
         speed_ratio: To the baseline.
         peak_bytes: Live bytes on a CPU, `max_memory_allocated` on a GPU.
         peak_ratio: To the baseline.
-        predicted_peak_bytes: Of the same step on fake tensors.
         losses: Step and loss.
         loss: Mean over the last quarter of the steps.
         loss_difference: To the baseline, over the last quarter of the steps that both have.
@@ -64,7 +65,6 @@ class ComparisonRow:
     speed_ratio: float | None = None
     peak_bytes: int | None = None
     peak_ratio: float | None = None
-    predicted_peak_bytes: int | None = None
     losses: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     loss: float | None = None
     loss_difference: float | None = None
@@ -72,46 +72,55 @@ class ComparisonRow:
     num_rounds: int = 0
 
 
-def summarize_rounds(name: str, overrides: Sequence[str], results: Sequence[TrialResult]) -> ComparisonRow:
+def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialResult]) -> ComparisonRow:
     """Return the row of a trial from its overrides and its results, one for each round."""
     measured = [result for result in results if result.status == MEASURED]
     if not measured:
         last = results[-1] if results else TrialResult(NOT_RUN, "interrupted before its turn")
-        return ComparisonRow(name, last.status, last.reason, list(overrides))
-    failed = [result.reason for result in results if result.status == FAILED]
-    # Callbacks and strategies without effect; `durable` has none, because a trial saves nothing.
-    idle = [
-        entry["technique"].rpartition("/")[2]
-        for entry in measured[0].report.get("ledger", ())
-        if entry["status"] == "no effect" and entry["technique"].startswith(("callbacks/", "strategy/"))
-    ]
-    remark = ""
-    if failed:
-        remark = f"{len(failed)} of {len(results)} rounds failed: {failed[0]}"
-    elif len(idle) == 1 and (name == idle[0] or name.startswith("optimizer=")):
-        remark = "no effect"
-    elif idle:
-        remark = f"no effect: {', '.join(idle)}"
-    figures = [result.report["measured"] for result in measured]
-    rates = [each["samples_per_s"] for each in figures if each.get("samples_per_s")]
+        return ComparisonRow(name, last.status, last.reason, overrides)
+
+    def figures(key: str) -> list[Any]:
+        """Return a figure of each round that has it."""
+        return [value for result in measured if (value := result.report["measured"].get(key))]
+
+    rates = figures("samples_per_s")
     losses = [(int(step), float(loss)) for step, loss in measured[0].report.get("losses", ())]
     return ComparisonRow(
         name,
         MEASURED,
-        remark,
-        list(overrides),
+        _remark(name, results, measured[0].report.get("ledger", ())),
+        overrides,
         samples_per_s=max(rates, default=None),
         samples_per_s_spread=max(rates) - min(rates) if len(rates) > 1 else None,
-        peak_bytes=max((each["peak_bytes"] for each in figures if each.get("peak_bytes")), default=None),
+        peak_bytes=max(figures("peak_bytes"), default=None),
         losses=losses,
         loss=_last_quarter([loss for _, loss in losses]),
-        first_batch_s=max((e["first_batch_s"] for e in figures if e.get("first_batch_s")), default=None),
+        first_batch_s=max(figures("first_batch_s"), default=None),
         num_rounds=len(measured),
     )
 
 
-def compare_to_baseline(rows: Sequence[ComparisonRow], baseline: ComparisonRow) -> None:
-    """Fill in the ratios and the difference of losses of each row."""
+def _remark(name: str, results: Sequence[TrialResult], ledger: Sequence[Mapping[str, Any]]) -> str:
+    """Return which rounds failed, or which techniques had no effect; empty if there is neither."""
+    failed = [result.reason for result in results if result.status == FAILED]
+    if failed:
+        return f"{len(failed)} of {len(results)} rounds failed: {failed[0]}"
+    # Callbacks and strategies; `durable` never has an effect, because a trial saves nothing.
+    idle = [
+        entry["technique"].rpartition("/")[2]
+        for entry in ledger
+        if entry["status"] == "no effect" and entry["technique"].startswith(("callbacks/", "strategy/"))
+    ]
+    if len(idle) == 1 and (name == idle[0] or name.startswith("optimizer=")):
+        return "no effect"
+    return f"no effect: {', '.join(idle)}" if idle else ""
+
+
+def compare_to_baseline(rows: Sequence[ComparisonRow]) -> None:
+    """Fill in each row's ratios to the baseline, and the difference of losses at the steps that both have."""
+    baseline = next((row for row in rows if row.technique == BASELINE), None)
+    if baseline is None:
+        return
     baseline_losses = dict(baseline.losses)
     for row in rows:
         if row.samples_per_s and baseline.samples_per_s:
@@ -130,30 +139,24 @@ def _last_quarter(values: Sequence[float]) -> float | None:
     return sum(last) / len(last) if last else None
 
 
-def format_rows(rows: Sequence[ComparisonRow]) -> str:
+def comparison_table(rows: Sequence[ComparisonRow]) -> str:
     """Return the table for a terminal."""
     return text_table(HEADER, [cells(row) for row in rows])
 
 
-def format_noise(rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return a line on how much rounds of the same trial differ; none if nothing was measured.
+def describe_noise(rows: Sequence[ComparisonRow]) -> str:
+    """Return a sentence on how much rounds of the same trial differ; empty if nothing was measured.
 
     Example:
-        >>> format_noise([ComparisonRow("x", MEASURED, samples_per_s=10.0, samples_per_s_spread=2.0)])
-        [' Rounds of a trial differ by 20% here (median): smaller differences in speed are noise.']
+        >>> describe_noise([ComparisonRow("x", MEASURED, samples_per_s=10.0, samples_per_s_spread=2.0)])
+        'Rounds of a trial differ by 20% here (median): smaller differences in speed are noise.'
     """
-    spreads = [
-        row.samples_per_s_spread / row.samples_per_s
-        for row in rows
-        if row.samples_per_s and row.samples_per_s_spread is not None
-    ]
+    rates = [(row.samples_per_s, row.samples_per_s_spread) for row in rows if row.samples_per_s]
+    spreads = [spread / rate for rate, spread in rates if spread is not None]
     if spreads:
-        median = f"{statistics.median(spreads):.0%}"
-        differ = f" Rounds of a trial differ by {median} here (median)"
-        return [f"{differ}: smaller differences in speed are noise."]
-    if any(row.samples_per_s for row in rows):
-        return [" Only one round: noise is unknown. Use --rounds 3 before you trust a difference."]
-    return []
+        median = f"Rounds of a trial differ by {statistics.median(spreads):.0%} here (median)"
+        return f"{median}: smaller differences in speed are noise."
+    return "Only one round: noise is unknown. Use --rounds 3 before you trust a difference." if rates else ""
 
 
 def cells(row: ComparisonRow) -> tuple[str, ...]:
@@ -161,11 +164,7 @@ def cells(row: ComparisonRow) -> tuple[str, ...]:
     rate = "-" if row.samples_per_s is None else f"{row.samples_per_s:.1f}"
     if row.samples_per_s_spread is not None:
         rate += f" (-{row.samples_per_s_spread:.1f})"
-    peak = "-"
-    if row.peak_bytes is not None:
-        peak = human_bytes(row.peak_bytes)
-    elif row.predicted_peak_bytes is not None:
-        peak = f"({human_bytes(row.predicted_peak_bytes)})"
+    peak = "-" if row.peak_bytes is None else human_bytes(row.peak_bytes)
     ratios = ["-" if ratio is None else f"{ratio:.2f}" for ratio in (row.speed_ratio, row.peak_ratio)]
     difference = "-"
     if row.loss_difference is not None:
@@ -174,3 +173,31 @@ def cells(row: ComparisonRow) -> tuple[str, ...]:
     if row.status == MEASURED and (row.first_batch_s or 0.0) > SLOW_FIRST_BATCH_S:
         status += f"{';' if row.reason else ','} first batch {row.first_batch_s:.0f} s"
     return (row.technique, rate, ratios[0], peak, ratios[1], difference, status)
+
+
+def comparison_page(comparison: Mapping[str, Any], rows: Sequence[ComparisonRow]) -> str:
+    """Return the HTML page for the content of `compare.json` and the rows of its table."""
+    speeds = {row.technique: row.speed_ratio for row in rows if row.speed_ratio}
+    peaks = {row.technique: row.peak_ratio for row in rows if row.peak_ratio}
+    verdict = "Nothing was measured."
+    if speeds:
+        fastest = max(speeds, key=speeds.__getitem__)
+        verdict = f"Fastest: {fastest}, {speeds[fastest]:.2f} times the baseline."
+    if peaks:
+        smallest = min(peaks, key=peaks.__getitem__)
+        verdict += f" Least memory: {smallest}, {peaks[smallest]:.2f} of the baseline."
+    return render_page(
+        comparison,
+        title=f"Comparison of {comparison['recipe']}",
+        verdict=verdict,
+        charts=[
+            (title, f"{title} as a multiple of the baseline's", bar_chart(ratios, "times the baseline"))
+            for title, ratios in (("Speed", speeds), ("Peak memory", peaks))
+            if ratios
+        ],
+        tables=[("All figures", HEADER, [cells(row) for row in rows])],
+        notes=f"Optimizer steps per trial: {comparison['steps']}, rounds: {comparison['rounds']}; each trial "
+        "in a process of its own, with the same seed and global batch. Speed is that of the fastest round; "
+        "in brackets, how much slower the slowest was. Peak memory is the allocator's on a GPU, live bytes "
+        "on a CPU. " + describe_noise(rows),
+    )

@@ -15,8 +15,7 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -31,83 +30,78 @@ from lightning_eff.core.errors import (
     exit_code,
     root_cause_line,
 )
-from lightning_eff.launch.watch import PARENT
 
 REPORT_FILE, LOG_FILE = "report.json", "log.txt"
 REASON_LENGTH = 200
-POLL_S = 1.0
+TRAINING_FRACTION = 1 / 3
+"""Of a trial's time limit, after which it starts no more steps; compiling and the last batch come on top."""
 PRELOADED = ["lightning_eff.run", "lightning_eff.commands.train"]
 """Imports of the server that processes are forked from."""
+TrainTrial = Callable[[Path], int]
+"""Trains, leaves the efficiency report as JSON in `REPORT_FILE` of the folder, and returns an exit code."""
 
 
-def run(work: Callable[[Path], int], *, folder: Path, limit_s: float) -> TrialResult:
-    """Run `work` in a process of its own; it leaves an efficiency report as JSON in `REPORT_FILE`.
+def run(train: TrainTrial, *, folder: Path, limit_s: float) -> TrialResult:
+    """Run a trial in a process of its own.
 
     Args:
-        work: Called with `folder`, returns an exit code; must be picklable.
+        train: Called with `folder`; must be picklable.
         folder: Created if needed; what the process prints goes to a file there.
         limit_s: Seconds after which the process is killed.
 
     Raises:
         KeyboardInterrupt: The user has stopped the comparison; the process is killed first.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (REPORT_FILE, LOG_FILE):
-        (folder / name).write_bytes(b"")
     import torch
 
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else method)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / REPORT_FILE).unlink(missing_ok=True)
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(PRELOADED)  # no effect on a spawned process
-    process = context.Process(target=_child, args=(work, folder, os.getpid()))
-    # Into the log as well: the imports of the server that the process is forked from print warnings.
-    sys.stderr.flush()
-    stderr, log = os.dup(2), os.open(folder / LOG_FILE, os.O_WRONLY | os.O_APPEND)
-    try:
-        os.dup2(log, 2)
+    process = context.Process(target=_child, args=(train, folder))
+    with _stderr_to(folder / LOG_FILE):  # the imports of the server print warnings
         process.start()
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(log)
     try:
         process.join(limit_s)
         is_late = process.is_alive()
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the whole session is gone
             os.killpg(process.pid, signal.SIGKILL)
-        if process.is_alive():
-            process.kill()  # it had not created its session yet
+        process.kill()  # it may not have created its session yet
         process.join()
     if is_late:
         return TrialResult(FAILED, f"no end after {limit_s:g} s; it was killed")
-    printed = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace")
-    report = (folder / REPORT_FILE).read_text(encoding="utf-8", errors="replace")
-    return result_of(process.exitcode or 0, report, printed)
+    return result_of(process.exitcode, folder)
 
 
-def _child(work: Callable[[Path], int], folder: Path, owner: int) -> None:
-    """Run `work` with all output in a file, in a session of its own, so that all of it can be killed."""
+@contextlib.contextmanager
+def _stderr_to(file: Path) -> Generator[None]:
+    """Redirect the standard error of processes that are started here, not only Python's."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    try:
+        with file.open("wb") as log:
+            os.dup2(log.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+def _child(train: TrainTrial, folder: Path) -> None:
+    """Run `train` with all output in a file, in a session of its own, so that all of it can be killed."""
 
     def end_with_owner() -> None:
-        """Kill this session when the comparing process is gone, for example because it was killed itself."""
-        while True:
-            time.sleep(POLL_S)
-            try:
-                os.kill(owner, 0)  # sends nothing: checks that the process exists
-            except ProcessLookupError:
-                os.killpg(0, signal.SIGKILL)
-            except PermissionError:  # it exists, and belongs to another user
-                pass
+        multiprocessing.parent_process().join()  # pyright: ignore[reportOptionalMemberAccess]
+        os.killpg(0, signal.SIGKILL)  # the comparing process is gone, for example killed itself
 
     os.setsid()
     threading.Thread(target=end_with_owner, daemon=True).start()
-    os.environ[PARENT] = str(os.getppid())
-    log = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(log, stream)
+    with (folder / LOG_FILE).open("wb") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
     try:
-        code = work(folder)
+        code = train(folder)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes the row's reason
         sys.stderr.write(f"error: {root_cause_line(error)}\n")
         code = exit_code(error) or EXIT_FAILED
@@ -116,15 +110,10 @@ def _child(work: Callable[[Path], int], folder: Path, owner: int) -> None:
     os._exit(code)  # the usual cleanup at exit takes seconds
 
 
-def result_of(code: int, report: str, printed: str) -> TrialResult:
-    """Return the result of a process that ended.
-
-    Args:
-        code: Its exit code.
-        report: Content of `REPORT_FILE`.
-        printed: Content of `LOG_FILE`; its last error is the reason.
-    """
+def result_of(code: int, folder: Path) -> TrialResult:
+    """Return the result of a trial that ended, from its exit code and what it left in its folder."""
     if code != EXIT_OK:
+        printed = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in printed.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("error: ")]
         reason = (errors or lines or [""])[-1].removeprefix("error: ")[:REASON_LENGTH] or f"exit code {code}"
@@ -137,13 +126,10 @@ def result_of(code: int, report: str, printed: str) -> TrialResult:
         is_refused = code in (EXIT_REFUSED, EXIT_ENVIRONMENT, EXIT_CONFIG)
         return TrialResult(NOT_RUN if is_refused else FAILED, reason)
     try:
-        found: Any = json.loads(report)
-    except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
+        report: dict[str, Any] = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return TrialResult(FAILED, "ended without a report of its speed: no monitors/efficiency_report")
-    content: dict[str, Any] = found
-    if content.get("measured", {}).get("num_batches"):
-        return TrialResult(MEASURED, report=content)
-    steps = content.get("num_steps", 0)
+    if report.get("measured", {}).get("num_batches"):
+        return TrialResult(MEASURED, report=report)
+    steps = report.get("num_steps", 0)
     return TrialResult(FAILED, f"too slow to be timed: {steps} step{'s' * (steps != 1)} within its time")

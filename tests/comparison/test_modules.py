@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
-import time
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 import lightning_eff
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -19,6 +18,7 @@ from lightning_eff.comparison.result_table import FAILED, MEASURED
 from lightning_eff.core.errors import ConfigError
 from tests.support.models import Net, make_loader
 
+CUT: dict[str, Any] = {"precision": "32", "callbacks": [MicroBatch(micro_batch_size=2)]}
 CPU = {"accelerator": "cpu", "devices": 1}
 
 
@@ -32,35 +32,9 @@ def build_and_note(notes: Path) -> tuple[Any, Any]:
     return build()
 
 
-def build_slowly() -> tuple[Any, Any]:
-    time.sleep(600)
-    return build()
-
-
 def build_nothing() -> tuple[Any, Any]:
     text = "there is no model"
     raise ValueError(text)
-
-
-def build_and_die() -> tuple[Any, Any]:
-    os.abort()
-
-
-def test_a_trial_that_hangs_is_a_row(tmp_path: Path) -> None:
-    (row,) = lightning_eff.compare(build_slowly, {}, rounds=2, limit_s=2.0, folder=tmp_path)
-    assert (row.status, row.reason) == (FAILED, "no end after 2 s; it was killed")
-
-
-@pytest.mark.slow
-def test_a_trial_that_raises_or_dies_is_a_row(tmp_path: Path) -> None:
-    reasons = {}
-    for make in (build_nothing, build_and_die):
-        folder = tmp_path / make.__name__
-        (row,) = lightning_eff.compare(make, {}, rounds=2, folder=folder)
-        assert row.status == FAILED
-        reasons[make.__name__] = row.reason
-    assert reasons["build_nothing"] == "ValueError: there is no model"
-    assert reasons["build_and_die"].startswith("killed by signal 6")
 
 
 @pytest.mark.slow
@@ -93,19 +67,22 @@ def test_what_cannot_be_measured_is_refused(wrong: dict[str, int]) -> None:
         lightning_eff.compare(build, {}, **wrong)
 
 
-def test_a_build_that_no_other_process_can_call_is_refused() -> None:
+def test_what_no_other_process_can_receive_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected a function of a module or script"):
         lightning_eff.compare(lambda: None, {})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="keywords that another process can receive"):
+        lightning_eff.compare(build, {"x": {"callbacks": [lambda: None]}})
 
 
-def test_other_code_and_other_settings_have_other_results(tmp_path: Path) -> None:
-    one, other = modules._fingerprint(build), modules._fingerprint(build_nothing)
-    assert one != other
+def test_other_code_and_other_settings_have_other_results() -> None:
+    assert modules._digest(build, {}, 1) != modules._digest(build_nothing, {}, 1)
+    assert modules._digest(build, {}, 1) != modules._digest(build, {}, 2)
     noting = [functools.partial(build_and_note, Path(name)) for name in ("a", "b", "a")]
-    marks = [modules._fingerprint(each) for each in noting]
-    assert marks[0] == marks[2] != marks[1]
-    schedules = [{"callbacks": [GradientAccumulationScheduler({0: size})]} for size in (2, 4)]
-    assert modules._describe(schedules[0]) != modules._describe(schedules[1])
-    assert modules._describe(schedules[0]) == modules._describe(
-        {"callbacks": [GradientAccumulationScheduler({0: 2})]}
-    )
+    first, second, third = (modules._digest(each, {}, 1) for each in noting)
+    assert first == third != second
+    cuts = [{"callbacks": [MicroBatch(micro_batch_size=size)]} for size in (2, 4, 2)]
+    first, second, third = (modules._digest(build, keywords, 1) for keywords in cuts)
+    assert first == third != second
+    program = "import tests.comparison.test_modules as m; print(m.modules._digest(m.build, m.CUT, 1))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{modules._digest(build, CUT, 1)}\n", "in the next process too"

@@ -6,108 +6,111 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.comparison import trial_plan
-from lightning_eff.comparison.trial_plan import BARE, PlannedTrial, StepSize
-from lightning_eff.config import composition
+from lightning_eff.comparison.result_table import FAILED, MEASURED, ComparisonRow
+from lightning_eff.comparison.trial_plan import (
+    bare_trial,
+    combine_trials,
+    global_batch_size,
+    helpful,
+    merge_overrides,
+    single_technique_trials,
+)
+from lightning_eff.config.composition import compose_recipe
 from lightning_eff.core import catalog
-from lightning_eff.core.errors import UsageError
 
-LM = {"data": {"batch_size": 16}, "trainer": {}, "callbacks": {}}
-
-
-def named(found: list[PlannedTrial]) -> dict[str, PlannedTrial]:
-    return {each.name: each for each in found}
+LM: dict[str, Any] = {"data": {"batch_size": 16}, "trainer": {}, "callbacks": {}}
 
 
 def test_every_technique_has_a_row_without_a_list_of_them() -> None:
-    found = named(trial_plan.single_technique_trials(LM, optimizers=False))
+    found = single_technique_trials(LM).keys()
     callbacks = [e.name.partition("/")[2] for e in catalog.options() if e.name.startswith("callbacks/")]
-    assert set(callbacks) - {"optimizer_choice"} <= found.keys()
-    assert {"baseline", "precision=bf16_mixed", "strategy=fsdp2", "optimizer=in_backward"} <= found.keys()
-    assert not {"precision=fp32", "strategy=auto", "optimizer=adamw", "optimizer_choice"} & found.keys()
-    more = named(trial_plan.single_technique_trials(LM, optimizers=True))
-    assert {"optimizer=lion", "optimizer=adamw_8bit_bnb"} <= more.keys() - found.keys()
+    assert set(callbacks) - {"optimizer_choice"} <= found
+    assert {"baseline", "precision=bf16_mixed", "strategy=fsdp2", "optimizer=in_backward"} <= found
+    assert not {"precision=fp32", "strategy=auto", "optimizer=adamw", "optimizer_choice"} & found
+    assert "strategy=ddp" not in found
+    assert "strategy=ddp" in single_technique_trials(LM | {"trainer": {"devices": 2}})
+
+
+ACCUMULATION = {"gradient_accumulation": {"global_batch_size": 64}}
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("values", "size", "on_device"),
     [
-        (LM, StepSize(16, 16)),
-        ({"data": {"batch_size": 8}, "trainer": {"devices": 2}}, StepSize(16, 8)),
-        ({"data": {"batch_size": 8}, "trainer": {"accumulate_grad_batches": 3}}, StepSize(24, 24)),
-        ({"data": {"num_rows": 8}, "trainer": {}}, StepSize(None, None)),
+        (LM, 16, 16),
+        ({"data": {"batch_size": 8}, "trainer": {"devices": 2}}, 16, 8),
+        ({"data": {"batch_size": 8}, "trainer": {"accumulate_grad_batches": 3}}, 24, 24),
+        ({"data": {"num_rows": 8}, "trainer": {}}, 0, None),
         (
-            {
-                "data": {"batch_size": 4},
-                "trainer": {"devices": 2, "num_nodes": 2},
-                "callbacks": {"gradient_accumulation": {"global_batch_size": 64}},
-            },
-            StepSize(64, 16),
+            {"data": {"batch_size": 4}, "trainer": {"devices": 2, "num_nodes": 2}, "callbacks": ACCUMULATION},
+            64,
+            16,
         ),
     ],
 )
-def test_a_step_has_as_many_samples_in_every_row(values: dict[str, Any], expected: StepSize) -> None:
-    assert StepSize.of(values) == expected
+def test_a_step_has_as_many_samples_in_every_row(
+    values: dict[str, Any], size: int, on_device: int | None
+) -> None:
+    assert global_batch_size(values) == size
+    set_by_it = [line for line in bare_trial(values) if line.startswith("data.")]
+    assert set_by_it == ([] if on_device is None else [f"data.batch_size={on_device}"])
 
 
 @pytest.mark.parametrize("name", ["baseline", "gradient_accumulation", "micro_batch", "precision=bf16_mixed"])
 def test_a_row_composes_with_the_global_batch_of_the_recipe(name: str) -> None:
-    recipe = composition.compose_recipe("low_memory", []).values
-    trial = named(trial_plan.single_technique_trials(recipe, optimizers=False))[name]
-    composed = composition.compose_recipe("low_memory", trial.overrides()).values
-    assert StepSize.of(composed).num_samples == StepSize.of(recipe).num_samples == 16
+    recipe = compose_recipe("low_memory", []).values
+    composed = compose_recipe("low_memory", single_technique_trials(recipe)[name]).values
+    assert global_batch_size(composed) == global_batch_size(recipe) == 16
     listed = set(composed.get("callbacks") or {})
     assert listed == ({name} if "=" not in name and name != "baseline" else set())
     same = ("model", "seed", "optimizer", "scheduler")
     assert [composed[key] for key in same] == [recipe[key] for key in same]
 
 
-def test_a_batch_is_cut_into_parts_that_divide_it() -> None:
-    for size, part in ((16, 4), (6, 2), (10, 5), (7, 7), (1, 1)):
-        values = {"data": {"batch_size": size}, "trainer": {}}
-        found = named(trial_plan.single_technique_trials(values, optimizers=False))
-        assert found["gradient_accumulation"].settings == (
-            f"data.batch_size={part}",
-            f"callbacks.gradient_accumulation.global_batch_size={size}",
-        )
+@pytest.mark.parametrize(("size", "part"), [(16, 4), (6, 2), (10, 5), (7, 7), (1, 1)])
+def test_a_batch_is_cut_into_parts_that_divide_it(size: int, part: int) -> None:
+    found = single_technique_trials({"data": {"batch_size": size}, "trainer": {}})
+    assert [line.rpartition("=")[2] for line in found["gradient_accumulation"][-2:]] == [str(size), str(part)]
+    assert [line.rpartition("=")[2] for line in found["micro_batch"][-2:]] == [str(size), str(part)]
 
 
 def test_a_row_of_ones_own_is_on_top_of_the_baseline() -> None:
-    line = (
-        "optimizer=muon +callbacks=micro_batch callbacks.micro_batch.micro_batch_size=2 precision=bf16_mixed"
-    )
-    trial = trial_plan.user_trial(line, LM)
-    assert trial.name == line
-    assert trial.overrides() == [
-        "callbacks=[micro_batch]", "precision=bf16_mixed", "strategy=auto", "optimizer=muon",
-        "data.batch_size=16", "callbacks.micro_batch.micro_batch_size=2",
+    own = [
+        "optimizer=muon",
+        "+callbacks=micro_batch",
+        "callbacks=[a]",
+        "data.batch_size=2",
+        "precision=bf16_mixed",
+    ]
+    assert merge_overrides(bare_trial(LM), own) == [
+        "callbacks=[micro_batch,a]", "precision=bf16_mixed", "strategy=auto", "data.batch_size=2",
+        "optimizer=muon",
     ]  # fmt: skip
-    with pytest.raises(UsageError, match="not an override"):
-        trial_plan.user_trial("muon", LM)
 
 
-def choice(group: str, option: str) -> PlannedTrial:
-    return PlannedTrial(f"{group}={option}", (), tuple({**BARE, group: option}.items()))
+def row(name: str, speed: float, peak: float, *, status: str = MEASURED, **more: Any) -> ComparisonRow:
+    return ComparisonRow(name, status, speed_ratio=speed, peak_ratio=peak, **more)
+
+
+def test_only_what_is_better_at_the_same_loss_helps() -> None:
+    rows = [
+        row("baseline", 1.0, 0.5), row("the recipe as it is", 2.0, 0.5), row("fast", 1.2, 1.0),
+        row("same", 1.05, 0.98), row("small", 0.5, 0.25),
+        row("other loss", 2.0, 0.5, loss=1.0, loss_difference=0.03),
+        row("near loss", 2.0, 0.5, loss=1.0, loss_difference=-0.02), row("failed", 2.0, 0.5, status=FAILED),
+        row("idle", 2.0, 0.5, reason="no effect"),
+    ]  # fmt: skip
+    assert helpful(rows) == ["near loss", "small", "fast"]
 
 
 def test_what_helped_is_combined_the_best_first_as_far_as_it_fits() -> None:
-    bf16, fp16 = choice("precision", "bf16_mixed"), choice("precision", "fp16_mixed")
-    recompute, compiled = (
-        PlannedTrial("a", ("a",), tuple(BARE.items())),
-        PlannedTrial("b", ("b",), tuple(BARE.items())),
-    )
-    both = trial_plan.combine_trials(
-        [bf16, recompute, fp16, compiled], lambda trial: "b" not in (trial.callbacks or ())
-    )
-    assert both is not None
-    assert both.overrides() == ["callbacks=[a]", "precision=bf16_mixed", "strategy=auto"]
-    assert trial_plan.combine_trials([bf16], lambda _: True) is None, "that is a row already"
-    assert trial_plan.combine_trials([], lambda _: True) is None
-
-
-def test_settings_of_both_are_kept_and_the_later_one_wins() -> None:
-    one = PlannedTrial("a", ("a",), tuple(BARE.items()), ("data.batch_size=16",))
-    other = PlannedTrial("b", ("b",), tuple(BARE.items()), ("data.batch_size=4", "callbacks.b.x=1"))
-    both = trial_plan.combine_trials([one, other], lambda _: True)
-    assert both is not None
-    assert both.settings == ("data.batch_size=4", "callbacks.b.x=1")
+    bf16, fp16 = (bare_trial(LM, f"precision={name}_mixed") for name in ("bf16", "fp16"))
+    one = [*bare_trial(LM, "callbacks=[a]"), "callbacks.a.x=1"]
+    other = merge_overrides(bare_trial(LM, "callbacks=[b]"), ["data.batch_size=4"])
+    refused = bare_trial(LM, "callbacks=[c]")
+    both = combine_trials([bf16, one, fp16, refused, other], lambda trial: "c]" not in trial[0])
+    assert both == [
+        "callbacks=[a,b]", "precision=bf16_mixed", "strategy=auto", "data.batch_size=4", "callbacks.a.x=1",
+    ]  # fmt: skip
+    assert combine_trials([bf16], lambda _: True) is None, "that is a row already"
+    assert combine_trials([], lambda _: True) is None

@@ -1,27 +1,33 @@
-"""The page: everything given is escaped, nothing comes over the network, the chart shows every slow batch."""
+"""The pages: everything given is escaped, nothing comes over the network, the charts have axes and units."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
-from html import unescape
 from html.parser import HTMLParser
 from typing import Any
 
-import jinja2
 import pytest
 
-from lightning_eff.report.html import memory_section, render_page
+from lightning_eff.comparison.result_table import FAILED, MEASURED, ComparisonRow, comparison_page
+from lightning_eff.report.html import bar_chart, line_chart, memory_chart
 from lightning_eff.report.module_tracker import PHASES
 from lightning_eff.report.recording import CATEGORIES
+from lightning_eff.report.summary import report_page
+from lightning_eff.report.throughput import Throughput
 
 HOSTILE = """</pre></title><script src="http://evil">alert('&amp;')</script><link href=//evil>"""
-WITHOUT_END = {"meta", "br", "polyline"}
+EMPTY = dict.fromkeys(CATEGORIES, 0)
+TIMELINE = [EMPTY | {"parameters": 10 * 2**20, "activations": size * 2**20} for size in (0, 90, 30)]
+MEMORY = {
+    "num_bytes": 100 * 2**20, "phase": "forward", "operation": "mm", "path": "a<b", "timeline": TIMELINE,
+    "by_phase": dict.fromkeys(PHASES, EMPTY | {"parameters": 10}) | {"forward": TIMELINE[1]},
+}  # fmt: skip
 
 
 class Reader(HTMLParser):
-    """Collects tags and attributes, and checks that what is opened is closed."""
+    """Collects tags, attributes and texts, and checks that what is opened is closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -36,7 +42,7 @@ class Reader(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += attrs
-        if tag not in WITHOUT_END:
+        if tag not in ("meta", "br"):
             self._open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -54,14 +60,22 @@ def make_page(
     word: str = "word", *, times: Sequence[float] = (0.1, 0.2), waits: Sequence[float] = (), **changes: Any
 ) -> str:
     row = {"technique": word, "asked": {word: word, "n": 3}, "status": word, "did": word}
-    report = {"title": word, "verdict": word, "ledger": [row], "environment": {word: word}, "command": word}
-    return render_page(report | changes, figures=[(word, word)], times_s=times, waits_s=waits)
+    report = {
+        "title": word, "status": "failed", "reason": word, "num_steps": 3, "measured": {}, "ledger": [row],
+        "environment": {word: word}, "command": word,
+    }  # fmt: skip
+    throughput = Throughput()
+    throughput.batch_times_s.extend(times)
+    throughput.waits_s.extend(waits)
+    return report_page(report | changes, throughput, word)
 
 
-def points(text: str) -> list[tuple[float, float]]:
-    drawn = re.search(r'points="([^"]*)"', text)
+def points(svg: str) -> list[tuple[float, float]]:
+    """Return the corners of the first drawn line; y grows downwards."""
+    drawn = re.search(r' d="([^"]*)"', svg)
     assert drawn is not None
-    return [(float(x), float(y)) for x, _, y in (pair.partition(",") for pair in drawn[1].split())]
+    numbers = [float(number) for number in re.findall(r"-?\d[\d.]*", drawn[1])]
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def test_html_in_values_is_escaped_everywhere() -> None:
@@ -69,110 +83,114 @@ def test_html_in_values_is_escaped_everywhere() -> None:
     assert hostile.tags == harmless.tags
     assert hostile.attributes == harmless.attributes
     assert HOSTILE not in make_page(HOSTILE)
-    # Title, heading, verdict, figure, four cells (one with key and value), environment, command.
-    assert "".join(hostile.text).count(HOSTILE) == 2 + 1 + 2 + 5 + 2 + 1
+    # Title, heading, verdict, four cells (one with key and value), environment, command, config.
+    assert "".join(hostile.text).count(HOSTILE) == 2 + 1 + 5 + 2 + 1 + 1
+    names = {HOSTILE: 1.0, "x" * 99: 2.0, "x" * 98: 3.0}
+    assert {*Reader(bar_chart(names, HOSTILE)).tags} <= {"svg", "g", "rect", "text", "line"}
 
 
-def test_the_page_needs_no_network() -> None:
-    text = make_page()
-    assert re.findall(r"https?:|//|url\(|@import", text) == []
+def test_a_page_needs_no_network() -> None:
+    text = make_page(
+        losses=[[1, 4.0], [2, 3.0]], memory=MEMORY, command="train data.url=https://example.org/a"
+    )
+    outside = re.findall(r"(?:https?:)?//[^\s\"<&]*|url\(|@import", text)
+    assert {*outside} == {"https://example.org/a"}, "in the command and in the raw report, as text"
     reader = Reader(text)
-    assert {"script", "link", "iframe", "img", "object", "base"} & set(reader.tags) == set()
-    assert {"src", "href", "xlink:href", "style"} & {name for name, _ in reader.attributes} == set()
+    assert not {"script", "link", "iframe", "img", "object", "base", "a"} & {*reader.tags}
+    assert not {"src", "href", "xlink:href", "style"} & {name for name, _ in reader.attributes}
 
 
-def test_a_url_in_the_command_is_text() -> None:
-    text = make_page(command="train data.url=https://example.org/a")
-    assert "<pre>train data.url=https://example.org/a</pre>" in text
-    assert "href" not in text
-
-
-def test_raw_json_is_the_report() -> None:
-    report = {"title": "a < b", "verdict": "'\"&", "ledger": [], "environment": {}, "command": "", "n": 1.5}
-    text = render_page(report, figures=[], times_s=[], waits_s=[])
-    raw = re.search(r"<summary>JSON</summary><pre>(.*?)</pre>", text, re.DOTALL)
-    assert raw is not None
-    assert json.loads(unescape(raw[1])) == report
-
-
-def test_chart_spans_the_box_and_the_slowest_is_at_the_top() -> None:
-    text = make_page(times=[0.1, 0.4, 0.2])
-    assert points(text) == [(0.0, 74.0), (500.0, 2.0), (1000.0, 50.0)]
-    assert "3 batches in order, from 0 to 0.4000 s" in text
-
-
-def test_waits_are_drawn_if_there_were_any() -> None:
-    text = make_page(times=[], waits=[0.0, 0.02, 0.01])
-    assert points(text) == [(0.0, 98.0), (500.0, 2.0), (1000.0, 50.0)]
-    assert "3 batches in order, from 0 to 0.0200 s; 0.03 s in total" in text
-    assert "Wait for data" not in make_page(times=[], waits=[0.0, 1e-5, 2e-5])
-
-
-def test_long_runs_are_thinned_and_no_slow_batch_is_lost() -> None:
-    times = [0.1] * 10_007
-    times[7_654] = 0.5
-    drawn = points(make_page(times=times))
-    assert 500 <= len(drawn) < 1000
-    assert [index for index, (_, y) in enumerate(drawn) if y == 2.0] == [7_654 // 20]
-    assert drawn[0] == (0.0, 78.8)
-    assert drawn[-1] == (1000.0, 78.8)
-
-
-@pytest.mark.parametrize("times", [[], [0.1], [0.0, 0.0]])
-def test_too_few_batches_have_no_chart_and_no_command_no_section(times: list[float]) -> None:
-    text = make_page(times=times, command="")
-    assert "svg" not in Reader(text).tags
-    assert "Reproduce" not in text
-    assert "Reproduce" in make_page()
-
-
-def test_a_row_that_lacks_a_cell_is_an_error() -> None:
-    with pytest.raises(jinja2.UndefinedError, match="did"):
+def test_the_report_is_at_the_end_and_unknown_cells_are_errors() -> None:
+    reader = Reader(make_page("<x>", n=1.5))
+    raw = json.loads(next(text for text in reader.text if text.startswith('{\n "title"')))
+    assert (raw["title"], raw["n"], raw["environment"]) == ("<x>", 1.5, {"<x>": "<x>"})
+    assert "<x>=<x>\nn=3" in reader.text
+    assert "Reproduce" in reader.text
+    assert "Reproduce" not in make_page(command="")
+    with pytest.raises(KeyError, match="did"):
         make_page(ledger=[{"technique": "x", "asked": {}, "status": "applied"}])
 
 
-def test_losses_are_drawn_without_those_that_are_not_finite() -> None:
+def test_charts_have_axes_with_units_and_a_text_for_those_who_do_not_see_them() -> None:
     curve = [[1, 4.0], [2, "nan"], [3, 2.0], [4, 3.0]]
-    text = make_page(times=[], losses=curve)
-    assert points(text) == [(0.0, 2.0), (500.0, 98.0), (1000.0, 50.0)]
-    assert "loss from 4 at step 1 to 3 at step 4; lowest 2, highest 4; 1 point not finite" in text
-
-
-PARAMETERS_AND_ACTIVATIONS = [(10, 0), (10, 90), (10, 30)]
-EMPTY = dict.fromkeys(CATEGORIES, 0)
-
-
-def memory(**changes: Any) -> dict[str, Any]:
-    timeline = [
-        {"phase": "forward", **EMPTY, "parameters": p, "activations": a}
-        for p, a in PARAMETERS_AND_ACTIVATIONS
+    reader = Reader(make_page(times=[0.1, 0.4], waits=[0.0, 0.02], losses=curve, memory=MEMORY))
+    captions = [
+        "live bytes by category; the peak, 100.0 MiB, is in the forward: mm in a<b",
+        "loss from 4 at step 1 to 3 at step 4; lowest 2, highest 4; 1 point not finite",
+        "2 batches, at most 0.4000 s, 0.50 s in total",
+        "2 batches, at most 0.0200 s, 0.02 s in total",
     ]
-    by_phase = {phase: EMPTY | {"parameters": 10} for phase in PHASES}
-    by_phase["forward"] |= {"activations": 90}
-    found = {"num_bytes": 100, "phase": "forward", "operation": "mm", "path": "a<b"}
-    return found | {"timeline": timeline, "by_phase": by_phase} | changes
+    assert [value for name, value in reader.attributes if name == "aria-label"] == captions
+    assert {*captions, "optimizer step", "loss", "timed batch", "ms", "MiB"} <= {*reader.text}
+    table = reader.text[reader.text.index("category") :]
+    cells = [text for text in table if text.strip()]
+    assert cells[cells.index("total") :][:4] == ["total", "100.0 MiB", "10 B", "10 B"]
+    assert "buffers" not in cells
 
 
-def test_memory_layers_are_stacked_up_to_the_peak() -> None:
-    text = memory_section(memory())
-    first, second = re.findall(r'<polygon class="c(\d)" points="([^"]+)"', text)
-    assert (first[0], second[0]) == (
-        str(CATEGORIES.index("parameters")),
-        str(CATEGORIES.index("activations")),
+@pytest.mark.parametrize("times", [[], [0.1], [0.0, 0.0]])
+def test_without_anything_to_show_there_is_no_chart(times: list[float]) -> None:
+    text = make_page(
+        times=times, waits=[0.0, 1e-5], losses=[[1, 2.0], [2, "nan"]], memory=MEMORY | {"timeline": []}
     )
-    assert first[1] == "0.0,88.4 500.0,88.4 1000.0,88.4 1000.0,98.0 500.0,98.0 0.0,98.0"
-    assert second[1] == "0.0,88.4 500.0,2.0 1000.0,59.6 1000.0,88.4 500.0,88.4 0.0,88.4"
+    assert "svg" not in Reader(text).tags
+    assert "Memory at the peak" not in text
 
 
-def test_memory_text_and_table_agree_with_the_chart() -> None:
-    text = memory_section(memory())
-    assert "The peak is in the forward: mm in a&lt;b." in text
-    assert 'role="img" aria-label="live bytes by category over the first steps, from 0 to 100 B"' in text
-    assert re.findall(r"<li>.*?</i>([^<]+)</li>", text) == ["parameters", "activations"]
-    (total,) = re.findall(r'<th scope="row">total</th>(.+?)</tr>', text)
-    assert re.findall(r">([^<]+)</td>", total) == ["100 B", "10 B", "10 B"]
+def test_a_line_spans_its_axes() -> None:
+    left, middle, right = points(line_chart([(0, 0.0), (5, 400.0), (10, 200.0)], "batch", "ms", lowest=0.0))
+    assert left[0] < middle[0] < right[0]
+    assert middle[0] - left[0] == pytest.approx(right[0] - middle[0])
+    assert left[1] - middle[1] == pytest.approx(2 * (left[1] - right[1])), "400 is twice as high as 200"
+    (_, first), (_, second) = points(line_chart([(1, 3.0), (2, 3.0)], "optimizer step", "loss"))
+    assert first == second
 
 
-def test_without_counted_memory_there_is_no_section() -> None:
-    assert memory_section({}) == ""
-    assert memory_section(memory(timeline=[])) == ""
+def test_long_runs_are_thinned_and_no_slow_batch_is_lost() -> None:
+    times = [(index, 0.1) for index in range(10_007)]
+    times[7_654] = (7_654, 0.5)
+    drawn = points(line_chart(times, "batch", "ms", lowest=0.0))
+    assert 500 <= len(drawn) < 1000
+    heights = [y for _, y in drawn]
+    assert [index for index, y in enumerate(heights) if y < min(heights) + 1] == [7_654 // 20]
+
+
+def test_memory_is_stacked_and_bars_are_as_long_as_their_ratios() -> None:
+    text = memory_chart(TIMELINE, CATEGORIES)
+    reader = Reader(text)
+    assert [name for name in CATEGORIES if name in reader.text] == ["parameters", "activations"]
+    fills = [
+        value for name, value in reader.attributes if name == "fill" and value and value.startswith("var")
+    ]
+    assert len(fills) == 4, "two areas, and their marks in the legend"
+    first, second = (points(f" d={area}") for area in re.findall(r' d=("[^"]*")', text))
+    assert first[:3] == second[:2:-1], "activations stand on parameters"
+    zero, top = first[-1][1], second[1][1]
+    assert zero - top == pytest.approx(10 * (zero - first[0][1])), "100 MiB are ten times 10 MiB"
+    bars = re.findall(
+        r'<rect [^>]*width="([\d.]+)" height="[\d.]+" fill="var', bar_chart({"a": 1.0, "b": 0.25}, "x")
+    )
+    assert float(bars[0]) * 4 == pytest.approx(float(bars[1])), "the first one at the top is drawn last"
+
+
+def test_the_page_of_a_comparison_says_first_what_helps_and_shows_every_row() -> None:
+    rows = [
+        ComparisonRow(
+            "baseline", MEASURED, samples_per_s=10.0, speed_ratio=1.0, peak_bytes=2048, peak_ratio=1.0
+        ),
+        ComparisonRow("half", MEASURED, samples_per_s=5.0, speed_ratio=0.5, peak_bytes=512, peak_ratio=0.25),
+        ComparisonRow("<odd>", FAILED, "no end after 3 s"),
+    ]
+    content = {
+        "recipe": "lm", "command": "lightning-eff compare lm 'a=<b>'", "steps": 6, "rounds": 2,
+        "environment": {"device": "CPU"},
+    }  # fmt: skip
+    reader = Reader(comparison_page(content, rows))
+    assert (
+        "Fastest: baseline, 1.00 times the baseline. Least memory: half, 0.25 of the baseline." in reader.text
+    )
+    assert {"<odd>", "failed: no end after 3 s", "512 B", content["command"], "times the baseline"} <= {
+        *reader.text
+    }
+    assert reader.tags.count("svg") == 2
+    assert "Nothing was measured." in comparison_page(content, [])
