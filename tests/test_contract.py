@@ -176,7 +176,9 @@ def test_a_second_fit_and_validate_work(case: Case, deep: Callable[..., Deep], t
 
 def left(case: Case) -> set[str]:
     """Return what may stay on a model: adapters are the result, and PEFT's config of them stays beside."""
-    return {"peft_config", "on_save_checkpoint", "on_load_checkpoint"} if case.prepare else set()
+    return (
+        {"peft_config", "peft_tuner", "on_save_checkpoint", "on_load_checkpoint"} if case.prepare else set()
+    )
 
 
 def test_everything_patched_is_restored(case: Case, deep: Callable[..., Deep], tmp_path: Any) -> None:

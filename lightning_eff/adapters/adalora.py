@@ -12,32 +12,31 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from peft import AdaLoraConfig, AdaLoraModel
+from peft import AdaLoraConfig
 from peft.tuners.adalora.layer import RankAllocator
 from torch import nn
+
+from lightning_eff.adapters.inject import ADAPTER_NAME, tuner_of
 
 
 class RankSchedule:
     """Allocate ranks in a model with AdaLoRA layers.
 
     Args:
-        model: With its adapters.
-        config: What they were made with; its `rank_pattern` is kept up to date.
-        adapter: The adapters' name.
+        model: With its adapters; its config's `rank_pattern` is kept up to date.
+        total_step: Optimizer steps of the run, from its config.
     """
 
-    def __init__(self, model: nn.Module, config: AdaLoraConfig, adapter: str) -> None:
-        # PEFT 0.21's update_and_allocate reads model, peft_config, trainable_adapter_name and rankallocator.
+    def __init__(self, model: nn.Module, total_step: int | None) -> None:
         self.model = model
-        self.config = config
-        self.peft_config = {adapter: config}
-        self.trainable_adapter_name = adapter
-        self.rankallocator = RankAllocator(model, config, adapter)
+        self.tuner: Any = tuner_of(model)
+        self.config: AdaLoraConfig = self.tuner.peft_config[ADAPTER_NAME]
+        self.config.total_step = total_step
+        self.tuner.rankallocator = RankAllocator(model, self.config, ADAPTER_NAME)
 
     def allocate(self, step: int) -> None:
         """Update importance scores and ranks after the optimizer step with this index, from 0."""
-        duck: Any = self
-        AdaLoraModel.update_and_allocate(duck, step)
+        self.tuner.update_and_allocate(step)
 
     def ranks(self) -> list[int]:
         """Return how many singular values of each layer are in use."""
@@ -69,14 +68,14 @@ class RankSchedule:
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: running averages of importance, and the ranks."""
         return {
-            "importance": dict(self.rankallocator.exp_avg_ipt),
-            "uncertainty": dict(self.rankallocator.exp_avg_unc),
+            "importance": dict(self.tuner.rankallocator.exp_avg_ipt),
+            "uncertainty": dict(self.tuner.rankallocator.exp_avg_unc),
             "rank_pattern": self.config.rank_pattern,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`; call it when the parameters are on the device that they are trained on."""
-        allocator: Any = self.rankallocator
+        allocator = self.tuner.rankallocator
         devices = {name: parameter.device for name, parameter in self.model.named_parameters()}
         allocator.exp_avg_ipt, allocator.exp_avg_unc = (
             {name: tensor.to(devices[name], copy=True) for name, tensor in state[key].items()}

@@ -13,7 +13,7 @@ this one's at its initial values. For Fabric, or a loop of your own: `strip_base
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -106,28 +106,16 @@ def check_adapter(
     """
     state, stamp = _checked_state(checkpoint), checkpoint.get(CHECKPOINT_KEY)
     stamp = stamp if isinstance(stamp, dict) else {}
-    here, saved = adapter_settings(model), stamp.get("settings")
-    saved = saved if isinstance(saved, Mapping) else {}
-    different = [key for key, value in here.items() if key in saved and saved[key] != value]
-    if different:
-        key = "peft_type" if "peft_type" in different else different[0]
-        name = "method" if key == "peft_type" else f"options.{key}"
-        values = [str(settings[key])[:60] for settings in (saved, here)]
-        remedy = f"callbacks.peft_adapter.{name}={values[0].lower()}"
-        text = f"it holds an adapter with {name} {values[0]!a}, and this run has {values[1]!a}"
-        text += f"\n  try: {remedy!a}"
-        raise CheckpointError(text)
+    _check_settings(adapter_settings(model), stamp.get("settings"))
     base, rest = split_state(model)
     trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
     has_base = stamp.get("base") is None
+    if has_base and not any(name in state for name in trained):
+        raise CheckpointError(NO_ADAPTER)
     # A quantized layer checks in its own `_load_from_state_dict` which formats it can load.
     unchecked = quantized_prefixes(model) if has_base else ()
     state_here = base | rest if has_base else rest
     expected = {name: value for name, value in state_here.items() if not name.startswith(unchecked)}
-    if not any(name in state for name in trained):
-        if has_base:
-            raise CheckpointError(NO_ADAPTER)
-        _check_tensors(state, {}, missing=trained, unexpected=[*state])
     missing = [name for name in (expected if strict else trained) if name not in state]
     unexpected = [name for name in state if name not in expected and not name.startswith(unchecked)]
     unexpected = unexpected if strict or not has_base else []
@@ -135,6 +123,19 @@ def check_adapter(
     if not has_base:
         fingerprint.check(model, stamp["base"])
     return set() if has_base else set(base)
+
+
+def _check_settings(here: Mapping[str, Any], saved: Any) -> None:
+    """Reject an adapter whose config computes something else; `saved` is from a file."""
+    saved = saved if isinstance(saved, Mapping) else {}
+    different = [key for key, value in here.items() if key in saved and saved[key] != value]
+    if different:
+        key = "peft_type" if "peft_type" in different else different[0]
+        name = "method" if key == "peft_type" else f"options.{key}"
+        was, now = str(saved[key])[:60], str(here[key])[:60]
+        remedy = f"callbacks.peft_adapter.{name}={was.lower()}"
+        text = f"it holds an adapter with {name} {was!a}, and this run has {now!a}\n  try: {remedy!a}"
+        raise CheckpointError(text)
 
 
 def load_adapter(
@@ -150,12 +151,10 @@ def load_adapter(
     Raises:
         CheckpointError: It does not fit; nothing was assigned.
     """
-    absent = check_adapter(model, checkpoint, fingerprint or Fingerprint())
-    handle = model.register_load_state_dict_post_hook(lambda _, keys: _remove(keys.missing_keys, absent))
-    try:
-        model.load_state_dict(checkpoint["state_dict"])
-    finally:
-        handle.remove()
+    check_adapter(model, checkpoint, fingerprint or Fingerprint())
+    model.load_state_dict(
+        checkpoint["state_dict"], strict=False
+    )  # the base may be missing; all else is checked
 
 
 @torch.no_grad()
@@ -189,10 +188,6 @@ def load_base_weights(model: nn.Module, state: Mapping[str, Any]) -> int:
             raise CheckpointError(text)
     model.load_state_dict(dict(weights), strict=False)
     return len(weights)
-
-
-def _remove(missing: list[str], absent: Iterable[str]) -> None:
-    missing[:] = [name for name in missing if name not in absent]
 
 
 def _checked_state(checkpoint: Mapping[str, Any]) -> Mapping[str, Tensor]:
@@ -231,6 +226,12 @@ def _check_tensors(
 class AdapterCheckpointHooks:
     """Extend a LightningModule's checkpoint hooks, from now on, for as long as it has adapters."""
 
+    @classmethod
+    def attach(cls, module: pl.LightningModule) -> AdapterCheckpointHooks:
+        """Return the hooks that a module has, or new ones."""
+        attached = getattr(module.__dict__.get("on_save_checkpoint"), "__self__", None)
+        return attached if isinstance(attached, cls) else cls(module)
+
     def __init__(self, module: pl.LightningModule) -> None:
         self.module = module
         self.save_base = False
@@ -267,5 +268,5 @@ class AdapterCheckpointHooks:
 
     def after_load(self, _: nn.Module, keys: Any) -> None:
         """Accept that the base is missing in the load that was checked; PyTorch stays strict otherwise."""
-        _remove(keys.missing_keys, self._absent)
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name not in self._absent]
         self._absent = set()

@@ -140,19 +140,21 @@ class Fingerprint:
         parameters = base | dict(module.named_parameters(remove_duplicate=False))
         names, dtypes, layouts = sorted(base), dict[str, torch.dtype](), dict[str, str]()
         for name, value in base.items():
-            dtypes[name] = value.dtype
-            if value.is_floating_point() and value.dtype.itemsize > 1:
-                layout = recorded.get(plain_name(name), "")
-                dtypes[name] = FLOAT_DTYPES.get(layout.partition("[")[0], value.dtype)
+            is_wide = value.is_floating_point() and value.dtype.itemsize > 1
+            saved = recorded.get(plain_name(name), "").partition("[")[0] if is_wide else ""
+            dtypes[name] = FLOAT_DTYPES.get(saved, value.dtype)
             shape = ",".join(str(n) for n in full_shape(value))
             layouts[name] = f"{str(dtypes[name]).removeprefix('torch.')}[{shape}]"
-        columns = [[known[name] for name in names] for known in (base, parameters, dtypes)]
+
+        def digest(name: str) -> str:
+            return self._digest(name, base[name], parameters[name], dtypes[name])
+
         if any(is_sharded(value) for value in base.values()):
             # Gathering a sharded tensor is a collective of all ranks: one after the other, in one order.
-            digests = dict(zip(names, map(self._digest, names, *columns), strict=True))
+            digests = {name: digest(name) for name in names}
         else:
             with ThreadPoolExecutor(NUM_THREADS) as pool:
-                digests = dict(zip(names, pool.map(self._digest, names, *columns), strict=True))
+                digests = dict(zip(names, pool.map(digest, names), strict=True))
         lines = sorted(f"{plain_name(name)} {layouts[name]} {digests[name]}\n" for name in names)
         tensors = {plain_name(n): f"{layouts[n]} {digests[n][:NUM_DIGEST_CHARACTERS]}" for n in names}
         return hashlib.sha256("".join(lines).encode()).hexdigest(), tensors

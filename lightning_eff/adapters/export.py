@@ -1,52 +1,49 @@
 """Write a model's adapters in PEFT's own format, or merged into its weights, for use without lightning_eff.
 
-PEFT writes its format itself. Our adapters are around layers of any module; here they are removed, PEFT puts
-its own around the same layers of the same base, gets the values and saves them. Names are relative to the
-Hugging Face model if the module has one and no other state, so that `PeftModel.from_pretrained` accepts that
-model; else they are relative to the module.
+PEFT collects the tensors, writes its config and merges; here names become those of a plain model. They are
+relative to the Hugging Face model if the module has one and no other state, so that
+`PeftModel.from_pretrained` accepts that model; else they are relative to the module.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import try_to_load_from_cache
-from peft import PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
-from peft.utils.other import ModulesToSaveWrapper
-from safetensors.torch import save_model
+from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file, save_model
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
-from lightning_eff.adapters.base_fingerprint import split_state
 from lightning_eff.adapters.inject import (
     ADAPTER_NAME,
+    TUNER,
     adapted_layers,
-    hidden_attributes,
     ignore_peft_warnings,
     peft_config_of,
+    plain_module,
     replace_modules,
+    tuner_of,
     wrapped_layers,
 )
-from lightning_eff.adapters.methods import name_of_method, upstream_message
+from lightning_eff.adapters.methods import name_of_method, peft_rejects
 from lightning_eff.adapters.module_tree import outermost, plain_name, tied_parameters, untie
 from lightning_eff.adapters.quantized import is_quantized
 from lightning_eff.adapters.targets import exact_targets
 from lightning_eff.core.errors import ConfigError
 
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
-)
+IN_PEFT_MODEL = "base_model.model."
+"""Prefix of a model's names in PEFT's wrapper, and so in its files."""
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Write a model's adapters as PEFT does; the model has PEFT's own adapters afterwards.
+    """Write a model's adapters as PEFT does.
 
     Args:
         model: With adapters.
@@ -56,16 +53,30 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
         ConfigError: Trained tokens belong to an embedding with a tied weight.
     """
     peft_model = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
-    if peft_model is None:
-        for name, layer in wrapped_layers(model).items():
-            has_tokens = any(isinstance(module, TrainableTokensLayer) for module in layer.modules())
-            if has_tokens and tied_parameters(model, layer):
-                allowed = f"true here: {name.removeprefix(_exported_part(model)[0])} has a tied weight, "
-                allowed += "and PEFT trains tokens in both layers or none"
-                raise ConfigError(key="--merge", value=False, allowed=allowed, remedies=["--merge"])
-        peft_model = _with_peft_adapters(model)
-    with ignore_peft_warnings():
-        peft_model.save_pretrained(str(folder))
+    if peft_model is not None:
+        with ignore_peft_warnings():
+            peft_model.save_pretrained(str(folder))
+        return
+    prefix, part = _exported_part(model)
+    for name, layer in wrapped_layers(model).items():
+        has_tokens = any(isinstance(module, TrainableTokensLayer) for module in layer.modules())
+        if has_tokens and tied_parameters(model, layer):
+            allowed = f"true here: {name.removeprefix(prefix)} has a tied weight, "
+            allowed += "and PEFT trains tokens in both layers or none"
+            raise ConfigError(key="--merge", value=False, allowed=allowed, remedies=["--merge"])
+    config = _exported_config(model, prefix, part)
+    # PEFT's function expects a PeftModel: its names, and its config
+    wrapper: Any = nn.Module()
+    wrapper.base_model, wrapper.peft_config = tuner_of(model), {ADAPTER_NAME: config}
+    state = get_peft_model_state_dict(wrapper, save_embedding_layers=False)
+    named = {
+        name.replace(f"{IN_PEFT_MODEL}{prefix}", IN_PEFT_MODEL, 1): value for name, value in state.items()
+    }
+    tensors = {name: value.detach().clone().contiguous() for name, value in named.items()}
+    config.inference_mode = True
+    kind = {"base_model_class": type(part).__name__, "parent_library": type(part).__module__}
+    config.save_pretrained(str(folder), auto_mapping_dict=kind if config.task_type is None else None)
+    save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 def merge_adapters(model: nn.Module) -> list[str]:
@@ -91,13 +102,19 @@ def merge_adapters(model: nn.Module) -> list[str]:
         allowed = f"adapters of layers: {method} adds virtual tokens, which belong to no weight"
         raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=["without --merge"])
     before = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    wrappers = wrapped_layers(model)
+    for layer in wrappers.values():
+        untie(model, layer)
+    tuner: Any = tuner_of(model)
     try:
-        _remove_adapters(model, merge=True)
+        with plain_module(model), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model with `tie_word_embeddings=True`")  # untied above
+            tuner.merge_and_unload(safe_merge=True)
     except (NotImplementedError, AttributeError, TypeError, ValueError) as error:
-        allowed = f"a method that PEFT can merge; {upstream_message(error)}"
-        raise ConfigError(
-            key="--merge", value=method, allowed=allowed, remedies=["without --merge"]
-        ) from error
+        raise peft_rejects(error, "--merge", method) from error
+    # a layer that the model has under a second name
+    replace_modules(model, {layer: model.get_submodule(name) for name, layer in wrappers.items()})
+    del model.__dict__[TUNER]
     tied: dict[int, list[str]] = {}
     after = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in before.items():
@@ -129,14 +146,10 @@ def save_full_model(model: nn.Module, folder: Path) -> None:
         for submodel in models:
             submodel.all_tied_weights_keys = {}
     part.save_pretrained(str(folder))
-    origin = str(part.name_or_path or "")  # a folder, or the name of a model in the local cache
-    is_folder = bool(origin) and Path(origin).expanduser().is_dir()
-    is_cached = bool(origin) and not is_folder and origin.count("/") <= 1
-    for name in TOKENIZER_FILES:
-        source: Any = Path(origin).expanduser() / name if is_folder else None
-        source = try_to_load_from_cache(origin, name) if is_cached else source
-        if isinstance(source, (str, Path)) and Path(source).is_file() and not (folder / name).exists():
-            shutil.copyfile(source, folder / name)
+    if part.name_or_path:  # a folder, or the name of a model in the local cache
+        with contextlib.suppress(OSError, ValueError):  # it has no tokenizer
+            tokenizer = AutoTokenizer.from_pretrained(part.name_or_path, local_files_only=True)
+            tokenizer.save_pretrained(str(folder))
 
 
 def _exported_part(model: nn.Module) -> tuple[str, nn.Module]:
@@ -147,64 +160,22 @@ def _exported_part(model: nn.Module) -> tuple[str, nn.Module]:
     return (f"{name}.", found[name]) if has_all else ("", model)
 
 
-def _with_peft_adapters(model: nn.Module) -> PeftModel:
-    """Replace a model's adapters by PEFT's own with the same values."""
-    present = peft_config_of(model)
-    if present is None:
-        text = "a model without adapters"
-        raise TypeError(text)
-    prefix, part = _exported_part(model)
-    _, rest = split_state(model)
-    layers = [name.removeprefix(prefix) for name in adapted_layers(model)]
-    # The same layers, named from inside the part.
+def _exported_config(model: nn.Module, prefix: str, part: nn.Module) -> PeftConfig:
+    """Return the config of a model's adapters, for the same layers as they are named inside of a part."""
+    present: Any = peft_config_of(model)
     config: Any = dataclasses.replace(present)
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
-        targets = getattr(config, key, None)
-        if isinstance(targets, (list, set, tuple)):
-            setattr(config, key, sorted(str(name).removeprefix(prefix) for name in targets))
+        names = getattr(config, key, None)
+        if isinstance(names, (list, set, tuple)):
+            setattr(config, key, sorted(str(name).removeprefix(prefix) for name in names))
+    if isinstance(getattr(config, "target_modules", None), str):
+        layers = [name.removeprefix(prefix) for name in adapted_layers(model)]
+        config.target_modules = exact_targets(layers, part)
     for key in ("rank_pattern", "alpha_pattern"):
         pattern = getattr(config, key, None)
         if isinstance(pattern, Mapping):
             relative = {str(name).removeprefix(prefix): value for name, value in pattern.items()}
             # AdaLoRA's unused ranks are zeros in tensors of full rank, which its pattern would cut off
             setattr(config, key, None if config.peft_type == "ADALORA" else relative)
-    _remove_adapters(model, merge=False)
-    if isinstance(getattr(config, "target_modules", None), str):
-        config.target_modules = exact_targets(layers, part)
-    # Some initializations change the base, and the values come from ours: any plain one will do.
-    names = {field.name for field in dataclasses.fields(config)} & {"init_lora_weights", "init_weights"}
-    initial = {name: getattr(config, name) for name in names}
-    for name in initial:
-        setattr(config, name, True)
-    with hidden_attributes(part), ignore_peft_warnings():
-        peft_model: Any = get_peft_model(part, config, adapter_name=ADAPTER_NAME)
-    values = {f"base_model.model.{name.removeprefix(prefix)}": value for name, value in rest.items()}
-    unexpected = peft_model.load_state_dict(values, strict=False).unexpected_keys
-    if unexpected:
-        text = f"PEFT puts adapters around other layers than ours: it has no {unexpected[0]}"
-        raise RuntimeError(text)
-    for name, value in initial.items():
-        setattr(peft_model.peft_config[ADAPTER_NAME], name, value)
-    return peft_model
-
-
-@torch.no_grad()
-def _remove_adapters(model: nn.Module, *, merge: bool) -> None:
-    """Put a model's own layers back in place of adapted ones, merged with their adapters or unchanged."""
-    wrappers: list[Any] = list(wrapped_layers(model).values())
-    new: dict[nn.Module, nn.Module] = {}
-    for layer in wrappers if merge else ():
-        untie(model, layer)
-    for layer in wrappers:
-        if isinstance(layer, ModulesToSaveWrapper):
-            new[layer] = layer.modules_to_save[ADAPTER_NAME] if merge else layer.original_module
-        elif hasattr(layer, "unload_and_optionally_merge_module"):
-            new[layer] = layer.unload_and_optionally_merge_module(
-                merge=merge, safe_merge=True, adapter_names=None
-            )
-        else:
-            if merge:
-                layer.merge(safe_merge=True)
-            new[layer] = layer.get_base_layer()
-    replace_modules(model, new)
-    model.__dict__.pop("peft_config", None)
+    config.base_model_name_or_path = part.__dict__.get("name_or_path") or None
+    return config

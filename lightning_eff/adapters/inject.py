@@ -2,31 +2,27 @@
 
 A layer that gets an adapter becomes the `base_layer` of a PEFT layer; all other names stay. The model itself
 is not wrapped, so a LightningModule keeps its class. What PEFT does in its wrapper, or not at all, is done
-here: a layer that a model has under two names is replaced under both, the fused path of PyTorch's encoder
-layer, which bypasses adapters in evaluation, is switched off, and adapters of a model on the meta device keep
-their initial values.
+here: a layer that a model has under two names is replaced under both, and the fused path of PyTorch's encoder
+layer, which bypasses adapters in evaluation, is switched off.
 
-Why not `get_peft_model`: it renames each key of the model, and the PeftModel is no LightningModule.
+Why not `get_peft_model`: it renames each key of the model, and the PeftModel is no LightningModule. Its inner
+part, the tuner, stays reachable (`tuner_of`): it merges adapters, and allocates AdaLoRA's ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 import warnings
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from peft import PeftConfig, PeftModel, PeftType, PromptLearningConfig, get_peft_model
 from peft.functional import cast_adapter_dtype
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_eff.adapters.methods import (
@@ -34,8 +30,7 @@ from lightning_eff.adapters.methods import (
     RESERVED,
     method_error,
     name_of_method,
-    option_at_fault,
-    upstream_message,
+    peft_rejects_config,
 )
 from lightning_eff.adapters.module_tree import outermost
 from lightning_eff.adapters.quantized import bitsandbytes_flag, is_quantized
@@ -44,7 +39,10 @@ from lightning_eff.core.errors import ConfigError
 
 ADAPTER_NAME = "default"
 """PEFT's own name for the first adapter of a model."""
+TUNER = "peft_tuner"
+"""Attribute of a model with adapters; in its `__dict__`, since PEFT's tuner has the model as a module."""
 WRAPPERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+PEFT_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -57,6 +55,18 @@ def wrapped_layers(model: nn.Module) -> dict[str, nn.Module]:
     return outermost(model, lambda _, module: isinstance(module, WRAPPERS))
 
 
+def tuner_of(model: nn.Module) -> BaseTuner:
+    """Return PEFT's tuner of a model whose layers have adapters.
+
+    Raises:
+        ConfigError: The adapters were not inserted by `inject_adapters`.
+    """
+    if TUNER not in model.__dict__:
+        allowed = "a model whose adapters PeftAdapter or `adapt` inserted"
+        raise ConfigError(key="method", value=name_of_method(peft_config_of(model)), allowed=allowed)
+    return model.__dict__[TUNER]
+
+
 def peft_config_of(model: nn.Module) -> PeftConfig | None:
     """Return the config that a model's adapters were made with; None without adapters."""
     configs = getattr(model, "peft_config", None)
@@ -67,13 +77,16 @@ def peft_config_of(model: nn.Module) -> PeftConfig | None:
     return config if isinstance(config, PeftConfig) else None
 
 
-def inject_adapters(model: nn.Module, config: PeftConfig, *, upcast: bool) -> dict[str, nn.Module]:
+def inject_adapters(
+    model: nn.Module, config: PeftConfig, *, upcast: bool, on_meta: bool = False
+) -> dict[str, nn.Module]:
     """Put adapters into a model, in place, and freeze all other parameters.
 
     Args:
         model: Any module; one that has these adapters already is left as it is.
         config: From `make_config`; a copy of it stays with the model, as `peft_config`.
         upcast: Keep adapters of half-precision layers in float32.
+        on_meta: Accept parameters on the meta device, whose layers can be inspected but not trained.
 
     Returns:
         The new layers by name; empty if the model had its adapters.
@@ -85,6 +98,10 @@ def inject_adapters(model: nn.Module, config: PeftConfig, *, upcast: bool) -> di
         _reject_other_adapters(model, config)
         return {}
     config = dataclasses.replace(config)
+    valueless = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    if valueless and not on_meta:
+        # Materializing calls `reset_parameters`, which draws random values for lora_B, zero at the start.
+        raise method_error(config, f"a model with values: {valueless[0]} is on the meta device")
     if isinstance(config, PromptLearningConfig):
         return _wrap_for_prompts(model, config)
     tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(config.peft_type)]
@@ -93,11 +110,11 @@ def inject_adapters(model: nn.Module, config: PeftConfig, *, upcast: bool) -> di
     if quantized is not None and name_of_method(config) not in FOR_QUANTIZED:
         allowed = f"a method for quantized layers such as {quantized}: {', '.join(FOR_QUANTIZED)}"
         raise method_error(config, allowed, "precision=frozen_bf16")
-    with ignore_peft_warnings(), hidden_attributes(model), _prepared(model, targets.values()) as is_meta:
-        try:
+    try:
+        with plain_module(model):
             tuner = tuner_class(model, config, adapter_name=ADAPTER_NAME)
-        except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
-            raise option_at_fault(error, config) from error
+    except PEFT_ERRORS as error:
+        raise peft_rejects_config(config, error) from error
     outside = [
         n for n, _ in (*tuner.named_parameters(), *tuner.named_buffers()) if not n.startswith("model.")
     ]
@@ -110,10 +127,8 @@ def inject_adapters(model: nn.Module, config: PeftConfig, *, upcast: bool) -> di
     _replace_all_names(model)
     if upcast:
         cast_adapter_dtype(model, ADAPTER_NAME)
-    layers = adapted_layers(model)
-    if is_meta:
-        _keep_initial_values(layers, config)
-    return layers
+    model.__dict__[TUNER] = tuner
+    return adapted_layers(model)
 
 
 @contextmanager
@@ -126,13 +141,24 @@ def ignore_peft_warnings() -> Generator[None]:
 
 
 @contextmanager
-def hidden_attributes(model: nn.Module) -> Generator[None]:
-    """Hide attributes that PEFT reads as a Hugging Face model's: `config`, and Lightning's device mesh."""
+def plain_module(model: nn.Module) -> Generator[None]:
+    """Show PEFT a model without the attributes that it takes for a Hugging Face model's.
+
+    Those are `config`, and Lightning's device mesh. The flags of quantized layers, by which PEFT chooses its
+    own layers, are set as transformers sets them.
+    """
     attributes = {} if isinstance(model, PreTrainedModel) else model.__dict__
     hidden = {name: attributes.pop(name) for name in ("config", "_device_mesh") if name in attributes}
+    flags = {flag for layer in model.modules() if (flag := bitsandbytes_flag(layer)) is not None}
+    new = [flag for flag in flags if not hasattr(model, flag)]
+    for flag in new:
+        setattr(model, flag, True)
     try:
-        yield
+        with ignore_peft_warnings():
+            yield
     finally:
+        for flag in new:
+            delattr(model, flag)
         attributes.update(hidden)
 
 
@@ -141,77 +167,14 @@ def _reject_other_adapters(model: nn.Module, config: PeftConfig) -> None:
     present = peft_config_of(model)
     if present is None or present.peft_type != config.peft_type:
         method = name_of_method(present) or "of an unknown method"
-        allowed = f"a model without adapters; this one has some, {method}"
-        raise method_error(config, allowed)
+        raise method_error(config, f"a model without adapters; this one has some, {method}")
     # resolved per model, set by the run, or without effect on the layers
-    ignored = {*RESERVED, "total_step", "rank_pattern", "feedforward_modules", "task_type", "peft_version"}
-    wanted, existing = config.to_dict(), present.to_dict()
-    for key in wanted:
-        if key not in ignored and wanted[key] != existing.get(key):
+    ignored = {*RESERVED, "total_step", "rank_pattern", "feedforward_modules", "task_type"}
+    existing = present.to_dict()
+    for key, wanted in config.to_dict().items():
+        if key not in ignored and wanted != existing.get(key):
             allowed = f"{existing.get(key)!r}, as in the adapters that the model has"
-            raise ConfigError(key=f"options.{key}", value=wanted[key], allowed=allowed)
-
-
-@contextmanager
-def _prepared(model: nn.Module, layers: Iterable[nn.Module]) -> Generator[bool]:
-    """Set what PEFT chooses its layers by: flags for quantized layers, and parameters with a device.
-
-    PEFT creates an adapter on its layer's device. Parameters on the meta device are replaced by expanded NaN
-    scalars, so that their adapters are real; an adapter that is computed from the weight gets NaN, by which
-    `_keep_initial_values` finds it. Yields whether a parameter was on the meta device.
-    """
-    flags = {flag for layer in model.modules() if (flag := bitsandbytes_flag(layer)) is not None}
-    new = [flag for flag in flags if not hasattr(model, flag)]
-    for flag in new:  # as transformers sets them
-        setattr(model, flag, True)
-    held = [
-        (module, name, parameter)
-        for layer in layers
-        for module in layer.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.is_meta
-    ]
-    for module, name, meta in held:
-        scalar = torch.full((), math.nan, dtype=meta.dtype, device="cpu")
-        setattr(module, name, nn.Parameter(scalar.expand(meta.shape), requires_grad=False))
-    try:
-        with torch.device("cpu") if held else torch.device(torch.get_default_device()):
-            yield bool(held)
-    finally:
-        for module, name, meta in held:
-            meta.requires_grad = getattr(module, name).requires_grad
-            setattr(module, name, meta)
-        for flag in new:
-            delattr(model, flag)
-
-
-def _keep_initial_values(layers: dict[str, nn.Module], config: PeftConfig) -> None:
-    """Have adapters reset to the values that they have now when the model is materialized.
-
-    Strategies materialize by `to_empty`, then `reset_parameters` of each module. PEFT's layers have no such
-    method, and that of the `nn.Linear` in `lora_B`, which must begin as zero, draws random values.
-    """
-    for name, layer in layers.items():
-        for path, module in layer.named_modules(prefix=name):
-            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            values = {key: tensor.detach().clone() for key, tensor in own if not tensor.is_meta}
-            if any(bool(t.isnan().any()) for t in values.values() if t.is_floating_point()):
-                allowed = f"a method whose initial values need no weights: {path} is on the meta device"
-                raise method_error(config, allowed)
-            if values:
-                # a partial and no closure: a deep copy of the model copies its module too
-                reset: Any = functools.partial(_reset, module, values)
-                module.reset_parameters = reset
-
-
-@torch.no_grad()
-def _reset(module: nn.Module, values: dict[str, Tensor]) -> None:
-    for key, value in values.items():
-        tensor, full = getattr(module, key), value
-        if isinstance(tensor, DTensor):  # a collective of all ranks of the mesh
-            full = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
-        tensor.copy_(full)
-    module.__dict__.pop("reset_parameters", None)
+            raise ConfigError(key=f"options.{key}", value=wanted, allowed=allowed)
 
 
 def _replace_all_names(model: nn.Module) -> None:
@@ -241,8 +204,7 @@ def _wrap_for_prompts(model: nn.Module, config: PeftConfig) -> dict[str, nn.Modu
     found = list(outermost(model, lambda _, module: isinstance(module, PreTrainedModel)))
     if len(found) != 1 or not found[0]:
         allowed = "a method for any layers, for example lora; this one needs exactly one Hugging Face model"
-        allowed += f" as a part, and found {len(found)}"
-        raise method_error(config, allowed)
+        raise method_error(config, f"{allowed} as a part, and found {len(found)}")
     if config.task_type is None:
         allowed = "a task, for example CAUSAL_LM: PEFT forms the inputs by it"
         remedy = "callbacks.peft_adapter.options={task_type: CAUSAL_LM, num_virtual_tokens: 8}"
@@ -252,9 +214,7 @@ def _wrap_for_prompts(model: nn.Module, config: PeftConfig) -> dict[str, nn.Modu
     try:
         with ignore_peft_warnings():
             wrapped = get_peft_model(part, config, adapter_name=ADAPTER_NAME)
-    except (ValueError, TypeError, RuntimeError) as error:
-        allowed = f"a method that fits the model; {upstream_message(error)}"
-        raise method_error(config, allowed) from error
-    parent, _, name = found[0].rpartition(".")
-    setattr(model.get_submodule(parent), name, wrapped)
+    except PEFT_ERRORS as error:
+        raise peft_rejects_config(config, error) from error
+    model.set_submodule(found[0], wrapped)
     return {found[0]: wrapped}

@@ -1,13 +1,12 @@
-"""PEFT's methods: their names, their options, and what they cannot be combined with.
+"""PEFT's methods: their configs, and what they cannot be combined with.
 
-Method and options are checked as soon as they are set, before a model exists: the method's name, each
-option's name and type, and values that PEFT's config classes reject.
+PEFT's config classes and layers check their values; here their errors become ours. Names and types of options
+are checked as soon as they are set, before a model exists: PEFT would find a wrong type only in a layer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -15,22 +14,24 @@ from typing import Any
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-from lightning_eff.core.arguments import accepts, describe
+from lightning_eff.core.arguments import check_value
 from lightning_eff.core.errors import ConfigError, suggest_name
 from lightning_eff.core.technique import PLACES_STATE, Rule, Verdict
 
 ALL_LINEAR = "all-linear"
 Targets = str | Collection[str] | None
 
+CONFIGS = {kind.value.lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+"""PEFT's config class of each method."""
+OWN_LOOP = "a method that only changes layers; this one needs PEFT's own wrapper or training loop"
+UNSUPPORTED = {
+    **dict.fromkeys(("adaption_prompt", "cartridge", "cpt", "multitask_prompt_tuning", "poly"), OWN_LOOP),
+    **dict.fromkeys(("frod", "shadow", "unilora", "xlora"), OWN_LOOP),
+    "boft": "a method without compiled code, for example oft: PEFT builds a CUDA extension for it",
+}
+"""Methods of PEFT that cannot be used here, and what is expected instead."""
 PROMPTS = ("p_tuning", "prefix_tuning", "prompt_tuning")
 """Methods that prepend virtual tokens to a Hugging Face model's inputs, in PEFT's wrapper around it."""
-NEEDS_OWN_LOOP = (
-    *("adaption_prompt", "cartridge", "cpt", "multitask_prompt_tuning", "poly", "shadow", "xlora"),
-    *("frod", "unilora"),
-)
-"""Methods that need more than layers: arguments in each call, a wrapped model, or tensors outside layers."""
-COMPILES_EXTENSION = ("boft",)
-"""Methods whose layers compile a CUDA extension when they are created."""
 NOT_LINEAR = ("ln_tuning", "trainable_tokens")
 """Methods for other layers than linear ones."""
 FOR_QUANTIZED = (
@@ -40,17 +41,10 @@ FOR_QUANTIZED = (
 """Methods that leave the base weight to its layer, or dequantize it; others would read codes as values."""
 IDENTITY_OPTIONS: dict[str, dict[str, Any]] = {"fourierft": {"init_weights": True}}
 """Defaults that differ from PEFT's, so that the first step starts from the unchanged model."""
-LORA_VARIANTS = {"dora": "use_dora", "rslora": "use_rslora", "qalora": "use_qalora"}
-"""Options of LoRA that papers name as methods."""
-SCALES = ("lora_alpha", "alpha")
-"""Options that multiply an adapter's output."""
-OTHER_NAMES = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
-"""Other libraries' names of PEFT's options."""
 ARGUMENTS = {"target_modules", "modules_to_save"}
 """Config fields that are parameters of `PeftAdapter`."""
-RESERVED = ARGUMENTS | {"peft_type", "inference_mode", "base_model_name_or_path"}
+RESERVED = ARGUMENTS | {"peft_type", "peft_version", "inference_mode", "base_model_name_or_path"}
 """Config fields that are not options: the arguments, and what PEFT sets itself."""
-MAX_FIELDS_SHOWN = 16
 
 
 def method_names() -> list[str]:
@@ -60,8 +54,7 @@ def method_names() -> list[str]:
         >>> {"lora", "ia3", "vera", "oft", "loha", "lokr", "prefix_tuning"} <= set(method_names())
         True
     """
-    known = {kind.value.lower() for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
-    return sorted(known - {*NEEDS_OWN_LOOP, *COMPILES_EXTENSION})
+    return sorted(CONFIGS.keys() - UNSUPPORTED.keys())
 
 
 def name_of_method(config: PeftConfig | None) -> str:
@@ -72,31 +65,6 @@ def name_of_method(config: PeftConfig | None) -> str:
 def method_error(config: PeftConfig, allowed: str, *remedies: str) -> ConfigError:
     """Return the error of a method that cannot be used with a model."""
     return ConfigError(key="method", value=name_of_method(config), allowed=allowed, remedies=remedies)
-
-
-def config_class(method: str) -> type[PeftConfig]:
-    """Return the class of a method's config.
-
-    Raises:
-        ConfigError: PEFT has no such method, or it is not supported here.
-    """
-    if method in method_names():
-        return {kind.value.lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}[method]
-    remedies: list[str] = []
-    if method in NEEDS_OWN_LOOP:
-        allowed = "a method that only changes layers; this one needs PEFT's own wrapper or training loop"
-    elif method in COMPILES_EXTENSION:
-        allowed = (
-            "a method without compiled code: PEFT builds a CUDA extension for it, outside the run folder"
-        )
-        remedies = ["callbacks.peft_adapter.method=oft"]
-    elif method in LORA_VARIANTS:
-        allowed = f"one of PEFT's methods; {method} is an option of lora"
-        option = f"callbacks.peft_adapter.options={{{LORA_VARIANTS[method]}: true}}"
-        remedies = [f"callbacks.peft_adapter.method=lora {option}"]
-    else:
-        allowed = f"one of PEFT's methods; {suggest_name(method, method_names())}"
-    raise ConfigError(key="method", value=method, allowed=allowed, remedies=remedies)
 
 
 def make_config(
@@ -121,20 +89,16 @@ def make_config(
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: options.lora_alfa=4: expected a field of LoraConfig; ...
     """
-    kind = config_class(method)
-    if not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        allowed = f"fields of {kind.__name__} by name"
-        remedies = ["callbacks.peft_adapter.options={r: 8}"]
-        raise ConfigError(key="options", value=options, allowed=allowed, remedies=remedies)
+    if method not in method_names():
+        allowed = f"one of PEFT's methods; {suggest_name(method, method_names())}"
+        raise ConfigError(key="method", value=method, allowed=UNSUPPORTED.get(method, allowed))
+    kind = CONFIGS[method]
     fields = _check_options(kind, options)
     saved = [modules_to_save] if isinstance(modules_to_save, str) else modules_to_save
     arguments: dict[str, Any] = {"modules_to_save": list(saved)} if saved else {}
-    if method not in PROMPTS:
+    if method not in PROMPTS or targets not in (None, ALL_LINEAR):
         is_one = targets is None or isinstance(targets, str)
         arguments["target_modules"] = targets if is_one else list(targets or ())
-    elif targets not in (None, ALL_LINEAR):
-        allowed = f"null: {method} trains virtual tokens, which belong to no layer"
-        raise ConfigError(key="target_modules", value=targets, allowed=allowed)
     if method == "ia3" and targets is not None and "feedforward_modules" not in options:
         arguments["feedforward_modules"] = []  # PEFT has defaults for Hugging Face architectures only
     for key, value in arguments.items():
@@ -143,63 +107,45 @@ def make_config(
     try:
         return kind(**arguments, **IDENTITY_OPTIONS.get(method, {}) | dict(options))
     except (ValueError, TypeError) as error:
-        allowed = f"options that PEFT accepts; {upstream_message(error)}"
-        raise ConfigError(key="options", value=dict(options), allowed=allowed) from error
+        raise peft_rejects(error, "options", dict(options)) from error
 
 
 def _check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> set[str]:
-    """Check the names and the types of options of a method; return the names of all fields of its config."""
+    """Check the names and the types of a method's options; return the names of its config's fields."""
     fields = {field.name for field in dataclasses.fields(kind) if field.init}
     hints = typing.get_type_hints(kind)
-    for key, value in options.items():
-        if key in ARGUMENTS:
-            allowed = f"no such option: pass {key} to PeftAdapter itself, not inside options"
-        elif key in RESERVED:
-            allowed = f"no such option: PEFT sets {key} itself"
-        elif key not in fields:
-            suggestion = suggest_name(key, fields - RESERVED)
-            if OTHER_NAMES.get(key) in fields:
-                suggestion = f"did you mean {OTHER_NAMES[key]!r}?"
-            elif not suggestion.startswith("did you mean"):  # the method's own fields first, in PEFT's order
-                own = [name for name in vars(kind)["__annotations__"] if name in fields - RESERVED]
-                suggestion = f"it has: {', '.join(own[:MAX_FIELDS_SHOWN])}, ..."
-            allowed = f"a field of {kind.__name__}; {suggestion}"
+    for name, value in options.items():
+        key = f"options.{name}"
+        if name in ARGUMENTS:
+            allowed = f"no such option: pass {name} to PeftAdapter itself, not inside options"
+        elif name not in fields - RESERVED:
+            allowed = f"a field of {kind.__name__}; {suggest_name(name, fields - RESERVED)}"
+        elif name in ("lora_alpha", "alpha") and value == 0:
+            allowed = "a number other than 0: it multiplies the adapter's output"
         else:
-            if not accepts(hints[key], value):
-                allowed = describe(hints[key])
-            elif key in SCALES and value == 0:
-                allowed = "a number other than 0: it multiplies the adapter's output"
-            else:
-                continue
-        raise ConfigError(key=f"options.{key}", value=value, allowed=allowed)
+            check_value(key, value, hints[name])
+            continue
+        raise ConfigError(key, value, allowed=allowed)
     return fields
 
 
-def upstream_message(error: Exception) -> str:
-    """Return PEFT's message in one line, for the end of ours."""
-    return f"PEFT rejects it: {' '.join(str(error).split())}"
+def peft_rejects(error: Exception, key: str, value: object) -> ConfigError:
+    """Return an error of PEFT's as one of the setting that led to it."""
+    allowed = f"what PEFT accepts; PEFT rejects it: {' '.join(str(error).split())}"
+    return ConfigError(key=key, value=value, allowed=allowed)
 
 
-def option_at_fault(error: Exception, config: PeftConfig) -> ConfigError:
-    """Return PEFT's rejection of a config as an error of the option that it names, else of the targets."""
-    text = str(error).lower()
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in RESERVED or value == field.default or value is None:
-            continue
-        names = {field.name, field.name.rpartition("_")[2]}  # lora_dropout: PEFT's message has `dropout`
-        is_named = any(re.search(rf"\b{re.escape(name)}\b", text) for name in names)
-        if is_named or (isinstance(error, ZeroDivisionError) and value == 0):
-            allowed = f"a value that PEFT accepts; {upstream_message(error)}"
-            return ConfigError(key=f"options.{field.name}", value=value, allowed=allowed)
-    allowed = f"layers that PEFT can adapt; {upstream_message(error)}"
-    return ConfigError(key="target_modules", value=shown_targets(config), allowed=allowed)
-
-
-def shown_targets(config: PeftConfig) -> Any:
-    """Return a config's target modules for a message, in order."""
+def peft_rejects_config(config: PeftConfig, error: Exception) -> ConfigError:
+    """Return an error of PEFT's layers as one of a config's options, or without any of its targets."""
+    given = {
+        field.name: value
+        for field in dataclasses.fields(config)
+        if field.name not in RESERVED and field.default is not dataclasses.MISSING
+        if (value := getattr(config, field.name)) != field.default
+    }
     targets = getattr(config, "target_modules", None)
-    return sorted(targets) if isinstance(targets, (set, list)) else targets
+    shown = sorted(targets) if isinstance(targets, (set, list)) else targets
+    return peft_rejects(error, "options", given) if given else peft_rejects(error, "target_modules", shown)
 
 
 def method_rules(method: str) -> tuple[Rule, ...]:
@@ -209,16 +155,11 @@ def method_rules(method: str) -> tuple[Rule, ...]:
         >>> [rule.name for rule in method_rules("adalora")][-1]
         'run/manual_optimization'
     """
-    finetuning = Rule(
-        name="lightning/BaseFinetuning",
-        reason="it unfreezes layers that the adapters keep frozen",
-        remedies=("remove it",),
-    )
+    reason = "it unfreezes layers that the adapters keep frozen"
+    finetuning = Rule(name="lightning/BaseFinetuning", reason=reason, remedies=("remove it",))
     reason = "the strategy writes checkpoints itself, and they include the frozen base"
     names = [rule.name for rule in PLACES_STATE if rule.name.startswith("lightning/")]  # ours omit it
     full_checkpoints = [Rule(name=name, reason=reason, verdict=Verdict.WARNED) for name in names]
-    if method != "adalora":
-        return (finetuning, *full_checkpoints)
     lora = "callbacks.peft_adapter.method=lora"
     reasons = {
         "run/scaler": ("ranks are allocated by gradients, which a scaler multiplies", "precision=auto"),
@@ -228,4 +169,4 @@ def method_rules(method: str) -> tuple[Rule, ...]:
         "run/manual_optimization": ("ranks are allocated per optimizer step, which the module does", lora),
     }
     own = [Rule(name=name, reason=why, remedies=(remedy,)) for name, (why, remedy) in reasons.items()]
-    return (finetuning, *full_checkpoints, *own)
+    return (finetuning, *full_checkpoints, *(own if method == "adalora" else ()))

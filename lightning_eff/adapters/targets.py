@@ -5,7 +5,6 @@ PEFT ignores a name that matches no layer as long as another one does; here each
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -23,9 +22,9 @@ from torch.nn.parameter import UninitializedParameter
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lightning_eff.adapters.methods import ALL_LINEAR, NOT_LINEAR, name_of_method, shown_targets
+from lightning_eff.adapters.methods import ALL_LINEAR, NOT_LINEAR, name_of_method, peft_rejects
 from lightning_eff.adapters.module_tree import check_module_names, is_in_module, outermost, tied_parameters
-from lightning_eff.core.errors import ConfigError, suggest_name
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.kernels.linear import TritonLinear
 
 TASK_HEADS = {
@@ -45,35 +44,35 @@ def resolve_targets(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]
         tuner: PEFT's class of the method, which has default targets by architecture.
 
     Raises:
-        ConfigError: A name matches nothing, or PEFT has no default for the model.
+        ConfigError: A name matches nothing, or a layer cannot have an adapter.
     """
     fields: Any = config
     modules = {name: module for name, module in model.named_modules() if name}
-    has_target_parameters = bool(getattr(config, "target_parameters", None))
-    _check_names("modules_to_save", getattr(config, "modules_to_save", None), modules)
-    if config.task_type in TASK_HEADS and hasattr(config, "modules_to_save"):  # as PEFT's model class does
-        saved = list(fields.modules_to_save or ())
-        new = [name for name in task_heads(model, config.task_type) if not is_in_module(name, saved)]
-        if not saved and not new:
-            task = str(getattr(config.task_type, "value", config.task_type))
-            allowed = f"a model whose head is called {' or '.join(TASK_HEADS[task])}; name any other head"
-            remedies = ["callbacks.peft_adapter.modules_to_save=[NAME_OF_THE_HEAD]"]
-            raise ConfigError(key="options.task_type", value=task, allowed=allowed, remedies=remedies)
-        fields.modules_to_save = [*saved, *new]
-    if fields.target_modules is None and not has_target_parameters:
-        # PEFT 0.21 keeps IA3's defaults in constants and not in its tuner class
-        of_ia3 = TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING
-        fields.target_modules = _peft_default(model, getattr(tuner, "target_module_mapping", of_ia3))
-        if getattr(config, "feedforward_modules", ()) is None:
-            defaults = TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING
-            fields.feedforward_modules = _peft_default(model, defaults)
+    check_module_names("modules_to_save", _names(config, "modules_to_save"), modules)
+    if config.task_type in TASK_HEADS and hasattr(config, "modules_to_save"):
+        _add_task_heads(model, config)
+    if fields.target_modules is None and not getattr(config, "target_parameters", None):
+        _set_default_targets(model, config, tuner)
     if fields.target_modules == ALL_LINEAR:
         fields.target_modules = _all_linear(model, config)
-    _check_names("target_modules", fields.target_modules, modules)
-    _check_names("options.exclude_modules", getattr(config, "exclude_modules", None), modules)
+    check_module_names("target_modules", _names(config, "target_modules"), modules)
+    check_module_names("options.exclude_modules", _names(config, "exclude_modules"), modules)
     _reject_tied_copies(model, config, modules)
-    layers = {name: module for name, module in modules.items() if check_target_module_exists(config, name)}
-    _check_layers(config, layers, modules)
+    try:
+        layers = {
+            name: module for name, module in modules.items() if check_target_module_exists(config, name)
+        }
+    except re.error as error:
+        raise peft_rejects(error, "target_modules", fields.target_modules) from error
+    for name, layer in layers.items():
+        allowed = ""
+        if isinstance(layer, TritonLinear) and layer.activation is not None:
+            # PEFT adds the adapter's output to the layer's, which is behind the activation
+            allowed = f"linear maps: {name} has {layer.activation} inside; options.exclude_modules=[{name}]"
+        elif any(isinstance(parameter, UninitializedParameter) for parameter in layer.parameters()):
+            allowed = f"layers with a known size: {name} is lazy; run one batch through it in configure_model"
+        if allowed:
+            raise ConfigError(key="target_modules", value=name, allowed=allowed)
     return layers
 
 
@@ -107,6 +106,42 @@ def task_heads(model: nn.Module, task_type: str | None) -> list[str]:
     )
 
 
+def _names(config: PeftConfig, key: str) -> Collection[str]:
+    """Return the names in a config's field, which may also hold a regular expression."""
+    value = getattr(config, key, None)
+    return () if value is None or isinstance(value, str) else value
+
+
+def _add_task_heads(model: nn.Module, config: PeftConfig) -> None:
+    """Train the heads of the config's task in full, as PEFT's model class for the task does."""
+    fields: Any = config
+    saved = list(fields.modules_to_save or ())
+    saved += [name for name in task_heads(model, config.task_type) if not is_in_module(name, saved)]
+    if not saved:
+        task = str(getattr(config.task_type, "value", config.task_type))
+        allowed = f"a model whose head is called {' or '.join(TASK_HEADS[task])}; name any other head"
+        remedies = ["callbacks.peft_adapter.modules_to_save=[NAME_OF_THE_HEAD]"]
+        raise ConfigError(key="options.task_type", value=task, allowed=allowed, remedies=remedies)
+    fields.modules_to_save = saved
+
+
+def _set_default_targets(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> None:
+    """Set PEFT's default targets for the Hugging Face model in a module."""
+    fields: Any = config
+    types = [str(part.config.model_type) for part in model.modules() if isinstance(part, PreTrainedModel)]
+    # PEFT 0.21 keeps IA3's defaults in constants and not in its tuner class
+    of_ia3 = TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING
+    defaults: Mapping[str, Any] = getattr(tuner, "target_module_mapping", of_ia3)
+    kind = next((kind for kind in types if kind in defaults), None)
+    if kind is None:
+        allowed = "names of layers: null is PEFT's default for a known Hugging Face model"
+        remedy = "callbacks.peft_adapter.target_modules=all-linear"
+        raise ConfigError(key="target_modules", value=None, allowed=allowed, remedies=[remedy])
+    fields.target_modules = defaults[kind]
+    if getattr(config, "feedforward_modules", ()) is None:
+        fields.feedforward_modules = TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING[kind]
+
+
 def _all_linear(model: nn.Module, config: PeftConfig) -> str | set[str]:
     """Return all linear layers, without heads of Hugging Face models and layers that are never called."""
     method = name_of_method(config)
@@ -135,41 +170,11 @@ def _all_linear(model: nn.Module, config: PeftConfig) -> str | set[str]:
     return exact_targets(names - {""}, model)
 
 
-def _peft_default(model: nn.Module, by_architecture: Mapping[str, Any]) -> Any:
-    """Return PEFT's default targets for the Hugging Face architectures in a model."""
-    types = {str(part.config.model_type) for part in model.modules() if isinstance(part, PreTrainedModel)}
-    defaults = [by_architecture[kind] for kind in sorted(types) if kind in by_architecture]
-    if not defaults:
-        has = f"it has none for {', '.join(sorted(types))}" if types else "this is not one"
-        allowed = f"names of layers: null is PEFT's default for a known Hugging Face model, and {has}"
-        remedy = "callbacks.peft_adapter.target_modules=all-linear"
-        raise ConfigError(key="target_modules", value=None, allowed=allowed, remedies=[remedy])
-    if len(defaults) == 1 and isinstance(defaults[0], str):
-        return defaults[0]
-    lists = [[default] if isinstance(default, str) else default for default in defaults]
-    return {name for names in lists for name in names}
-
-
-def _check_names(key: str, names: Any, modules: Mapping[str, nn.Module]) -> None:
-    """Check that a regular expression matches a module, or that each of several names does."""
-    if not isinstance(names, str):
-        check_module_names(key, names or (), modules)
-        return
-    try:
-        is_match = any(re.fullmatch(names, name) for name in modules)
-    except re.error as error:
-        raise ConfigError(key=key, value=names, allowed=f"a regular expression ({error})") from error
-    if not is_match:
-        hint = suggest_name(names, [*modules, ALL_LINEAR])
-        allowed = f"a regular expression that matches the full name of a module; {hint}"
-        raise ConfigError(key=key, value=names, allowed=allowed)
-
-
 def _reject_tied_copies(model: nn.Module, config: PeftConfig, modules: Mapping[str, nn.Module]) -> None:
     """Reject `modules_to_save` with a tied weight: only the copy would be trained."""
     if getattr(config, "ensure_weight_tying", False) and isinstance(model, PreTrainedModel):
         return  # PEFT ties the copies itself
-    saved = getattr(config, "modules_to_save", None) or ()
+    saved = _names(config, "modules_to_save")
     for name, module in modules.items():
         if not any(f".{name}".endswith(f".{end}") for end in saved):
             continue
@@ -178,33 +183,3 @@ def _reject_tied_copies(model: nn.Module, config: PeftConfig, modules: Mapping[s
             remedies = [f"{name} in target_modules: an adapter leaves the tied weight unchanged"]
             remedies += ["model.tie_word_embeddings=false, or two weights in a model of your own"]
             raise ConfigError(key="modules_to_save", value=name, allowed=allowed, remedies=remedies)
-
-
-def _check_layers(
-    config: PeftConfig, layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Module]
-) -> None:
-    """Reject numbers that no targeted layer has, which PEFT ignores, no layers, and layers of other kinds."""
-    fields: Any = config
-    numbers = getattr(config, "layers_to_transform", None)
-    wanted = {numbers} if isinstance(numbers, int) else set(numbers or ())
-    numbers_by_name = {name: {int(n) for n in name.split(".") if n.isdigit()} for name in modules}
-    if not wanted <= set().union(*(numbers_by_name[name] for name in layers)):
-        anywhere = dataclasses.replace(fields, layers_to_transform=None, layers_pattern=None)
-        targets = [name for name in modules if check_target_module_exists(anywhere, name)]
-        known: list[int] = []
-        for number in sorted(set[int]().union(*(numbers_by_name[name] for name in targets))):
-            alone = dataclasses.replace(fields, layers_to_transform=[number])
-            known += [number] if any(check_target_module_exists(alone, name) for name in targets) else []
-        allowed = f"numbers of targeted layers, as in model.layers.0.q_proj; PEFT finds {known}"
-        raise ConfigError(key="options.layers_to_transform", value=numbers, allowed=allowed)
-    if not layers and not getattr(config, "target_parameters", None):
-        allowed = "layers that are neither excluded nor in modules_to_save"
-        raise ConfigError(key="target_modules", value=shown_targets(config), allowed=allowed)
-    for name, layer in layers.items():
-        if isinstance(layer, TritonLinear) and layer.activation is not None:
-            # PEFT adds the adapter's output to the layer's, which is behind the activation
-            allowed = f"linear maps: {name} has {layer.activation} inside; options.exclude_modules=[{name}]"
-            raise ConfigError(key="target_modules", value=name, allowed=allowed)
-        if any(isinstance(parameter, UninitializedParameter) for parameter in layer.parameters()):
-            allowed = f"layers with a known size: {name} is lazy; run one batch through it in configure_model"
-            raise ConfigError(key="target_modules", value=name, allowed=allowed)

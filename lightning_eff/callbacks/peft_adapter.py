@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_eff.adapters.adalora import RankSchedule
 from lightning_eff.adapters.adapter_checkpoint import AdapterCheckpointHooks
-from lightning_eff.adapters.inject import ADAPTER_NAME, adapted_layers, inject_adapters, peft_config_of
+from lightning_eff.adapters.inject import adapted_layers, inject_adapters
 from lightning_eff.adapters.methods import Targets, make_config, method_rules
 from lightning_eff.adapters.module_tree import is_in_module
 from lightning_eff.adapters.quantized import num_weights
@@ -143,20 +143,16 @@ class PeftAdapter(Managed):
 
     def _config(self) -> Any:
         options: Any = self.options or {}
-        if self.method == "adalora" and isinstance(options, Mapping):
+        if self.method == "adalora" and "total_step" not in options:
             steps, trainer = 1e9, self._trainer  # a placeholder until the run's number is known
-            if "total_step" not in options and trainer is not None and trainer.training:
+            if trainer is not None and trainer.training:
                 steps = trainer.estimated_stepping_batches
             if not 0 < steps < float("inf"):
                 allowed = "the number of optimizer steps, since this run has no end"
                 remedy = "callbacks.peft_adapter.options.total_step=1000"
                 raise ConfigError(key="options.total_step", value=None, allowed=allowed, remedies=[remedy])
             options = {"total_step": int(steps), **options}
-        config = make_config(self.method, options, self.target_modules, self.modules_to_save)
-        if isinstance(config, AdaLoraConfig) and config.init_r <= config.target_r:
-            allowed = f"more than target_r={config.target_r}, the average rank at the end"
-            raise ConfigError(key="options.init_r", value=config.init_r, allowed=allowed)
-        return config
+        return make_config(self.method, options, self.target_modules, self.modules_to_save)
 
     def facts(self) -> Facts:
         """Return that parameters are added, and what the method cannot be combined with."""
@@ -197,7 +193,9 @@ class PeftAdapter(Managed):
     def _apply(self, model: nn.Module) -> int:
         try:
             config = self._config()
-            new = inject_adapters(model, config, upcast=self.autocast_adapter_dtype)
+            new = inject_adapters(
+                model, config, upcast=self.autocast_adapter_dtype, on_meta=self._trainer is None
+            )
             self._first.check_patterns(model)
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
@@ -207,18 +205,15 @@ class PeftAdapter(Managed):
         self._num_parameters = sum(num_weights(p) for p in model.parameters())
         self._trained_bytes = sum(p.numel() * p.element_size() for p in trained)
         strategy: Any = self._trainer.strategy if self._trainer is not None else None
-        has_full_state = not isinstance(strategy, OWN_CHECKPOINTS)
-        has_full_state = has_full_state or getattr(strategy, "whole_checkpoints", False)
+        has_own_checkpoints = isinstance(strategy, OWN_CHECKPOINTS)
         self._hooks = self._schedule = None
-        if isinstance(model, pl.LightningModule) and has_full_state:
-            attached = getattr(model.__dict__.get("on_save_checkpoint"), "__self__", None)
-            is_attached = isinstance(attached, AdapterCheckpointHooks)
-            self._hooks = attached if is_attached else AdapterCheckpointHooks(model)
+        if isinstance(model, pl.LightningModule) and (
+            not has_own_checkpoints or getattr(strategy, "whole_checkpoints", False)
+        ):
+            self._hooks = AdapterCheckpointHooks.attach(model)
             self._hooks.save_base = self.save_base
-        present = peft_config_of(model)
-        if isinstance(present, AdaLoraConfig):
-            present.total_step = config.total_step
-            self._schedule = RankSchedule(model, present, ADAPTER_NAME)
+        if isinstance(config, AdaLoraConfig):
+            self._schedule = RankSchedule(model, config.total_step)
         return len(new)
 
     @override

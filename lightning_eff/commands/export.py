@@ -13,7 +13,6 @@ from lightning_eff.core.errors import (
     EXIT_OK,
     CheckpointError,
     ConfigError,
-    UsageError,
     check_path,
     suggest_name,
 )
@@ -83,15 +82,14 @@ def _find_run(run: str, root: Path) -> Path:
     folder = Path(run)
     if (folder / RESOLVED).is_file():
         return folder
-    newest = newest_valid(root / run) if not folder.is_absolute() and ".." not in folder.parts else None
+    is_inside = not folder.is_absolute() and ".." not in folder.parts
+    newest = newest_valid(root / run) if is_inside else None
     if newest is not None:
         return newest.parent.parent
     # A folder without runs, of a cache for example, is no recipe's.
     recipes = {path.parents[1].name for path in root.glob(f"*/*/{RESOLVED}")}
-    is_folder = root.is_dir() and run in {entry.name for entry in root.iterdir() if entry.is_dir()}
-    hint = suggest_name(run, recipes)
-    if is_folder or run in recipes:
-        hint = f"{root / run} has no complete checkpoint"
+    has_runs = is_inside and (root / run).is_dir()
+    hint = f"{root / run} has no complete checkpoint" if has_runs else suggest_name(run, recipes)
     allowed = f"a run's folder (it has a {RESOLVED}), or a recipe with runs in {root}; {hint}"
     raise ConfigError(key="RUN", value=run, allowed=allowed)
 
@@ -112,35 +110,24 @@ def _find_checkpoint(run: str, folder: Path, which: str) -> Path:
     if which == "last":
         return last
     # The best one lies next to the last one, whatever folder the last one names: runs may be moved.
-    states: Any = _read_checkpoint(last).get("callbacks")
-    savers = [
-        state
-        for name, state in (states.items() if isinstance(states, Mapping) else ())
-        if "ModelCheckpoint" in str(name) and isinstance(state, Mapping) and state.get("monitor")
-    ]
-    names = {Path(str(state["best_model_path"])).name for state in savers if state.get("best_model_path")}
-    best = [path for path in last.parent.iterdir() if path.name in names]
-    if not best:
-        allowed = "a run that monitored something: monitors.model_checkpoint.monitor=val_loss"
-        raise ConfigError(key="--checkpoint", value="best", allowed=allowed, remedies=["--checkpoint last"])
-    return best[0]
+    states = _read_checkpoint(last).get("callbacks")
+    for state in states.values() if isinstance(states, Mapping) else ():
+        if isinstance(state, Mapping) and state.get("monitor") and state.get("best_model_path"):
+            best = last.parent / Path(str(state["best_model_path"])).name
+            if best.exists():
+                return best
+    allowed = "a run that monitored something: monitors.model_checkpoint.monitor=val_loss"
+    raise ConfigError(key="--checkpoint", value="best", allowed=allowed, remedies=["--checkpoint last"])
 
 
 def _read_values(run_dir: Path) -> dict[str, Any]:
     """Return the config that a run was built from, checked like a config to be trained."""
     from lightning_eff.config.folders import check_folders
     from lightning_eff.config.strict_yaml import read_yaml
-    from lightning_eff.config.validate import RUN_KEYS, TOP_LEVEL, check_config_values
+    from lightning_eff.config.validate import TOP_LEVEL, check_config_values
     from lightning_eff.run import RESOLVED
 
-    path = run_dir / RESOLVED
-    try:
-        values = read_yaml(path).content
-    except UsageError as error:
-        allowed = f"a run's config ({error})"
-        raise ConfigError(key="RUN", value=str(path), allowed=allowed) from error
-    if not isinstance(values, dict) or not {*RUN_KEYS, "trainer"} <= values.keys():
-        raise ConfigError(key="RUN", value=str(path), allowed="a run's config, as `train` writes it")
+    values = read_yaml(run_dir / RESOLVED, expect_mapping=True).content
     unknown = [str(key) for key in values if key not in TOP_LEVEL]
     if unknown:
         allowed = f"a known key; {suggest_name(unknown[0], TOP_LEVEL)}"
@@ -193,12 +180,9 @@ def _load(model: Any, path: Path, *, is_adapted: bool) -> list[str]:
     except CheckpointError as error:
         text = f"checkpoint {path} is not exported: {error}"
         raise CheckpointError(text) from error
-    if not fingerprint.others:
-        return []
     count = len(fingerprint.others)
-    tensors = f"{count} tensor{'s' * (count != 1)}"
-    differ = f"quantized on this device, {tensors} of the base differ in some bits"
-    return [f"{differ}; all other frozen tensors match"]
+    differ = f"quantized on this device, {count} tensor{'s' * (count != 1)} of the base differ in some bits"
+    return [f"{differ}; all other frozen tensors match"] if count else []
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_eff.adapters.module_tree import plain_name
+from lightning_eff.adapters.module_tree import linear_layers, matrices, plain_name
 from lightning_eff.adapters.quantized import is_quantized, storage_bytes
 from lightning_eff.core import model_surgery, rules
 from lightning_eff.core.arguments import check_arguments
@@ -49,7 +49,6 @@ from lightning_eff.core.technique import (
     Verdict,
 )
 from lightning_eff.core.text import human_bytes
-from lightning_eff.precision._frozen_parts import linear_layers, matrices
 from lightning_eff.precision.auto import COMPUTE_DTYPES, AutoPrecision, Format
 
 QUANTIZED = ("nf4", "fp4", "int8")

@@ -20,9 +20,9 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 
-from lightning_eff.adapters import export as adapter_export
 from lightning_eff.adapters import quantized
 from lightning_eff.adapters.methods import FOR_QUANTIZED, NOT_LINEAR, PROMPTS, method_names
+from lightning_eff.adapters.module_tree import linear_layers
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -30,11 +30,10 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core import model_surgery, rules
-from lightning_eff.core.errors import ConfigError, ConflictError, EnvironmentLacksError
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.technique import Verdict
 from lightning_eff.models.hf_causal_lm import HFCausalLM
-from lightning_eff.precision._frozen_parts import linear_layers
 from lightning_eff.precision._quantized_linear import Linear4bit, dequantize, quantize
 from lightning_eff.precision.quantized_base import QuantizedBase
 from tests.support.models import Deep, make_loader, make_trainer
@@ -150,14 +149,6 @@ def test_rows_that_are_no_whole_blocks_are_read_as_they_were_written(
     torch.testing.assert_close(gradient, dequantize(layer.weight).sum(0).expand_as(x))
 
 
-def test_merging_a_base_in_few_bits_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(80, 48)).requires_grad_(False)
-    QuantizedBase(device="cpu").apply(model)
-    adapt(model)
-    with pytest.raises(ConfigError, match="a base that is not quantized"):
-        adapter_export.merge_adapters(model)
-
-
 @pytest.mark.parametrize(
     ("quant_type", "compute"),
     # In bf16 the library's 8-bit layer answers in bf16; its 4-bit one, and ours, in its input's format.
@@ -170,6 +161,9 @@ def test_trains_to_the_bit_as_the_libraries_alone(quant_type: str, compute: str)
     expected = plain_loop(plain, 30, DTYPES[compute])
     model = fitted(QuantizedBase(quant_type=quant_type, compute_dtype=compute), max_steps=30)
     assert model.losses == expected
+    # The library casts it in the first forward pass, so a run and its resumption would differ.
+    biases = {p.dtype for n, p in model.named_parameters() if n.endswith("base_layer.bias")}
+    assert quant_type == "int8" or biases == {DTYPES[compute]}
     assert model.losses[0] != model.losses[-10], "nothing was trained"
     theirs = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
@@ -230,15 +224,6 @@ def test_bytes_are_those_counted_by_hand(quant_type: str, double_quant: bool, bl
     assert quantized.num_weights(model[0].weight) == 32768
 
 
-def test_double_quantization_takes_4_127_bits_a_weight() -> None:
-    layer: Any = nn.Linear(1024, 1024, bias=False)
-    quantize(layer, "nf4", compute_dtype=torch.float32)
-    tables = (16 + 256) * 4 + 4
-    bits = (quantized.storage_bytes([layer.weight]) - tables) * 8 / 1024**2
-    assert bits == 4 + 8 / 64 + 32 / (64 * 256)
-    assert round(bits, 3) == 4.127
-
-
 @pytest.mark.parametrize(("quant_type", "most"), [("nf4", 0.1), ("fp4", 0.125), ("int8", 0.006)])
 def test_the_error_that_is_reported_is_the_one_there_is(quant_type: str, most: float) -> None:
     torch.manual_seed(0)
@@ -276,18 +261,6 @@ def test_sixteen_bits_for_frozen_matrices_and_float32_for_the_rest(
     assert norms == {loaded}, "PyTorch's norms on a CPU refuse weights of fewer bits than their input"
     after = plugin.outcome().numbers["bytes_after"]
     assert after == sum(model.get_parameter(name).nbytes for name in low if "norm" not in name)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"quant_type": "fp16"}, "quant_type='fp16': expected bf16"),
-        ({"compute_dtype": "fp32"}, "compute_dtype='fp32': expected bf16"),
-    ],
-)
-def test_another_format_than_the_loaded_one_is_refused(keywords: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        fitted(QuantizedBase(**keywords), model=make().to(torch.bfloat16))
 
 
 def test_bf16_is_as_near_to_float64_as_plain_pytorch() -> None:
@@ -395,13 +368,6 @@ def test_evaluation_computes_what_training_does_and_leaves_no_trace(quant_type: 
     assert torch.equal(twin(x), training)
 
 
-def test_a_frozen_bias_has_the_format_of_products_from_the_beginning() -> None:
-    """The library casts it in the first forward pass, so a run and its resumption would differ."""
-    model = fitted(QuantizedBase(compute_dtype="bf16"), max_steps=2)
-    biases = {p.dtype for n, p in model.named_parameters() if n.endswith("base_layer.bias")}
-    assert biases == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("quant_type", [*FEW_BITS, "bf16"])
 def test_what_is_trained_itself_is_not_low(quant_type: str) -> None:
     plugin = QuantizedBase(quant_type=quant_type)
@@ -435,33 +401,51 @@ def test_layers_that_a_user_froze_are_quantized_without_adapters() -> None:
     assert plain.first.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("quant_type", ["nf4", "bf16"])
-def test_nothing_frozen_or_nothing_trained_is_refused(quant_type: str) -> None:
-    with pytest.raises(ConfigError, match=rf"precision.quant_type='{quant_type}'(.|\n)*try: PeftAdapter\(\)"):
-        make_trainer(plugins=[QuantizedBase(quant_type=quant_type)]).fit(make(), make_loader())
-    with pytest.raises(ConfigError, match=rf"quant_type='{quant_type}'(.|\n)*try: PeftAdapter\(\)"):
-        fitted(QuantizedBase(quant_type=quant_type), GradientCheckpointing())
-    model = make().requires_grad_(False)
-    with pytest.raises(ConfigError, match="a model with trained parameters"):
-        fitted(QuantizedBase(quant_type=quant_type), GradientCheckpointing(), model=model)
+NO_ADAPTERS = r"(.|\n)*try: PeftAdapter\(\)"
+REFUSED: list[tuple[dict[str, Any], bool, Callable[[Any], Any], str]] = [
+    ({}, True, nn.Module.double, "first has 64 bits"),
+    ({"quant_type": "fp16"}, True, nn.Module.bfloat16, "quant_type='fp16': expected bf16"),
+    ({"compute_dtype": "fp32"}, True, nn.Module.bfloat16, "compute_dtype='fp32': expected bf16"),
+    ({"quant_type": "nf4"}, False, nn.Module.train, f"precision.quant_type='nf4'{NO_ADAPTERS}"),
+    ({"quant_type": "bf16"}, False, nn.Module.train, f"precision.quant_type='bf16'{NO_ADAPTERS}"),
+    ({}, False, lambda model: model.requires_grad_(False), "a model with trained parameters"),
+]
 
 
-def test_a_trained_bias_of_a_quantized_layer_is_refused() -> None:
-    """The library casts a bias in place as it computes: it would be trained in bfloat16."""
-    with pytest.raises(
-        ConfigError,
-        match=r"first is quantized(.|\n)*try: PeftAdapter\(options=\{'bias': 'none'\}\)",
-    ):
+@pytest.mark.parametrize(("keywords", "is_adapted", "change", "text"), REFUSED)
+def test_a_model_that_it_cannot_quantize_is_refused(
+    keywords: Any, is_adapted: bool, change: Callable[[Any], Any], text: str
+) -> None:
+    callback = PeftAdapter(options=LORA) if is_adapted else GradientCheckpointing()
+    with pytest.raises(ConfigError, match=text):
+        fitted(QuantizedBase(**keywords), callback, model=change(make()))
+
+
+def test_a_run_that_would_not_train_what_is_quantized_is_refused() -> None:
+    """No callback calls it in time; and the library casts a bias in place, which would train in bfloat16."""
+    for quant_type in ("nf4", "bf16"):
+        trainer = make_trainer(plugins=[QuantizedBase(quant_type=quant_type)])
+        with pytest.raises(ConfigError, match=f"precision.quant_type='{quant_type}'{NO_ADAPTERS}"):
+            trainer.fit(make(), make_loader())
+    with pytest.raises(ConfigError, match=r"first is quantized(.|\n)*try: .*options=\{'bias': 'none'\}"):
         fitted(QuantizedBase(), PeftAdapter(options=LORA | {"bias": "lora_only"}))
 
 
-def test_64_bits_are_refused() -> None:
-    with pytest.raises(ConfigError, match="first has 64 bits"):
-        fitted(QuantizedBase(), model=make().double())
+def test_weights_that_would_be_lost_or_changed_are_refused() -> None:
+    """One that is no number, or too small for the 16 bits by way of which int8 is made, or has no value."""
+    for value in (float("nan"), float("inf"), 1e-9):
+        model = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8)).requires_grad_(False)
+        nn.init.constant_(model[0].weight, value)
+        with pytest.raises(ConfigError, match=r"quant_type='int8': .* hold 0: (100|nan)% of its norm"):
+            QuantizedBase(quant_type="int8", device="cpu").apply(model)
     with torch.device("meta"):
         model = make().requires_grad_(False)
     with pytest.raises(ConfigError, match="first is on the meta device"):
         QuantizedBase(device="cpu").apply(model)
+    for other in (FSDPStrategy(), BackboneFinetuning()):
+        for quant_type in ("nf4", "bf16"):
+            findings = rules.check_rules([QuantizedBase(quant_type=quant_type), other], {})
+            assert [f.rule.verdict for f in findings] == [Verdict.REFUSED]
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "int8"])
@@ -511,7 +495,7 @@ TECHNIQUES: dict[str, Callable[[], list[Any]]] = {
     "recomputed but for products": lambda: [GradientCheckpointing(policy="selective")],
     "offloaded": lambda: [GradientCheckpointing(policy="offload")],
     "accumulated": lambda: [GradientAccumulation(global_batch_size=4)],
-    "cut": lambda: [MicroBatch(micro_batch_size=4)],
+    "in one piece": lambda: [MicroBatch(micro_batch_size=4)],
     "swapped": lambda: [TritonGemm(min_features=1)],
 }
 
@@ -528,38 +512,16 @@ def test_other_techniques_change_no_bit(name: str, quant_type: str) -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("quant_type", ["nf4", "int8"])
-def test_cut_batches_train_alike(quant_type: str) -> None:
-    """T2: a gradient that is lost, or counted twice, is 0.5 away."""
-    exact = functools.partial(
-        QuantizedBase, quant_type=quant_type, compute_dtype="fp32"
-    )  # else bf16 where the CPU has it
-    alone = fitted(exact(), model=make(0.0))
-    cut = fitted(exact(), PeftAdapter(options=LORA), MicroBatch(micro_batch_size=2), model=make(0.0))
-    for name, parameter in trained(cut).items():
-        torch.testing.assert_close(parameter, trained(alone)[name], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated")
 @pytest.mark.parametrize("quant_type", FEW_BITS)
-def test_compiled_blocks_train_alike(quant_type: str) -> None:
-    alone = fitted(QuantizedBase(quant_type=quant_type), model=make(0.0))
-    compiled = fitted(
-        QuantizedBase(quant_type=quant_type),
-        PeftAdapter(options=LORA),
-        TorchCompile(backend="aot_eager"),
-        model=make(0.0),
-    )
-    assert compiled.losses == pytest.approx(alone.losses, rel=1e-5)
-
-
-def test_strategies_that_shard_and_callbacks_that_thaw_are_refused() -> None:
-    for other in (FSDPStrategy(), BackboneFinetuning()):
-        for quant_type in ("nf4", "bf16"):
-            findings = rules.check_rules([QuantizedBase(quant_type=quant_type), other], {})
-            assert [f.rule.verdict for f in findings] == [Verdict.REFUSED]
-    with pytest.raises(ConflictError, match="few bits to be trained"):
-        fitted(QuantizedBase(), PeftAdapter(options=LORA), BackboneFinetuning())
+def test_compiled_blocks_and_cut_batches_train_alike(quant_type: str) -> None:
+    """T2: a gradient that is lost, or counted twice, is 0.5 away."""
+    plugin = functools.partial(QuantizedBase, quant_type=quant_type, compute_dtype="fp32")
+    alone = fitted(plugin(), model=make(0.0))
+    for other in (TorchCompile(backend="aot_eager"), MicroBatch(micro_batch_size=2)):
+        model = fitted(plugin(), PeftAdapter(options=LORA), other, model=make(0.0))
+        for name, parameter in trained(model).items():
+            torch.testing.assert_close(parameter, trained(alone)[name], rtol=1e-5, atol=1e-6)
 
 
 def hf(folder: Path, **keywords: Any) -> HFCausalLM:
@@ -590,15 +552,6 @@ def test_head_embeddings_and_norms_of_a_hugging_face_model_stay(tiny_llama: Path
     model_surgery.apply(bf16, [(Stage.CAST_FROZEN, casting.cast_frozen)])
     assert bf16.model.model.embed_tokens.weight.dtype == torch.float32
     assert bf16.model.lm_head.weight.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-9])
-def test_a_weight_that_would_be_lost_is_refused(value: float) -> None:
-    """One that is no number, or too small for the 16 bits by way of which int8 is made."""
-    model = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8)).requires_grad_(False)
-    nn.init.constant_(model[0].weight, value)
-    with pytest.raises(ConfigError, match=r"precision.quant_type='int8': .* hold 0: (100|nan)% of its norm"):
-        QuantizedBase(quant_type="int8", device="cpu").apply(model)
 
 
 def test_a_model_loaded_in_16_bits_is_computed_with_in_them(tiny_llama: Path) -> None:
