@@ -14,8 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from lightning_eff.core.text import human_bytes
-from lightning_eff.report.module_tracker import PHASES
-from lightning_eff.report.recording import CATEGORIES
+from lightning_eff.report.recording import CATEGORIES, PHASES
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5b6472; --line: #d9dee6; --paper: #fff; --mark: #2457c5;

@@ -126,7 +126,7 @@ def test_categories_are_those_of_a_real_run() -> None:
 
     found = predict_step(real, batch, step, adamw)
     recorder, optimizer = Recorder(), adamw(real.parameters())
-    probe = Probe(count_flops=False, count_bytes=True, live=recorder)
+    probe = Probe(recorder=recorder)
     for _ in range(2):
         probe.begin(batch, real, [optimizer])
         step(real, batch).backward()

@@ -13,8 +13,7 @@ import jinja2
 import pytest
 
 from lightning_eff.report.html import memory_section, render_page
-from lightning_eff.report.module_tracker import PHASES
-from lightning_eff.report.recording import CATEGORIES
+from lightning_eff.report.recording import CATEGORIES, PHASES
 
 HOSTILE = """</pre></title><script src="http://evil">alert('&amp;')</script><link href=//evil>"""
 WITHOUT_END = {"meta", "br", "polyline"}
