@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch import callbacks as upstream
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core.errors import root_cause_line
@@ -125,7 +125,7 @@ def predict_step(
     model: nn.Module | Callable[[], nn.Module],
     batch: Any,
     step: Callable[[Any, Any], Tensor],
-    optimizer: Callable[[Any], Optimizer],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
 ) -> Prediction:
     """Predict the peak memory of a plain loop: forward, backward, `optimizer.step`, `zero_grad`.
 
@@ -160,7 +160,7 @@ def predict_step(
         return _predicted(run, fakes)
 
 
-def persistent_bytes(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, int]:
+def persistent_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
     """Return the bytes that last from step to step by category; steps the optimizers.
 
     Args:
@@ -192,7 +192,7 @@ class _Built:
 
     recorder: Recorder = field(default_factory=Recorder)
     model: Any = None
-    optimizers: Callable[[], Sequence[Optimizer]] = lambda: ()
+    optimizers: Callable[[], Sequence[torch.optim.Optimizer]] = lambda: ()
 
 
 def _predicted(run: Callable[[_Built], None], fakes: Fakes) -> Prediction:
