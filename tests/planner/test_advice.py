@@ -18,7 +18,7 @@ from lightning_eff.planner.advised_recipe import AdvisedRecipe
 from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.planner.dry_run import ExampleBatch, dry_run
 
-FIXED = replace(this_cpu(), peak_tflops={"float32": 0.1}, memory_gbs=10.0)
+FIXED = replace(this_cpu(), peak_tflops={"float32": 0.14}, memory_gbs=12.5)
 """A CPU whose rates do not depend on the machine."""
 SMALL = ["trainer.accelerator=cpu", "model.num_layers=2", "model.d_model=32", "data.context_length=32"]
 
