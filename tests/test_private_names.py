@@ -33,7 +33,7 @@ USED_IN = {
     "_data_parallel_size": "strategy/fsdp2.py",
     "_after_closure": "precision/auto.py",
     "_last_global_step_saved": "run.py",
-    "_scaled_dot_product_flash_attention_for_cpu": "report/flops.py",
+    "_scaled_dot_product_flash_attention_for_cpu": "report/roofline.py",
     "_TrainingEpochLoop": "report/throughput.py",
     "_compiled_call_impl": "core/compiled_call.py",
     "_checkpoint_without_reentrant_generator": "core/recompute.py",
@@ -91,10 +91,10 @@ USED_IN = {
     "name2qmap": "planner/fakes.py",
     "_code_4bit_cache": "planner/fakes.py",
     "fake_device": "report/recording.py",
-    "_current_graph_task_id": "report/module_tracker.py",
-    "_current_autograd_node": "report/module_tracker.py",
-    "_get_sequence_nr": "report/module_tracker.py",
-    "_sequence_nr": "report/module_tracker.py",
+    "_current_graph_task_id": "report/recording.py",
+    "_current_autograd_node": "report/recording.py",
+    "_get_sequence_nr": "report/recording.py",
+    "_sequence_nr": "report/recording.py",
 }
 
 

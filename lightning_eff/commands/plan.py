@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
@@ -14,16 +15,13 @@ from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath, listed_options
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
 from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, ConfigError, UsageError, root_cause_line
-from lightning_eff.core.text import text_table
+from lightning_eff.core.text import WIDTH, text_table
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_eff.planner.advice import Advice
     from lightning_eff.planner.advised_recipe import Compose
-    from lightning_eff.planner.device_memory import MemoryForecast
     from lightning_eff.planner.linear_layers import LinearLayers
-    from lightning_eff.report.sharding_table import ShardingTable
 
 USAGE = """lightning-eff plan RECIPE [overrides] [options]
 
@@ -72,37 +70,6 @@ class PlanRow:
     remedies: list[str] = field(default_factory=list[str])
 
 
-@dataclass(frozen=True)
-class _Forecast:
-    """Everything that is predicted of a recipe: peak, kernels, shards, and what would save memory."""
-
-    expected: MemoryForecast
-    layers: LinearLayers
-    division: ShardingTable
-    advice: Advice | None
-    devices: int
-
-    def texts(self) -> list[str]:
-        """Return the sections of the report."""
-        advice = [str(self.advice)] if self.advice is not None else []
-        described = [str(section) for section in (self.layers, self.division) if section.about]
-        memory, has_share = self.expected.memory, self.devices in self.division.shares
-        verdict = [self.division.verdict(self.devices, memory.free_bytes, memory.name)] if has_share else []
-        return [str(self.expected), *advice, *described, *verdict]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        content: dict[str, Any] = {
-            "layers": [asdict(row) for row in self.layers.rows],
-            "layers_about": self.layers.about,
-            "division": self.division.rows(),
-            "division_about": self.division.about,
-            "division_assumed": self.division.assumed,
-            "peak": self.expected.as_dict(),
-        }
-        return content | ({"advice": asdict(self.advice)} if self.advice is not None else {})
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the verb."""
     # `device=NAME` looks like an override, and is none.
@@ -129,39 +96,67 @@ def main(arguments: Sequence[str]) -> int:
     if not options.json:
         sys.stdout.write(f"{_format_rows(rows)}\n\n")
         sys.stdout.flush()
-    predictions = _predict(composed.values, trainer, device, compose if options.advice else None)
+    advised_with = compose if options.advice else None
+    sections, content, error = _predict(composed.values, trainer, device, advised_with)
     if options.json:
-        content = {"recipe": options.recipe, "rows": [asdict(row) for row in rows]}
-        print_json(content | predictions.as_dict())
+        print_json({"recipe": options.recipe, "rows": [asdict(row) for row in rows]} | content)
     else:
-        sys.stdout.write("\n\n".join(predictions.texts()) + "\n")
+        lines = [wrapped for line in "\n\n".join(sections).splitlines() for wrapped in _wrap(line)]
+        sys.stdout.write("\n".join(lines) + "\n")
     raise_rejected(findings)
-    error = predictions.expected.prediction.error
     if isinstance(error, PRE_RUN_ERRORS):
         raise error  # as `train` would
     return EXIT_OK
 
 
-def _predict(values: dict[str, Any], trainer: pl.Trainer, device: str, compose: Compose | None) -> _Forecast:
-    """Predict memory, kernels and, with `compose`, the savings of further techniques."""
+def _predict(
+    values: dict[str, Any], trainer: pl.Trainer, device: str, compose: Compose | None
+) -> tuple[list[str], dict[str, Any], Exception | None]:
+    """Predict memory, kernels and, with `compose`, the savings of further techniques.
+
+    Returns:
+        The sections of the report, the same as plain values, and why the step could not be predicted.
+    """
     from lightning_eff.planner.advice import Advice, advise
     from lightning_eff.planner.advised_recipe import AdvisedRecipe
     from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
     from lightning_eff.planner.dry_run import dry_run, resolve_precision
     from lightning_eff.planner.sharding import sharding_table_of
 
-    division = sharding_table_of(values, trainer)
-    room = DeviceMemory.of(device, trainer.strategy.root_device)
-    expected = MemoryForecast(dry_run(resolve_precision(values, room)), room, unsharded=bool(division.shares))
+    division, layers = sharding_table_of(values, trainer), _layers(values, trainer, device)
+    memory = DeviceMemory.of(device, trainer.strategy.root_device)
+    prediction = dry_run(resolve_precision(values, memory))
+    expected = MemoryForecast(prediction, memory, unsharded=bool(division.shares))
     if division.shares and expected.peak is not None:
         division = replace(division, passing_bytes=expected.peak.passing_bytes)
-    advice = None
+    sections = [str(expected)]
+    content: dict[str, Any] = {
+        "layers": [asdict(row) for row in layers.rows],
+        "layers_about": layers.about,
+        "division": division.rows(),
+        "division_about": division.about,
+        "division_assumed": division.assumed,
+        "peak": expected.as_dict(),
+    }
     if compose is not None:
         sys.stderr.write(" simulating techniques, for about a minute at most\n")
         with redirect_stdout(sys.stderr):
-            recipe = AdvisedRecipe.of(compose, room)
+            recipe = AdvisedRecipe.of(compose, memory)
             advice = Advice(reason="the data gives no batch") if recipe is None else advise(recipe)
-    return _Forecast(expected, _layers(values, trainer, device), division, advice, trainer.world_size)
+        sections.append(str(advice))
+        content["advice"] = asdict(advice)
+    sections += [str(section) for section in (layers, division) if section.about]
+    if trainer.world_size in division.shares:
+        sections.append(division.verdict(trainer.world_size, memory.free_bytes, memory.name))
+    return sections, content, prediction.error
+
+
+def _wrap(line: str) -> list[str]:
+    """Wrap a sentence that is too long; the tables fit already."""
+    wrapped = textwrap.wrap(
+        line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return wrapped if len(line) > WIDTH else [line]
 
 
 def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearLayers:
@@ -181,7 +176,7 @@ def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearL
         text = f"linear layers: the model cannot be built without memory: {reason}"
         return linear_layers.LinearLayers(text)
     where = linear_layers.LayerTarget.of(device, trainer.strategy.root_device, str(trainer.precision))
-    name, rows = name_of(takers[0]), linear_layers.InputRows.of(values)
+    name, rows = name_of(takers[0]), linear_layers.input_rows(values)
     try:
         return linear_layers.describe_layers(takers[0], name, model, where, rows)
     except ConfigError as error:
@@ -225,7 +220,7 @@ def _format_rows(rows: Iterable[PlanRow]) -> str:
         ]
         for row in rows
     ]
-    return text_table(["technique", "options", "will be", "set by", "why"], table)
+    return text_table(["technique", "options", "will be", "set by", "why"], table, width=WIDTH)
 
 
 def _set_by(chain: RecipeChain, overrides: Sequence[str], group: str, name: str) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
+
+WIDTH = 100
+"""Characters of a line of `plan`."""
 
 
 def human_bytes(num_bytes: float) -> str:
@@ -33,8 +38,16 @@ def human_count(count: float) -> str:
     return f"{count:.1f}P"
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: int = 1) -> str:
+def text_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: int = 1, width: int | None = None
+) -> str:
     """Return a table whose columns are aligned, two spaces apart; line breaks in cells become spaces.
+
+    Args:
+        header: Titles of the columns.
+        rows: Cells.
+        indent: Spaces before each line.
+        width: Characters of a line at most: the widest columns are wrapped; None for any number.
 
     Example:
         >>> print(text_table(["name", "n"], [["a", "1"], ["long", "22"]]))
@@ -44,8 +57,15 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: 
     """
     table = [[" ".join(cell.splitlines()) for cell in line] for line in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
-    ]
-    return "\n".join(" " * indent + line for line in lines)
+    while width and indent + sum(widths) + 2 * (len(widths) - 1) > width:
+        widths[widths.index(max(widths))] -= 1
+    lines: list[str] = []
+    for cells in table:
+        wrapped = [
+            textwrap.wrap(cell, size, break_on_hyphens=False) or [""]
+            for cell, size in zip(cells, widths, strict=True)
+        ]
+        for parts in zip_longest(*wrapped, fillvalue=""):
+            line = "  ".join(part.ljust(size) for part, size in zip(parts, widths, strict=True))
+            lines.append(" " * indent + line.rstrip())
+    return "\n".join(lines)

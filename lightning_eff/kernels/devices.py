@@ -111,7 +111,8 @@ def of(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
     model = properties.name.lower().replace(" ", "")
     for key, device_info in DEVICES.items():
-        if key in model and device_info.num_sms == properties.multi_processor_count:
+        same_sms = device_info.num_sms == properties.multi_processor_count
+        if key in model and same_sms and "nvl" not in model:  # NVL boards have as many SMs, at lower clocks
             return device_info
     capability = properties.major * 10 + properties.minor
     like = min(DEVICES.values(), key=lambda info: (abs(info.capability - capability), info.num_sms))

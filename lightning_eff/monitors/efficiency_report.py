@@ -111,8 +111,7 @@ class EfficiencyReport(pl.Callback):
             trainer.strategy.root_device,
             trainer.profiler,  # pyright: ignore[reportAttributeAccessIssue]
             num_warmup_batches=self.num_warmup_batches,
-            count_flops=is_counted,
-            count_bytes=is_counted,
+            is_counted=is_counted,
         )
 
     @override

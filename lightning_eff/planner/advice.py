@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lightning_eff.core.errors import PRE_RUN_ERRORS
-from lightning_eff.core.text import human_bytes, text_table
+from lightning_eff.core.text import WIDTH, human_bytes, text_table
 from lightning_eff.planner.device_memory import MemoryForecast
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Advice:
                 saved = ("-" if saving.saved_bytes < 0 else "") + human_bytes(abs(saving.saved_bytes))
             ratio = "-" if saving.time_ratio is None else f"x{saving.time_ratio:.2f}"
             cells.append([saved, ratio, " ".join(saving.words), saving.why])
-        lines.append(text_table(["saves", "time (estimate)", "alone", "effect"], cells))
+        lines.append(text_table(["saves", "time (estimate)", "alone", "effect"], cells, width=WIDTH))
         lines += ["not all candidates were tried: time ran out"] if self.unfinished else []
         return "\n".join(lines)
 

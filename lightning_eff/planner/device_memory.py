@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from lightning_eff.core import host_memory
-from lightning_eff.core.text import human_bytes, text_table
+from lightning_eff.core.text import WIDTH, human_bytes, text_table
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import Device
 from lightning_eff.planner.prediction import Prediction
-from lightning_eff.report.module_tracker import PHASES
 from lightning_eff.report.peak import Peak
-from lightning_eff.report.roofline import Rates
+from lightning_eff.report.recording import PHASES
 
 MIB = 2**20
 HOPPER = 90
@@ -119,7 +118,7 @@ class MemoryForecast:
     def seconds(self) -> float | None:
         """Time of a batch by arithmetic; comparable only with that of the same model."""
         work, device = self.prediction.work, self.memory.device
-        return None if work is None or device is None else Rates.of(device).seconds(work)
+        return None if work is None or device is None else work.seconds(device)
 
     @property
     def assumed(self) -> list[str]:
@@ -173,5 +172,5 @@ class MemoryForecast:
             for h in peak.holders[:8]
         ]
         header = ["at the peak", "tensors", "category", "operation", "module"]
-        tables = [text_table(["peak of phase", *phases], rows), text_table(header, holders)]
+        tables = [text_table(["peak of phase", *phases], rows), text_table(header, holders, width=WIDTH)]
         return "\n".join([headline, *tables, *notes])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_eff.core.dtypes import layer_matmul_dtype, matmul_dtype
-from lightning_eff.core.text import text_table
+from lightning_eff.core.text import WIDTH, text_table
 from lightning_eff.kernels import devices, dispatch
 from lightning_eff.kernels.devices import Device
 from lightning_eff.kernels.tile_configs import Shape
@@ -67,38 +67,26 @@ class LayerTarget:
         return cls(device=device, torch_device=torch_device, dtype=matmul_dtype(precision, kind))
 
 
-@dataclass(frozen=True)
-class InputRows:
-    """Rows of a layer's input.
+def input_rows(values: Mapping[str, Any]) -> tuple[int | None, str]:
+    """Return the rows of a layer's input, None if a config does not determine them, and a text of it.
 
-    Args:
-        M: Number of rows; None if the config does not determine it.
-        why: How it was determined.
+    Example:
+        >>> input_rows({"data": {"batch_size": 16, "context_length": 256}})
+        (4096, 'M = 16 sequences x 256 tokens (data.batch_size, data.context_length)')
     """
-
-    M: int | None
-    why: str
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> InputRows:
-        """Return the smallest micro-batch of a config times the tokens of a sample.
-
-        Example:
-            >>> InputRows.of({"data": {"batch_size": 16, "context_length": 256}}).M
-            4096
-        """
-        data, callbacks = values.get("data") or {}, values.get("callbacks") or {}
-        found = {"data.batch_size": data.get("batch_size")}
-        for name, node in callbacks.items():
-            found[f"callbacks.{name}.micro_batch_size"] = node.get("micro_batch_size")
-        sizes = {path: size for path, size in found.items() if isinstance(size, int)}
-        length = data.get("context_length")
-        if not sizes or not isinstance(length, int):
-            why = f"M={ASSUMED_ROWS} is assumed: the config does not set the tokens of a micro-batch"
-            return cls(None, why)
-        path = min(sizes, key=lambda key: sizes[key])
-        why = f"M = {sizes[path]} sequences x {length} tokens ({path}, data.context_length)"
-        return cls(sizes[path] * length, why)
+    data, callbacks = values.get("data") or {}, values.get("callbacks") or {}
+    found = {
+        f"callbacks.{name}.micro_batch_size": node.get("micro_batch_size") for name, node in callbacks.items()
+    }
+    found = {"data.batch_size": data.get("batch_size")} | found
+    sizes = {path: size for path, size in found.items() if isinstance(size, int)}
+    length = data.get("context_length")
+    if not sizes or not isinstance(length, int):
+        return None, f"M={ASSUMED_ROWS} is assumed: the config does not set the tokens of a micro-batch"
+    path = min(sizes, key=lambda key: sizes[key])  # the smallest micro-batch
+    return sizes[
+        path
+    ] * length, f"M = {sizes[path]} sequences x {length} tokens ({path}, data.context_length)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,15 +133,33 @@ class LinearLayers:
         for row in self.rows:
             sizes = [row.N, row.K] if row.M is None else [row.M, row.N, row.K]
             shape = f"{' x '.join(map(str, sizes))} {row.dtype}"
-            cells.append([str(row.num_layers), row.example, shape, row.computed_by, "; ".join(row.tiles)])
-        header = ["layers", "for example", "M x N x K", "computed by", "tiles"]
-        return f"{self.about}\n{text_table(header, cells)}"
+            cells.append([str(row.num_layers), row.example, shape, "; ".join(row.tiles), row.computed_by])
+        header, backends = (
+            ["layers", "for example", "M x N x K", "tiles"],
+            {row.computed_by for row in self.rows},
+        )
+        if len(backends) > 1:
+            table = text_table([*header, "computed by"], cells, width=WIDTH)
+            return f"{self.about}\n{table}"
+        table = text_table(header, [row[:-1] for row in cells], width=WIDTH)
+        return f"{self.about}\n{table}\n computed by {backends.pop()}"
 
 
 def describe_layers(
-    technique: ReplacesLinearLayers, name: str, model: nn.Module, target: LayerTarget, rows: InputRows
+    technique: ReplacesLinearLayers,
+    name: str,
+    model: nn.Module,
+    target: LayerTarget,
+    rows: tuple[int | None, str],
 ) -> LinearLayers:
     """Return the layers of a model, on the meta device, that a technique replaces.
+
+    Args:
+        technique: Replaces the layers.
+        name: Its name.
+        model: On the meta device.
+        target: Device and dtype.
+        rows: From `input_rows`.
 
     Raises:
         ConfigError: The model does not have the layers that the technique is configured for.
@@ -164,21 +170,23 @@ def describe_layers(
         shapes.setdefault(key, []).append(layer_name)
     if not shapes:
         return LinearLayers(f"{name} replaces no linear layer of this model")
-    groups: list[LayerGroup] = []
+    num_rows, why = rows
+    found = LinearLayers(f"linear layers of {name} on {target.device.name}, forward; {why}")
     for key, names in shapes.items():
-        shape = Shape.packed(rows.M or ASSUMED_ROWS, *key)
-        group = LayerGroup(
-            num_layers=len(names),
-            example=names[0],
-            M=rows.M,
-            N=shape.N,
-            K=shape.K,
-            dtype=str(shape.dtype).removeprefix("torch."),
-            computed_by=dispatch.describe_backend(shape, target.torch_device, technique.backend),
-            tiles=_tile_notes(shape, target.device),
+        shape = Shape.packed(num_rows or ASSUMED_ROWS, *key)
+        found.rows.append(
+            LayerGroup(
+                num_layers=len(names),
+                example=names[0],
+                M=num_rows,
+                N=shape.N,
+                K=shape.K,
+                dtype=str(shape.dtype).removeprefix("torch."),
+                computed_by=dispatch.describe_backend(shape, target.torch_device, technique.backend),
+                tiles=_tile_notes(shape, target.device),
+            )
         )
-        groups.append(group)
-    return LinearLayers(f"linear layers of {name} on {target.device.name}, forward; {rows.why}", groups)
+    return found
 
 
 def _tile_notes(shape: Shape, device: Device) -> list[str]:

@@ -24,8 +24,7 @@ from lightning_eff.planner.advised_recipe import AdvisedRecipe, Compose
 from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.planner.prediction import quietly, reason_of
 from lightning_eff.report.meter import samples_and_tokens
-from lightning_eff.report.module_tracker import BACKWARD, FORWARD, STEP
-from lightning_eff.report.recording import BUFFERS, PARAMETERS, STATE
+from lightning_eff.report.recording import BACKWARD, BUFFERS, FORWARD, PARAMETERS, STATE, STEP
 from lightning_eff.run import build_trainer
 
 SETUP = "setup"

@@ -21,13 +21,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks as upstream
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core.errors import root_cause_line
 from lightning_eff.planner.fakes import FakeLoader, Fakes
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.report.meter import Probe, samples_and_tokens
+from lightning_eff.report.model_weights import step_once
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import Recorder
 from lightning_eff.report.roofline import Work
@@ -124,7 +124,7 @@ def predict_step(
     model: nn.Module | Callable[[], nn.Module],
     batch: Any,
     step: Callable[[Any, Any], Tensor],
-    optimizer: Callable[[Any], Optimizer],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
 ) -> Prediction:
     """Predict the peak memory of a plain loop: forward, backward, `optimizer.step`, `zero_grad`.
 
@@ -146,7 +146,7 @@ def predict_step(
             built.model = module = fakes.of(model) if isinstance(model, nn.Module) else model()
             made = optimizer([p for p in module.parameters() if p.requires_grad])
             built.optimizers = lambda: [made]
-            probe = Probe(count_flops=False, count_bytes=True, live=built.recorder)
+            probe = Probe(recorder=built.recorder)
             # Two steps: the first one allocates the optimizer's state, the second one has the peak.
             for _ in range(2):
                 fake_batch = fakes.of(batch)
@@ -159,7 +159,7 @@ def predict_step(
         return _predicted(run, fakes)
 
 
-def persistent_bytes(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, int]:
+def persistent_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
     """Return the bytes that last from step to step by category; steps the optimizers.
 
     Args:
@@ -173,9 +173,7 @@ def persistent_bytes(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
     """
     try:
         for optimizer in optimizers:
-            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-                parameter.grad = torch.empty_like(parameter)
-            optimizer.step()
+            step_once(optimizer)
         state = sum(sum(state_bytes(optimizer).values()) for optimizer in optimizers)
     except Exception:  # noqa: BLE001 - a user's optimizer may need more than a gradient
         state = 0
@@ -193,7 +191,7 @@ class _Built:
 
     recorder: Recorder = field(default_factory=Recorder)
     model: Any = None
-    optimizers: Callable[[], Sequence[Optimizer]] = lambda: ()
+    optimizers: Callable[[], Sequence[torch.optim.Optimizer]] = lambda: ()
 
 
 def _predicted(run: Callable[[_Built], None], fakes: Fakes) -> Prediction:
@@ -270,7 +268,7 @@ def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, recorder: Reco
         for callback in trainer.callbacks
         if not isinstance(callback, OBSERVERS) and not type(callback).__module__.startswith(OBSERVER_MODULES)
     ]
-    trainer.callbacks.append(_Record(Probe(count_flops=False, count_bytes=True, live=recorder)))
+    trainer.callbacks.append(_Record(Probe(recorder=recorder)))
     trainer.loggers = []
     trainer.num_sanity_val_steps = trainer.limit_val_batches = 0
     trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None

@@ -1,13 +1,15 @@
-"""Compute what each of many devices keeps and sends in a composed run, before any process is started.
+"""Compute what each of 1 to 1,024 devices keeps and sends in a composed run, before any process is started.
 
-The Trainer's strategy has its arithmetic (report/sharded_memory.py). The model is built on the meta device
-with the run's adapters, and the configured optimizer steps once on a sample to measure its state.
+The strategy of the Trainer has the arithmetic (report/sharding.py). The model is built on the meta device
+with the run's adapters, and its optimizer steps once on fake tensors to find its state, so a laptop computes
+the memory of 1,024 devices. Activations depend on the batch and on recomputation: they are those of the
+predicted step (planner/prediction.py), since data parallelism does not shard them.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,23 +17,92 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.config.ckpt_path import callbacks_of
 from lightning_eff.core.model_surgery import CastsFrozen, select_blocks
 from lightning_eff.core.optimization.build import build
 from lightning_eff.core.rules import ddp_options
 from lightning_eff.core.technique import name_of
-from lightning_eff.planner.prediction import reason_of
-from lightning_eff.report.model_weights import ModelWeights, OptimizerState, sample_model
-from lightning_eff.report.sharded_memory import DDPMemory
-from lightning_eff.report.sharding_table import (
-    ShardingScheme,
-    ShardingTable,
-    micro_batches_per_step,
-    shares_by_devices,
-)
+from lightning_eff.core.text import human_bytes, text_table
+from lightning_eff.planner.fakes import Fakes
+from lightning_eff.planner.prediction import quietly, reason_of
+from lightning_eff.report.model_weights import ModelWeights
+from lightning_eff.report.sharding import DDPMemory, DeviceShare, Sharding
 from lightning_eff.run import model_without_memory
 
 CAST = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 """Precisions for which Lightning casts the model's weights."""
+MAX_DEVICES = 1024
+UNCOUNTED = "activations are not counted"
+PREDICTED = "activations are those of the predicted step, temporaries and the batch included"
+COLUMNS = {
+    name: name for name in ("weights", "gradients", "optimizer", "gathered", "buffers", "activations")
+} | {"device": "per device", "host": "host", "disk": "disk", "sent": "sent per step"}
+"""Titles of the table's columns."""
+
+
+@dataclass(frozen=True)
+class ShardingTable:
+    """Bytes per device for several numbers of devices.
+
+    Args:
+        about: One line: model, strategy and precision; or why the table is empty.
+        shares: By number of devices.
+        assumptions: Assumptions of the arithmetic.
+        passing_bytes: Activations, temporaries and batch of a predicted step; None if not predicted.
+    """
+
+    about: str = ""
+    shares: Mapping[int, DeviceShare] = field(default_factory=dict[int, DeviceShare])
+    assumptions: tuple[str, ...] = ()
+    passing_bytes: int | None = None
+
+    @property
+    def assumed(self) -> list[str]:
+        """Assumptions behind the figures, one sentence each."""
+        counted = UNCOUNTED if self.passing_bytes is None else PREDICTED
+        return [*self.assumptions, *([counted] if self.shares else [])]
+
+    def verdict(self, devices: int, free_bytes: int, name: str) -> str:
+        """Return whether the run fits on each of `devices` devices.
+
+        Args:
+            devices: One of `shares`.
+            free_bytes: Memory of a device that is free for a run.
+            name: Name of the device.
+        """
+        needed = self.shares[devices].device + (self.passing_bytes or 0)
+        left = free_bytes - needed
+        fits = f"fits on {name}, {human_bytes(left)} left"
+        if left < 0:
+            fits = f"does not fit on {name}, {human_bytes(-left)} short"
+        about = "about " if self.passing_bytes is not None else "(without activations) "
+        return f"each of {devices} devices needs {about}{human_bytes(needed)}: {fits}"
+
+    def rows(self) -> list[dict[str, int]]:
+        """Return the table in integer bytes, for JSON."""
+        rows: list[dict[str, int]] = []
+        for devices, share in self.shares.items():
+            activations = self.passing_bytes or 0
+            sizes = asdict(share) | {"device": share.device + activations, "activations": activations}
+            rows.append({"devices": devices} | {f"{name}_bytes": round(size) for name, size in sizes.items()})
+        return rows
+
+    def __str__(self) -> str:
+        if not self.shares:
+            return self.about
+        rows = self.rows()
+        # What is the same for any number of devices is one line instead of a column.
+        same = [name for name in COLUMNS if len({row[f"{name}_bytes"] for row in rows}) == 1]
+        sizes = [
+            f"{COLUMNS[name]} {human_bytes(size)}" for name in same if (size := rows[0][f"{name}_bytes"])
+        ]
+        names = [name for name in COLUMNS if name not in same]
+        cells = [
+            [str(row["devices"]), *(human_bytes(row[f"{name}_bytes"]) for name in names)] for row in rows
+        ]
+        table = text_table(["devices", *(COLUMNS[name] for name in names)], cells)
+        on_each = [f" on any number of devices: {', '.join(sizes)}"] if sizes else []
+        return "\n".join([self.about, table, *on_each, *(f"assumed: {text}" for text in self.assumed)])
 
 
 def sharding_table_of(values: Mapping[str, Any], trainer: pl.Trainer) -> ShardingTable:
@@ -44,36 +115,58 @@ def sharding_table_of(values: Mapping[str, Any], trainer: pl.Trainer) -> Shardin
         trainer: Built from them.
     """
     strategy = trainer.strategy
-    scheme: ShardingScheme | None = None
     # FSDP2 and DeepSpeedZero of this package have one.
-    own_scheme: Callable[[], ShardingScheme] | None = getattr(strategy, "scheme", None)
+    own_scheme: Callable[[], Sharding] | None = getattr(strategy, "scheme", None)
     if own_scheme is not None:
         scheme = own_scheme()
     elif isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):
-        bucket_view = bool(ddp_options(strategy).get("gradient_as_bucket_view"))
-        scheme = DDPMemory(bucket_view=bucket_view) if trainer.world_size > 1 else None
-    if scheme is None:
+        if trainer.world_size == 1:
+            return ShardingTable()
+        scheme = DDPMemory(bucket_view=bool(ddp_options(strategy).get("gradient_as_bucket_view")))
+    else:
         return ShardingTable()
-    cast = CAST.get(str(trainer.precision))
-    callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     failure = "the model cannot be built on the meta device"
     try:
         module = model_without_memory(values, adapted_by=trainer)
-        blocks = select_blocks(module, getattr(strategy, "blocks", None)).values()
-        model = ModelWeights.of(module, blocks, cast)
-        failure = "the optimizer cannot step on a sample"
-        own = next((p.dtype for p in module.parameters() if p.requires_grad), torch.float32)
-        sample = sample_model(torch.float32 if scheme.own_weights else cast or own)
-        choice = next(callback for callback in callbacks if isinstance(callback, OptimizerChoice))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            state = OptimizerState.of(build(sample, choice.optimizer), sample)
+        failure = "the optimizer cannot step on fake tensors"
+        cast = torch.float32 if scheme.own_weights else CAST.get(str(trainer.precision))
+        with Fakes() as fakes, quietly():
+            fake = fakes.of(module)
+            fake = fake if cast is None else fake.to(cast)
+            choice = next(each for each in callbacks_of(trainer) if isinstance(each, OptimizerChoice))
+            blocks = select_blocks(fake, getattr(strategy, "blocks", None)).values()
+            model = ModelWeights.of(fake, blocks, build(fake, choice.optimizer))
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         return ShardingTable(f"memory per device: {failure}: {reason_of(error)}")
-    count, micro_batches = micro_batches_per_step(values, trainer.world_size)
-    about = f"memory per device with {name_of(strategy)}, by arithmetic: {model}, {trainer.precision}"
+    world_size = trainer.world_size
+    micro_batches = micro_batches_per_step(values, world_size)
+    about = (
+        f"memory per device with {name_of(strategy)}, by arithmetic: {model}, {trainer.precision}; "
+        f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per step on each device"
+    )
     assumed = scheme.assumptions()
     if isinstance(trainer.precision_plugin, CastsFrozen):
         assumed.append("frozen weights are counted in their original dtype, not quantized")
-    shares = shares_by_devices(scheme, model, state, count, also=trainer.world_size)
-    return ShardingTable(f"{about}; {micro_batches}; {state}", shares, tuple(assumed))
+    counts = sorted({world_size, *(2**power for power in range(MAX_DEVICES.bit_length()))})
+    shares = {devices: scheme.share(model, devices, micro_batches) for devices in counts}
+    return ShardingTable(about, shares, tuple(assumed))
+
+
+def micro_batches_per_step(values: Mapping[str, Any], devices: int) -> int:
+    """Return the micro-batches of an optimizer step on each device from a config.
+
+    Example:
+        >>> values = {"data": {"batch_size": 4}, "trainer": {"accumulate_grad_batches": 2}}
+        >>> micro_batches_per_step(values, 8)
+        2
+    """
+    callbacks = values.get("callbacks") or {}
+    batch_size = (values.get("data") or {}).get("batch_size")
+    global_size = (callbacks.get("gradient_accumulation") or {}).get("global_batch_size")
+    micro_size = (callbacks.get("micro_batch") or {}).get("micro_batch_size")
+    count = (values.get("trainer") or {}).get("accumulate_grad_batches") or 1
+    if isinstance(batch_size, int) and isinstance(global_size, int):
+        count = max(1, -(-global_size // (batch_size * devices)))
+    if isinstance(batch_size, int) and isinstance(micro_size, int):
+        count *= max(1, -(-batch_size // micro_size))
+    return count

@@ -81,48 +81,43 @@ def _packages() -> Iterator[CheckResult]:
 
 
 def _gpus_and_dtypes() -> Iterator[CheckResult]:
-    yield CheckResult("torch build", f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU")
+    cuda, reinstall = torch.version.cuda, "pip install --force-reinstall torch"
+    yield CheckResult("torch build", f"CUDA {cuda}" if cuda else "CPU")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for index in range(torch.cuda.device_count() if device == "cuda" else 0):
         total = torch.cuda.get_device_properties(index).total_memory
         yield CheckResult(f"gpu {index}", f"{torch.cuda.get_device_name(index)}, {human_bytes(total)}")
     if device == "cpu":
         has_driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
-        wrong, fix = "NVIDIA GPU, but torch is a CPU build", "pip install --force-reinstall torch"
-        if torch.version.cuda:
-            wrong, fix = "NVIDIA GPU, but CUDA does not start", "nvidia-smi"
+        wrong = f"NVIDIA GPU, but {'CUDA does not start' if cuda else 'torch is a CPU build'}"
+        fix = "nvidia-smi" if cuda else reinstall
         yield check_result("gpu", not has_driver, "none that torch can use", wrong, fix, problem=True)
     for dtype in (torch.bfloat16, torch.float16):
         answer, name = dtype_support(device, dtype), str(dtype).removeprefix("torch.")
         fix = "precision=auto (chooses what is fast)"
         yield check_result(name, answer.native, answer.why, answer.why, fix)
+    if cuda:
+        nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+        yield check_result("nccl", nccl, "available", "missing: no strategy over several GPUs", reinstall)
 
 
 def _host() -> Iterator[CheckResult]:
-    """Check compiler, communication, memory and disk."""
+    """Check compiler, memory and disk."""
     compiler = find_compiler("cuda" if torch.cuda.is_available() else "cpu")
     missing = "none: torch.compile's inductor needs one"
     yield check_result("compiler", compiler, str(compiler), missing, "apt-get install g++")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     missing = "missing: Triton and DeepSpeed build against it"
     yield check_result("Python.h", header.exists(), str(header), missing, "apt-get install python3-dev")
-    available = torch.distributed.is_available()
-    gloo = available and torch.distributed.is_gloo_available()
-    fix = "pip install --force-reinstall torch"
-    yield check_result("gloo", gloo, "available", "missing: no strategy over several CPU processes", fix)
-    if torch.version.cuda:
-        nccl = available and torch.distributed.is_nccl_available()
-        yield check_result("nccl", nccl, "available", "missing: no strategy over several GPUs", fix)
     limit, installed = host_memory.host_memory_limit(), human_bytes(host_memory.installed_bytes())
     limited = f"{human_bytes(limit.num_bytes)} by {limit.name}, of {installed}"
     yield CheckResult("memory", limited if limit.name else installed)
-    cwd, shared = Path.cwd(), Path("/dev/shm")  # noqa: S108 - inspected, not written to
-    free = shutil.disk_usage(cwd).free
+    free = shutil.disk_usage(Path.cwd()).free
     text = f"{human_bytes(free)} free here"
     yield check_result("disk", free >= MIN_DISK_BYTES, text, text, "output_root=/another/disk")
-    is_writable = os.access(cwd, os.W_OK)
-    missing = "read-only: runs cannot be written"
+    is_writable, missing = os.access(Path.cwd(), os.W_OK), "read-only: runs cannot be written"
     yield check_result("this folder", is_writable, "writable", missing, "output_root=/yours")
+    shared = Path("/dev/shm")  # noqa: S108 - inspected, not written to
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
         text = f"{human_bytes(size)} for DataLoader workers"

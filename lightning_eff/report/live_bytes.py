@@ -11,17 +11,14 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
-
-from lightning_eff.core.optimization.composite import FreesGradients
 
 
 class InfraMode(TorchDispatchMode):
@@ -54,36 +51,7 @@ class LiveBytes(InfraMode):
         super().__init__()
         self.now_bytes = 0
         self.peak_bytes = 0
-        self.freed_bytes = 0
-        """Gradients of this batch that the optimizer has freed and that others would still hold."""
-        self.peak_if_held_bytes = 0
-        """What the peak would be if gradients were held until the optimizer step."""
-        self._last_gradient_bytes = 0
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
-
-    def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
-        """Count what is alive when a batch begins, and observe optimizers that free gradients.
-
-        Returns:
-            What the end of the batch, or its failure, has to close.
-        """
-        hooks = ExitStack()
-        self.add(tensors_in(batch))
-        for tensor in [*module.parameters(), *module.buffers()]:
-            self.add([tensor, tensor.grad])
-        for optimizer in optimizers:
-            self.add(tree_leaves(list(optimizer.state.values())))
-            if isinstance(optimizer, FreesGradients):
-                self.freed_bytes = self._last_gradient_bytes = 0
-                hook = optimizer.register_gradient_hook(lambda _, gradient: self.on_gradient_used(gradient))
-                hooks.callback(hook.remove)
-        return hooks
-
-    def on_gradient_used(self, gradient: Tensor) -> None:
-        """Count a gradient that an optimizer is about to use and free in the backward pass."""
-        # This gradient is still alive: the one before it is free now.
-        self.freed_bytes += self._last_gradient_bytes
-        self._last_gradient_bytes = gradient.nbytes
 
     def add(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were made elsewhere; skip anything that is no tensor."""
@@ -102,7 +70,6 @@ class LiveBytes(InfraMode):
                 elif num_bytes != self._alive[key][1]:
                     self.on_change(key, num_bytes)
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
-        self.peak_if_held_bytes = max(self.peak_if_held_bytes, self.now_bytes + self.freed_bytes)
 
     def on_change(self, key: int, num_bytes: int | None) -> None:
         """Count a storage that is new, resized, or freed (None); `key` identifies it until it is freed."""

@@ -17,12 +17,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_eff.core import allocator
-from lightning_eff.core.machine import device_name
-from lightning_eff.core.optimization.composite import FreesGradients
-from lightning_eff.report.flops import FlopCount, peak_flops_per_s
-from lightning_eff.report.live_bytes import LiveBytes, tensors_in
+from lightning_eff.kernels import devices
+from lightning_eff.report.live_bytes import tensors_in
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import Recorder
+from lightning_eff.report.roofline import FlopCount
 from lightning_eff.report.throughput import DataWait, Throughput
 
 
@@ -31,30 +30,27 @@ class Probe:
 
     Args:
         count_flops: Count the operations of the first batch.
-        count_bytes: Count live bytes of two full optimizer steps.
-        live: Counter of the bytes; None makes a `LiveBytes`.
+        recorder: Records live bytes of two full optimizer steps; None for none.
     """
 
-    def __init__(self, *, count_flops: bool, count_bytes: bool, live: LiveBytes | None = None) -> None:
+    def __init__(self, *, count_flops: bool = False, recorder: Recorder | None = None) -> None:
         self.num_batches = 0
         self.flops: int | None = None
-        self.peak_bytes: int | None = None
-        self.peak_if_held_bytes: int | None = None
         self._count_flops = count_flops
-        self._live = (live or LiveBytes()) if count_bytes else None
+        self._recorder = recorder
         self._open = ExitStack()
 
     def is_done(self, steps: int) -> bool:
         """Return whether nothing is left to count after `steps` optimizer steps of this fit."""
         flops_left = self._count_flops and self.flops is None
-        bytes_left = self._live is not None and (steps < 2 or self.num_batches < 2)
+        bytes_left = self._recorder is not None and (steps < 2 or self.num_batches < 2)
         return not (flops_left or bytes_left)
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """Start to count, before a batch is trained on."""
-        if self._live is not None:
-            self._open.enter_context(self._live.begin(batch, module, optimizers))
-            self._open.enter_context(self._live)
+        if self._recorder is not None:
+            self._open.enter_context(self._recorder.begin(batch, module, optimizers))
+            self._open.enter_context(self._recorder)
         if self._count_flops and self.flops is None:
             self._flop_count = self._open.enter_context(FlopCount())
 
@@ -64,9 +60,6 @@ class Probe:
         self.num_batches += 1
         if self._count_flops and self.flops is None:
             self.flops = self._flop_count.flops
-        if self._live is not None:
-            self.peak_bytes = self._live.peak_bytes
-            self.peak_if_held_bytes = self._live.peak_if_held_bytes
 
     def close(self) -> None:
         """Stop counting, also in the middle of a batch that failed."""
@@ -80,35 +73,26 @@ class Meter:
         device: Device of the model.
         profiler: The Trainer's profiler, which observes waits for data.
         num_warmup_batches: Batches that are not timed, after those that the probe counts.
-        count_flops: Count the operations of the first batch.
-        count_bytes: Count live bytes of the first batches, on a device whose allocator has no statistics.
+        is_counted: Count the operations of the first batch and, on a device whose allocator has no
+            statistics, the live bytes of the first batches.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        profiler: Any,
-        *,
-        num_warmup_batches: int,
-        count_flops: bool,
-        count_bytes: bool = True,
+        self, device: torch.device, profiler: Any, *, num_warmup_batches: int, is_counted: bool
     ) -> None:
         self.device = device
         self.throughput = Throughput()
-        self._recorder = Recorder() if count_bytes and device.type == "cpu" else None
-        has_recorder = self._recorder is not None
-        self.probe = Probe(count_flops=count_flops, count_bytes=has_recorder, live=self._recorder)
+        self._recorder = Recorder() if is_counted and device.type == "cpu" else None
+        self.probe = Probe(count_flops=is_counted, recorder=self._recorder)
         self._is_probing = True
         self._data_wait = DataWait(profiler)
         self._num_warmup_batches = num_warmup_batches
         self._samples_of_first_batch = 0
-        self.frees_gradients = False
         allocator.reset_peak(device)
 
     def begin_batch(self, batch: object, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Start to count this batch, unless counting is done."""
         if self._is_probing:
-            self.frees_gradients = any(isinstance(optimizer, FreesGradients) for optimizer in optimizers)
             self.probe.begin(batch, module, optimizers)
 
     def end_batch(self, batch: object, *, num_steps: int) -> None:
@@ -148,9 +132,12 @@ class Meter:
         flops_per_sample = flops / num_samples if flops and num_samples else None
         has_rate = flops_per_sample and figures["samples_per_s"]
         flops_per_s = flops_per_sample * figures["samples_per_s"] / world_size if has_rate else None
-        ceiling = peak_flops_per_s(device_name(self.device), dtype)
-        peak = allocator.peak_bytes(self.device)
-        held = self.probe.peak_if_held_bytes if self.frees_gradients else None
+        device = devices.of(self.device)
+        tf32 = torch.get_float32_matmul_precision() != "highest"
+        # A device that is not in the table has no MFU: its peak would be a guess.
+        ceiling = device.peak(dtype, tf32=tf32) if device in devices.DEVICES.values() else None
+        peak, recorder = allocator.peak_bytes(self.device), self._recorder
+        recorded = recorder.peak_bytes if recorder is not None and self.probe.num_batches else None
         return figures | {
             "world_size": world_size,
             "first_batch_s": self.throughput.first_batch_s or None,
@@ -158,8 +145,7 @@ class Meter:
             "flops_per_s": flops_per_s,
             # MFU = FLOP/s achieved per device / FLOP/s of its datasheet.
             "mfu": flops_per_s / ceiling if flops_per_s and ceiling else None,
-            "peak_bytes": self.probe.peak_bytes if peak is None else peak,
-            "peak_if_gradients_were_held_bytes": held,
+            "peak_bytes": recorded if peak is None else peak,
             "peak_measured": "live bytes of the first batches" if peak is None else "max_memory_allocated",
         }
 

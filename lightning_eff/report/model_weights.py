@@ -1,13 +1,8 @@
-"""A model as the shapes of its weights, and an optimizer as the bytes of state that it keeps per element.
-
-No list of optimizers is complete, so the state is measured after one step of the configured optimizer on a
-sample. Matrices between hidden layers, other matrices (embeddings) and vectors are measured separately, since
-some optimizers treat them differently; state per row or column is counted as for the sample's 512.
-"""
+"""A model as the shapes of its weights, each with the state that one step of its optimizer leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_eff.core.optimization.composite import PerParameter
-from lightning_eff.core.optimization.parameter_groups import hidden_matrices
 from lightning_eff.core.text import human_count
 from lightning_eff.report.live_bytes import tensors_in
-
-SMALL = 4096
-"""Elements from which bitsandbytes quantizes optimizer state to 8 bits (`min_8bit_size`)."""
-HIDDEN, MATRIX, VECTOR = "hidden", "matrix", "vector"
-"""Kinds of weights that some optimizers treat differently."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +23,7 @@ class Weight:
         numel: Number of elements.
         itemsize: Bytes per element.
         trained: Whether it has a gradient and optimizer state.
-        kind: `hidden`, `matrix` or `vector`.
+        state_bytes: Optimizer state of the full tensor.
         layer: Index of the module that owns it, in the model's order.
         block: Index of the repeated block that it is in; -1 outside of blocks.
     """
@@ -43,14 +32,9 @@ class Weight:
     numel: int
     itemsize: int = 4
     trained: bool = True
-    kind: str = VECTOR
+    state_bytes: int = 0
     layer: int = 0
     block: int = -1
-
-
-def weight_bytes(weights: Iterable[Weight], itemsize: int | None = None) -> int:
-    """Return the bytes of full weights, with their own item sizes or another one."""
-    return sum(weight.numel * (itemsize or weight.itemsize) for weight in weights)
 
 
 @dataclass(frozen=True)
@@ -60,44 +44,51 @@ class ModelWeights:
     Args:
         weights: In the model's order, tied weights once.
         buffers_bytes: Bytes of the buffers, which every strategy replicates.
+        state_on_host: Whether the optimizer keeps state, and copies of weights and gradients, on the host.
     """
 
     weights: tuple[Weight, ...]
     buffers_bytes: int = 0
+    state_on_host: bool = False
 
     @classmethod
     def of(
-        cls, model: nn.Module, blocks: Iterable[nn.Module] = (), dtype: torch.dtype | None = None
+        cls, model: nn.Module, blocks: Iterable[nn.Module] = (), optimizer: Optimizer | None = None
     ) -> ModelWeights:
-        """Read the weights of a model, which may be on the meta device.
+        """Read the weights of a model, which may be on fake tensors.
 
         Args:
-            model: With `requires_grad` set as in the run.
-            blocks: Its repeated blocks (`core.model_surgery.select`).
-            dtype: Dtype that the run casts weights to; None for their own.
+            model: With `requires_grad` and dtypes as in the run.
+            blocks: Its repeated blocks (`core.model_surgery.select_blocks`).
+            optimizer: Its optimizer, which is stepped once.
 
         Example:
-            >>> ModelWeights.of(nn.Linear(3, 2)).weights[0].numel
-            6
+            >>> layer = nn.Linear(3, 2, bias=False)
+            >>> ModelWeights.of(layer, optimizer=torch.optim.AdamW(layer.parameters())).weights
+            (Weight(rows=2, numel=6, itemsize=4, trained=True, state_bytes=48, layer=0, block=-1),)
         """
+        if optimizer is not None:
+            step_once(optimizer)
         block_of = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
-        hidden = {id(p) for p in hidden_matrices(model)}
         found: dict[int, Weight] = {}
         for layer, module in enumerate(model.modules()):
             for p in module.parameters(recurse=False):
-                matrix = p.dim() > 1 and p.numel() >= SMALL
-                kind = VECTOR if not matrix else HIDDEN if id(p) in hidden else MATRIX
+                # A tensor that the state has twice counts once; scalars (step counts) are replicated.
+                state = {id(each): each for each in tensors_in(optimizer and optimizer.state.get(p))}
                 weight = Weight(
                     rows=p.shape[0] if p.dim() else 1,
                     numel=p.numel(),
-                    itemsize=dtype.itemsize if dtype and p.is_floating_point() else p.element_size(),
+                    itemsize=p.element_size(),
                     trained=p.requires_grad,
-                    kind=kind,
+                    state_bytes=sum(each.nbytes for each in state.values() if each.numel() > 1),
                     layer=layer,
                     block=block_of.get(id(p), -1),
                 )
                 found.setdefault(id(p), weight)  # a tied weight belongs to its first module
-        return cls(tuple(found.values()), sum(buffer.nbytes for buffer in model.buffers()))
+        on_host = isinstance(optimizer, PerParameter) and any(
+            copy is not p for p, copy in optimizer.copies.items()
+        )
+        return cls(tuple(found.values()), sum(buffer.nbytes for buffer in model.buffers()), on_host)
 
     @property
     def trained(self) -> list[Weight]:
@@ -107,57 +98,18 @@ class ModelWeights:
     def __str__(self) -> str:
         total, trained = (sum(w.numel for w in weights) for weights in (self.weights, self.trained))
         which = "all trained" if total == trained else f"{human_count(trained)} of them trained"
-        return f"{human_count(total)} weights, {which}"
+        state = sum(weight.state_bytes for weight in self.trained) / max(trained, 1)
+        return (
+            f"{human_count(total)} weights, {which}, {state:.3g} bytes of optimizer state per trained weight"
+        )
 
 
-@dataclass(frozen=True)
-class OptimizerState:
-    """Bytes of optimizer state per element of the trained weights.
-
-    Args:
-        by_kind: Bytes per element by kind of weight.
-        on_host: Whether the optimizer keeps state and copies of weights and gradients in host memory.
-    """
-
-    by_kind: Mapping[str, float]
-    on_host: bool = False
-
-    @classmethod
-    def of(cls, optimizer: Optimizer, sample: nn.Module) -> OptimizerState:
-        """Step an optimizer once, and count the state that it keeps; scalars are not counted.
-
-        Args:
-            optimizer: Optimizer of the parameters of `sample`; not usable afterwards.
-            sample: A model from `sample_model`.
-        """
-        named = {kind: getattr(sample, kind).weight for kind in (HIDDEN, MATRIX, VECTOR)}
-        for weight in named.values():
-            weight.grad = torch.ones_like(weight)  # any values: only the size of the state matters
-        train = getattr(optimizer, "train", None)
-        if callable(train):
-            train()  # schedule-free optimizers step in training mode only
-        with torch.compiler.set_stance("force_eager"):
-            optimizer.step()
-        rates: dict[str, float] = {}
-        for kind, weight in named.items():
-            # A tensor that the state has twice counts once; scalars (step counts) are not per element.
-            tensors = {id(tensor): tensor for tensor in tensors_in(optimizer.state.get(weight))}
-            state = sum(tensor.nbytes for tensor in tensors.values() if tensor.numel() > 1)
-            rates[kind] = state / weight.numel()
-        first = named[HIDDEN]
-        return cls(rates, isinstance(optimizer, PerParameter) and optimizer.copies[first] is not first)
-
-    def __str__(self) -> str:
-        low, high = min(self.by_kind.values()), max(self.by_kind.values())
-        size = f"{low:.3g}" if high - low < 0.05 else f"{low:.2g} to {high:.2g}"
-        return f"{size} bytes of optimizer state per trained weight"
-
-    def bytes_of(self, weights: Iterable[Weight], elements: Callable[[Weight], int] | None = None) -> float:
-        """Return the bytes of state of trained weights, or of some `elements` of each."""
-        return sum(self.by_kind[w.kind] * (elements(w) if elements else w.numel) for w in weights)
-
-
-def sample_model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a model with one weight of each kind, for `OptimizerState.of`; 1-2 MB per matrix."""
-    layers = {HIDDEN: nn.Linear(512, 512, bias=False), MATRIX: nn.Embedding(1024, 512)}
-    return nn.ModuleDict(layers | {VECTOR: nn.LayerNorm(1024, bias=False)}).to(dtype)
+def step_once(optimizer: Optimizer) -> None:
+    """Step an optimizer on arbitrary gradients, so that it has all its state; only the sizes are of use."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    train = getattr(optimizer, "train", None)
+    if callable(train):
+        train()  # schedule-free optimizers step in training mode only
+    optimizer.step()

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_eff.report.module_tracker import PHASES, STEP
 from lightning_eff.report.recording import (
     ACTIVATIONS,
     BATCH,
     CATEGORIES,
+    PHASES,
+    STEP,
     TEMPORARIES,
     Allocation,
     Event,

@@ -1,4 +1,10 @@
-"""Estimate a step's time by arithmetic: FLOPs and bytes of every operation at a device's rates (roofline).
+"""Count the FLOPs and bytes of every operation, and estimate a step's time from them (roofline).
+
+The formulas are PyTorch's own (`torch.utils.flop_counter.flop_registry`): matrix products, convolutions and
+attention, where a multiply-add counts as two. The CPU kernel of attention has no entry in the registry
+(torch 2.13), so it gets one here. Not counted: operations without a formula (fused recurrent layers), and
+everything under `inference_mode`, where composite operations are not decomposed. Why not `FlopCounterMode`:
+inside it flex attention raises, and its module hooks add nodes to the graph that is measured.
 
 time(op) = max(FLOPs / rate of its dtype, bytes / memory bandwidth). Overlap between operations, caches and
 compiled code are not modelled, so an estimate alone means little; the ratio of two estimates of one model
@@ -9,20 +15,20 @@ Source: Williams, Waterman and Patterson 2009, https://doi.org/10.1145/1498765.1
 
 from __future__ import annotations
 
-import functools
-import timeit
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from typing_extensions import override
 
 from lightning_eff.kernels.devices import Device
-from lightning_eff.report.flops import flops_of
+from lightning_eff.report.live_bytes import InfraMode
 
 MATMUL_EFFICIENCY, MEMORY_EFFICIENCY = 0.7, 0.8
-"""Fractions of a GPU's stated peaks that large matrix products and elementwise operations reach."""
+"""Fractions of a device's stated peaks that large matrix products and elementwise operations reach."""
 BUS_BYTES_PER_S = 25e9
 """Between GPU memory and pinned host memory: PCIe 4.0 x16."""
 HOST_BYTES_PER_S = 50e9
@@ -31,11 +37,48 @@ LAUNCH_S = 5e-6
 """Time to launch one kernel from Python; overlaps with the GPU's work."""
 CALL_S = 2e-6
 """Overhead of one operation on a CPU."""
-MEASURED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Dtypes whose matrix products are timed on a CPU: some processors emulate them."""
 ROWS_ONLY = ("embedding", "index", "index_select", "gather")
 """Operations that read only the rows that they return."""
 NO_COST = ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "_local_scalar_dense")
+
+
+class FlopCount(InfraMode):
+    """Count the floating-point operations of everything that runs inside.
+
+    Example:
+        >>> with FlopCount() as count:
+        ...     _ = torch.ones(2, 3) @ torch.ones(3, 4)
+        >>> count.flops
+        48
+    """
+
+    flops = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.flops += flops_of(func, args, kwargs, out)
+        return out
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the FLOPs of a call that `__torch_dispatch__` got, with its result; 0 without a formula."""
+    packet = getattr(func, "overloadpacket", func)
+    formula = flop_registry.get(packet) or _CPU_ATTENTION.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (  # noqa: SLF001
+        lambda query, key, value, *_, **__: sdpa_flop_count(query.shape, key.shape, value.shape)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (  # noqa: SLF001
+        lambda grad_out, query, key, value, *_, **__: sdpa_backward_flop_count(
+            grad_out.shape, query.shape, key.shape, value.shape
+        )
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,61 +154,18 @@ class Work:
     on_host: Set[int] = frozenset()
     num_batches: int = 1
 
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Rates of a device.
-
-    Args:
-        flops_per_s: FLOP/s by dtype.
-        bytes_per_s: Memory bandwidth.
-        call_s: Overhead of one operation.
-        is_gpu: Whether launches overlap with work, and host memory is across a bus.
-    """
-
-    flops_per_s: Mapping[torch.dtype, float]
-    bytes_per_s: float
-    call_s: float
-    is_gpu: bool = False
-
-    @classmethod
-    def of(cls, device: Device) -> Rates:
-        """Return a GPU's rates from its datasheet; measure those of this machine's CPU."""
-        if not device.capability:
-            return _measure_cpu()
-        return cls(
-            flops_per_s={dtype: MATMUL_EFFICIENCY * device.peak(dtype) for dtype in MEASURED},
-            bytes_per_s=MEMORY_EFFICIENCY * device.memory_gbs * 1e9,
-            call_s=LAUNCH_S,
-            is_gpu=True,
-        )
-
-    def seconds(self, work: Work) -> float:
-        """Return the time per batch."""
+    def seconds(self, device: Device) -> float:
+        """Return the time per batch on a device; for a CPU its rates are rough (kernels/devices.py)."""
+        is_gpu, memory_bytes_per_s = bool(device.capability), MEMORY_EFFICIENCY * device.memory_gbs * 1e9
         work_s = 0.0
-        for call in work.calls:
+        for call in self.calls:
             # Roofline: a call is limited by compute or by memory traffic, whichever takes longer.
-            rate = self.flops_per_s.get(call.dtype, self.flops_per_s[torch.float32])
-            bytes_per_s = self.bytes_per_s
-            if self.is_gpu and not work.on_host.isdisjoint(call.storages):
-                bytes_per_s = HOST_BYTES_PER_S if set(call.storages) <= work.on_host else BUS_BYTES_PER_S
-            work_s += max(call.flops / rate, call.num_bytes / bytes_per_s)
-        launch_s = len(work.calls) * self.call_s
+            bytes_per_s = memory_bytes_per_s
+            if is_gpu and not self.on_host.isdisjoint(call.storages):
+                bytes_per_s = HOST_BYTES_PER_S if set(call.storages) <= self.on_host else BUS_BYTES_PER_S
+            compute_s = call.flops / (MATMUL_EFFICIENCY * device.peak(call.dtype))
+            work_s += max(compute_s, call.num_bytes / bytes_per_s)
+        launch_s = len(self.calls) * (LAUNCH_S if is_gpu else CALL_S)
         # A GPU works while Python launches what follows: the longer of the two. A CPU does both in turn.
-        total_s = max(work_s, launch_s) if self.is_gpu else work_s + launch_s
-        return total_s / max(1, work.num_batches)
-
-
-@functools.cache
-def _measure_cpu() -> Rates:
-    """Time matrix products of each dtype and a copy, for a few hundredths of a second."""
-    flops: dict[torch.dtype, float] = {}
-    for dtype in MEASURED:
-        square = torch.rand(384, 384).to(dtype)
-        product = functools.partial(torch.mm, square, square)
-        # 384 x 384 x 384 multiply-adds are 2 * 384^3 FLOPs; the first run is slower than the minimum.
-        flops[dtype] = 2 * 384**3 / min(timeit.repeat(product, number=1, repeat=4))
-    source, target = torch.rand(1 << 22), torch.empty(1 << 22)
-    # A copy reads and writes every byte.
-    copied = 2 * source.nbytes / min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=4))
-    return Rates(flops_per_s=flops, bytes_per_s=copied, call_s=CALL_S)
+        total_s = max(work_s, launch_s) if is_gpu else work_s + launch_s
+        return total_s / max(1, self.num_batches)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_eff.core.text import human_bytes, human_count, text_table
 from lightning_eff.report.html import line_chart, memory_chart, render_page
-from lightning_eff.report.module_tracker import PHASES
+from lightning_eff.report.recording import PHASES
 from lightning_eff.report.recording import ACTIVATIONS, CATEGORIES, GRADIENTS, PARAMETERS, STATE, TEMPORARIES
 from lightning_eff.report.throughput import Throughput
 
@@ -20,7 +20,6 @@ FIGURES = {
     "flops_per_s": ("FLOP/s per device", human_count),
     "mfu": ("MFU", lambda x: f"{x:.1%}"),
     "peak_bytes": ("peak memory", human_bytes),
-    "peak_if_gradients_were_held_bytes": ("with gradients held", human_bytes),
     "optimizer_state_bytes": ("optimizer state", human_bytes),
     "data_wait_share": ("data wait", lambda x: f"{x:.1%}"),
 }
@@ -74,13 +73,7 @@ def run_verdict(report: Mapping[str, Any]) -> str:
     verdict = f"Finished {steps} ({timed})."
     if idle:
         verdict += f" No effect: {', '.join(idle)}."
-    held, peak = measured.get("peak_if_gradients_were_held_bytes"), measured.get("peak_bytes")
-    if held is None or peak is None:
-        return verdict
-    effect = "did not lower the peak, which comes before them"
-    if held > 1.01 * peak:
-        effect = f"lowered the peak by {human_bytes(held - peak)}"
-    return f"{verdict} Freeing gradients in the backward pass {effect}."
+    return verdict
 
 
 def report_text(report: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ from lightning_eff.core.technique import Facts, Outcome
 from lightning_eff.core.text import human_count
 from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, broadcast_from_rank0
 from lightning_eff.strategy._zero import checks, parameters, zero_config
-from lightning_eff.strategy._zero.memory_arithmetic import Zero
+from lightning_eff.strategy._zero.memory_arithmetic import ZeroMemory
 from lightning_eff.strategy._zero.optimizer import single_optimizer
 from lightning_eff.strategy._zero.partitions import PartitionedState
 
@@ -280,7 +280,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
             excludes += (checks.ONE_DEVICE,)
         return Facts(excludes=excludes)
 
-    def scheme(self) -> Zero:
+    def scheme(self) -> ZeroMemory:
         """Return the memory arithmetic, for any number of devices."""
         return zero_config.scheme(dict(self.config or {}), str(self.precision_plugin.precision))
 

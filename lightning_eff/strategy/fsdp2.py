@@ -44,7 +44,7 @@ from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.model_surgery import BlockSelector, Stage, queue
 from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes, human_count
-from lightning_eff.report.sharded_memory import FSDP2Memory
+from lightning_eff.report.sharding import FSDP2Memory
 from lightning_eff.strategy._fsdp2 import shard
 from lightning_eff.strategy._fsdp2.checkpoint import DTensorState, save_folder
 from lightning_eff.strategy._shared import checks

@@ -13,11 +13,11 @@ from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.kernels.tile_configs import CONFIGS, Shape
 from lightning_eff.planner.linear_layers import (
-    InputRows,
     LayerTarget,
     LinearLayers,
     ReplacesLinearLayers,
     describe_layers,
+    input_rows,
 )
 
 GPU = torch.device("cuda", 0)
@@ -33,9 +33,7 @@ def model() -> nn.Module:
 def looked(tokens: int | None, target: LayerTarget = H200, backend: str = "auto") -> LinearLayers:
     technique = TritonGemm(backend=backend)
     assert isinstance(technique, ReplacesLinearLayers)
-    return describe_layers(
-        technique, "callbacks/triton_gemm", model(), target, InputRows(tokens, "as a test says")
-    )
+    return describe_layers(technique, "callbacks/triton_gemm", model(), target, (tokens, "as a test says"))
 
 
 def test_layers_of_a_shape_are_one_row_with_their_tile_waste() -> None:
@@ -47,7 +45,7 @@ def test_layers_of_a_shape_are_one_row_with_their_tile_waste() -> None:
     assert second.tiles[-1] == "no TMA, pad N to 50264 or 50304"
     text = str(looked(4352))
     assert "linear layers of callbacks/triton_gemm on H200, forward; as a test says\n" in text
-    assert " 2       0            4352 x 4096 x 4096 bfloat16 " in text
+    assert " 2       0            4352 x 4096 x 4096 " in text
 
 
 def test_tile_quantization_is_listed() -> None:
@@ -61,12 +59,12 @@ def test_an_unknown_number_of_rows_is_not_printed() -> None:
     row = looked(None).rows[0]
     assert row.M is None
     assert row.tiles == ["7.76 waves, wave quantization 3%"]
-    assert " 4096 x 4096 bfloat16 " in str(looked(None))
+    assert " 4096 x 4096 " in str(looked(None))
     assert "8192" not in str(looked(None)).partition("\n")[2]
 
 
 def test_a_model_without_such_layers_is_one_line() -> None:
-    found = describe_layers(TritonGemm(), "callbacks/triton_gemm", nn.ReLU(), H200, InputRows(8, ""))
+    found = describe_layers(TritonGemm(), "callbacks/triton_gemm", nn.ReLU(), H200, (8, ""))
     assert str(found) == "callbacks/triton_gemm replaces no linear layer of this model"
 
 
@@ -99,9 +97,9 @@ def test_a_dtype_without_a_kernel_is_a_note() -> None:
     ],
 )
 def test_rows_are_those_of_the_smallest_micro_batch(values: dict[str, object], expected: int | None) -> None:
-    found = InputRows.of(values)
-    assert expected == found.M
-    assert ("M=8192 is assumed" in found.why) == (expected is None)
+    found, why = input_rows(values)
+    assert found == expected
+    assert ("M=8192 is assumed" in why) == (expected is None)
 
 
 def test_a_torch_device_only_for_a_device_that_is_present(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,15 +21,13 @@ from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.recompute import HostOffload
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
-from lightning_eff.optimizer.cpu_offload import CpuOffload
-from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.planner.prediction import Prediction, predict, predict_step
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.quantized_base import QuantizedBase
 from lightning_eff.report.meter import Probe
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import Recorder
-from tests.support.prediction import CNN_OF, GPT_OF, Encoder, Llama, choice, loader_for, trainer_of
+from tests.support.prediction import CNN_OF, GPT_OF, Encoder, choice, loader_for, trainer_of
 
 GIB = 2**30
 
@@ -43,27 +41,11 @@ def eight_bit(parameters: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
-    "plain": (GPT_OF, dict),
-    "tied weights are two": (functools.partial(GPT_OF, tie_word_embeddings=False), dict),
-    "clipped": (GPT_OF, lambda: {"gradient_clip_val": 1.0}),
-    "lightning's accumulation": (GPT_OF, lambda: {"accumulate_grad_batches": 3}),
-    "accumulation": (GPT_OF, lambda: {"callbacks": [GradientAccumulation(global_batch_size=12)]}),
-    "micro-batches": (GPT_OF, lambda: {"callbacks": [MicroBatch(micro_batch_size=2)]}),
     "micro-batches by need": (GPT_OF, lambda: {"callbacks": [MicroBatch()]}),
-    "recomputed": (
-        functools.partial(GPT_OF, dropout=0.1),
-        lambda: {"callbacks": [GradientCheckpointing()]},
-    ),
-    "recomputed in part": (GPT_OF, lambda: {"callbacks": [GradientCheckpointing(policy="selective")]}),
-    "offloaded": (GPT_OF, lambda: {"callbacks": [GradientCheckpointing(policy="offload")]}),
-    "bf16-mixed": (GPT_OF, lambda: {"plugins": [AutoPrecision(precision="bf16-mixed")]}),
     "16-mixed": (
         GPT_OF,
         lambda: {"plugins": [AutoPrecision(precision="16-mixed")], "gradient_clip_val": 1.0},
     ),
-    "bf16-true": (GPT_OF, lambda: {"plugins": [AutoPrecision(precision="bf16-true")]}),
-    "lightning's bf16": (GPT_OF, lambda: {"precision": "bf16-mixed"}),
-    "adapters": (GPT_OF, lambda: {"callbacks": [PeftAdapter()]}),
     "adapters on 4 bits": (
         GPT_OF,
         lambda: {
@@ -72,12 +54,6 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
         },
     ),
     "tiled": (GPT_OF, lambda: {"callbacks": [TritonGemm(min_features=16)]}),
-    "in backward": (GPT_OF, lambda: {"callbacks": [choice(InBackward)]}),
-    "on the host": (GPT_OF, lambda: {"callbacks": [choice(CpuOffload)]}),
-    "fused": (
-        GPT_OF,
-        lambda: {"callbacks": [choice(functools.partial(torch.optim.AdamW, fused=True))]},
-    ),
     "8 bits": (
         functools.partial(GPT_OF, d_model=64, num_heads=4),
         lambda: {"callbacks": [choice(eight_bit)]},
@@ -94,12 +70,10 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
             "plugins": [AutoPrecision(precision="bf16-mixed")],
         },
     ),
-    "batch norm": (CNN_OF, dict),
     "batch norm recomputed": (CNN_OF, lambda: {"callbacks": [GradientCheckpointing(blocks="ResidualBlock")]}),
     "dropout and weights": (Encoder, lambda: {"callbacks": [GradientAccumulation(global_batch_size=8)]}),
-    "llama": (Llama, lambda: {"gradient_clip_val": 1.0}),
-    "llama recomputed": (Llama, lambda: {"callbacks": [GradientCheckpointing()]}),
 }
+"""What the combinations of test_exactness.py do not have."""
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::lightning_eff.core.errors.NoEffectWarning")
@@ -126,7 +100,7 @@ def test_categories_are_those_of_a_real_run() -> None:
 
     found = predict_step(real, batch, step, adamw)
     recorder, optimizer = Recorder(), adamw(real.parameters())
-    probe = Probe(count_flops=False, count_bytes=True, live=recorder)
+    probe = Probe(recorder=recorder)
     for _ in range(2):
         probe.begin(batch, real, [optimizer])
         step(real, batch).backward()

@@ -1,4 +1,4 @@
-"""Times by arithmetic: what a call costs, whose rate counts, and what a technique does to a step."""
+"""FLOPs by hand, forward and backward; times by arithmetic: what a call costs, and on which device."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import functools
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.callbacks.gradient_checkpointing import recompute
-from lightning_eff.kernels import devices
+from lightning_eff.kernels.devices import DEVICES, Device
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
 from lightning_eff.planner.prediction import predict_step
@@ -17,42 +20,124 @@ from lightning_eff.report.roofline import (
     BUS_BYTES_PER_S,
     HOST_BYTES_PER_S,
     LAUNCH_S,
+    MATMUL_EFFICIENCY,
+    MEMORY_EFFICIENCY,
     Call,
-    Rates,
+    FlopCount,
     Work,
     call_of,
 )
 
-GPU = Rates(
-    flops_per_s={torch.float32: 1e12, torch.bfloat16: 1e13}, bytes_per_s=1e11, call_s=0.0, is_gpu=True
+
+def count(module: nn.Module, *inputs: Tensor) -> tuple[int, int]:
+    """Return the FLOPs of the forward and of the backward pass."""
+    with FlopCount() as forward:
+        out = module(*inputs)
+    with FlopCount() as backward:
+        out.sum().backward()
+    return forward.flops, backward.flops
+
+
+def draw(*shape: int, requires_grad: bool = True) -> Tensor:
+    return torch.randn(*shape, requires_grad=requires_grad)
+
+
+class Attend(nn.Module):
+    def forward(self, *qkv: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*qkv)
+
+
+class Recompute(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+LINEAR, ROWS = 2 * 5 * 3 * 7, 2 * (2 * 4 * 5) * 3 * 7
+CONV = 2 * (2 * 4 * 6 * 6) * (3 * 3 * 3)
+ATTENTION = 2 * (2 * 3) * 4 * 6 * 8
+"""One product of B = 2, H = 3, 4 queries, 6 keys, D = 8; the CPU's kernel computes the scores again."""
+QKV = (draw(2, 3, 4, 8), draw(2, 3, 6, 8), draw(2, 3, 6, 8))
+LAYERS = (nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh())
+PAIR = 2 * 2 * 5 * 7 * 7
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "expected"),
+    [
+        (nn.Linear(7, 3, bias=False), [draw(5, 7)], (LINEAR, 2 * LINEAR)),
+        (nn.Linear(7, 3), [draw(2, 4, 5, 7)], (ROWS, 2 * ROWS)),
+        (nn.Linear(7, 3), [draw(5, 7, requires_grad=False)], (LINEAR, LINEAR)),
+        (nn.Linear(7, 3).requires_grad_(requires_grad=False), [draw(5, 7)], (LINEAR, LINEAR)),
+        (nn.Conv2d(3, 4, 3, padding=1), [draw(2, 3, 6, 6)], (CONV, 2 * CONV)),
+        (nn.Conv2d(3, 4, 3, padding=1), [draw(2, 3, 6, 6, requires_grad=False)], (CONV, CONV)),
+        (Attend(), QKV, (2 * ATTENTION, 5 * ATTENTION)),
+        (nn.Sequential(*LAYERS), [draw(5, 7)], (PAIR, 2 * PAIR)),
+        (Recompute(*LAYERS), [draw(5, 7)], (PAIR, 3 * PAIR)),
+        (nn.Sequential(nn.GELU(), nn.Softmax(-1)), [draw(9, 9)], (0, 0)),
+    ],
 )
-H200 = DeviceMemory.of("h200", torch.device("cpu"))
+def test_flops_by_hand(module: nn.Module, inputs: list[Tensor], expected: tuple[int, int]) -> None:
+    assert count(module, *inputs) == expected
 
 
-def test_a_product_takes_its_operations_and_a_pass_its_bytes() -> None:
-    product = Call("mm", flops=10**12, num_bytes=10**9, dtype=torch.float32)
-    assert GPU.seconds(Work([product])) == 1.0
-    assert GPU.seconds(Work([Call("mm", 10**12, 10**9, torch.bfloat16)])) == 0.1
-    assert GPU.seconds(Work([Call("add", 0, 10**11, torch.float32)])) == 1.0
-    assert GPU.seconds(Work([product, product], num_batches=4)) == 0.5
+def test_attention_without_a_kernel_is_two_products_forward_and_four_backward() -> None:
+    with sdpa_kernel(SDPBackend.MATH):
+        assert count(Attend(), *QKV) == (2 * ATTENTION, 4 * ATTENTION)
 
 
-def test_host_storages_use_the_bus_or_host_memory() -> None:
-    both, host = Call("copy_", 0, 10**9, torch.float32, (1, 2)), Call("add_", 0, 10**9, torch.float32, (2,))
-    assert GPU.seconds(Work([both], {2})) == 1e9 / BUS_BYTES_PER_S
-    assert GPU.seconds(Work([host], {2})) == 1e9 / HOST_BYTES_PER_S
-    assert GPU.seconds(Work([both, host], {7})) == 2e9 / 1e11
+def test_counts_add_up_and_stop_outside() -> None:
+    counted, x = FlopCount(), torch.ones(2, 2)
+    for expected in (16, 32):
+        with counted:
+            _ = x @ x
+        assert counted.flops == expected
+        _ = x @ x
+    with FlopCount() as outer, FlopCount() as inner:
+        _ = torch.addmm(x, mat1=x, mat2=x)
+    assert (outer.flops, inner.flops) == (16, 16)
 
 
-def test_many_small_operations_take_their_launch_time() -> None:
-    rates = Rates.of(devices.named("h200"))
-    assert rates.seconds(Work([Call("add", 0, 8, torch.float32)] * 1000)) == pytest.approx(1000 * LAUNCH_S)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_higher_order_operator_runs_inside() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.randn(1, 2, 16, 8)
+    with FlopCount() as counted, torch.no_grad():
+        assert flex_attention(q, q, q).shape == q.shape
+    assert counted.flops == 2 * (2 * 1 * 2 * 16 * 16 * 8), "scores and weighted values"
+
+
+GPU = Device(
+    name="of a test", capability=90, num_sms=1, memory_gbs=100 / MEMORY_EFFICIENCY, l2_gbs=1, l2_bytes=1,
+    shared_bytes=1, memory_bytes=1,
+    peak_tflops={"float32": 1 / MATMUL_EFFICIENCY, "bfloat16": 10 / MATMUL_EFFICIENCY},
+)  # fmt: skip
+"""1e12 operations a second, ten times as many in bfloat16; 1e11 bytes a second."""
+PRODUCT = Call("mm", flops=10**12, num_bytes=10**9, dtype=torch.float32)
+BOTH, HOST = Call("copy_", 0, 10**9, torch.float32, (1, 2)), Call("add_", 0, 10**9, torch.float32, (2,))
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds"),
+    [
+        (Work([PRODUCT]), 1.0),
+        (Work([Call("mm", 10**12, 10**9, torch.bfloat16)]), 0.1),
+        (Work([Call("add", 0, 10**11, torch.float32)]), 1.0),
+        (Work([PRODUCT, PRODUCT], num_batches=4), 0.5),
+        (Work([BOTH], {2}), 1e9 / BUS_BYTES_PER_S),
+        (Work([HOST], {2}), 1e9 / HOST_BYTES_PER_S),
+        (Work([BOTH, HOST], {7}), 2e9 / 1e11),
+        (Work([Call("add", 0, 8, torch.float32)] * 1000), 1000 * LAUNCH_S),
+    ],
+)
+def test_a_call_takes_the_longer_of_its_operations_and_its_bytes(work: Work, seconds: float) -> None:
+    assert work.seconds(GPU) == pytest.approx(seconds, rel=1e-12)
 
 
 def test_views_cost_nothing_and_rows_of_a_table_only_themselves() -> None:
     x = torch.ones(1000, 8)
     assert call_of(torch.ops.aten.t.default, (x,), {}, x.t(), lambda _: 0) is None
-    taken = torch.nn.functional.embedding(torch.tensor([3]), x)
+    taken = F.embedding(torch.tensor([3]), x)
     call = call_of(torch.ops.aten.embedding.default, (x, torch.tensor([3])), {}, taken, lambda _: 0)
     assert call is not None
     assert call.num_bytes == 2 * taken.nbytes
@@ -72,18 +157,18 @@ def blocks(*, again: bool) -> nn.Module:
 def test_recomputing_is_one_more_forward_pass() -> None:
     """All products but each block's last run again: 4 beside 8 forward, 8 for weights and 7 for inputs."""
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    plain, again = (
-        predict_step(functools.partial(blocks, again=flag), torch.ones(1 << 16, 512), step, sgd)
-        for flag in (False, True)
-    )
-    assert plain.work is not None
-    assert again.work is not None
-    flops = [sum(call.flops for call in each.work.calls) for each in (plain, again) if each.work]
+    h200 = DeviceMemory.of("h200", torch.device("cpu"))
+    flops, times = list[int](), list[float]()
+    for again in (False, True):
+        found = predict_step(functools.partial(blocks, again=again), torch.ones(1 << 16, 512), step, sgd)
+        seconds = MemoryForecast(found, h200).seconds
+        assert found.work is not None
+        assert seconds is not None
+        flops.append(sum(call.flops for call in found.work.calls))
+        times.append(seconds)
     assert flops[1] / flops[0] == 27 / 23
-    before, after = (MemoryForecast(each, H200).seconds for each in (plain, again))
-    assert before is not None
-    assert after is not None
-    assert 1.1 < after / before < 1.3
+    assert 1.1 < times[1] / times[0] < 1.3
+    assert MemoryForecast(found, DeviceMemory("here", 2**40)).seconds is None, "a device without rates"
 
 
 def test_an_optimizer_on_the_host_pays_for_the_bus() -> None:
@@ -92,13 +177,7 @@ def test_an_optimizer_on_the_host_pays_for_the_bus() -> None:
         predict_step(functools.partial(blocks, again=False), batch, step, functools.partial(kind, lr=0.1))
         for kind in (torch.optim.AdamW, CpuOffload)
     )
-    rates = Rates.of(devices.named("h200"))
     assert here.work is not None
     assert away.work is not None
-    weights = 8 * (512 * 512 + 512) * 4
-    assert rates.seconds(away.work) - rates.seconds(here.work) > 2 * weights / BUS_BYTES_PER_S
-
-
-def test_a_device_without_a_name_has_no_times() -> None:
-    found = predict_step(functools.partial(blocks, again=False), torch.ones(2, 512), step, torch.optim.SGD)
-    assert MemoryForecast(found, DeviceMemory("here", 2**40)).seconds is None
+    weights, h200 = 8 * (512 * 512 + 512) * 4, DEVICES["h200"]
+    assert away.work.seconds(h200) - here.work.seconds(h200) > 2 * weights / BUS_BYTES_PER_S

@@ -10,33 +10,27 @@ It deviates from the ZeRO papers; the counts here follow its source (0.19.8):
   models are gathered once per micro-batch, and are then complete on each device.
 - Buckets have 5e8 elements, however small the model; stage 2 with overlap has two of them.
 
-With fake process groups DeepSpeed sends exactly the bytes counted here, and its live memory differs by a few
-percent and the activations (tests/report/test_sharded_memory.py).
-
-Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; deepspeed/runtime/zero/stage_1_and_2.py,
-    stage3.py and partitioned_param_coordinator.py
+Source: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py and partitioned_param_coordinator.py
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_eff.core.text import human_count
-from lightning_eff.report.model_weights import ModelWeights, OptimizerState, weight_bytes
-from lightning_eff.report.sharding_table import RING, DeviceShare, shard_numel
+from lightning_eff.report.model_weights import ModelWeights, Weight
+from lightning_eff.report.sharding import RING, DeviceShare, Sharding
 
 FLOAT32 = 4
 """Bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Zero:
+class ZeroMemory(Sharding):
     """DeepSpeed's ZeRO.
 
     Args:
-        stage: 1, 2 or 3.
-        itemsize: Bytes per element of the model as DeepSpeed casts it.
-        reduce_itemsize: Bytes per element of a gradient as it is reduced.
+        compute_itemsize: Bytes per element of the model as DeepSpeed casts it.
         accumulate_itemsize: Bytes per element of a gradient as it is kept.
         optimizer_on: Location of optimizer state and float32 weights: "" for the device, `cpu` or `nvme`.
         weights_on: Location of the weights' shards; stage 3.
@@ -50,8 +44,7 @@ class Zero:
         not_counted: Options in use that change these numbers in unknown ways.
     """
 
-    stage: int
-    itemsize: int = FLOAT32
+    compute_itemsize: int = FLOAT32
     reduce_itemsize: int = FLOAT32
     accumulate_itemsize: int = FLOAT32
     optimizer_on: str = ""
@@ -67,75 +60,60 @@ class Zero:
 
     own_weights = True
 
-    def share(
-        self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int
-    ) -> DeviceShare:
-        """Return the bytes of one device; see `ShardingScheme`."""
-        if self.stage == 3:
-            return self._stage_3(model, state, devices, micro_batches)
+    def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
+        """Cut each tensor in stage 3, all trained ones as one in stages 1 and 2."""
+        if self.stage < 3:
+            return super().shards(model, devices)
+        return [(weight, -(-weight.numel // devices)) for weight in model.weights]
+
+    def share(self, model: ModelWeights, devices: int, micro_batches: int) -> DeviceShare:
+        """Implement `Sharding`."""
+        size = self.compute_itemsize
+        has_copies = self.stage < 3 or size != FLOAT32 or self.optimizer_on or self.weights_on
+        share = self.kept(
+            model,
+            devices,
+            itemsize=size,
+            gradient_itemsize=self.accumulate_itemsize,
+            copy_itemsize=FLOAT32 if has_copies else 0,
+        )
         total = sum(weight.numel for weight in model.trained)
-        local, size = shard_numel(total, devices), self.itemsize
-        # float32 weights and optimizer state of this rank's slice of all trained elements
-        optimizer = local * FLOAT32 + state.bytes_of(model.trained) * local / max(total, 1)
-        gradient_size = self.accumulate_itemsize if self.stage == 1 else size
-        buckets = self.num_buckets * self.bucket * gradient_size
+        local = sum(shard for weight, shard in self.shards(model, devices) if weight.trained)
+        if self.stage == 3:
+            return self._stage_3(model, share, devices, micro_batches)
+        buckets = self.num_buckets * self.bucket * (self.accumulate_itemsize if self.stage == 1 else size)
         if self.stage == 2 and self.all_reduce:
             buckets += min(self.bucket, total) * self.reduce_itemsize  # flattened once more
-        step = local * (FLOAT32 + (size if size != FLOAT32 else 0))
+        # Stage 1 reduces once per step, stage 2 once per micro-batch. Then updated slices are all-gathered.
+        reductions = (micro_batches if self.stage == 2 else 1) * (2 if self.all_reduce else 1)
+        sent = self.sent(model, devices, lambda weight: int(weight.trained), reductions)
+        if not self.optimizer_on:
+            step = local * (FLOAT32 + (size if size != FLOAT32 else 0))
+            return replace(share, buffers=max(buckets, step), sent=sent)
         largest = max((weight.numel for weight in model.trained), default=0) * size
-        is_offloaded = bool(self.optimizer_on)
-        if self.stage == 1:
-            gradients = total * gradient_size
-        else:
-            gradients = 0 if is_offloaded else local * self.accumulate_itemsize
-        # Ring: an all-reduce sends 2 (n - 1) / n, a reduce-scatter (n - 1) / n of the bytes; stage 1 reduces
-        # once per step, stage 2 once per micro-batch. Then updated slices are all-gathered.
-        num_reductions = micro_batches if self.stage == 2 else 1
-        reduced = (2 if self.all_reduce else 1) * (devices - 1) / devices * total * self.reduce_itemsize
-        return DeviceShare(
-            weights=weight_bytes(model.weights, size) + model.buffers_bytes,
-            gradients=gradients,
-            optimizer=0 if is_offloaded else optimizer,
-            buffers=buckets + largest if is_offloaded else max(buckets, step),
-            host=optimizer + local * (FLOAT32 + 2 * size) + largest if is_offloaded else 0,
-            sent=num_reductions * reduced + (devices - 1) * local * size,
+        return replace(
+            share,
+            gradients=share.gradients if self.stage == 1 else 0,
+            optimizer=0,
+            buffers=buckets + largest,
+            host=share.optimizer + local * (FLOAT32 + 2 * size) + largest,
+            sent=sent,
         )
 
     def _stage_3(
-        self, model: ModelWeights, state: OptimizerState, devices: int, micro_batches: int
+        self, model: ModelWeights, share: DeviceShare, devices: int, micro_batches: int
     ) -> DeviceShare:
-        size = self.itemsize
-        local = sum(shard_numel(weight.numel, devices) for weight in model.trained)
-        weights = sum(shard_numel(weight.numel, devices) for weight in model.weights) * size
-        unsharded = sum(weight.numel for weight in model.weights if weight.numel <= self.persistent) * size
-        has_copies = size != FLOAT32 or self.optimizer_on or self.weights_on
-        optimizer = state.bytes_of(model.trained, lambda weight: shard_numel(weight.numel, devices))
-        optimizer += local * FLOAT32 if has_copies else 0
-        gradients, step = local * self.accumulate_itemsize, min(local, self.step_elements) * FLOAT32
-        offloaded = {"": 0.0, "cpu": 0.0, "nvme": 0.0}
-        offloaded[self.weights_on] += weights
-        if self.optimizer_on:
-            offloaded["cpu"] += gradients
-            offloaded[self.optimizer_on] += optimizer + local * FLOAT32
-            gradients = optimizer = step = 0
-        gathered, sent = self._gathered_and_sent(model, devices, micro_batches)
-        gathered *= size
+        size = self.compute_itemsize
         total = sum(weight.numel for weight in model.trained)
-        scattered = min(self.bucket, total) * self.reduce_itemsize * (1 + 1 / devices)  # input and output
-        return DeviceShare(
-            weights=offloaded[""] + unsharded + model.buffers_bytes,
-            gradients=gradients,
-            optimizer=optimizer,
-            gathered=gathered,
-            # Gathered weights are free when gradients are scattered and at the step: only the excess counts.
-            buffers=self.bucket * size + max(0, step - gathered, scattered - gathered),
-            host=offloaded["cpu"],
-            disk=offloaded["nvme"],
-            sent=(devices - 1) * sent,
-        )
-
-    def _gathered_and_sent(self, model: ModelWeights, devices: int, micro_batches: int) -> tuple[int, float]:
-        """Return elements of sharded weights gathered at a time, and bytes sent to each other device."""
+        local = sum(shard for weight, shard in self.shards(model, devices) if weight.trained)
+        unsharded = sum(weight.numel for weight in model.weights if weight.numel <= self.persistent) * size
+        step = min(local, self.step_elements) * FLOAT32
+        offloaded = {"": 0.0, "cpu": 0.0, "nvme": 0.0}
+        offloaded[self.weights_on] += share.weights - model.buffers_bytes
+        if self.optimizer_on:
+            offloaded["cpu"] += share.gradients
+            offloaded[self.optimizer_on] += share.optimizer + local * FLOAT32
+            share, step = replace(share, gradients=0, optimizer=0), 0
         # Layers whose weights stay gathered from forward to backward: the last ones. Between forward and
         # backward of a layer each later layer runs twice.
         kept: set[int] = set()
@@ -144,19 +122,29 @@ class Zero:
             if 2 * later < self.reuse:
                 kept.add(layer)
             later += sum(weight.numel for weight in model.weights if weight.layer == layer)
+
+        def gathers(weight: Weight) -> int:
+            again = 1 if weight.layer in kept else 2
+            return 1 if weight.numel <= self.persistent else micro_batches * again
+
         sharded = [weight for weight in model.weights if weight.numel > self.persistent]
-        stay = sum(weight.numel for weight in sharded if weight.layer in kept)
         rest = [weight.numel for weight in sharded if weight.layer not in kept]
-        sent = 0
-        for weight in model.weights:
-            gathers = micro_batches * (1 if weight.layer in kept else 2)
-            gathers = 1 if weight.numel <= self.persistent else gathers
-            reduced = micro_batches * self.reduce_itemsize if weight.trained else 0
-            sent += shard_numel(weight.numel, devices) * (gathers * self.itemsize + reduced)
-        return stay + min(sum(rest), max(rest, default=0) + self.prefetch), sent
+        at_once = min(sum(rest), max(rest, default=0) + self.prefetch)
+        gathered = size * (at_once + sum(weight.numel for weight in sharded if weight.layer in kept))
+        scattered = min(self.bucket, total) * self.reduce_itemsize * (1 + 1 / devices)  # input and output
+        return replace(
+            share,
+            weights=offloaded[""] + unsharded + model.buffers_bytes,
+            gathered=gathered,
+            # Gathered weights are free when gradients are scattered and at the step: only the excess counts.
+            buffers=self.bucket * size + max(0, step - gathered, scattered - gathered),
+            host=offloaded["cpu"],
+            disk=offloaded["nvme"],
+            sent=self.sent(model, devices, gathers, micro_batches),
+        )
 
     def assumptions(self) -> list[str]:
-        """Return what was assumed; see `ShardingScheme`."""
+        """Implement `Sharding`."""
         buckets = f"{self.num_buckets} bucket{'s' if self.num_buckets > 1 else ''} of gradients"
         lines = [
             f"{buckets} of {human_count(self.bucket)} elements, however small the model "

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_eff.core.arguments import StrPath
 from lightning_eff.core.errors import ConfigError, suggest_name
-from lightning_eff.strategy._zero.memory_arithmetic import Zero
+from lightning_eff.strategy._zero.memory_arithmetic import ZeroMemory
 
 PRECISION = "trainer.precision or precision="
 BATCH = "data.batch_size"
@@ -52,7 +52,7 @@ _NOT_COUNTED = (
     *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "mics_shard_size"),
     *("zenflow", "super_offload", "round_robin_gradients", "stage3_model_persistence_threshold"),
 )
-"""Options whose effect on memory and communication `memory_arithmetic.Zero` does not count."""
+"""Options whose effect on memory and communication `memory_arithmetic.ZeroMemory` does not count."""
 
 
 def check(config: Mapping[str, Any], path: str = "") -> None:
@@ -113,7 +113,7 @@ def deepspeed_config(
     }
 
 
-def scheme(config: Mapping[str, Any], precision: str) -> Zero:
+def scheme(config: Mapping[str, Any], precision: str) -> ZeroMemory:
     """Return the memory arithmetic of a configuration, with DeepSpeed's defaults.
 
     Args:
@@ -131,9 +131,9 @@ def scheme(config: Mapping[str, Any], precision: str) -> Zero:
     offloads = zero.offload_optimizer, zero.offload_param
     devices = [str(offload.device) if offload and offload.device != "none" else "" for offload in offloads]
     has_buckets = zero.contiguous_gradients or zero.offload_optimizer is not None
-    return Zero(
+    return ZeroMemory(
         stage=int(zero.stage),
-        itemsize=itemsize,
+        compute_itemsize=itemsize,
         reduce_itemsize=itemsizes[0],
         accumulate_itemsize=itemsizes[1],
         optimizer_on=devices[0],
