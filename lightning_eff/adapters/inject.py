@@ -115,12 +115,10 @@ def inject_adapters(
             tuner = tuner_class(model, config, adapter_name=ADAPTER_NAME)
     except PEFT_ERRORS as error:
         raise peft_rejects_config(config, error) from error
-    outside = [
-        n for n, _ in (*tuner.named_parameters(), *tuner.named_buffers()) if not n.startswith("model.")
-    ]
+    names = [name for name, _ in (*tuner.named_parameters(), *tuner.named_buffers())]
+    outside = [name for name in names if not name.startswith("model.")]
     if outside:  # no optimizer and no checkpoint would include them
-        allowed = f"a method whose tensors are all in layers; this one keeps {outside[0]} outside the model"
-        raise method_error(config, allowed)
+        raise method_error(config, f"a method whose tensors are all in layers, unlike {outside[0]}")
     # PEFT 0.21 gives the rank that AdaLoRA divides by a gradient if the layer is in float64.
     for rank in (p for name, p in model.named_parameters() if ".ranknum." in name):
         rank.requires_grad = False

@@ -35,6 +35,9 @@ from lightning_eff.core.errors import ConflictWarning
 
 WindowState = tuple[int | None, float, float | None]
 """What a window has counted: samples of its first batch, batches, and weight."""
+UNKNOWN_SAMPLES = (
+    'the samples cannot be counted: return {"loss": ..., "weight": num_samples} from training_step'
+)
 
 
 class Window:
@@ -117,18 +120,12 @@ class Window:
             text = "training_step returned a weight for some micro-batches of a window and none for others"
             raise ValueError(text)
         if weight is None and batch_samples == 0:
-            text = (
-                "the splitter's micro-batches have an unknown number of samples: "
-                'return {"loss": ..., "weight": ...} from training_step'
-            )
+            text = f"of the splitter's micro-batches {UNKNOWN_SAMPLES}"
             raise ValueError(text)
         fraction = num_samples / batch_samples if num_samples and batch_samples else 1.0  # of its batch
         if weight is None and num_samples is None and self._num_batches > 1 and not self._has_warned:
             self._has_warned = True
-            text = (
-                "the samples of a batch cannot be counted, so each batch of a step weighs the same, also a "
-                'smaller one: return {"loss": ..., "weight": num_samples} from training_step'
-            )
+            text = f"each batch of a step weighs the same, also a smaller one: {UNKNOWN_SAMPLES}"
             warnings.warn(text, ConflictWarning, stacklevel=2)
         if weight is None:
             # loss_i * n_i / (num_batches * n_first), as one division or none: full windows without weights

@@ -9,8 +9,15 @@ from typing import Any
 
 from lightning_eff.core.text import human_bytes, human_count, text_table
 from lightning_eff.report.html import line_chart, memory_chart, render_page
-from lightning_eff.report.recording import PHASES
-from lightning_eff.report.recording import ACTIVATIONS, CATEGORIES, GRADIENTS, PARAMETERS, STATE, TEMPORARIES
+from lightning_eff.report.recording import (
+    ACTIVATIONS,
+    CATEGORIES,
+    GRADIENTS,
+    PARAMETERS,
+    PHASES,
+    STATE,
+    TEMPORARIES,
+)
 from lightning_eff.report.throughput import Throughput
 
 FIGURES = {

@@ -552,7 +552,7 @@ def test_a_splitter_splits() -> None:
     train(auto, Fault("forward", limit=4), max_steps=3)
     assert auto.current_size == 3
     uncounted = MicroBatch(micro_batch_size=4, splitter=lambda batch, size: [Opaque(batch), Opaque(batch)])
-    with pytest.raises(ValueError, match="an unknown number of samples"):
+    with pytest.raises(ValueError, match="the samples cannot be counted"):
         make_trainer(callbacks=[uncounted], max_steps=1).fit(Opens(), data())
 
 
