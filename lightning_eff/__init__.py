@@ -66,7 +66,11 @@ def public_names() -> dict[str, str]:
 def __getattr__(name: str) -> Any:
     module_name = public_names().get(name)
     if module_name is None:
-        msg = f"module {__name__!r} has no attribute {name!r}"
+        import difflib
+
+        close = difflib.get_close_matches(name, public_names(), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        msg = f"module {__name__!r} has no attribute {name!r}{hint}"
         raise AttributeError(msg)
     return getattr(importlib.import_module(module_name), name)
 

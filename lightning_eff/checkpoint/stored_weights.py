@@ -109,7 +109,9 @@ def load_base(model: nn.Module, path: Path, *, key: str) -> int:
     file = newest_valid(path) if is_runs or not (path.suffix or path.exists()) else path
     if file is None:
         allowed = "a checkpoint, or a folder of runs with at least one"
-        remedies = [f"lightning-eff train {path.name}"]  # a recipe's runs lie in a folder of its name
+        remedies = [
+            f"lightning-eff train {path.name} output_root={path.parent}"
+        ]  # a recipe's runs lie in a folder of its name
         raise ConfigError(key=key, value=str(path), allowed=allowed, remedies=remedies)
     try:
         if any(parameter.is_meta for parameter in model.parameters()):

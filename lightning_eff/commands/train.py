@@ -38,7 +38,7 @@ USAGE = """lightning-eff train RECIPE [overrides] [options]
 
   lightning-eff train lm                                         a recipe as it is
   lightning-eff train lm trainer.max_steps=50 precision=fp32     with overrides
-  lightning-eff train lm 'callbacks=[]'                          without techniques
+  lightning-eff train lm 'callbacks=[]'                          without callbacks
   lightning-eff train lm -m 'callbacks=[],[empty_cache]'         one run for each
   lightning-eff train lm ckpt_path=last trainer.max_steps=400    resume from the newest checkpoint
   lightning-eff train images model._target_=my_project.Net model.width=3

@@ -44,7 +44,8 @@ def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
         newest = newest_valid(folder)
         if newest is None:
             allowed = f"a checkpoint; there is none under {folder}"
-            raise ConfigError(key="ckpt_path", value=ckpt_path, allowed=allowed)
+            remedies = ["leave ckpt_path=last out: a first run saves checkpoints"]
+            raise ConfigError(key="ckpt_path", value=ckpt_path, allowed=allowed, remedies=remedies)
         return newest
     check_path("ckpt_path", ckpt_path)
     path = Path(ckpt_path)

@@ -189,6 +189,7 @@ class EfficiencyReport(pl.Callback):
             "status": status,
             "reason": reason,
             "num_steps": trainer.global_step - self._first_step,
+            "first_step": self._first_step,
             "measured": meter.summary(dtype=dtype, world_size=trainer.world_size)
             | {"optimizer_state_bytes": optimizer_bytes or None},
             "ledger": [],

@@ -21,7 +21,7 @@ from lightning_eff.report.recording import (
 from lightning_eff.report.throughput import Throughput
 
 FIGURES = {
-    "batch_time_s": ("time per batch", lambda x: f"{x * 1e3:.1f} ms"),
+    "batch_time_s": ("time per batch (median)", lambda x: f"{x * 1e3:.1f} ms"),
     "samples_per_s": ("samples/s", lambda x: f"{x:.1f}"),
     "tokens_per_s": ("tokens/s", human_count),
     "flops_per_s": ("FLOP/s per device", human_count),
@@ -68,19 +68,18 @@ def key_figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 def run_verdict(report: Mapping[str, Any]) -> str:
     """Return how the run ended, in one or two sentences."""
     count, measured = report["num_steps"], report["measured"]
-    steps = f"{count} optimizer step{'' if count == 1 else 's'}"
+    steps, first = f"{count} optimizer step{'' if count == 1 else 's'}", report.get("first_step", 0)
+    steps += f" ({first + 1} to {first + count})" if first and count else ""  # of a resumed run
+    idle = [row["technique"] for row in report["ledger"] if row["status"] == "no effect"]
+    no_effect = f" No effect: {', '.join(idle)}." if idle else ""
     if report["status"] == "stopped":
-        return f"Stopped after {steps}."
+        return f"Stopped after {steps}.{no_effect}"
     if report["status"] != "finished":
         return f"Failed after {steps}: {report['reason']}"
     if not measured["num_batches"]:
-        return f"Finished {steps}: too few to measure speed."
+        return f"Finished {steps}: too few to measure speed.{no_effect}"
     timed = f"{measured['num_batches']} batch{'' if measured['num_batches'] == 1 else 'es'} timed"
-    idle = [row["technique"] for row in report["ledger"] if row["status"] == "no effect"]
-    verdict = f"Finished {steps} ({timed})."
-    if idle:
-        verdict += f" No effect: {', '.join(idle)}."
-    return verdict
+    return f"Finished {steps} ({timed}).{no_effect}"
 
 
 def report_text(report: Mapping[str, Any]) -> str:

@@ -6,6 +6,8 @@ import json
 import math
 from typing import Any
 
+import pytest
+
 from lightning_eff.core import catalog
 from lightning_eff.report import summary
 from lightning_eff.report.throughput import Throughput
@@ -36,7 +38,8 @@ def test_the_text_of_a_finished_run() -> None:
     assert summary.report_text(make_report()).split("\n") == [
         "Efficiency report. Finished 100 optimizer steps (96 batches timed)."
         " No effect: callbacks/empty_cache.",
-        " time per batch 12.3 ms | samples/s 1300.0 | tokens/s 166.4k | FLOP/s per device 2.5T | MFU 45.7%"
+        " time per batch (median) 12.3 ms | samples/s 1300.0 | tokens/s 166.4k"
+        " | FLOP/s per device 2.5T | MFU 45.7%"
         " | peak memory 1.5 GiB | data wait 2.1%",
         " technique              status     what it did",
         " precision/auto         applied    16 layers in bf16",
@@ -104,3 +107,14 @@ def test_the_categories_at_the_peak_and_the_techniques_that_lower_the_largest_ar
 def test_every_technique_that_lowers_memory_is_one_that_can_be_listed() -> None:
     known = {entry.name for entry in catalog.options()}
     assert {name for names in summary.LOWERED_BY.values() for name in names.split(", ")} <= known
+
+
+def test_a_resumed_run_says_which_steps_it_made() -> None:
+    assert "Finished 4 optimizer steps (7 to 10) (96 batches" in summary.run_verdict(
+        make_report(num_steps=4, first_step=6)
+    )
+
+
+@pytest.mark.parametrize("changes", [{"status": "stopped"}, {"measured": NOTHING | {"num_batches": 0}}])
+def test_what_had_no_effect_is_listed_however_the_run_ended(changes: dict[str, Any]) -> None:
+    assert summary.run_verdict(make_report(**changes)).endswith(" No effect: callbacks/empty_cache.")
