@@ -164,7 +164,14 @@ def _report(
     comparisons: Sequence[Comparison], environment: dict[str, Any], reason: str, options: argparse.Namespace
 ) -> None:
     """Print what was measured as a table or as JSON, and write both into `--out`."""
-    means = _means(comparisons)
+    # Geometric means of the plain cases' ratios; a case that was not timed is left out.
+    plain = [each for each in comparisons if each.case.kind == "plain"]
+    ratios = {
+        "best config": [each.ratio(each.best_config or "") for each in plain],
+        "gemm": [each.ratio("gemm") for each in plain],
+    }
+    timed = {name: [ratio for ratio in values if ratio] for name, values in ratios.items()}
+    means = {name: geometric_mean(values) for name, values in timed.items() if values}
     rows = [comparison.as_dict() for comparison in comparisons]
     raw = {"environment": environment, "no_kernels": reason, "means": means, "rows": rows}
     header = ["M x N x K", "dtype", "library ms", "gemm ms", "ratio", "computed by"]
@@ -186,17 +193,6 @@ def _report(
         page = f"# The tiled GEMM and torch's library\n\n```text\n{text}```\n"
         (options.out / "gemm.json").write_text(numbers, encoding="utf-8")
         (options.out / "gemm.md").write_text(page, encoding="utf-8")
-
-
-def _means(comparisons: Sequence[Comparison]) -> dict[str, float]:
-    """Return geometric means of the plain cases' ratios; a case that was not timed is left out."""
-    plain = [each for each in comparisons if each.case.kind == "plain"]
-    ratios = {
-        "best config": [each.ratio(each.best_config or "") for each in plain],
-        "gemm": [each.ratio("gemm") for each in plain],
-    }
-    timed = {name: [ratio for ratio in values if ratio] for name, values in ratios.items()}
-    return {name: geometric_mean(values) for name, values in timed.items() if values}
 
 
 def _cells(comparison: Comparison) -> list[str]:

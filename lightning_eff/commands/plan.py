@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -101,8 +102,9 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print_json({"recipe": options.recipe, "rows": [asdict(row) for row in rows]} | content)
     else:
-        lines = [wrapped for line in "\n\n".join(sections).splitlines() for wrapped in _wrap(line)]
-        sys.stdout.write("\n".join(lines) + "\n")
+        wrap = functools.partial(textwrap.fill, width=WIDTH, subsequent_indent="  ", break_long_words=False)
+        lines = "\n\n".join(sections).splitlines()  # the tables fit already
+        sys.stdout.write("\n".join(wrap(line) if len(line) > WIDTH else line for line in lines) + "\n")
     raise_rejected(findings)
     if isinstance(error, PRE_RUN_ERRORS):
         raise error  # as `train` would
@@ -149,14 +151,6 @@ def _predict(
     if trainer.world_size in division.shares:
         sections.append(division.verdict(trainer.world_size, memory.free_bytes, memory.name))
     return sections, content, prediction.error
-
-
-def _wrap(line: str) -> list[str]:
-    """Wrap a sentence that is too long; the tables fit already."""
-    wrapped = textwrap.wrap(
-        line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
-    return wrapped if len(line) > WIDTH else [line]
 
 
 def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearLayers:

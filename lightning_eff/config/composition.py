@@ -26,7 +26,7 @@ from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from typing_extensions import override
 from yaml import YAMLError
 
@@ -212,7 +212,11 @@ class RecipeApp:
             HydraConfig.instance().set_config(cfg)
             values = resolve_config(cfg, overrides, self.chain)
         except OmegaConfBaseException as error:
-            raise UsageError(hydra_errors.resolution_error(error)) from error
+            key = error.full_key or "config"
+            needs = f"this recipe needs a value from you\n  try: {key}=..."
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            text = f"{key}: {needs if isinstance(error, MissingMandatoryValue) else reason}"
+            raise UsageError(text) from error
         return Composed(values, folder, folders["dir"] == RUN_DIR, self.chain)
 
 

@@ -6,7 +6,6 @@ Hydra's advice to append a misspelt key with `+` is left out.
 from __future__ import annotations
 
 from hydra.errors import MissingConfigException
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_eff.config.recipes import RecipeChain, RecipePath
 from lightning_eff.config.validate import TOP_LEVEL
@@ -51,11 +50,3 @@ def composition_error(error: Exception) -> str:
         return f"{group} is set more than once, and takes one option: {remedy}"
     reason = f" ({str(cause).splitlines()[0]})" if str(error) and cause is not None and str(cause) else ""
     return f"{first}{reason}"
-
-
-def resolution_error(error: OmegaConfBaseException) -> str:
-    """Return the text for a key without a value, or whose interpolation cannot be resolved."""
-    key = str(getattr(error, "full_key", "") or "config")
-    if isinstance(error, MissingMandatoryValue):
-        return f"{key}: this recipe needs a value from you\n  try: {key}=..."
-    return f"{key}: {next(iter(str(error).splitlines()), type(error).__name__)}"

@@ -86,19 +86,14 @@ def _step_atomically(
         except Exception as error:
             if not is_out_of_memory(error) or snapshot is None:
                 raise
+            try:
+                snapshot.restore()
+            except RuntimeError as reason:
+                error.add_note(f"out of memory in the optimizer's update, which cannot be undone: {reason}")
+                raise error from None
             if is_retry:
                 error.add_note("the optimizer's update does not fit; micro_batch_size does not change that")
-            _restore(snapshot, error)
-            if is_retry:
                 raise
         # Outside of the handler the error is gone, and with it the frames that hold temporaries.
         free_memory(device)
         is_retry = True
-
-
-def _restore(snapshot: OptimizerSnapshot, error: Exception) -> None:
-    try:
-        snapshot.restore()
-    except RuntimeError as reason:
-        error.add_note(f"out of memory in the optimizer's update, which cannot be undone: {reason}")
-        raise error from None

@@ -53,9 +53,8 @@ from lightning_eff.microbatching.window import Window, weight_of
 class ScalesGradients(Protocol):
     """A strategy that keeps gradients elsewhere than in `.grad`."""
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients of the current step, before they are clipped."""
-        ...
+    scale_gradients: Callable[[float], None]
+    """Multiply the gradients of the current step, before they are clipped."""
 
 
 class ExactStep(_AutomaticOptimization):

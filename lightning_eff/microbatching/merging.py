@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
+from lightning_eff.core.arguments import accepts
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.microbatching.splitting import MicroBatchPart
 
@@ -61,13 +62,11 @@ def merge_outputs(outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBat
             is_list = isinstance(last, list)
             merged[key] = list(itertools.chain.from_iterable(values)) if is_list else torch.cat(values)
         else:
-            merged[key] = mean(values, sizes) if all(map(_is_number, values)) else last
+            scalars = [
+                value.dim() == 0 if isinstance(value, Tensor) else accepts(float, value) for value in values
+            ]
+            merged[key] = mean(values, sizes) if all(scalars) else last
     return merged
-
-
-def _is_number(value: Any) -> bool:
-    is_python_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_python_number or (isinstance(value, Tensor) and not value.dim())
 
 
 def mean(values: Sequence[Any], weights: Sequence[float | None]) -> Any:

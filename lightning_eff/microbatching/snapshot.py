@@ -186,9 +186,8 @@ def _version(tensor: Tensor) -> int:
 class SharesState(Protocol):
     """An optimizer that wraps others, which hold references to the same state."""
 
-    def share_state(self) -> None:
-        """Pass the current state and groups on to the wrapped optimizers."""
-        ...
+    share_state: Callable[[], None]
+    """Pass the current state and groups on to the wrapped optimizers."""
 
 
 class OptimizerSnapshot:

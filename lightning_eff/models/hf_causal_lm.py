@@ -205,7 +205,7 @@ class HFCausalLM(pl.LightningModule):
         total = F.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
         )
-        return total / num_targets(labels).clamp(min=1)
+        return total / (targets != IGNORED_TARGET).sum().clamp(min=1)
 
     def _batch_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
@@ -215,7 +215,9 @@ class HFCausalLM(pl.LightningModule):
                 "  try: data.packing=false, or data.packing=across to allow it"
             )
             raise ValueError(msg)
-        return self.loss(self(**inputs), batch["labels"]), num_targets(batch["labels"])
+        labels = batch["labels"]
+        # Labels with a prediction: all that are not ignored, but the first of a row.
+        return self.loss(self(**inputs), labels), (labels[:, 1:] != IGNORED_TARGET).sum()
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
@@ -232,13 +234,3 @@ class HFCausalLM(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return plain AdamW, for training without a recipe, which has its own optimizer."""
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=2e-5)
-
-
-def num_targets(labels: Tensor) -> Tensor:
-    """Return the number of labels with a prediction: all that are not ignored, but the first of a row.
-
-    Example:
-        >>> num_targets(torch.tensor([[5, 6, -100, 7]]))
-        tensor(2)
-    """
-    return (labels[:, 1:] != IGNORED_TARGET).sum()

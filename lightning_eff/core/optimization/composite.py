@@ -30,9 +30,8 @@ ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
 class FreesGradients(Protocol):
     """An optimizer that uses a gradient as soon as it is ready, and frees it before `step` is called."""
 
-    def register_gradient_hook(self, hook: Callable[[Tensor, Tensor], None]) -> RemovableHandle:
-        """Call `hook(parameter, gradient)` with every gradient before it is used."""
-        ...
+    register_gradient_hook: Callable[[Callable[[Tensor, Tensor], None]], RemovableHandle]
+    """Call `hook(parameter, gradient)` with every gradient before it is used."""
 
 
 class WrapperOptimizer(Optimizer):
