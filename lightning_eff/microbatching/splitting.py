@@ -5,10 +5,10 @@ samples of a tensor lie along its first dimension, those of a list without tenso
 items, and all of them must have the same number. Numbers, strings and 0-d tensors, and masks [1, ...] beside
 larger tensors, go to every micro-batch unchanged.
 
-Anything else is rejected, since any split would be a guess: samples of different shapes in a list, nested or
-packed tensors, objects. Pass a `splitter`.
+Anything else is rejected, since any split would be a guess: samples of different shapes in a list, objects.
+Pass a `splitter`, also to cut nested and sparse tensors, whose samples are only counted.
 
-Slices are views; containers are new in each micro-batch.
+Slices are views, but of packed sequences; containers are new in each micro-batch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lightning_eff.core.errors import ConfigError
 
@@ -87,12 +88,12 @@ def split(batch: Any, micro_batch_size: int, splitter: Splitter | None = None) -
         return [MicroBatchPart(micro_batch, num_samples(micro_batch)) for micro_batch in batches]
     try:
         total = count_samples(batch)
+        ends = [(first, min(total, first + micro_batch_size)) for first in range(0, total, micro_batch_size)]
+        return [MicroBatchPart(_cut(batch, first, last, total), last - first) for first, last in ends]
     except AmbiguousBatchError as error:
         allowed = f"a function of batch and size that returns a list, since the batch is ambiguous: {error}"
         remedy = "MicroBatch(splitter=lambda batch, size: [...])"
         raise ConfigError(key="splitter", value=None, allowed=allowed, remedies=[remedy]) from None
-    ends = [(first, min(total, first + micro_batch_size)) for first in range(0, total, micro_batch_size)]
-    return [MicroBatchPart(_cut(batch, first, last, total), last - first) for first, last in ends]
 
 
 def count_samples(batch: Any) -> int:
@@ -106,11 +107,14 @@ def count_samples(batch: Any) -> int:
         Traceback (most recent call last):
         lightning_eff.microbatching.splitting.AmbiguousBatchError: batch.x has 4, batch.names has 3
     """
-    found = dict(_counts(batch, "batch"))
-    own = {count for count, may_be_shared in found.values() if not may_be_shared}
-    counts = own or {count for count, _ in found.values()}
-    if len(counts) != 1:
-        shown = [f"{path} has {count}" for path, (count, _) in found.items()]
+    found = list(_counts(batch, "batch"))
+    by_kind = {
+        kind: {count for _, count, other in found if other == kind} for kind in ("tensor", "mask", "list")
+    }
+    # Masks count only where no other tensor does, and lists have to agree with the tensors.
+    counts = by_kind["tensor"] or by_kind["mask"] or by_kind["list"]
+    if len(counts) != 1 or not counts >= by_kind["list"]:
+        shown = [f"{path} has {count}" for path, count, _ in found]
         raise AmbiguousBatchError(", ".join(shown[:6]) or "no tensor and no list")
     (count,) = counts
     if not count:
@@ -129,21 +133,24 @@ def leaves(value: Any, max_items: int | None = None) -> Iterator[Any]:
         yield from leaves(item, max_items)
 
 
-def _counts(value: Any, path: str) -> Iterator[tuple[str, tuple[int, bool]]]:
-    """Yield path and samples of each tensor and list; and whether a tensor may be one mask for all."""
+def _counts(value: Any, path: str) -> Iterator[tuple[str, int, str]]:
+    """Yield path, samples and kind (tensor, list, or a mask that may be one for all) of what has samples."""
     items = _items(value)
     if items is not None and not _is_list_of_samples(value):
         for name, item in zip(_names(value), items, strict=True):
             yield from _counts(item, f"{path}{name}")
     elif items is not None:
-        yield path, (len(items), False)
+        yield path, len(items), "list"
+    elif isinstance(value, PackedSequence):
+        yield path, int(value.batch_sizes[0]), "tensor"
     elif _is_array(value):
-        if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
-            text = f"{path} is a nested or sparse tensor, which only a splitter could cut"
-            raise AmbiguousBatchError(text)
-        if len(value.shape):
-            is_mask = isinstance(value, Tensor) and (value.is_floating_point() or value.dtype == torch.bool)
-            yield path, (int(value.shape[0]), is_mask and value.shape[0] == 1 and value.dim() > 1)
+        count = _num_rows(value)
+        if count is not None:
+            may_be_mask = isinstance(value, Tensor) and (
+                value.is_floating_point() or value.dtype == torch.bool
+            )
+            is_mask = may_be_mask and count == 1 and value.dim() > 1  # integers [1, ...] are tokens
+            yield path, count, "mask" if is_mask else "tensor"
     elif not (isinstance(value, SHARED) or inspect.isroutine(value)):
         text = f"{path} has type {type(value).__name__}, which only a splitter could cut"
         raise AmbiguousBatchError(text)
@@ -156,13 +163,27 @@ def _cut(value: Any, first: int, last: int, total: int) -> Any:
         if _is_list_of_samples(value):
             return type(value)(items[first:last])
         return _rebuild(value, [_cut(item, first, last, total) for item in items])
-    is_cut = _is_array(value) and len(value.shape) and value.shape[0] == total and last - first < total
-    return value[first:last] if is_cut else value
+    if last - first == total:
+        return value
+    if isinstance(value, PackedSequence):  # cut in the order of the original sequences, then packed alike
+        padded, lengths = pad_packed_sequence(value, batch_first=True)
+        kept = lengths[first:last]
+        rows = padded[first:last, : int(kept.max())]
+        return pack_padded_sequence(rows, kept, batch_first=True, enforce_sorted=value.sorted_indices is None)
+    if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
+        text = "it has a nested or sparse tensor, which only a splitter can cut"
+        raise AmbiguousBatchError(text)
+    return value[first:last] if _is_array(value) and _num_rows(value) == total else value
+
+
+def _num_rows(value: Any) -> int | None:
+    """Return the length of an array's first dimension; None for a scalar."""
+    return (int(value.size(0)) if isinstance(value, Tensor) else len(value)) if value.ndim else None
 
 
 def _is_array(value: Any) -> bool:
     """Return whether a value has samples along its first dimension: a tensor, an array, a TensorDict."""
-    return hasattr(value, "shape") and hasattr(value, "__getitem__")
+    return hasattr(value, "ndim") and hasattr(value, "__getitem__")
 
 
 def _is_list_of_samples(value: Any) -> bool:
@@ -189,8 +210,8 @@ def _items(value: Any) -> Sequence[Any] | None:
         return list(value.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     if dataclasses.is_dataclass(value):
         return [getattr(value, name[1:]) for name in _names(value)]
-    # PackedSequence is a named tuple whose tensors have no samples along any dimension.
-    is_list = isinstance(value, (list, tuple)) and not isinstance(value, torch.nn.utils.rnn.PackedSequence)
+    # PackedSequence is a named tuple, whose tensors have no samples along any dimension.
+    is_list = isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence)
     return value if is_list else None
 
 

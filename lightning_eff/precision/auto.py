@@ -110,7 +110,7 @@ class AutoPrecision(Precision):
         ... )
         >>> AutoPrecision(precision="bf16")
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: precision='bf16': expected one of auto, bf16-mixed, ...
+        lightning_eff.core.errors.ConfigError: precision='bf16': expected 'auto', or one of bf16-mixed, ...
     """
 
     __repr__ = rules.plugin_repr

@@ -162,7 +162,7 @@ CONFIG_ERRORS = [
         (
             [f"callbacks.empty_cache.every_n_steps={value}"],
             "callbacks.empty_cache.every_n_steps",
-            "at least 1, or None",
+            "at least 1, or null",
         )
         for value in ("[1]", "0", "1.5", "true")
     ),

@@ -135,7 +135,7 @@ def test_rounding_goes_by_the_device_and_the_precision(monkeypatch: pytest.Monke
 
 def test_bad_input_is_rejected() -> None:
     layer = torch.nn.Linear(2, 1)
-    with pytest.raises(ConfigError, match="micro_batch_size=0: expected a whole number"):
+    with pytest.raises(ConfigError, match="micro_batch_size=0: expected 'auto', or a whole number"):
         ExactGradient(layer, micro_batch_size=0)
     with pytest.raises(ConfigError, match="multiple_of='8': expected a whole number of at least 1 or 'auto'"):
         ExactGradient(layer, multiple_of="8")

@@ -160,16 +160,7 @@ def test_slices_are_views_and_containers_are_new() -> None:
             {"y": torch.ones(2), "images": [torch.ones(3, 4), torch.ones(3, 5)]},
             "batch.y has 2, batch.images[0] has 3",
         ),
-        (
-            pack_sequence([torch.ones(3), torch.ones(2)]),
-            "batch has type PackedSequence, which only a splitter",
-        ),
-        (
-            torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged),
-            "batch is a nested",
-        ),
         ({"x": torch.ones(1, 3, 8, 8), "mean": [0.1, 0.2, 0.3]}, "batch.mean has 3"),
-        ({"x": torch.ones(4, 4).to_sparse()}, "batch.x is a nested or sparse tensor"),
         ({"x": torch.ones(4, 2), "y": torch.ones(3)}, "batch.x has 4, batch.y has 3"),
         ({"x": torch.ones(4), "text": ["a", "b"]}, "batch.x has 4, batch.text has 2"),
         ({"x": torch.ones(4), "graph": object()}, "batch.graph has type object, which only a splitter"),
@@ -219,3 +210,37 @@ def test_outputs_are_merged_as_of_the_full_batch() -> None:
     assert int(merged["weight"]) == 8
     assert (merged["flag"], merged["list"], merged["name"]) == (False, [1, 2, 3], "b")
     assert merge_outputs([first], parts[:1]) == first
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(4, 4).to_sparse(),
+        torch.nested.nested_tensor(
+            [torch.ones(3), torch.ones(2), torch.ones(1), torch.ones(4)], layout=torch.jagged
+        ),
+    ],
+)
+def test_the_samples_of_nested_and_sparse_tensors_are_counted_and_not_cut(tensor: Tensor) -> None:
+    assert num_samples({"x": tensor, "y": torch.ones(4)}) == 4
+    assert split(tensor, 4)[0].batch is tensor
+    with pytest.raises(ConfigError, match=r"splitter=None: .* it has a nested or sparse tensor"):
+        split(tensor, 2)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "enforce_sorted"),
+    [((5, 4, 3, 2, 1), True), ((5, 4, 3, 2, 1), False), ((3, 1, 4, 1, 5), False)],
+)
+def test_packed_sequences_stay_in_their_order_beside_targets(
+    lengths: tuple[int, ...], enforce_sorted: bool
+) -> None:
+    sequences = [torch.full((length,), index) for index, length in enumerate(lengths)]
+    batch = (pack_sequence(sequences, enforce_sorted=enforce_sorted), x())
+    for first, part in zip((0, 2, 4), split(batch, 2), strict=True):
+        packed, targets = part.batch
+        expected = pack_sequence(sequences[first : first + 2], enforce_sorted=enforce_sorted)
+        assert (packed.sorted_indices is None) is enforce_sorted
+        for one, other in zip(packed, expected, strict=True):
+            assert one is other if other is None else torch.equal(one, other)
+        assert targets.tolist() == x()[first : first + 2].tolist()

@@ -271,5 +271,5 @@ def test_a_bare_module_needs_a_device() -> None:
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="one of auto, bf16-mixed, 16-mixed, bf16-true, 32-true"):
+    with pytest.raises(ConfigError, match="'auto', or one of bf16-mixed, 16-mixed, bf16-true, 32-true"):
         AutoPrecision(precision="fp8")
