@@ -190,7 +190,11 @@ def raise_rejected(findings: Iterable[RuleFinding]) -> None:
     if refused:
         lacks = all(finding.rule.name.startswith("machine/") for finding in refused)
         error = EnvironmentLacksError if lacks else ConflictError
-        raise error("\n".join(map(str, refused)))
+        # Of one finding all remedies, of several the first of each, so that each is seen.
+        lines = [
+            line for finding in refused for line in str(finding).splitlines()[: 2 if refused[1:] else None]
+        ]
+        raise error("\n".join(lines))
 
 
 def reject_legacy_trainer(

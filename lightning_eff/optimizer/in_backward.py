@@ -33,7 +33,7 @@ from lightning_eff.core.text import human_bytes
 PER_MICRO_BATCH = "it would step on every micro-batch"
 REASONS = {
     "run/clipping": (
-        "there are no gradients left to clip when the Trainer would",
+        "it frees gradients in the backward pass: no gradients left to clip",
         "optimizer.max_parameter_norm=1.0 trainer.gradient_clip_val=null",
     ),
     "run/accumulation": (PER_MICRO_BATCH, "trainer.accumulate_grad_batches=1"),
@@ -43,7 +43,7 @@ REASONS = {
     "run/scaler": ("it would step on scaled gradients, before the scaler can check for overflow",),
     "run/many_devices": ("each replica would step on its own gradients, before they are averaged",),
     "run/clipping_by_module": (
-        "there are no gradients left to clip when the module would",
+        "it frees gradients in the backward pass: no gradients left to clip",
         "optimizer.max_parameter_norm=1.0 in place of that method",
     ),
 }
