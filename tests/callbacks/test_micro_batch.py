@@ -28,7 +28,7 @@ from tests.support.faults import (
     stateful_model,
 )
 from tests.support.language import assert_same_training, language_model, loader, train_reference
-from tests.support.models import make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 PHASES = ("forward", "backward", "update")
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning")
@@ -411,6 +411,17 @@ def test_it_grows_only_on_request() -> None:
     auto = MicroBatch(grow_after_n_steps=2)
     train([auto, Watches()], Fault("forward", at=0, times=2), max_steps=7)
     assert sizes == [3, 3, 6, 6, None, None, None]
+
+
+def test_find_takes_no_frozen_parameter_of_the_optimizer_for_a_change_of_the_step() -> None:
+    class Frozen(Net):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            self.first.requires_grad_(requires_grad=False)
+            return super().configure_optimizers()
+
+    auto = MicroBatch(find="largest")
+    make_trainer(callbacks=[auto], max_steps=1).fit(Frozen(), make_loader())
+    assert auto.current_size == 4
 
 
 @pytest.mark.parametrize("find", [None, "largest"])

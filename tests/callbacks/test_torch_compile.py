@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,14 @@ def test_the_number_of_graphs_does_not_grow_with_the_depth(
     assert (outcome.numbers["graphs"], outcome.numbers["recompilations"]) == (1, 0)
     assert outcome.numbers["graph_breaks"] == {}
     assert outcome.numbers["compile_s"] > 0.0
+
+
+def test_a_reset_of_the_compiler_during_the_run_does_no_harm() -> None:
+    class Resets(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            torch.compiler.reset()
+
+    fit(Net(), compiler(target="forward"), Resets(), max_steps=2)
 
 
 @pytest.mark.parametrize("checkpointing", [None, "full"])
@@ -336,8 +345,6 @@ def test_parts_that_are_not_there_are_named(deep: Callable[..., Deep], target: s
 def test_a_module_without_a_forward_names_its_children(net: Callable[..., Net]) -> None:
     class Headless(Net):
         forward = torch.nn.Module.forward
-
-    import lightning.pytorch as pl
 
     Headless.forward = pl.LightningModule.forward
     with pytest.raises(ConfigError, match="its children are first, dropout, norm, second"):

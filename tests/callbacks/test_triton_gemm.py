@@ -151,9 +151,12 @@ def test_an_exception_takes_it_back() -> None:
             raise ValueError(text)
 
     model = Stops()
+    model.unused = nn.Linear(8, 8).requires_grad_(requires_grad=False)
     with pytest.raises(ValueError, match="stop"):
         make_trainer(callbacks=[TritonGemm(min_features=1)], max_steps=1).fit(model, make_loader())
-    assert type(model.first) is nn.Linear
+    for layer in (model.first, model.unused):
+        assert type(layer) is nn.Linear
+        assert not layer._forward_pre_hooks, "of a layer that did not run"
 
 
 def test_a_backend_that_cannot_run_stops_the_run() -> None:

@@ -118,17 +118,21 @@ def test_a_gradient_that_is_there_already_is_used_by_step() -> None:
     torch.testing.assert_close(before - layer.weight.detach(), torch.full((2, 2), 0.1))
 
 
-@pytest.mark.parametrize("end", ["close", "forget"])
+@pytest.mark.parametrize("end", ["close", "close twice", "forget"])
 def test_afterwards_backward_leaves_gradients_alone(end: str) -> None:
     layer = nn.Linear(2, 2)
-    optimizer: Any = InBackward(layer.parameters(), lr=0.1)
-    if end == "close":
+    optimizer: Any = InBackward([layer.weight], lr=0.1)
+    if end == "close twice":
+        optimizer.close()
+    optimizer.add_param_group({"params": [layer.bias]})
+    if end != "forget":
         optimizer.close()
     del optimizer
     gc.collect()
     layer(torch.ones(1, 2)).sum().backward()
-    assert layer.weight.grad is not None
-    assert not layer.weight._post_accumulate_grad_hooks
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        assert not parameter._post_accumulate_grad_hooks
 
 
 @pytest.mark.parametrize(

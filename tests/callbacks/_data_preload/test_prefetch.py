@@ -131,6 +131,23 @@ def test_a_failure_comes_where_its_batch_would_have_come() -> None:
     assert loader.stats.num_taken == 5
 
 
+def test_a_batch_that_cannot_be_moved_fails_where_it_would_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = prefetch_iterator.PrefetchIterator._fetch_and_move
+
+    def fetch_and_move(self: Any) -> Any:
+        fetched = real(self)
+        if self._num_fetched == 5:
+            msg = "cannot be moved"
+            raise TypeError(msg)
+        return fetched
+
+    monkeypatch.setattr(prefetch_iterator.PrefetchIterator, "_fetch_and_move", fetch_and_move)
+    loader, seen = prefetched(Source(9), 3), list[int]()
+    with pytest.raises(TypeError, match="cannot be moved"):
+        seen.extend(int(batch) for batch in loader)
+    assert seen == [0, 1, 2, 3]
+
+
 def test_stopping_in_the_middle_leaves_no_thread_and_a_new_pass_begins_anew() -> None:
     loader = prefetched(Source(9), 3)
     batches = iter(loader)
