@@ -8,47 +8,15 @@ is on are listed with the reason. Times are by arithmetic (report/roofline.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from lightning_eff.core.errors import PRE_RUN_ERRORS
 from lightning_eff.core.text import WIDTH, human_bytes, text_table
+from lightning_eff.planner.advised_recipe import ADAPTERS, AdvisedRecipe, Options, Size
 from lightning_eff.planner.device_memory import MemoryForecast
-
-if TYPE_CHECKING:
-    from lightning_eff.planner.advised_recipe import AdvisedRecipe
 
 MIN_SAVING = 0.01
 """Fraction of the peak that a technique must save to be worth its cost."""
-
-Options = tuple[str, ...]
-"""A technique as it is typed: overrides of a recipe."""
-ADAPTERS: Options = ("+callbacks=peft_adapter",)
-"""Trains other parameters than the recipe: tried, but never chosen."""
-TRIED_MICRO_BATCHES = 8
-"""Parts of a batch to try as micro-batches; a prediction's time grows with their number."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """A size of a batch that can be changed: its samples, or their length.
-
-    Args:
-        what: Its name in a sentence.
-        typed: Override key.
-        now: Current value.
-        most: Upper limit of the search.
-        step: Granularity.
-        forecast: Predicts the step with another value.
-    """
-
-    what: str
-    typed: str
-    now: int
-    most: int
-    step: int
-    forecast: Callable[[int], MemoryForecast]
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_eff.core import rules
-from lightning_eff.planner.advice import ADAPTERS, TRIED_MICRO_BATCHES, Options, Size
 from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
 from lightning_eff.planner.dry_run import ExampleBatch, dry_run, example_batch_of, resolve_precision
 from lightning_eff.run import build_trainer
 
+Options = tuple[str, ...]
+"""A technique as it is typed: overrides of a recipe."""
+ADAPTERS: Options = ("+callbacks=peft_adapter",)
+"""Trains other parameters than the recipe: tried, but never chosen."""
+TRIED_MICRO_BATCHES = 8
+"""Parts of a batch to try as micro-batches; a prediction's time grows with their number."""
 CHECKPOINTING = "callbacks.gradient_checkpointing.policy"
 CANDIDATES: tuple[Options, ...] = (
     ("+callbacks=gradient_checkpointing",),
@@ -38,6 +43,27 @@ LENGTH_KEYS = ("context_length", "sequence_length", "max_length")
 
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
 """Compose the recipe with further overrides."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size of a batch that can be changed: its samples, or their length.
+
+    Args:
+        what: Its name in a sentence.
+        typed: Override key.
+        now: Current value.
+        most: Upper limit of the search.
+        step: Granularity.
+        forecast: Predicts the step with another value.
+    """
+
+    what: str
+    typed: str
+    now: int
+    most: int
+    step: int
+    forecast: Callable[[int], MemoryForecast]
 
 
 @dataclass(frozen=True)

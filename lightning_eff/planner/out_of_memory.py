@@ -19,8 +19,8 @@ from dataclasses import replace
 from lightning_eff.core.errors import PRE_RUN_ERRORS, RunOutOfMemoryError
 from lightning_eff.core.host_memory import HostMemoryLimit
 from lightning_eff.core.text import human_bytes
-from lightning_eff.planner.advice import Options, advise
-from lightning_eff.planner.advised_recipe import AdvisedRecipe, Compose
+from lightning_eff.planner.advice import advise
+from lightning_eff.planner.advised_recipe import AdvisedRecipe, Compose, Options
 from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.planner.prediction import quietly, reason_of
 from lightning_eff.report.meter import samples_and_tokens
