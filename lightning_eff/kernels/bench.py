@@ -94,14 +94,10 @@ class Comparison:
         return min(ratios, default=None)
 
     @property
-    def configs(self) -> list[str]:
-        """Names of the candidates that are configs."""
-        return [name for name in self.results if name not in (LIBRARY, DISPATCH)]
-
-    @property
     def best_config(self) -> str | None:
         """The config with the largest ratio; None where no correct one was measured."""
-        timed = {name: ratio for name in self.configs if (ratio := self.ratio(name)) is not None}
+        configs = [name for name in self.results if name not in (LIBRARY, DISPATCH)]
+        timed = {name: ratio for name in configs if (ratio := self.ratio(name)) is not None}
         return max(timed, key=lambda name: timed[name], default=None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -227,7 +223,7 @@ def fastest_by_bucket(comparisons: Iterable[Comparison]) -> dict[str, str]:
     fastest: dict[str, str] = {}
     for bucket, members in buckets.items():
         gains: dict[str, float] = {}
-        for name in members[0].configs:
+        for name in [name for name in members[0].results if name not in (LIBRARY, DISPATCH)]:
             ratios = [member.ratio(name) or 0.0 for member in members]
             if min(ratios) >= 1.0:
                 gains[name] = geometric_mean(ratios)
