@@ -177,9 +177,9 @@ import resource, sys
 from pathlib import Path
 import lightning_eff.run
 from lightning_eff import cli
-from lightning_eff.core import host_memory
 
-taken = host_memory.process_memory(Path("/"))["VmData"] + {extra}
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+taken = int(status["VmData"].split()[0]) * 1024 + {extra}
 resource.setrlimit(resource.RLIMIT_DATA, (taken, taken))
 sys.exit(cli.main(sys.argv[1:]))
 """
