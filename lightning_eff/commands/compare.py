@@ -52,7 +52,7 @@ from lightning_eff.report.summary import json_safe
 USAGE = """lightning-eff compare RECIPE [overrides] [options]
 
   lightning-eff compare lm                               no technique, each one alone, lm itself, all combined
-  lightning-eff compare lm data.batch_size=4       lm with another batch, the same in every row
+  lightning-eff compare lm data.batch_size=4             lm with another batch, the same in every row
   lightning-eff compare lm --only torch_compile,micro_batch
   lightning-eff compare lm --row 'optimizer=muon +callbacks=micro_batch'
                                                          with a row of your own, on top of the baseline

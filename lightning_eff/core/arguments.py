@@ -151,20 +151,21 @@ def describe(hint: Any, *, none: str = "None") -> str:
         >>> describe(Mapping[CountOrZero, Count])
         'a mapping (a whole number of at least 0: a whole number of at least 1)'
     """
-    text = next((text for known, text in TEXTS if known == hint), "")
+    known = next((text for known, text in TEXTS if known == hint), "")
+    if known:
+        return none if hint is type(None) else known
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is type(None):
-        text = none
-    elif not text and origin is Literal:
+    text = inspect.formatannotation(hint).replace("typing.", "")
+    if origin is Literal:
         text = repr(args[0]) if len(args) == 1 else f"one of {', '.join(map(str, args))}"
-    elif not text and origin in (Union, types.UnionType):
+    elif origin in (Union, types.UnionType):
         text = ", or ".join(dict.fromkeys(describe(arg, none=none) for arg in args))
-    elif not text and origin is Annotated:
+    elif origin is Annotated:
         text = describe(args[0], none=none)
-    elif not text and origin in (Mapping, dict):
+    elif origin in (Mapping, dict):
         text = f"a mapping ({describe(args[0])}: {describe(args[1])})"
-    elif not text and isinstance(origin, type) and origin is not tuple and issubclass(origin, Iterable):
-        text = f"a list ({describe(args[0])})"
     elif origin is Callable:
         text = "a function"
-    return text or inspect.formatannotation(hint).replace("typing.", "")
+    elif isinstance(origin, type) and origin is not tuple and issubclass(origin, Iterable):
+        text = f"a list ({describe(args[0])})"
+    return text

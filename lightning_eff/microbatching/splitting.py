@@ -109,11 +109,13 @@ def count_samples(batch: Any) -> int:
     """
     found = list(_counts(batch, "batch"))
     by_kind = {
-        kind: {count for _, count, other in found if other == kind} for kind in ("tensor", "mask", "list")
+        kind: {count for _, count, other in found if other == kind}
+        for kind in ("tensor", "mask", "list", "rows")
     }
-    # Masks count only where no other tensor does, and lists have to agree with the tensors.
+    # Masks count only where no other tensor does, and lists have to agree with the tensors. Lists in a list
+    # are either samples or, as DataLoader collates texts, fields: only tensors beside them can tell.
     counts = by_kind["tensor"] or by_kind["mask"] or by_kind["list"]
-    if len(counts) != 1 or not counts >= by_kind["list"]:
+    if len(counts) != 1 or not counts >= by_kind["list"] | by_kind["rows"]:
         shown = [f"{path} has {count}" for path, count, _ in found]
         raise AmbiguousBatchError(", ".join(shown[:6]) or "no tensor and no list")
     (count,) = counts
@@ -134,15 +136,16 @@ def leaves(value: Any, max_items: int | None = None) -> Iterator[Any]:
 
 
 def _counts(value: Any, path: str) -> Iterator[tuple[str, int, str]]:
-    """Yield path, samples and kind (tensor, list, or a mask that may be one for all) of what has samples."""
+    """Yield path, samples and kind of what has samples: tensor, mask (may be one for all), list, or rows."""
     items = _items(value)
-    if items is not None and not _is_list_of_samples(value):
+    if items is not None and _is_list_of_samples(value):
+        yield path, len(items), "rows" if isinstance(items[0], (list, tuple)) else "list"
+    elif items is not None:
+        if _has_samples_with_tensors(value, is_outermost=path == "batch"):
+            text = f"{path} is a list of samples with tensors, which only a splitter can cut"
+            raise AmbiguousBatchError(text)
         for name, item in zip(_names(value), items, strict=True):
             yield from _counts(item, f"{path}{name}")
-    elif items is not None:
-        yield path, len(items), "list"
-    elif isinstance(value, PackedSequence):
-        yield path, int(value.batch_sizes[0]), "tensor"
     elif _is_array(value):
         count = _num_rows(value)
         if count is not None:
@@ -178,18 +181,36 @@ def _cut(value: Any, first: int, last: int, total: int) -> Any:
 
 def _num_rows(value: Any) -> int | None:
     """Return the length of an array's first dimension; None for a scalar."""
+    if isinstance(value, PackedSequence):
+        return int(value.batch_sizes[0])
     return (int(value.size(0)) if isinstance(value, Tensor) else len(value)) if value.ndim else None
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether a value has samples along its first dimension: a tensor, an array, a TensorDict."""
-    return hasattr(value, "ndim") and hasattr(value, "__getitem__")
+    """Return whether a value may have samples: a tensor, an array, a TensorDict, a packed sequence."""
+    return isinstance(value, PackedSequence) or (hasattr(value, "ndim") and hasattr(value, "__getitem__"))
 
 
 def _is_list_of_samples(value: Any) -> bool:
     """Return whether a container is a list without tensors, such as texts, and not one of tensors."""
     is_list = type(value) in (list, tuple) and len(value) > 0
     return is_list and not any(_is_array(leaf) for leaf in leaves(value, MAX_INSPECTED))
+
+
+def _has_samples_with_tensors(value: Any, *, is_outermost: bool) -> bool:
+    """Return whether a list holds samples with tensors in them, whose dimensions are not the batch's.
+
+    They show by a number or a text beside a tensor (an image and its label), or as dicts inside the batch
+    (the targets of each image); an outermost list of dicts may be the batches of several loaders.
+    """
+    first = value[0] if isinstance(value, (list, tuple)) and value else None
+    inner = _items(first)
+    if inner is None:
+        return False
+    has_scalar = any(
+        isinstance(x, (int, float, str)) or (_is_array(x) and _num_rows(x) is None) for x in inner
+    )
+    return (isinstance(first, Mapping) and not is_outermost) or (isinstance(value, list) and has_scalar)
 
 
 def _names(value: Any) -> list[str]:
@@ -210,9 +231,7 @@ def _items(value: Any) -> Sequence[Any] | None:
         return list(value.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     if dataclasses.is_dataclass(value):
         return [getattr(value, name[1:]) for name in _names(value)]
-    # PackedSequence is a named tuple, whose tensors have no samples along any dimension.
-    is_list = isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence)
-    return value if is_list else None
+    return value if isinstance(value, (list, tuple)) else None
 
 
 def _rebuild(value: Any, items: Sequence[Any]) -> Any:

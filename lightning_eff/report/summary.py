@@ -93,7 +93,7 @@ def report_text(report: Mapping[str, Any]) -> str:
         sizes = ", ".join(f"{name} {human_bytes(size)}" for name, size in held)
         techniques = LOWERED_BY.get(held[0][0])
         lines.append(f" at the peak ({peak['phase']}): {sizes}")
-        lines += [f" {held[0][0]} are lowered by: {techniques}"] if techniques else []
+        lines += [f" to lower {held[0][0]}: {techniques}"] if techniques else []
     rows = [[row["technique"], row["status"], row["did"]] for row in report["ledger"]]
     if rows:
         lines.append(text_table(["technique", "status", "what it did"], rows))

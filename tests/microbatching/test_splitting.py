@@ -67,6 +67,7 @@ BATCHES: dict[str, Any] = {
     "targets without tensors": (x(2), [{"label": i} for i in range(B)]),
     "mask for all": {"x": x(2), "mask": torch.ones(1, 7), "temperature": torch.tensor(0.5)},
     "numpy": {"x": np.arange(B * 2).reshape(B, 2)},
+    "two loaders of dicts": [{"x": x(3)}, {"x": x(2)}],
     "two loaders": {"a": [x(3), x()], "b": [x(2), x()]},
     "a size": {"x": x(2), "size": torch.Size((B, B))},
     "unset field": Unset(x(2)),
@@ -165,6 +166,14 @@ def test_slices_are_views_and_containers_are_new() -> None:
         ({"x": torch.ones(4), "text": ["a", "b"]}, "batch.x has 4, batch.text has 2"),
         ({"x": torch.ones(4), "graph": object()}, "batch.graph has type object, which only a splitter"),
         ({"scale": 1.0}, "no tensor and no list"),
+        # Fields of texts as DataLoader collates them, or rows; samples whose tensors happen to agree.
+        ([("a", "b", "c"), ("d", "e", "f")], "batch has 2"),
+        ([(torch.full((3, 4), i), i) for i in range(B)], "batch is a list of samples with tensors"),
+        (
+            [{"image": torch.ones(3, 4), "label": torch.tensor(i)} for i in range(B)],
+            "batch is a list of samples",
+        ),
+        (([torch.ones(3, 4)] * B, [{"boxes": torch.ones(3, 4)}] * B), "batch[1] is a list of samples"),
         (torch.ones(0, 3), "no sample"),
     ],
 )
@@ -237,6 +246,7 @@ def test_packed_sequences_stay_in_their_order_beside_targets(
 ) -> None:
     sequences = [torch.full((length,), index) for index, length in enumerate(lengths)]
     batch = (pack_sequence(sequences, enforce_sorted=enforce_sorted), x())
+    assert num_samples((batch[0],) * 2) == B, "of packed sequences alone too"
     for first, part in zip((0, 2, 4), split(batch, 2), strict=True):
         packed, targets = part.batch
         expected = pack_sequence(sequences[first : first + 2], enforce_sorted=enforce_sorted)

@@ -101,7 +101,7 @@ def test_the_categories_at_the_peak_and_the_techniques_that_lower_the_largest_ar
     by_category = {"parameters": 2**20, "gradients": 0, "activations": 3 * 2**20}
     text = summary.report_text(make_report(memory={"phase": "backward", "by_category": by_category}))
     assert " at the peak (backward): activations 3.0 MiB, parameters 1.0 MiB\n" in text
-    assert " activations are lowered by: callbacks/gradient_checkpointing, callbacks/micro_batch" in text
+    assert " to lower activations: callbacks/gradient_checkpointing, callbacks/micro_batch" in text
 
 
 def test_every_technique_that_lowers_memory_is_one_that_can_be_listed() -> None:
