@@ -64,7 +64,7 @@ USED_IN = {
     "_defaults": "microbatching/snapshot.py",
     "_ddp_comm_hook": "core/rules.py",
     "_layer_sync": "core/rules.py",
-    "_opt_called": "core/optimization/kept_schedule.py",
+    "_configure_optimizers": "core/optimization/build.py",
     "_shutdown_workers": "callbacks/_data_preload/prefetch.py",
     "_iterator": "callbacks/_data_preload/prefetch.py",
     "_supports_sdpa": "models/_hub.py",
@@ -176,14 +176,15 @@ def test_strategies_keep_their_arguments() -> None:
     assert FSDPStrategy(activation_checkpointing_policy={torch.nn.Linear})._activation_checkpointing_kwargs
 
 
-def test_loaders_and_schedulers_keep_what_is_looked_at() -> None:
+def test_loaders_and_optimizers_keep_what_is_looked_at() -> None:
+    from lightning.pytorch.core.optimizer import _configure_optimizers
     from torch.nn.modules.batchnorm import _BatchNorm
-    from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
     assert issubclass(torch.nn.SyncBatchNorm, _BatchNorm)
-    assert "_opt_called" in inspect.getsource(LRScheduler)
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    assert _configure_optimizers({"optimizer": optimizer}) == ([optimizer], [], None)
     assert DataLoader([1])._iterator is None  # pyright: ignore[reportArgumentType]
     assert callable(_MultiProcessingDataLoaderIter._shutdown_workers)
     assert "random_(generator=loader.generator)" in inspect.getsource(

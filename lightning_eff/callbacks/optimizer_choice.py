@@ -1,11 +1,11 @@
 """Use the configured optimizer instead of the module's own, without weight decay on norms and biases.
 
-In a plain Trainer the module's groups and its schedule stay, unless another schedule is given. A recipe's
-`optimizer` and `scheduler` groups use this callback too. It also does what some optimizers need besides
-`step`: those that train at other weights than they evaluate at (schedule-free ones) are switched around
-validation, checkpoints and the end of the run. Gradients are freed at the end of a step instead of after the
-next forward pass, which lowers the peak by one buffer of the parameters' size; not if other code could read
-them in between.
+In a plain Trainer the module's groups stay; a schedule of its own must be given again, since it is bound to
+the optimizer that is replaced. A recipe's `optimizer` and `scheduler` groups use this callback too. It also
+does what some optimizers need besides `step`: those that train at other weights than they evaluate at
+(schedule-free ones) are switched around validation, checkpoints and the end of the run. Gradients are freed
+at the end of a step instead of after the next forward pass, which lowers the peak by one buffer of the
+parameters' size; not if other code could read them in between.
 
 Costs: none; the optimizer's own.
 Conflicts: modules with manual optimization, refused: they step the optimizers that they made themselves.
@@ -54,10 +54,11 @@ class OptimizerChoice(Managed):
 
     Args:
         optimizer: Called with parameter groups; a recipe uses its `optimizer` group instead.
-        scheduler: Called with the optimizer, stepped after each of its steps; None keeps the module's own.
+        scheduler: Called with the optimizer, stepped after each of its steps; None is a constant rate.
 
     Raises:
-        ConfigError: No optimizer is given, or the module optimizes manually.
+        ConfigError: No optimizer is given, the module optimizes manually, or has a schedule of its own and
+            none is given.
         ConflictError: The optimizer cannot work with something else in the run.
 
     Example:
@@ -102,7 +103,7 @@ class OptimizerChoice(Managed):
 
         Args:
             module: The module to train.
-            keep_own: Keep the groups of its own optimizer, and its schedule unless there is another.
+            keep_own: Keep the groups of its own optimizer.
         """
         if self._is_attached:
             return

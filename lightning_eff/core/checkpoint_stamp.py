@@ -30,8 +30,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.optimization.factories import state_layout
-from lightning_eff.core.optimization.kept_schedule import SCHEDULE_KEYS
+from lightning_eff.core.optimization.factories import SCHEDULE_KEYS, state_layout
 from lightning_eff.core.technique import Technique, name_of, non_default_config
 
 KEY = "lightning_eff"

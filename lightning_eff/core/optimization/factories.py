@@ -6,6 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""Keys that schedulers write into parameter groups and read back."""
+
 
 def factory_keywords(factory: Callable[..., Any]) -> dict[str, Any]:
     """Return the keywords of a `functools.partial`, including those of partials among them.
