@@ -81,10 +81,7 @@ def adapt_low_by_hand(model: Deep) -> None:
 
 
 CASES = {
-    "empty_cache by the clock": Case(lambda: EmptyCache(every_n_steps=2), "callbacks"),
-    "empty_cache by need": Case(
-        lambda: EmptyCache(every_n_steps=None, max_cached_fraction=0.0, check_every_n_steps=2), "callbacks"
-    ),
+    "empty_cache": Case(lambda: EmptyCache(every_n_steps=2), "callbacks"),
     "optimizer_choice": Case(lambda: OptimizerChoice(optimizer=SGD), "callbacks"),
     "data_preload": Case(lambda: DataPreload(num_workers=1), "callbacks"),
     "gradient_accumulation": Case(lambda: GradientAccumulation(global_batch_size=4), "callbacks"),
@@ -361,7 +358,7 @@ def test_with_everything_on_names_identity_and_keys_are_kept(
             seen.append({name: id(parameter) for name, parameter in pl_module.named_parameters()})
             assert list(pl_module.state_dict()) == keys
 
-    names = ["empty_cache by the clock", "gradient_checkpointing full", "torch_compile", "optimizer_choice"]
+    names = ["empty_cache", "gradient_checkpointing full", "torch_compile", "optimizer_choice"]
     names += ["efficiency_report", "progress"]
     callbacks = [*(CASES[name].make() for name in names), Look()]
     plugins = [AutoPrecision(precision="bf16-mixed")]
