@@ -31,7 +31,6 @@ from lightning_eff.monitors.progress import Progress as Progress
 from lightning_eff.monitors.text_losses import TextLosses as TextLosses
 from lightning_eff.monitors.text_sample import TextSample as TextSample
 from lightning_eff.optimizer.cpu_offload import CpuOffload as CpuOffload
-from lightning_eff.optimizer.galore import GaLore as GaLore
 from lightning_eff.optimizer.in_backward import InBackward as InBackward
 from lightning_eff.optimizer.muon import Muon as Muon
 from lightning_eff.planner.prediction import predict as predict

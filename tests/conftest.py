@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -63,6 +64,15 @@ def net() -> Callable[..., Net]:
 def deep() -> Callable[..., Deep]:
     """Return a maker of models with repeated blocks."""
     return _maker(Deep)
+
+
+@pytest.fixture(scope="module")
+def frozen_heap() -> Iterator[None]:
+    """Let garbage collections visit what was made since: all of PyTorch's objects take a second each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def _maker(kind: type[Net]) -> Callable[..., Any]:

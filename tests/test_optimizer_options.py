@@ -30,7 +30,6 @@ pytestmark = [
 WIDTH = 128
 """Then a block's matrix has more than 4096 values, from which on the 8-bit optimizers quantize."""
 OVERRIDES = {
-    "galore": ["optimizer.rank=4", "optimizer.update_proj_gap=3", "optimizer.rest=[second.*]"],
     "muon": ["optimizer.rest=[second.*]"],
     "schedule_free": ["optimizer.warmup_steps=2"],
     "lion": ["optimizer.lr=1e-3"],
@@ -43,7 +42,6 @@ BYTES_PER_PARAMETER = {
     "adafactor": (0.0, 0.3),
     "muon": (4.0, 4.7),
     "lion": (4.0, 4.0),
-    "galore": (0.0, 2.5),
     "schedule_free": (8.0, 8.0),
     "in_backward": (8.0, 8.01),
     "cpu_offload": (8.0, 8.01),
@@ -84,13 +82,6 @@ def library_optimizers(name: str, model: Deep) -> list[Any]:
         muon = torch.optim.Muon(hidden, lr=node["lr"], adjust_lr_fn="match_rms_adamw", **decay)
         rest = [{"params": outer, **decay}, {"params": vectors, **plain}]
         return [muon, torch.optim.AdamW(rest, lr=node["lr"], betas=(0.9, 0.95), fused=True)]
-    if name == "galore":
-        import pytorch_optimizer
-
-        projection = {key: node.pop(key) for key in ("rank", "update_proj_gap", "scale")}
-        low = {"params": hidden, **projection, "projection_type": "std", **decay}
-        groups = [low, {"params": outer, **decay}, {"params": vectors, **plain}]
-        return [pytorch_optimizer.GaLore(groups, eps=1e-8, **node)]
     if name in ("in_backward", "cpu_offload"):
         return [torch.optim.AdamW(groups, lr=node["lr"], betas=(0.9, 0.95), fused=True)]
     node["_target_"] = option(name)["_target_"]

@@ -43,16 +43,13 @@ def compiler(**keywords: Any) -> TorchCompile:
     return TorchCompile(**({"backend": "aot_eager"} | keywords))
 
 
-@pytest.mark.parametrize("num_blocks", [3, 12])
-def test_the_number_of_graphs_does_not_grow_with_the_depth(
-    deep: Callable[..., Deep], num_blocks: int
-) -> None:
+def test_the_number_of_graphs_does_not_grow_with_the_depth(deep: Callable[..., Deep]) -> None:
     model = deep()
-    model.blocks.extend(type(model.blocks[0])(16, 0.1) for _ in range(num_blocks - 3))
+    model.blocks.extend(type(model.blocks[0])(16, 0.1) for _ in range(9))
     callback = compiler()
     fit(model, callback)
     outcome = callback.outcome()
-    assert outcome.numbers["parts"] == num_blocks
+    assert outcome.numbers["parts"] == 12
     assert (outcome.numbers["graphs"], outcome.numbers["recompilations"]) == (1, 0)
     assert outcome.numbers["graph_breaks"] == {}
     assert outcome.numbers["compile_s"] > 0.0
@@ -79,7 +76,7 @@ def test_a_short_last_batch_makes_one_more_graph_and_no_third(
     assert model.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("target", ["blocks", "forward", "norm", "loss", ["blocks", "loss"]])
+@pytest.mark.parametrize("target", ["forward", "norm", ["blocks", "loss"]])
 def test_every_target_trains_like_the_plain_model(deep: Callable[..., Deep], target: Any) -> None:
     def with_loss() -> Deep:
         model = deep(dropout=0.0)
@@ -171,9 +168,9 @@ def test_past_the_limit_of_recompilations_the_run_stops() -> None:
     model = Net()
     model.calls = 0
     model.__class__ = Counting
-    loader = make_loader(num_samples=200, batch_size=4)
+    loader = make_loader(num_samples=64, batch_size=4)
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        fit(model, compiler(target="forward"), loader=loader, max_steps=40)
+        fit(model, compiler(target="forward"), loader=loader, max_steps=16)
 
 
 class Counting(Net):
@@ -245,20 +242,13 @@ def test_a_copy_of_a_compiled_model_runs_its_own_weights() -> None:
     assert torch.equal(restored(x), y)
 
 
-@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.CrossEntropyLoss, nn.TransformerEncoderLayer])
-def test_modules_of_pytorchs_own_are_compiled(kind: type[nn.Module]) -> None:
-    """`nn.Module.compile` does nothing for them."""
+def test_a_module_of_pytorchs_own_is_compiled() -> None:
+    """`nn.Module.compile` does nothing for it."""
     model = nn.Module()
-    arguments = {nn.LayerNorm: (8,), nn.TransformerEncoderLayer: (8, 2, 8)}
-    model.part = kind(*arguments.get(kind, ()))
+    model.part = nn.TransformerEncoderLayer(8, 2, 8)
     compile_in_place(model, "part", backend="aot_eager")
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    inputs = (
-        [torch.randn(3, 8, 8)]
-        if kind is not nn.CrossEntropyLoss
-        else [torch.randn(3, 8), torch.zeros(3).long()]
-    )
-    model.part(*inputs)
+    model.part(torch.randn(3, 8, 8))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
 
 

@@ -39,7 +39,6 @@ REFUSED = {
     ],
     "micro-batches": ["optimizer=in_backward", "+callbacks=micro_batch"],
     "a scaler": ["optimizer=in_backward", "precision=fp16_mixed"],
-    "low-rank gradients of low-rank matrices": ["optimizer=galore", "+callbacks=peft_adapter"],
     "ranks by gradients that are freed": [
         "+callbacks=peft_adapter",
         "callbacks.peft_adapter.method=adalora",
@@ -173,7 +172,7 @@ def test_a_plain_trainer_is_told_python(net: Callable[..., Net]) -> None:
     with pytest.raises(ConfigError, match=r"(?m)^  try: GradientAccumulation\(global_batch_size=8\)$"):
         make_trainer(callbacks=[accumulation]).fit(net(), make_loader())
     with pytest.raises(ConfigError, match=r'(?m)^  try: MicroBatch\(micro_batch_size="auto"\)$'):
-        MicroBatch(micro_batch_size=4, find="largest")
+        MicroBatch(micro_batch_size=4, find=True)
 
     class Manual(Net):
         automatic_optimization = False
@@ -187,7 +186,7 @@ def test_a_recipe_is_told_overrides(command: Callable[..., tuple[int, str, str]]
     code, _, err = command("plan", "baseline", "optimizer=in_backward", "trainer.accelerator=cpu")
     assert code == 5
     assert "try: optimizer.max_parameter_norm=1.0 trainer.gradient_clip_val=null" in err
-    words = ["+callbacks=micro_batch", "callbacks.micro_batch.find=largest"]
+    words = ["+callbacks=micro_batch", "callbacks.micro_batch.find=true"]
     code, _, err = command("plan", "baseline", *words, "callbacks.micro_batch.micro_batch_size=4")
     assert code == 2
     assert "try: callbacks.micro_batch.micro_batch_size=auto" in err
