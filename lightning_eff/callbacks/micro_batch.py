@@ -97,7 +97,6 @@ class MicroBatch(Managed):
             raise ConfigError(key="find", value=find, allowed=allowed, remedies=remedies)
         self.is_auto = micro_batch_size == "auto"  # the size changes when memory runs out
         self._initial_size: int | None = None
-        self._rounding = ""
         self._size: MicroBatchSize | None = None
         self._loop: lightning_loop.ExactStep | None = None
 
@@ -151,8 +150,6 @@ class MicroBatch(Managed):
             multiple_of=resolve_multiple(self.multiple_of, device, dtype),
             headroom=self.headroom,
         )
-        name = str(dtype).removeprefix("torch.")
-        self._rounding = f"sizes in multiples of {self._size.multiple_of} ({name} on {device.type})"
         self._loop = lightning_loop.install(trainer)
         self._loop.micro_batch_size = self._size
         self.cleanup.callback(lightning_loop.uninstall, trainer)
@@ -203,7 +200,7 @@ class MicroBatch(Managed):
             f"{size.num_split} batch{'es' * (size.num_split != 1)} split",
         ]
         if self.multiple_of == "auto":
-            parts.append(self._rounding)
+            parts.append(f"sizes in multiples of {size.multiple_of}")
         if size.halvings:
             often = "once" if len(size.halvings) == 1 else f"{len(size.halvings)} times"
             sizes = [size.halvings[0].before, *(halving.after for halving in size.halvings)]

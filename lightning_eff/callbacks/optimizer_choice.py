@@ -30,8 +30,8 @@ from lightning_eff.core import dataloaders
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.optimization.build import SchedulerFactory, attach
-from lightning_eff.core.optimization.composite import ADAMW, FreesGradients, OptimizerFactory, PerParameter
-from lightning_eff.core.optimization.factories import factory_keywords, optimizer_classes, state_layout
+from lightning_eff.core.optimization.composite import FreesGradients, OptimizerFactory
+from lightning_eff.core.optimization.factories import factory_keywords, optimizer_classes
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import PACKAGE, SCHEDULE, Facts, Outcome, Technique
 from lightning_eff.core.text import human_bytes
@@ -213,24 +213,6 @@ class OptimizerChoice(Managed):
             _ = optimizer.train() if train else optimizer.eval()
         if hasattr(optimizer, "pause"):
             optimizer.pause(paused=paused)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        if self._built is None:
-            return {}
-        return {"optimizer": state_layout(self._built)}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another optimizer, before any of it is loaded."""
-        kinds = optimizer_classes(self.optimizer)
-        if kinds and issubclass(kinds[0], PerParameter):  # the state is that of the optimizer inside
-            kinds = kinds[1:] or optimizer_classes(ADAMW)
-        saved, ours = state_dict.get("optimizer", ""), state_layout(kinds[0]) if kinds else ""
-        if saved and ours and saved != ours:
-            allowed = f"{saved}, with which the checkpoint was saved: another optimizer cannot use its state"
-            remedy = "ckpt_path=PATH of a run with this optimizer, or the option that makes the other one"
-            raise ConfigError(key="optimizer", value=ours, allowed=allowed, remedies=[remedy])
 
     def outcome(self) -> Outcome:
         """Return which optimizer runs, over how many tensors, and how many bytes its state takes."""

@@ -97,15 +97,5 @@ def free_memory(device: torch.device) -> None:
 
 
 def resolve_multiple(multiple_of: int | str, device: torch.device, dtype: torch.dtype) -> int:
-    """Return what sizes are multiples of: the number itself, or for `auto` that of the device's tensor cores.
-
-    Args:
-        multiple_of: A number of samples, or `auto`.
-        device: Where micro-batches run.
-        dtype: Of matrix products.
-
-    Example:
-        >>> [resolve_multiple(value, torch.device("cpu"), torch.bfloat16) for value in (6, "auto")]
-        [6, 1]
-    """
+    """Return what sizes are multiples of: the number, or for `auto` that of the device's tensor cores."""
     return multiple_of if isinstance(multiple_of, int) else tiles.size_multiple(dtype, devices.of(device))

@@ -177,22 +177,7 @@ class SharesState(Protocol):
 
 
 class OptimizerSnapshot:
-    """Keeps parameters, gradients and state of an optimizer.
-
-    Args:
-        optimizer: Whose update may be undone.
-
-    Example:
-        >>> layer = torch.nn.Linear(2, 1)
-        >>> optimizer = torch.optim.AdamW(layer.parameters())
-        >>> before = layer.weight.detach().clone()
-        >>> snapshot = OptimizerSnapshot(optimizer)
-        >>> layer(torch.ones(1, 2)).sum().backward()
-        >>> _ = optimizer.step()
-        >>> snapshot.restore()
-        >>> torch.equal(layer.weight, before), len(optimizer.state)
-        (True, 0)
-    """
+    """Keeps parameters, gradients and state of an optimizer whose update may be undone."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

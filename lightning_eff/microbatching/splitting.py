@@ -61,7 +61,7 @@ def num_samples(batch: Any) -> int | None:
         >>> num_samples((torch.zeros(5, 2), torch.zeros(3)))
     """
     try:
-        return count_samples(batch)
+        return _count_samples(batch)
     except AmbiguousBatchError:
         return None
 
@@ -88,7 +88,7 @@ def split(batch: Any, micro_batch_size: int, splitter: Splitter | None = None) -
             raise ConfigError(key="splitter", value=batches, allowed=allowed)
         return [MicroBatchPart(micro_batch, num_samples(micro_batch)) for micro_batch in batches]
     try:
-        total = count_samples(batch)
+        total = _count_samples(batch)
         ends = [(first, min(total, first + micro_batch_size)) for first in range(0, total, micro_batch_size)]
         return [MicroBatchPart(_cut(batch, first, last, total), last - first) for first, last in ends]
     except AmbiguousBatchError as error:
@@ -97,17 +97,8 @@ def split(batch: Any, micro_batch_size: int, splitter: Splitter | None = None) -
         raise ConfigError(key="splitter", value=None, allowed=allowed, remedies=[remedy]) from None
 
 
-def count_samples(batch: Any) -> int:
-    """Return the number of samples of a batch.
-
-    Raises:
-        AmbiguousBatchError: Its tensors and lists disagree, or it has something that cannot be cut.
-
-    Example:
-        >>> count_samples({"x": torch.zeros(4, 2), "names": ["a", "b", "c"]})
-        Traceback (most recent call last):
-        lightning_eff.microbatching.splitting.AmbiguousBatchError: batch.x has 4, batch.names has 3
-    """
+def _count_samples(batch: Any) -> int:
+    """Return the number of samples of a batch, or raise where its tensors and lists disagree."""
     found = list(_counts(batch, "batch"))
     counts = {count for _, count, _ in found}
     # Lists alone do not tell: they are samples or, as DataLoader collates pairs of texts, fields.

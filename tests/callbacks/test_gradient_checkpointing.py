@@ -303,11 +303,3 @@ def test_a_filled_cache_cannot_be_recomputed_from() -> None:
     recompute(model)
     with pytest.raises(ValueError, match=r"filled cache \(past_key_values\)"):
         model(input_ids=tokens, past_key_values=prefix)
-
-
-def test_a_block_that_is_not_there_is_named_with_the_nearest(deep: Callable[..., Deep]) -> None:
-    trainer = make_trainer(callbacks=[GradientCheckpointing(blocks=["Layr"])], max_steps=1)
-    with pytest.raises(
-        ConfigError, match=r"callbacks.gradient_checkpointing.blocks='Layr'.*did you mean 'Layer'"
-    ):
-        trainer.fit(deep(), make_loader())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -64,10 +63,10 @@ def assert_same(one: Any, other: Any, path: str = "") -> None:
         assert one == other, path
 
 
-@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("at", range(3))
 @pytest.mark.parametrize("phase", PHASES[:2])
 def test_running_out_of_memory_anywhere_leaves_no_trace(phase: str, at: int) -> None:
-    """At each micro-batch of the first two steps; then as if the run had begun with the size it came to."""
+    """At each micro-batch of the first step; then as if the run had begun with the size it came to."""
     # Beginning with 4, a step has three micro-batches.
     auto = MicroBatch()
     auto.load_state_dict({"micro_batch_size": 4})
@@ -76,8 +75,6 @@ def test_running_out_of_memory_anywhere_leaves_no_trace(phase: str, at: int) -> 
     assert fault.raised == 1
     assert auto.current_size == 2
     assert auto.outcome().numbers["out_of_memory"] == [[4, 2, str(out_of_memory())]]
-    if at >= 3:
-        return  # the first step was made with 4: what comes next has the comparison
     assert_same(ours, trained(MicroBatch(micro_batch_size=2)))
 
 
@@ -186,14 +183,10 @@ class Counted(StatefulModel):
         return Counting(self.parameters(), self.fault)
 
 
-@pytest.mark.parametrize("make", [lambda: MicroBatch(find=True), MicroBatch])
-@pytest.mark.parametrize("at", [0, 3])
-def test_optimizers_with_unusual_state_are_restored(make: Callable[[], MicroBatch], at: int) -> None:
+@pytest.mark.parametrize(("find", "at"), [(True, -1), (False, 0), (False, 3)])
+def test_optimizers_with_unusual_state_are_restored(find: bool, at: int) -> None:
     results = []
-    for callback, fault in (
-        (make(), Fault("update", at=at if make is MicroBatch else -1)),
-        (MicroBatch(), None),
-    ):
+    for callback, fault in ((MicroBatch(find=find), Fault("update", at=at)), (MicroBatch(), None)):
         model = stateful_model(fault)
         model.__class__ = Counted
         trainer = make_trainer(callbacks=[callback], max_steps=5)
@@ -277,8 +270,7 @@ class Late(StatefulModel):
         return output | {"ids": batch["ids"]}
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize("phase", PHASES[:2])
+@pytest.mark.parametrize(("phase", "at"), [("forward", 0), ("backward", 1), ("forward", 2)])
 def test_what_is_made_in_a_failed_attempt_is_gone(phase: str, at: int) -> None:
     results = []
     for size, fault in ((4, Fault(phase, at=at)), (2, None)):
@@ -427,29 +419,21 @@ def test_on_a_cpu_any_size_suits_to_the_bit(find: bool) -> None:
     ours = trained(auto, Fault("forward", limit=5))
     assert auto.current_size == (5 if find else 3)
     assert auto.outcome().numbers["multiple_of"] == 1
-    assert "sizes in multiples of 1 (float32 on cpu)" in auto.outcome().did
+    assert "sizes in multiples of 1" in auto.outcome().did
     plain = MicroBatch(find=find)
     assert_same(ours, trained(plain, Fault("forward", limit=5)))
     assert "multiples" not in plain.outcome().did
 
 
-@pytest.mark.parametrize(
-    ("precision", "multiple_of", "size", "name"),
-    [("bf16-mixed", 8, 6, "bfloat16"), ("32-true", 4, 4, "float32")],
-)
-def test_on_tensor_cores_sizes_are_whole_16_bytes(
-    monkeypatch: pytest.MonkeyPatch, precision: str, multiple_of: int, size: int, name: str
-) -> None:
-    """Half of twelve are six, below eight; as a multiple of four they are four. Eight of eleven fit."""
+def test_on_tensor_cores_sizes_are_whole_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of twelve are six; as a multiple of four, for float32, they are four. Eight of eleven fit."""
     monkeypatch.setattr("lightning_eff.kernels.devices.of", lambda _: DEVICES["h200"])
     found = MicroBatch(find=True, multiple_of="auto")
-    train(found, Fault("forward", limit=11), max_steps=1, precision=precision)
+    train(found, Fault("forward", limit=11), max_steps=1)
     assert found.current_size == 8
     auto = MicroBatch(multiple_of="auto")
-    train(auto, Fault("forward", limit=6), max_steps=1, precision=precision)
-    assert auto.current_size == size
-    assert auto.outcome().numbers["multiple_of"] == multiple_of
-    assert f"sizes in multiples of {multiple_of} ({name} on cpu)" in auto.outcome().did
+    train(auto, Fault("forward", limit=6), max_steps=1)
+    assert auto.current_size == auto.outcome().numbers["multiple_of"] == 4
 
 
 @pytest.mark.parametrize("limit", [1, 5, 12])

@@ -85,7 +85,7 @@ def test_stock_lightning_loads_it_without_a_warning(net: Maker, tmp_path: Path) 
     state = saved(net(), tmp_path / "a.ckpt", callbacks=callbacks)
     assert state["callbacks"] == {}
     states = state[checkpoint_stamp.KEY]["states"]
-    assert set(states) == {"callbacks/micro_batch", "callbacks/optimizer_choice"}
+    assert set(states) == {"callbacks/micro_batch"}
     resumed(net(), tmp_path / "a.ckpt")
     Net.load_from_checkpoint(tmp_path / "a.ckpt")
 

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.peft_adapter import adapt
 from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConfigError
@@ -258,3 +259,6 @@ def test_blocks_are_chosen_by_class_name_pattern_class_or_predicate() -> None:
 def test_a_block_that_is_not_there_is_named_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"blocks='Layr': expected .*did you mean 'Layer'\?"):
         select_blocks(stack(Layer()), ["Layr"])
+    trainer = make_trainer(callbacks=[GradientCheckpointing(blocks=["Nett"])], max_steps=1)
+    with pytest.raises(ConfigError, match=r"callbacks.gradient_checkpointing.blocks='Nett'"):
+        trainer.fit(Net(), make_loader())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, UserDict, defaultdict
+from collections import UserDict, defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,11 +32,6 @@ class Row:
     made: list[int] = dataclasses.field(init=False, default_factory=list)
 
 
-@dataclasses.dataclass(slots=True)
-class Slots:
-    x: Tensor
-
-
 @dataclasses.dataclass
 class Unset:
     x: Tensor
@@ -57,12 +52,10 @@ BATCHES: dict[str, Any] = {
     "list": [x(3), x()],
     "dict": {"x": x(3), "y": x()},
     "nested": {"x": {"a": x(2), "b": (x(), x(1))}, "scale": 2.0, "task": "copy", "none": None},
-    "ordered": OrderedDict(x=x(3)),
     "default": defaultdict(list, x=x(3)),
     "user dict": Encoding(x=x(3), y=x()),
     "named tuple": Pair(x(3), x()),
     "frozen dataclass": Row(x(2), "a"),
-    "slots": Slots(x(2)),
     "strings": {"x": x(2), "text": list("abcde")},
     "targets without tensors": (x(2), [{"label": i} for i in range(B)]),
     "one value for all": {"x": x(2), "temperature": torch.tensor(0.5)},
@@ -117,14 +110,9 @@ def test_a_batch_is_cut_along_its_samples(name: str, size: int) -> None:
 
 
 def test_samples_stay_in_their_order_and_together() -> None:
-    batch = {"x": x(2), "text": list("abcde")}
-    parts = [part.batch for part in split(batch, 2)]
+    parts = [part.batch for part in split({"x": x(2), "text": list("abcde")}, 2)]
     assert [part["text"] for part in parts] == [["a", "b"], ["c", "d"], ["e"]]
-    assert [part["x"].tolist() for part in parts] == [
-        x(2)[:2].tolist(),
-        x(2)[2:4].tolist(),
-        x(2)[4:].tolist(),
-    ]
+    assert torch.cat([part["x"] for part in parts]).tolist() == x(2).tolist()
 
 
 def test_of_long_lists_the_first_items_are_inspected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +137,6 @@ def test_slices_are_views_and_containers_are_new() -> None:
     ("batch", "message"),
     [
         ((torch.ones(4), torch.ones(3)), "batch[0] has 4, batch[1] has 3"),
-        ((torch.ones(4, 3), torch.ones(8, 8)), "batch[0] has 4, batch[1] has 8"),
         ([(torch.ones(4, 3), torch.ones(4)), (torch.ones(6, 3), torch.ones(6))], "batch[1][1] has 6"),
         (
             {"a": (torch.ones(4, 3), torch.ones(4)), "b": (torch.ones(1, 3), torch.ones(1))},
@@ -162,7 +149,6 @@ def test_slices_are_views_and_containers_are_new() -> None:
             "batch.y has 2, batch.images[0] has 3",
         ),
         ({"x": torch.ones(1, 3, 8, 8), "mean": [0.1, 0.2, 0.3]}, "batch.mean has 3"),
-        ({"x": torch.ones(4, 2), "y": torch.ones(3)}, "batch.x has 4, batch.y has 3"),
         ({"x": torch.ones(4), "text": ["a", "b"]}, "batch.x has 4, batch.text has 2"),
         ({"x": torch.ones(4), "graph": object()}, "batch.graph has type object, which only a splitter"),
         ({"scale": 1.0}, "no tensor and no list"),

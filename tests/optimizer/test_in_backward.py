@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,19 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.core.optimization.first_gradients import GradientError
-from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.gradient_check import GradientCheck
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.optimizer.muon import Muon
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.report.live_bytes import LiveBytes
-from tests.support.models import Deep, Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 FACTORY = functools.partial(InBackward, lr=0.01)
 
@@ -168,19 +165,6 @@ def test_bad_settings_are_refused() -> None:
         InBackward(layer.parameters(), max_parameter_norm=0.0)
     with pytest.raises(ConfigError, match=r"optimizer\.lr=0.5: expected lr on the outer optimizer alone"):
         InBackward(layer.parameters(), optimizer=functools.partial(torch.optim.SGD, lr=0.5))
-
-
-def test_with_checkpointing_the_peak_is_that_of_the_plain_optimizer_without_the_gradients(
-    deep: Callable[..., Deep], tmp_path: Path
-) -> None:
-    reports = []
-    for factory in (FACTORY, functools.partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.95), fused=True)):
-        report = EfficiencyReport(dirpath=str(tmp_path))
-        callbacks = [OptimizerChoice(optimizer=factory), GradientCheckpointing(), report]
-        make_trainer(callbacks=callbacks, max_steps=6).fit(deep(width=256), make_loader(12, 2))
-        reports.append(report.report["measured"])
-    ours, plain = reports
-    assert ours["peak_bytes"] < 0.84 * plain["peak_bytes"]
 
 
 def test_the_gradient_check_sees_gradients_that_are_freed(net: Callable[..., Net]) -> None:

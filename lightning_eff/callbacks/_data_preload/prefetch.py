@@ -31,34 +31,15 @@ class FetchedBatch:
 
 
 class PrefetchIterator(Iterator[Any]):
-    """One pass over a loader.
+    """One pass over the training's loader; `begin` returns that one's iterator, for the first batch."""
 
-    Args:
-        begin: Returns the loader's iterator; called for the first batch.
-        num_ahead: Batches that are fetched before they are asked for.
-        device: A CUDA device to copy batches to, on a side stream; None copies none.
-        limit: Returns how many batches the epoch takes: a stream may go on in the next one.
-        get_state: Returns the loader's state.
-    """
-
-    def __init__(
-        self,
-        begin: Callable[[], Iterator[Any]],
-        *,
-        num_ahead: int,
-        device: torch.device | None,
-        limit: Callable[[], float],
-        get_state: Callable[[], Any] | None,
-    ) -> None:
+    def __init__(self, loader: PrefetchLoader, begin: Callable[[], Iterator[Any]]) -> None:
         self.source: Iterator[Any] | None = None
         self.ready: deque[FetchedBatch] = deque()
         self.taken_state: Any = None  # the loader's, after the last batch that was handed out
         self.has_ended = False
+        self._loader = loader
         self._begin = begin
-        self._num_ahead = num_ahead
-        self._device = device
-        self._limit = limit
-        self._get_state = get_state
         self._num_fetched = 0
         self._stream: Any = None
 
@@ -68,9 +49,9 @@ class PrefetchIterator(Iterator[Any]):
             raise StopIteration
         # One batch is fetched in any case, others only ahead of use in this epoch.
         while not self.ready or (
-            len(self.ready) <= self._num_ahead
+            len(self.ready) <= self._loader.num_ahead
             and self.ready[-1].error is None
-            and self._num_fetched < self._limit()
+            and self._num_fetched < self._loader.limit()
         ):
             self.ready.append(self._fetch())
             self._num_fetched += 1
@@ -79,7 +60,7 @@ class PrefetchIterator(Iterator[Any]):
             self.close()
             raise fetched.error
         if fetched.arrived is not None:
-            current = torch.cuda.current_stream(self._device)
+            current = torch.cuda.current_stream(self._loader.device)
             current.wait_event(fetched.arrived)
             # The side stream allocated the tensors, this one uses them last.
             for tensor in tensors_in(fetched.batch):
@@ -93,11 +74,13 @@ class PrefetchIterator(Iterator[Any]):
             if self.source is None:
                 self.source = self._begin()
             batch, arrived = next(self.source), None
-            state = self._get_state() if self._get_state is not None else None
-            if self._device is not None:
-                self._stream = self._stream or torch.cuda.Stream(self._device)
+            is_stateful_loader = isinstance(self._loader, StatefulPrefetchLoader)
+            state = self._loader.loader.state_dict() if is_stateful_loader else None
+            device = self._loader.device
+            if device is not None:
+                self._stream = self._stream or torch.cuda.Stream(device)
                 with torch.cuda.stream(self._stream):
-                    batch, arrived = move_data_to_device(batch, self._device), self._stream.record_event()
+                    batch, arrived = move_data_to_device(batch, device), self._stream.record_event()
         except Exception as error:  # noqa: BLE001 - raised when its batch is due
             return FetchedBatch(error=error)
         return FetchedBatch(batch, state, arrived)
@@ -114,7 +97,9 @@ class PrefetchLoader:
     Args:
         loader: The wrapped loader.
         tuned: The same loader with other workers, for the training; None for `loader` itself.
-        num_ahead: As in `PrefetchIterator`, like `device` and `limit`.
+        num_ahead: Batches that are fetched before they are asked for.
+        device: A CUDA device to copy batches to, on a side stream; None copies none.
+        limit: Returns how many batches the epoch takes: a stream may go on in the next one.
     """
 
     _OWN = ("loader", "num_ahead", "device", "limit", "_tuned", "_current", "_taken_state", "_is_over")
@@ -149,13 +134,7 @@ class PrefetchLoader:
         is_kept = is_at_once and tuned is not loader and tuned._iterator is not None  # noqa: SLF001
         if not is_at_once or (is_kept and not loader.persistent_workers):
             seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
-        current = PrefetchIterator(
-            functools.partial(iter, tuned),
-            num_ahead=self.num_ahead,
-            device=self.device,
-            limit=self.limit,
-            get_state=loader.state_dict if isinstance(self, StatefulPrefetchLoader) else None,
-        )
+        current = PrefetchIterator(self, functools.partial(iter, tuned))
         if is_at_once:
             current.source = iter(tuned)
         else:

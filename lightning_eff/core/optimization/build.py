@@ -74,24 +74,7 @@ def build(
             fraction = fraction_of[group["params"][0]]
             if fraction is not None:
                 group["lr"] = group["lr"] * fraction
-    built.register_load_state_dict_pre_hook(functools.partial(_refuse_foreign_state, keywords))
     return built
-
-
-def _refuse_foreign_state(keywords: Mapping[str, Any], built: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Refuse the state of an optimizer with other groups or options, before it is half loaded.
-
-    Raises:
-        ConfigError: The state is that of another optimizer.
-    """
-    ours, theirs = built.param_groups, saved["param_groups"]
-    missing = [key for key in keywords if key in ours[0] and theirs and key not in theirs[0]]
-    if len(ours) == len(theirs) and not missing:
-        return
-    found = f"without {missing[0]!r}" if missing else f"with {len(theirs)} parameter groups"
-    found += "" if missing else f" and not {len(ours)} (norms and biases may be one of their own)"
-    allowed = f"the optimizer that the checkpoint was saved with: its state is one {found}"
-    raise ConfigError(key="optimizer", value=type(built).__name__, allowed=allowed)
 
 
 def attach(

@@ -152,6 +152,7 @@ class Hangs(Dataset[int]):
         return self.pool.submit(int, index).result()
 
 
+@pytest.mark.slow  # PyTorch asks its workers every five seconds
 def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_trials, "WORKER_TIMEOUT_S", 0.5)
     choice = worker_trials.choose_num_workers(DataLoader(Hangs(), batch_size=4), max_workers=2, budget_s=0.2)
