@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -129,19 +128,6 @@ def test_who_computes_is_asked_for_the_format_of_the_run(
 def test_no_layer_is_reported() -> None:
     with pytest.warns(NoEffectWarning, match="no linear layer has 128 or more input and output features"):
         make_trainer(callbacks=[TritonGemm()], max_steps=1).fit(Net(), make_loader())
-
-
-def test_a_checkpoint_goes_on_without_it(tmp_path: Any) -> None:
-    torch.manual_seed(0)
-    model = Net(dropout=0.0)
-    twin = copy.deepcopy(model)
-    trainer = make_trainer(callbacks=[TritonGemm(min_features=1)], max_epochs=1)
-    trainer.fit(model, make_loader())
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    make_trainer(max_epochs=2).fit(model, make_loader(), ckpt_path=tmp_path / "a.ckpt")
-    make_trainer(max_epochs=2).fit(twin, make_loader())
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_an_exception_takes_it_back() -> None:

@@ -66,7 +66,7 @@ CALLS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("call", "host"), zip(CALLS, (False, True, False, True), strict=True))
+@pytest.mark.parametrize(("call", "host"), list(zip(CALLS, (False, True, False, True), strict=True)))
 def test_gradients_and_buffers_are_those_of_the_plain_block(call: str, host: bool) -> None:
     plain, _ = make(False)
     block, recomputed = make(True, host=HostOffload() if host else None)

@@ -37,16 +37,6 @@ def test_foreign_ones_are_named_by_their_class() -> None:
     assert name_of(neighbour()) == "Neighbour", "a package that begins like ours"
 
 
-def test_asked_is_every_parameter_as_the_technique_keeps_it() -> None:
-    technique = EmptyCache(every_n_steps=5)
-    written = config_of(technique)
-    assert written["every_n_steps"] == 5
-    assert written == {name: getattr(technique, name) for name in written}
-    technique.every_n_steps = 6
-    assert config_of(technique)["every_n_steps"] == 6
-    assert written["every_n_steps"] == 5, "what was read before stays"
-
-
 @pytest.mark.parametrize("value", [None, True, 3, 0.25, "auto"])
 def test_plain_values_stay_and_others_become_text(value: object) -> None:
     assert config_of(Foreign(layers=value, me=1)) == {"ratio": 0.5, "layers": value, "missing": None, "me": 1}
