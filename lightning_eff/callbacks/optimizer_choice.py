@@ -29,7 +29,7 @@ from typing_extensions import override
 from lightning_eff.core import dataloaders
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.optimization.build import SchedulerFactory, attach
+from lightning_eff.core.optimization.build import SchedulerFactory, configure
 from lightning_eff.core.optimization.composite import FreesGradients, OptimizerFactory
 from lightning_eff.core.optimization.factories import factory_keywords, optimizer_classes
 from lightning_eff.core.shards import full_shape
@@ -107,12 +107,16 @@ class OptimizerChoice(Managed):
         """
         if self._is_attached:
             return
+        if not module.automatic_optimization:
+            fault = f"{type(module).__name__} uses manual optimization, so its optimizer cannot be replaced"
+            raise ConfigError(key="", value=fault, allowed="a module with automatic_optimization=True")
         is_kept = keep_own and is_overridden("configure_optimizers", module)
         own = module.configure_optimizers if is_kept else None
         self._is_attached = True
         self.cleanup.callback(setattr, self, "_is_attached", False)  # noqa: FBT003 - setattr's own argument
         self._restore_later(module, "configure_optimizers")
-        attach(module, self.optimizer, self.scheduler, keep=own)
+        configured: Any = functools.partial(configure, module, self.optimizer, self.scheduler, own)
+        module.configure_optimizers = configured
 
     def _restore_later(self, owner: Any, name: str) -> None:
         attributes = vars(owner)

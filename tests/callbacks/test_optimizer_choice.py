@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConfigError, ConflictError, SlowPathWarning
-from lightning_eff.core.optimization.build import attach, build
+from lightning_eff.core.optimization.build import build
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.optimizer.muon import Muon
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
@@ -83,7 +83,7 @@ def test_manual_optimization_is_refused(net: Callable[..., Net]) -> None:
     model = net()
     model.automatic_optimization = False
     with pytest.raises(ConfigError, match="uses manual optimization, so its optimizer cannot be replaced"):
-        attach(model, ADAMW)
+        OptimizerChoice(optimizer=ADAMW).replace(model)
 
 
 class Weights(pl.Callback):

@@ -35,8 +35,6 @@ CASES = [
     (2, 12, True, None),
     (4, 13, True, None),
     (4, 13, False, 0.05),
-    (4, 12, False, None),
-    (5, 13, True, 0.05),
     (5, 13, False, None),
     (5, 3, True, None),
     (4, 1, False, 0.05),

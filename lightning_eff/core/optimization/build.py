@@ -1,6 +1,6 @@
 """Build what Lightning calls as `configure_optimizers` from an optimizer, a schedule and a module.
 
-One function, `attach`, serves a recipe's `optimizer` and `scheduler` groups and the callback for a plain
+One function, `configure`, serves a recipe's `optimizer` and `scheduler` groups and the callback for a plain
 Trainer. Norms and biases get no weight decay. If the module's own optimizer is replaced, its groups stay:
 which parameters are trained, and at which fraction of the learning rate. Its schedule cannot: a scheduler is
 bound to its optimizer, and holds lists by group and other schedulers inside itself.
@@ -8,7 +8,6 @@ bound to its optimizer, and holds lists by group and other schedulers inside its
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -77,42 +76,26 @@ def build(
     return built
 
 
-def attach(
+def configure(
     module: pl.LightningModule,
     optimizer: OptimizerFactory,
     scheduler: SchedulerFactory | None = None,
-    *,
-    keep: Callable[[], Any] | None = None,
-) -> None:
-    """Replace `configure_optimizers` of `module`.
+    own_method: Callable[[], Any] | None = None,
+) -> Any:
+    """Return the optimizer and its schedule in one of the forms that Lightning accepts.
 
     Args:
-        module: May have the method or not; must use automatic optimization.
+        module: Whose `configure_optimizers` is replaced.
         optimizer: Called with parameter groups, for example `functools.partial(torch.optim.AdamW, lr=1e-3)`.
         scheduler: Called with the optimizer and stepped after each of its steps; a `total_steps=None`
             among its keywords is filled with the Trainer's number of steps. None is a constant rate.
-        keep: The module's own method, whose groups are kept.
+        own_method: The module's own, whose groups are kept.
 
     Raises:
-        ConfigError: The module optimizes manually, or (when the method is called) has a schedule of its own
-            and none is given in its place.
+        ConfigError: The module has a schedule of its own, and none is given in its place.
     """
-    if not module.automatic_optimization:
-        fault = f"{type(module).__name__} uses manual optimization, so its optimizer cannot be replaced"
-        raise ConfigError(key="", value=fault, allowed="a module with automatic_optimization=True")
-    configure: Any = functools.partial(_configure, module, optimizer, scheduler, keep)
-    module.configure_optimizers = configure
-
-
-def _configure(
-    module: pl.LightningModule,
-    optimizer: OptimizerFactory,
-    scheduler: SchedulerFactory | None,
-    keep: Callable[[], Any] | None,
-) -> Any:
-    """Return the optimizer and its schedules in one of the forms that Lightning accepts."""
     groups: list[dict[str, Any]] | None = None
-    configured = keep() if keep is not None else None
+    configured = own_method() if own_method is not None else None
     if configured is not None:
         optimizers, schedules, _ = _configure_optimizers(configured)
         if len(optimizers) != 1:
