@@ -143,7 +143,7 @@ def test_past_the_limit_of_recompilations_the_run_stops() -> None:
     model.__class__ = Counting
     loader = make_loader(num_samples=64, batch_size=4)
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        fit(model, compiler(target="forward"), loader=loader, max_steps=16)
+        fit(model, compiler(target="forward", backend="eager"), loader=loader, max_steps=16)
 
 
 class Counting(Net):
@@ -158,7 +158,7 @@ def test_blocks_that_differ_in_a_constant_are_all_compiled(deep: Callable[..., D
     """As Hugging Face's layers do by their index; torch's limit of 8 for one code would leave some out."""
     model = deep()
     model.blocks = nn.ModuleList(Indexed(i) for i in range(11))
-    callback = compiler()
+    callback = compiler(backend="eager")
     fit(model, callback)
     assert callback.outcome().numbers["graphs"] == 11
 
