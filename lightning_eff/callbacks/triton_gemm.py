@@ -35,7 +35,7 @@ from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.kernels import dispatch, known_layers
-from lightning_eff.kernels.language import INTERPRETED
+from lightning_eff.kernels.gemm_kernels import INTERPRETED
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.kernels.tiles import explain_tiles

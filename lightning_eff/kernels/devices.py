@@ -39,11 +39,6 @@ class Device:
     shared_bytes: int
     memory_bytes: int
 
-    @property
-    def has_float8(self) -> bool:
-        """Whether Triton multiplies float8 on it: NVIDIA GPUs since Ada, and anywhere in the interpreter."""
-        return self.capability >= 89 or not self.capability
-
     def peak(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """Return operations per second in a dtype; float32's where the device has no units for it."""
         name = "tf32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")

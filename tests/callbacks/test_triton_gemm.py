@@ -55,6 +55,16 @@ def test_a_swap_is_taken_back() -> None:
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
 
+def test_a_layer_that_was_parametrized_meanwhile_stays_whole() -> None:
+    layer = nn.Sequential(nn.Linear(4, 3))
+    swapped = swap(layer, min_features=1)
+    nn.utils.parametrizations.weight_norm(layer[0])
+    x = torch.randn(2, 4)
+    before = layer(x)
+    unswap(swapped["0"])
+    assert torch.equal(layer(x), before)
+
+
 def fit(model: LanguageModel, callbacks: list[Any], num_steps: int = 50, batch_size: int = 4) -> pl.Trainer:
     trainer = make_trainer(callbacks=callbacks, max_steps=num_steps, gradient_clip_val=0.5)
     trainer.fit(model, DataLoader(TensorDataset(*token_rows(40)), batch_size=batch_size))

@@ -145,14 +145,14 @@ class Problem:
         """
         if not bool(result.isfinite().all()):
             return math.inf
-        given, (M, K) = self.operands, self.operands.a.shape
-        rows = torch.linspace(0, M - 1, min(M, MAX_ROWS), device=result.device).round().long()
+        given, last = self.operands, self.operands.M - 1
+        rows = torch.linspace(0, last, min(last + 1, MAX_ROWS), device=result.device).round().long()
         a, start = given.a[rows], None if self.start is None else self.start[rows]
         expected = reference.gemm(a, given.b, start, beta=1.0, bias=given.bias, activation=given.activation)
         terms = [term.abs() if term is not None else None for term in (start, given.bias)]
         size = reference.gemm(a.abs(), given.b.abs(), terms[0], beta=1.0, bias=terms[1])
         info, slope = torch.finfo(given.out_dtype), ACTIVATION_SLOPE if given.activation else 1.0
-        allowed = slope * (K + 2) * U32 * size + info.eps * expected.abs()
+        allowed = slope * (given.K + 2) * U32 * size + info.eps * expected.abs()
         allowed += info.smallest_normal * info.eps  # the spacing of subnormal numbers
         if given.activation:  # its own exponential and division
             allowed += 4 * U32 * expected.abs()

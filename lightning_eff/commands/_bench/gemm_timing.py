@@ -20,13 +20,12 @@ from statistics import geometric_mean, median
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from lightning_eff.commands._bench.gemm_problem import Case, Problem
 from lightning_eff.kernels import devices, dispatch, tiles
-from lightning_eff.kernels.gemm_problem import Case, Problem
-from lightning_eff.kernels.language import INTERPRETED, triton
+from lightning_eff.kernels.gemm_kernels import INTERPRETED, triton
 from lightning_eff.kernels.launch import launch
 from lightning_eff.kernels.matmul import gemm
 from lightning_eff.kernels.tile_configs import TileConfig
@@ -88,16 +87,21 @@ class Comparison:
         The median of the rounds' ratios, since what runs in turn has the same clocks; of two methods that
         with the smaller ratio.
         """
-        none = Result(error=math.inf)
-        library, own = (self.results.get(each, none).seconds for each in (LIBRARY, name))
+        if name not in self.results:
+            return None
+        library, own = self.results[LIBRARY].seconds, self.results[name].seconds
         ratios = [median(map(truediv, library[method], own[method])) for method in own if method in library]
         return min(ratios, default=None)
 
     @property
+    def configs(self) -> list[str]:
+        """Names of the candidates that are configs."""
+        return [name for name in self.results if name not in (LIBRARY, DISPATCH)]
+
+    @property
     def best_config(self) -> str | None:
         """The config with the largest ratio; None where no correct one was measured."""
-        configs = [name for name in self.results if name not in (LIBRARY, DISPATCH)]
-        timed = {name: ratio for name in configs if (ratio := self.ratio(name)) is not None}
+        timed = {name: ratio for name in self.configs if (ratio := self.ratio(name)) is not None}
         return max(timed, key=lambda name: timed[name], default=None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -168,7 +172,7 @@ def run_library(problem: Problem) -> Tensor:
     """Compute with torch's own functions, in the fewest calls."""
     a, b, bias, d = problem.operands.a, problem.operands.b, problem.operands.bias, problem.d
     if bias is not None:
-        return F.gelu(torch.addmm(bias, a, b), approximate="tanh")
+        return torch.nn.functional.gelu(torch.addmm(bias, a, b), approximate="tanh")
     if problem.start is None:
         return torch.mm(a, b, out=d)
     if a.dtype == d.dtype:
@@ -223,7 +227,7 @@ def fastest_by_bucket(comparisons: Iterable[Comparison]) -> dict[str, str]:
     fastest: dict[str, str] = {}
     for bucket, members in buckets.items():
         gains: dict[str, float] = {}
-        for name in [name for name in members[0].results if name not in (LIBRARY, DISPATCH)]:
+        for name in members[0].configs:
             ratios = [member.ratio(name) or 0.0 for member in members]
             if min(ratios) >= 1.0:
                 gains[name] = geometric_mean(ratios)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_eff.kernels import bench, gemm_problem
-from lightning_eff.kernels.bench import Comparison, Result
-from lightning_eff.kernels.gemm_problem import Case, Problem
+from lightning_eff.commands._bench import gemm_problem
+from lightning_eff.commands._bench import gemm_timing as bench
+from lightning_eff.commands._bench.gemm_problem import Case, Problem
+from lightning_eff.commands._bench.gemm_timing import Comparison, Result
 from lightning_eff.kernels.tile_configs import CONFIGS
-from tests.support.processes import in_interpreter
 
 CPU = torch.device("cpu")
 SMALL = Case(M=4, N=4, K=4, dtype=torch.float32)
@@ -186,24 +186,3 @@ def test_a_config_is_chosen_only_where_it_keeps_up_everywhere() -> None:
         "some": second, "slow": "torch", "fast": second, "no configs": "torch"
     }  # fmt: skip
     assert [each.best_config for each in compared] == [third, second, first, second, None]
-
-
-INTERPRETED = """
-import torch
-from lightning_eff.kernels import bench
-from lightning_eff.kernels.gemm_problem import Case, Problem
-from lightning_eff.kernels.tile_configs import CONFIGS
-
-for tile in (CONFIGS[1], CONFIGS[8], CONFIGS[10]):
-    for kind in ("adds",) if tile.adds else ("plain", "adds", "fused"):
-        for layout in ("nt", "nn", "tn"):
-            case = Case(M=72, N=136, K=40, layout=layout, kind=kind)
-            result = bench.check(bench.run_config(tile), Problem.draw(case, torch.device("cpu")))
-            assert result.is_correct, (case, result)
-"""
-
-
-@on_linux
-def test_configs_are_launched_for_each_kind_and_layout() -> None:
-    done = in_interpreter("-c", INTERPRETED)
-    assert done.returncode == 0, done.stderr[-2000:]
