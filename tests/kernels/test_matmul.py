@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,22 +21,25 @@ def random(*size: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("size_a", "size_b"),
-    [
-        *(((4, 5), (5, 3)), ((0, 5), (5, 3)), ((4, 0), (0, 3)), ((1, 1), (1, 1))),
-        *(((2, 4, 5), (5, 3)), ((2, 1, 4, 5), (3, 5, 2))),
-    ],
+SIZE = st.integers(0, 5)
+FACTOR = st.sampled_from([0.0, 1.0, -0.5, 2.0])
+
+
+@given(
+    batches=st.sampled_from([((), ()), ((2,), ()), ((2, 1), (3,)), ((0,), ())]),
+    sizes=st.tuples(SIZE, SIZE, SIZE), alpha=FACTOR, beta=FACTOR, has_c=st.booleans(), has_bias=st.booleans(),
+    activation=st.sampled_from([None, *ACTIVATIONS]),
 )  # fmt: skip
-def test_every_factor_addend_and_activation(size_a: tuple[int, ...], size_b: tuple[int, ...]) -> None:
-    a, b = random(*size_a), random(*size_b)
-    n = size_b[-1]
-    c = random(*torch.broadcast_shapes(size_a[:-2], size_b[:-2]), size_a[-2], n)
-    cases = itertools.product([1.0, -0.5, 0.0], [0.0, 1.0, 2.0], [None, c], [None, random(n)], [None, "silu"])
-    for alpha, beta, addend, bias, activation in cases:
-        keywords: dict[str, Any] = {"alpha": alpha, "beta": beta, "bias": bias, "activation": activation}
-        ours, expected = gemm(a, b, addend, **keywords), reference.gemm(a, b, addend, **keywords)
-        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+def test_any_shapes_factors_addends_and_activation(
+    batches: Any, sizes: Any, alpha: float, beta: float, has_c: bool, has_bias: bool, activation: str | None
+) -> None:
+    m, n, k = sizes
+    a, b = random(*batches[0], m, k), random(*batches[1], k, n)
+    c = random(*torch.broadcast_shapes(*batches), m, n) if has_c else None
+    keywords: dict[str, Any] = {"alpha": alpha, "beta": beta, "activation": activation}
+    keywords["bias"] = random(n) if has_bias else None
+    ours, expected = gemm(a, b, c, **keywords), reference.gemm(a, b, c, **keywords)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_what_is_not_read_does_not_reach_the_result() -> None:
