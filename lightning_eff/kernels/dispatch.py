@@ -14,7 +14,6 @@ import functools
 import json
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -88,10 +87,9 @@ def _shape_of(operands: Operands, out: Tensor | None) -> Shape:
     if out is None:
         return operands.shape()
     # A config may add to `out` in memory where that is C: a float32 sum without an epilogue.
-    is_sum = operands.beta == 1.0 and operands.bias is operands.activation is None
+    is_sum = operands.c is not None and operands.beta == 1.0 and operands.bias is operands.activation is None
     is_sum = is_sum and out.dtype == torch.float32 and (out.is_cuda or INTERPRETED)
-    adds = is_sum and operands.c is not None and in_place(operands.c, out)
-    shape = operands.shape(adds=adds)
+    shape = operands.shape(adds=is_sum and operands.c is not None and in_place(operands.c, out))
     return shape if is_aligned(out) else replace(shape, aligned=False)
 
 
@@ -241,7 +239,7 @@ def save_choices(name: str, fastest: Mapping[str, str]) -> Path:
     path = _choices_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     merged = dict(choices.__wrapped__(name)) | dict(fastest)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
-        json.dump({"choices": merged}, file, indent=1, sort_keys=True)
-    Path(file.name).replace(path)
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps({"choices": merged}, indent=1, sort_keys=True))
+    written.replace(path)
     return path

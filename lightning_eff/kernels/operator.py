@@ -127,7 +127,7 @@ def _flop(a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    a, b, c, bias, ctx.alpha, ctx.beta, ctx.activation, _, ctx.has_pre = inputs
+    a, b, c, bias, ctx.alpha, ctx.beta, ctx.activation, _, _ = inputs
     ctx.save_for_backward(a, b, output[1])
     ctx.c, ctx.bias = (None if t is None else (t.dtype, t.shape) for t in (c, bias))
     ctx.set_materialize_grads(False)
@@ -140,9 +140,6 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...
     """
     if grad is None:
         return (None,) * _NUM_INPUTS
-    if ctx.activation is not None and not ctx.has_pre:
-        text = f"{OPERATOR_NAME} saved no input of {ctx.activation}: call it with saves_pre=True"
-        raise RuntimeError(text)
     if ctx.activation not in (None, "relu") and torch.is_grad_enabled():
         text = (
             f"our kernels have no second derivative through activation={ctx.activation!r}: "

@@ -147,8 +147,7 @@ class Explanation:
         dtype = str(shape.dtype).removeprefix("torch.")
         what = f"{shape.M} x {shape.N} x {shape.K} {dtype} on {device.name}: "
         if not device.capability:
-            cache_kib = device.shared_bytes / 2**10
-            yield f"{what}torch's library, in blocks for a core's cache of {cache_kib:.0f} KiB"
+            yield f"{what}torch's library, which blocks a product for the caches"
             return
         yield (
             f"{what}tile {cost.config}; expected {cost.peak_fraction:.0%} of the peak, "

@@ -35,7 +35,7 @@ LIBRARY, DISPATCH = "library", "gemm"
 METHODS = {"cpu": ("clock",), "cuda": ("flushed", "graph")}
 ROUNDS = 5
 GRAPH_REPLAYS = 10
-"""Replays of a graph by `do_bench_cudagraph`, whose `rep` is the length of one of them."""
+"""Of `do_bench_cudagraph`, whose `rep` is the length of one of them."""
 TOP_CONFIGS = 3
 """Configs that are measured unless all are: those that the cost model ranks first."""
 Run = Callable[[Problem], Tensor]
