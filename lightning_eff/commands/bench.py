@@ -103,11 +103,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _layers(text: str) -> list[tuple[int, ...]]:
-    """Read `M,N,K;M,N,K`.
-
-    Raises:
-        argparse.ArgumentTypeError: It is something else.
-    """
+    """Read `M,N,K;M,N,K`."""
     layers = [tuple(number.strip() for number in layer.split(",")) for layer in text.split(";")]
     if not all(len(layer) == 3 and all(n.isdecimal() and int(n) for n in layer) for layer in layers):
         message = f"expected M,N,K[;M,N,K...], whole numbers of at least 1, not {text!r}"

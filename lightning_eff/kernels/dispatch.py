@@ -50,12 +50,7 @@ def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bo
 
 
 def decide(operands: Operands, backend: str, *, out: Tensor | None = None) -> Decision | None:
-    """Decide who computes a GEMM; None is torch's library.
-
-    Args:
-        operands: Checked, their batch axes folded.
-        backend: `auto`, `torch` or `triton`.
-        out: Receives the result; None for a new tensor.
+    """Decide who computes a GEMM of checked operands, into `out` or a new tensor; None is torch's library.
 
     Raises:
         ValueError: An unknown backend.
@@ -223,11 +218,7 @@ def choices(name: str) -> Mapping[str, str]:
 
 
 def save_choices(name: str, fastest: Mapping[str, str]) -> Path:
-    """Merge choices into the file of a GPU; running processes keep theirs.
-
-    Args:
-        name: `identity` of the GPU.
-        fastest: A config or `torch` by bucket.
+    """Merge choices, a config or `torch` by bucket, into the file of a GPU; running processes keep theirs.
 
     Raises:
         ValueError: An unknown config.

@@ -29,11 +29,7 @@ MAX_TOKENS = 16384
 
 
 def explain_micro_batches(device: str) -> str:
-    """Return which micro-batch sizes suit a device: multiples by dtype, and tokens that fill it.
-
-    Args:
-        device: A known name.
-    """
+    """Return which micro-batch sizes suit a device: multiples by dtype, and tokens that fill it."""
     info, max_idle = devices.named(device), 1.0 - tiles.MIN_WAVE_EFFICIENCY
     multiples = [
         f"{tiles.size_multiple(dtype, info)} in {str(dtype).removeprefix('torch.')}"

@@ -67,11 +67,7 @@ class Operands:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
     def shape(self, *, adds: bool = False) -> Shape:
-        """Return what the choice of a config depends on.
-
-        Args:
-            adds: The result is added to C in C's own memory.
-        """
+        """Return what the choice of a config depends on; `adds`: the result is added to C in its memory."""
         aligned = not self.batch and is_aligned(self.a) and is_aligned(self.b)
         return Shape(
             M=self.M, N=self.N, K=self.K, dtype=self.a.dtype, out_dtype=self.out_dtype,
@@ -183,12 +179,7 @@ def _expanded(name: str, tensor: Tensor | None, size: tuple[int, ...]) -> Tensor
 
 
 def fold_batch(operands: Operands, out: Tensor | None) -> tuple[Operands, Tensor | None]:
-    """Return the same GEMM as one product, [batch * M, K] @ [K, N], if B is one matrix and no copy is needed.
-
-    Args:
-        operands: Of any batch axes.
-        out: Where the result goes, or None.
-    """
+    """Return the GEMM as one product, [batch * M, K] @ [K, N], if B is one matrix and no copy is needed."""
     if not operands.batch or operands.b.ndim > 2:
         return operands, out
     rows = math.prod(operands.batch) * operands.M

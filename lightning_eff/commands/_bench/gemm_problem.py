@@ -29,20 +29,14 @@ Layer = tuple[int, int, int]
 class Case:
     """One GEMM to measure.
 
-    Args:
-        M: Rows of the result.
-        N: Its columns.
-        K: Length of the sums.
-        layout: `nt`, `nn` or `tn`: whether A and B are stored transposed.
-        dtype: Of A and B.
-        kind: `plain`; `adds` for a product that is added in place to float32, as a weight's gradient is;
-            `fused` for a bias and an activation.
+    `adds`: the product is added in place to float32, as a weight's gradient is. `fused`: with a bias and an
+    activation.
     """
 
     M: int
     N: int
     K: int
-    layout: str = "nt"
+    layout: str = "nt"  # or nn or tn: whether A and B are stored transposed
     dtype: torch.dtype = torch.bfloat16
     kind: Literal["plain", "adds", "fused"] = "plain"
 
@@ -84,17 +78,11 @@ def default_cases(dtype: torch.dtype) -> list[Case]:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The tensors of a case.
+    """The tensors of a case."""
 
-    Args:
-        operands: As kernels are launched with them; C is `d` where the product is added to it.
-        d: Receives the result, `[M, N]`.
-        start: What `d` holds before a product is added to it; None where nothing is.
-    """
-
-    operands: Operands
-    d: Tensor
-    start: Tensor | None
+    operands: Operands  # C is `d` where the product is added to it
+    d: Tensor  # receives the result, [M, N]
+    start: Tensor | None  # what `d` holds before a product is added to it
 
     @classmethod
     def draw(cls, case: Case, device: torch.device, *, seed: int = 0) -> Problem:
@@ -136,12 +124,8 @@ class Problem:
 
         Each element has to be within `|D - ref| <= (K + 2) u (|A| @ |B| + |C|) + eps |ref|` of the reference
         in float64, u = 2^-23: any order of a float32 sum, no lost term of it, and one rounding to the
-        result's dtype.
-
-        Args:
-            result: The result, `[M, N]`.
-            rounds_twice: The sum may be rounded once more to the result's dtype, as torch allows its library
-                in split-K reductions, and as it does before an activation.
+        result's dtype; with `rounds_twice` one more, as torch allows its library in split-K reductions, and
+        as it does before an activation.
         """
         if not bool(result.isfinite().all()):
             return math.inf

@@ -46,18 +46,12 @@ CANNOT_LAUNCH: tuple[type[Exception], ...] = (triton.TritonError,) if triton is 
 
 @dataclass(kw_only=True)
 class Result:
-    """The result of one candidate.
+    """The result of one candidate."""
 
-    Args:
-        error: Largest error over what is allowed; infinite for NaN, or where it could not run.
-        refusal: Why it could not run: the compiler's message.
-        seconds: Per call, of each round, by method: `clock` on the CPU, `flushed` and `graph` on a GPU; empty
-            unless it is correct.
-    """
-
-    error: float
-    refusal: str = ""
+    error: float  # the largest over what is allowed; infinite for NaN, or where it could not run
+    refusal: str = ""  # why it could not run: the compiler's message
     seconds: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """Per call, of each round, by method; empty unless it is correct."""
 
     @property
     def is_correct(self) -> bool:
@@ -67,19 +61,12 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All candidates of a case.
-
-    Args:
-        case: What was computed.
-        results: By name: torch's library, `gemm`, and configs.
-        bucket: Name under which dispatch keeps a choice for this case.
-        computed_by: Who computes it when `gemm` is called: a config, or `torch`.
-    """
+    """All candidates of a case."""
 
     case: Case
-    results: dict[str, Result]
-    bucket: str
-    computed_by: str
+    results: dict[str, Result]  # by name: torch's library, `gemm`, and configs
+    bucket: str  # the name under which dispatch keeps a choice for this case
+    computed_by: str  # who computes it when `gemm` is called: a config, or `torch`
 
     def ratio(self, name: str) -> float | None:
         """Return how many times as fast as the library a candidate is; None where either was not timed.
@@ -128,11 +115,8 @@ def why_no_kernels() -> str:
 def compare(case: Case, device: torch.device, *, round_ms: int, every_config: bool = False) -> Comparison:
     """Check every candidate of a case, then time those that are correct, in turn.
 
-    Args:
-        case: To measure.
-        device: A GPU that `why_no_kernels` accepts, or the CPU.
-        round_ms: Milliseconds per candidate, method and round.
-        every_config: Measure all configs that fit, not only the best-ranked.
+    `round_ms` is the time of a candidate, a method and a round. Configs are those that fit and are ranked
+    best, or all that fit.
     """
     problem = Problem.draw(case, device)
     shape = problem.operands.shape(adds=case.kind == "adds")
@@ -194,12 +178,8 @@ def check(run: Run, problem: Problem, *, rounds_twice: bool = False) -> Result:
 def seconds_per_call(run: Run, problems: Sequence[Problem], method: str, round_ms: int) -> float:
     """Time a candidate for about `round_ms`, and return the median.
 
-    Args:
-        run: The candidate.
-        problems: The same problem in one buffer after another.
-        method: `clock`: the host's, of repeated calls. `flushed`: a GPU's, each call after an emptied cache.
-            `graph`: a GPU's, of CUDA graphs whose calls go from buffer to buffer.
-        round_ms: Milliseconds.
+    `clock`: the host's, of repeated calls. `flushed`: a GPU's, each call after an emptied cache. `graph`: a
+    GPU's, of CUDA graphs whose calls go from buffer to buffer.
     """
     if method == "clock":
         names = {"run": run, "problem": problems[0]}
