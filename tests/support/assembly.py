@@ -43,26 +43,15 @@ INSTRUCTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What a kernel is compiled for, besides its config.
-
-    Args:
-        dtype: Of A and B.
-        out_dtype: Of D and of the bias.
-        layout: `nt`, `nn` or `tn`: whether A and B are transposed, as in a linear layer's forward pass, the
-            gradient of its input and that of its weight.
-        epilogue: Any of `bias`, `c`, `pre`.
-        activation: Its name, or None.
-        tf32: Multiply float32 as TF32.
-        c_dtype: None for that of D.
-    """
+    """What a kernel is compiled for, besides its config."""
 
     dtype: torch.dtype = torch.bfloat16
-    out_dtype: torch.dtype = torch.bfloat16
-    layout: str = "nt"
-    epilogue: tuple[str, ...] = ()
+    out_dtype: torch.dtype = torch.bfloat16  # of D and of the bias
+    layout: str = "nt"  # or nn or tn: whether A and B are transposed
+    epilogue: tuple[str, ...] = ()  # any of bias, c, pre
     activation: str | None = None
     tf32: bool = False
-    c_dtype: torch.dtype | None = None
+    c_dtype: torch.dtype | None = None  # None for that of D
 
     def operands(self, *, adds: bool = False) -> Operands:
         """Return operands of zeros, with C for a config that adds."""
@@ -88,19 +77,12 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """Properties of machine code.
+    """Properties of machine code."""
 
-    Args:
-        registers: Per thread.
-        stack_bytes: Per thread; 0 where nothing is spilled.
-        shared_bytes: Per block.
-        instructions: Counts by kind, see INSTRUCTIONS.
-    """
-
-    registers: int
-    stack_bytes: int
-    shared_bytes: int
-    instructions: dict[str, int]
+    registers: int  # per thread
+    stack_bytes: int  # per thread; 0 where nothing is spilled
+    shared_bytes: int  # per block
+    instructions: dict[str, int]  # counts by kind, see INSTRUCTIONS
 
 
 @contextmanager
