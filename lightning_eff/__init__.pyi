@@ -22,7 +22,6 @@ from lightning_eff.core.model_surgery import Stage as Stage
 from lightning_eff.core.model_surgery import apply as apply
 from lightning_eff.kernels.linear import TritonLinear as TritonLinear
 from lightning_eff.kernels.matmul import gemm as gemm
-from lightning_eff.kernels.matmul import gemm_logsumexp as gemm_logsumexp
 from lightning_eff.kernels.tiles import explain_tiles as explain_tiles
 from lightning_eff.microbatching.fabric import ExactGradient as ExactGradient
 from lightning_eff.monitors.efficiency_report import EfficiencyReport as EfficiencyReport

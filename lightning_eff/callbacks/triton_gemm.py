@@ -35,7 +35,7 @@ from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.kernels import dispatch, known_layers
-from lightning_eff.kernels.language import INTERPRETED
+from lightning_eff.kernels.gemm_kernels import INTERPRETED
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.kernels.tiles import explain_tiles
@@ -219,10 +219,9 @@ class TritonGemm(Managed):
             backends[name] = dispatch.describe_backend(shape, self._device, self.backend)
         counts = {backend: list(backends.values()).count(backend) for backend in backends.values()}
         added = self._accumulation.num_added
+        by = "; ".join(f"{count} by {backend}" for backend, count in counts.items())
         did = f"{len(self._swapped)} linear layer{'s' * (len(self._swapped) != 1)} swapped"
-        did += (
-            f": {'; '.join(f'{count} by {backend}' for backend, count in counts.items())}" if counts else ""
-        )
+        did += f": {by}" if by else ""
         did += f"; {added} weight gradient{'s' * (added != 1)} added in place" if self.accumulate else ""
         ours = self.backend == "triton" or any(not backend.startswith("torch's") for backend in counts)
         numbers = {"layers": backends, "added_in_place": added}
