@@ -33,7 +33,7 @@ USED_IN = {
     "_data_parallel_size": "strategy/fsdp2.py",
     "_after_closure": "precision/auto.py",
     "_last_global_step_saved": "run.py",
-    "_scaled_dot_product_flash_attention_for_cpu": "report/roofline.py",
+    "_scaled_dot_product_flash_attention_for_cpu": "report/flops.py",
     "_TrainingEpochLoop": "report/throughput.py",
     "_compiled_call_impl": "core/compiled_call.py",
     "_checkpoint_without_reentrant_generator": "core/recompute.py",

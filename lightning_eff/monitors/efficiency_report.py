@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import warnings
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing_extensions import override
 from lightning_eff.core import machine, rules
 from lightning_eff.core.arguments import CountOrZero, StrPath, check_arguments
 from lightning_eff.core.compiled_call import is_compiled
+from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.microbatching.lightning_loop import ExactStep
 from lightning_eff.report import summary
@@ -45,7 +47,7 @@ CONFIG_FILE = "resolved.yaml"
 
 
 class EfficiencyReport(pl.Callback):
-    """Report what the techniques of a run did and what the run cost.
+    """Report what the techniques of a run did and what the run cost; of several, the first one reports.
 
     Args:
         dirpath: Folder for the ledger and the page; None takes the Trainer's log folder.
@@ -94,10 +96,13 @@ class EfficiencyReport(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        reports = [callback for callback in callbacks if isinstance(callback, EfficiencyReport)]
-        first = next((callback for callback in reports if callback.dirpath == self.dirpath), self)
-        if first is not self:
-            return  # it writes the same files
+        if next(each for each in callbacks if isinstance(each, EfficiencyReport)) is not self:
+            if self.dirpath is not None:
+                text = (
+                    f"EfficiencyReport(dirpath={str(self.dirpath)!r}) has no effect: the first report reports"
+                )
+                warnings.warn(text, NoEffectWarning, stacklevel=2)
+            return
         self._first_step = self._last_step = trainer.global_step
         self._losses = Losses()
         # On all ranks: Lightning broadcasts log_dir. Without a logger no folder was made for this run, and

@@ -17,7 +17,6 @@ import torch
 from lightning_eff.core import host_memory
 from lightning_eff.core.text import WIDTH, human_bytes, text_table
 from lightning_eff.kernels import devices
-from lightning_eff.kernels.devices import Device
 from lightning_eff.planner.prediction import Prediction
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import PHASES
@@ -45,7 +44,6 @@ class DeviceMemory:
         memory_bytes: Its total memory.
         is_cuda: Whether CUDA's allocator manages it.
         workspace_bytes: Workspace of cuBLAS.
-        device: Its entry in the table of devices; None if it has none.
         taken_bytes: What this process has allocated, apart from a step's tensors.
     """
 
@@ -53,16 +51,11 @@ class DeviceMemory:
     memory_bytes: int
     is_cuda: bool = False
     workspace_bytes: int = 0
-    device: Device | None = None
     taken_bytes: int = 0
 
     @classmethod
     def of(
-        cls,
-        device: str,
-        root: torch.device,
-        *,
-        limit: host_memory.HostMemoryLimit | None = None,
+        cls, device: str, root: torch.device, *, limit: host_memory.HostMemoryLimit | None = None
     ) -> DeviceMemory:
         """Look up a device.
 
@@ -80,9 +73,9 @@ class DeviceMemory:
         if not found.capability:
             limit = limit or host_memory.host_memory_limit()
             name = f"{found.name} ({limit.name})" if limit.name else found.name
-            return cls(name, limit.num_bytes, device=found, taken_bytes=limit.taken_bytes)
+            return cls(name, limit.num_bytes, taken_bytes=limit.taken_bytes)
         workspace = HOPPER_WORKSPACE_BYTES if found.capability == HOPPER else WORKSPACE_BYTES
-        return cls(found.name, found.memory_bytes, is_cuda=True, workspace_bytes=workspace, device=found)
+        return cls(found.name, found.memory_bytes, is_cuda=True, workspace_bytes=workspace)
 
     @property
     def free_bytes(self) -> int:
@@ -115,12 +108,6 @@ class MemoryForecast:
         return None if self.peak is None else self.peak.num_bytes + self.memory.workspace_bytes
 
     @property
-    def seconds(self) -> float | None:
-        """Time of a batch by arithmetic; comparable only with that of the same model."""
-        work, device = self.prediction.work, self.memory.device
-        return None if work is None or device is None else work.seconds(device)
-
-    @property
     def assumed(self) -> list[str]:
         """Assumptions behind the figure."""
         if not self.memory.is_cuda:
@@ -140,17 +127,12 @@ class MemoryForecast:
             "tensors": None if self.peak is None else asdict(self.peak),
             "assumed": self.assumed,
             "reason": self.prediction.reason,
-            "lasting_bytes": self.prediction.persistent_bytes,
         }
 
     def __str__(self) -> str:
         peak = self.peak
         if peak is None:
-            line, sizes = f"peak not predicted: {self.prediction.reason}", self.prediction.persistent_bytes
-            listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items() if size)
-            total = human_bytes(sum(sizes.values()))
-            at_least = f"\n by arithmetic, without activations: at least {total} ({listed})"
-            return line + (at_least if sizes else "")
+            return f"peak not predicted: {self.prediction.reason}"
         needed = peak.num_bytes + self.memory.workspace_bytes
         left = self.memory.free_bytes - needed
         fits = f"fits, {human_bytes(left)} left" if left >= 0 else f"does not fit: {human_bytes(-left)} short"

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from lightning_eff.core import allocator
 from lightning_eff.kernels import devices
+from lightning_eff.report.flops import FlopCount
 from lightning_eff.report.live_bytes import tensors_in
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import Recorder
-from lightning_eff.report.roofline import FlopCount
 from lightning_eff.report.throughput import DataWait, Throughput
 
 
@@ -29,37 +29,35 @@ class Probe:
     """Count from `begin` to `end` of each batch, until `is_done`.
 
     Args:
-        count_flops: Count the operations of the first batch.
-        recorder: Records live bytes of two full optimizer steps; None for none.
+        recorder: Records two full optimizer steps; None counts the FLOPs of the first batch alone.
     """
 
-    def __init__(self, *, count_flops: bool = False, recorder: Recorder | None = None) -> None:
+    def __init__(self, recorder: Recorder | None = None) -> None:
         self.num_batches = 0
-        self.flops: int | None = None
-        self._count_flops = count_flops
+        self.flops = 0
+        """Of the first batch."""
         self._recorder = recorder
+        self._count: Recorder | FlopCount = recorder or FlopCount()
         self._open = ExitStack()
 
     def is_done(self, steps: int) -> bool:
         """Return whether nothing is left to count after `steps` optimizer steps of this fit."""
-        flops_left = self._count_flops and self.flops is None
-        bytes_left = self._recorder is not None and (steps < 2 or self.num_batches < 2)
-        return not (flops_left or bytes_left)
+        if self._recorder is None:
+            return self.num_batches > 0
+        return steps >= 2 and self.num_batches >= 2
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """Start to count, before a batch is trained on."""
         if self._recorder is not None:
             self._open.enter_context(self._recorder.begin(batch, module, optimizers))
-            self._open.enter_context(self._recorder)
-        if self._count_flops and self.flops is None:
-            self._flop_count = self._open.enter_context(FlopCount())
+        self._open.enter_context(self._count)
 
     def end(self) -> None:
         """Stop counting at the end of a batch, and update the results."""
         self.close()
         self.num_batches += 1
-        if self._count_flops and self.flops is None:
-            self.flops = self._flop_count.flops
+        if self.num_batches == 1:
+            self.flops = self._count.flops
 
     def close(self) -> None:
         """Stop counting, also in the middle of a batch that failed."""
@@ -83,10 +81,11 @@ class Meter:
         self.device = device
         self.throughput = Throughput()
         self._recorder = Recorder() if is_counted and device.type == "cpu" else None
-        self.probe = Probe(count_flops=is_counted, recorder=self._recorder)
-        self._is_probing = True
+        self.probe = Probe(self._recorder)
+        self._is_probing = is_counted
         self._data_wait = DataWait(profiler)
-        self._num_warmup_batches = num_warmup_batches
+        # The first batch is never timed: it compiles, and allocates the optimizer's state.
+        self._num_warmup_batches = num_warmup_batches if is_counted else num_warmup_batches + 1
         self._samples_of_first_batch = 0
         allocator.reset_peak(device)
 

@@ -30,8 +30,8 @@ from typing_extensions import override
 
 from lightning_eff.core.optimization.composite import FreesGradients, PerParameter
 from lightning_eff.core.recompute import HostOffload
+from lightning_eff.report.flops import flops_of
 from lightning_eff.report.live_bytes import LiveBytes, tensors_in
-from lightning_eff.report.roofline import Call, call_of
 
 FORWARD, BACKWARD, STEP = PHASES = ("forward", "backward", "step")
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
@@ -156,8 +156,7 @@ class Recorder(LiveBytes):
         self.events: list[Event] = []
         self.on_host: set[int] = set()
         """Indices of storages that stay in host memory whatever the model's device."""
-        self.calls: list[Call] = []
-        """All operations, in order."""
+        self.flops = 0
         self.num_batches = 0
         self._index_of: dict[int, int] = {}
         """Index of each storage that is alive, by its key."""
@@ -235,8 +234,7 @@ class Recorder(LiveBytes):
                     self._mark_activations(recomputed=True)
                 self._was_recomputing = tracker.is_recomputing
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        call = call_of(func, args, kwargs or {}, out, self._storage_index)
-        self.calls.extend([call] if call is not None else [])
+        self.flops += flops_of(func, args, kwargs or {}, out)
         return out
 
     def _storage_index(self, tensor: Tensor) -> int:

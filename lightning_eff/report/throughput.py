@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from array import array
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 FETCH_ACTION = "[_TrainingEpochLoop].train_dataloader_next"
 """Profiler action of Lightning 2.6 that spans the wait for the next training batch."""
@@ -67,7 +68,8 @@ class Throughput:
 class DataWait:
     """Measure the time that the training loop waits for its next batch, by wrapping the Trainer's profiler.
 
-    The profiler keeps its type and does its own work: `start` and `stop` are replaced on the instance.
+    The profiler keeps its type and does its own work: `start` and `stop` are replaced on the instance. One
+    wrapper per profiler at a time.
 
     Args:
         profiler: A profiler of Lightning, `PassThroughProfiler` included.
@@ -75,23 +77,22 @@ class DataWait:
 
     def __init__(self, profiler: Any) -> None:
         self.wait_s = 0.0
-        self._profiler = profiler
-        self.methods: dict[str, Callable[[str], None]] = {"start": profiler.start, "stop": profiler.stop}
-        """Methods that the profiler had before this wrapper."""
         self._began_s = 0.0
-        self.is_closed = False
-        profiler.start = self._on_start
-        profiler.stop = self._on_stop
+        start, stop = profiler.start, profiler.stop
 
-    def _on_start(self, action_name: str) -> None:
-        self.methods["start"](action_name)
-        if action_name == FETCH_ACTION:
-            self._began_s = time.perf_counter()
+        def start_and_time(action_name: str) -> None:
+            start(action_name)
+            if action_name == FETCH_ACTION:
+                self._began_s = time.perf_counter()
 
-    def _on_stop(self, action_name: str) -> None:
-        if action_name == FETCH_ACTION:
-            self.wait_s += time.perf_counter() - self._began_s
-        self.methods["stop"](action_name)
+        def stop_and_time(action_name: str) -> None:
+            if action_name == FETCH_ACTION:
+                self.wait_s += time.perf_counter() - self._began_s
+            stop(action_name)
+
+        self._patches = ExitStack()
+        for name, method in (("start", start_and_time), ("stop", stop_and_time)):
+            self._patches.enter_context(patch.object(profiler, name, method))
 
     def take(self) -> float:
         """Return the seconds since the last call."""
@@ -99,16 +100,5 @@ class DataWait:
         return wait_s
 
     def close(self) -> None:
-        """Restore the profiler; a second call does nothing.
-
-        Wrappers nest: one that closes below another stays in the chain until the outer one closes.
-        """
-        self.is_closed = True
-        while True:
-            outer = getattr(self._profiler.__dict__.get("start"), "__self__", None)
-            if not isinstance(outer, DataWait) or not outer.is_closed:
-                return
-            for name, before in outer.methods.items():
-                del self._profiler.__dict__[name]
-                if getattr(self._profiler, name) != before:
-                    setattr(self._profiler, name, before)
+        """Restore the profiler; a second call does nothing."""
+        self._patches.close()

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.checkpoint_io import durable
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.monitors.efficiency_report import LEDGER_FILE, PAGE_FILE, EfficiencyReport
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.report import throughput
@@ -185,6 +185,15 @@ def test_waiting_for_data_is_seen(clock: SimpleNamespace, tmp_path: Path) -> Non
     loader = torch.utils.data.DataLoader(SlowData(), batch_size=4)
     make_trainer(callbacks=[report]).fit(Timed(clock), loader)
     assert report.report["measured"]["data_wait_share"] == 0.8, "four samples a batch, one step"
+
+
+def test_of_several_reports_the_first_reports(net: Callable[..., Net], tmp_path: Path) -> None:
+    first, added, second = (EfficiencyReport(dirpath=each) for each in (tmp_path / "a", None, tmp_path / "b"))
+    trainer = make_trainer(callbacks=[first, added, second])
+    with pytest.warns(NoEffectWarning, match="the first report reports"):
+        trainer.fit(net(), make_loader())
+    assert first.report["status"] == "finished"
+    assert (added.report, second.report) == ({}, {})
 
 
 def test_a_run_too_short_to_time_says_so(net: Callable[..., Net], tmp_path: Path) -> None:

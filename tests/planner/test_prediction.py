@@ -100,7 +100,7 @@ def test_categories_are_those_of_a_real_run() -> None:
 
     found = predict_step(real, batch, step, adamw)
     recorder, optimizer = Recorder(), adamw(real.parameters())
-    probe = Probe(recorder=recorder)
+    probe = Probe(recorder)
     for _ in range(2):
         probe.begin(batch, real, [optimizer])
         step(real, batch).backward()
@@ -133,15 +133,11 @@ class Unfit(GPT):
         return loss
 
 
-def test_a_failure_is_the_reason_and_persistent_bytes_are_counted() -> None:
+def test_a_failure_is_the_reason() -> None:
     make = functools.partial(Unfit, vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2)
     found = predict(make, next(iter(loader_for(make))), trainer=trainer_of({}))
     assert found.peak is None
     assert "numpy" in found.reason
-    weights = sum(p.nbytes for p in make().parameters())
-    assert found.persistent_bytes["parameters"] == found.persistent_bytes["gradients"] == weights
-    counts = 4 * len(list(make().parameters()))  # AdamW's number of steps
-    assert found.persistent_bytes["optimizer state"] == 2 * weights + counts
 
     def broken() -> GPT:
         text = "no weights here"

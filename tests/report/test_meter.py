@@ -122,7 +122,7 @@ def test_closing_in_the_middle_of_a_batch_stops_everything() -> None:
     measured.close()
     layer(torch.ones(5, 10))
     assert vars(profiler) == before
-    assert measured.probe._flop_count.flops == 0
+    assert measured.probe._count.flops == 0
     assert measured.summary(dtype=torch.float32, world_size=1)["peak_bytes"] is None
 
 
@@ -173,18 +173,16 @@ def train(probe: Probe | None, num_batches: int) -> nn.Linear:
 
 
 def test_flops_are_of_the_first_batch_alone() -> None:
-    probe = Probe(count_flops=True)
-    train(probe, 4)
-    assert (probe.flops, probe.num_batches) == (2 * PRODUCT, 1), "forward, and the weight's gradient"
-    probe = Probe(count_flops=True, recorder=Recorder())
-    train(probe, 4)
-    assert (probe.flops, probe.num_batches) == (2 * PRODUCT, 2), "bytes need another batch"
+    for recorder, num_batches in ((None, 1), (Recorder(), 2)):
+        probe = Probe(recorder)
+        train(probe, 4)
+        assert (probe.flops, probe.num_batches) == (2 * PRODUCT, num_batches), "bytes need another batch"
 
 
 def test_peak_holds_parameters_gradients_momentum_and_activations() -> None:
     first, second = Recorder(), Recorder()
-    train(Probe(recorder=first), 1)
-    train(Probe(recorder=second), 2)
+    train(Probe(first), 1)
+    train(Probe(second), 2)
     weight, activation, scalar = 400, 200, 4
     # In the first step, which makes the momentum: weight, its gradient, momentum, input.
     assert first.peak_bytes == 3 * weight + activation
@@ -193,44 +191,27 @@ def test_peak_holds_parameters_gradients_momentum_and_activations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count_flops", "count_bytes", "num_batches", "steps", "done"),
+    ("recorder", "num_batches", "steps", "done"),
     [
-        (False, False, 0, 0, True),
-        (True, False, 0, 0, False),
-        (True, False, 1, 0, True),
-        (False, True, 1, 1, False),
-        (False, True, 2, 1, False),
-        (False, True, 2, 2, True),
-        (True, True, 3, 1, False),
-        (True, True, 3, 2, True),
+        (None, 0, 0, False),
+        (None, 1, 0, True),
+        (Recorder(), 1, 1, False),
+        (Recorder(), 2, 1, False),
+        (Recorder(), 2, 2, True),
     ],
 )
-def test_done_after_the_first_batch_and_after_two_steps(
-    *, count_flops: bool, count_bytes: bool, num_batches: int, steps: int, done: bool
+def test_done_after_the_first_batch_and_with_bytes_after_two_steps(
+    *, recorder: Recorder | None, num_batches: int, steps: int, done: bool
 ) -> None:
     layer, optimizer, x = make_training()
-    probe = Probe(count_flops=count_flops, recorder=Recorder() if count_bytes else None)
+    probe = Probe(recorder)
     for _ in range(num_batches):
         probe.begin(x, layer, [optimizer])
         probe.end()
     assert probe.is_done(steps) is done
 
 
-def test_closed_in_the_middle_of_a_batch_it_counts_no_more() -> None:
-    layer, optimizer, x = make_training()
-    recorder = Recorder()
-    probe = Probe(count_flops=True, recorder=recorder)
-    probe.begin(x, layer, [optimizer])
-    y = layer(x)
-    probe.close()
-    probe.close()
-    z = layer(x)
-    assert (probe.num_batches, probe.flops, probe._flop_count.flops) == (0, None, PRODUCT)
-    assert recorder.now_bytes == 400 + 200 + 200
-    assert torch.equal(y, z)
-
-
 def test_training_is_the_same_with_it() -> None:
-    counted = train(Probe(count_flops=True, recorder=Recorder()), 6)
+    counted = train(Probe(Recorder()), 6)
     assert torch.equal(train(None, 6).weight, counted.weight)
     assert not torch.equal(counted.weight, make_training()[0].weight)

@@ -103,7 +103,7 @@ class Net(nn.Module):
 
 def record(model: nn.Module, optimizer: torch.optim.Optimizer | None, num_steps: int) -> Recorder:
     recorder, x = Recorder(), torch.ones(5, 10)
-    probe = Probe(recorder=recorder)
+    probe = Probe(recorder)
     for _ in range(num_steps):
         probe.begin(x, model, [optimizer] if optimizer else [])
         model(x).sum().backward()

@@ -88,18 +88,3 @@ def test_fetches_alone_add_up_until_they_are_taken(clock: SimpleNamespace) -> No
             clock.now += train_s
     assert (wait.take(), wait.take()) == (3.0, 0.0), "what was taken is gone"
     assert len(profiler.recorded_durations["run_training_batch"]) == 2, "the profiler does its own work"
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_wrappers_restore_the_profiler_in_any_order(
-    clock: SimpleNamespace, order: tuple[int, int]
-) -> None:
-    profiler = PassThroughProfiler()
-    wrappers = [DataWait(profiler), DataWait(profiler)]
-    closed, other = (wrappers[index] for index in order)
-    closed.close()
-    with profiler.profile(FETCH_ACTION):
-        clock.now += 1.0
-    assert other.take() == 1.0, "closing one did not deafen the other"
-    other.close()
-    assert {"start", "stop"}.isdisjoint(profiler.__dict__)
