@@ -42,44 +42,31 @@ CATEGORIES = (PARAMETERS, BUFFERS, GRADIENTS, STATE, BATCH, ACTIVATIONS, TEMPORA
 
 @dataclass(slots=True)
 class Allocation:
-    """One storage.
-
-    Args:
-        operation: Operation that allocated it; empty if it existed before the step.
-        path: Module that it was allocated in, or the name of the parameter that it belongs to.
-        phase: Phase in which it was allocated.
-        category: One of `CATEGORIES`.
-        recomputed: Whether it was allocated in a forward pass inside the backward pass.
-    """
+    """One storage."""
 
     operation: str
+    """Operation that allocated it; empty if it existed before the step."""
     path: str
+    """Module that it was allocated in, or the name of the parameter that it belongs to."""
     phase: str
     category: str = TEMPORARIES
     recomputed: bool = False
+    """Whether it was allocated in a forward pass inside the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A storage that is allocated, resized or freed.
-
-    Args:
-        allocation: Index of the storage in `Recorder.allocations`.
-        num_bytes: Its size from now on; 0 once freed.
-        phase: Phase of the step.
-    """
+    """A storage that is allocated, resized or freed."""
 
     allocation: int
+    """Index of the storage in `Recorder.allocations`."""
     num_bytes: int
+    """Its size from now on; 0 once freed."""
     phase: str
 
 
 class ModuleTracker:
-    """Follow one training step; call `update` at every dispatched operation.
-
-    Args:
-        module: Root whose submodules are named.
-    """
+    """Follow a training step of a module; call `update` at every dispatched operation."""
 
     def __init__(self, module: nn.Module) -> None:
         self.phase = FORWARD
@@ -167,11 +154,7 @@ class Recorder(LiveBytes):
         self._was_recomputing = False
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
-        """Count what is alive when a batch begins, and observe modules and optimizers.
-
-        Returns:
-            What the end of the batch, or its failure, has to close.
-        """
+        """Count what is alive when a batch begins, and observe modules and optimizers until it is closed."""
         self._module, self._optimizers, self._operation = module, list(optimizers), ""
         if self._tracker is None:
             self._tracker = ModuleTracker(module)

@@ -6,6 +6,7 @@ import functools
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
@@ -27,7 +27,7 @@ from lightning_eff.precision.quantized_base import QuantizedBase
 from lightning_eff.report.meter import Probe
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import Recorder
-from tests.support.prediction import CNN_OF, GPT_OF, Encoder, choice, loader_for, trainer_of
+from tests.support.prediction import CNN_OF, GPT_OF, choice, loader_for, trainer_of
 
 GIB = 2**30
 
@@ -58,20 +58,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
         functools.partial(GPT_OF, d_model=64, num_heads=4),
         lambda: {"callbacks": [choice(eight_bit)]},
     ),
-    "several": (
-        functools.partial(GPT_OF, dropout=0.1),
-        lambda: {
-            "callbacks": [
-                GradientAccumulation(global_batch_size=8),
-                MicroBatch(micro_batch_size=2),
-                GradientCheckpointing(),
-                PeftAdapter(),
-            ],
-            "plugins": [AutoPrecision(precision="bf16-mixed")],
-        },
-    ),
     "batch norm recomputed": (CNN_OF, lambda: {"callbacks": [GradientCheckpointing(blocks="ResidualBlock")]}),
-    "dropout and weights": (Encoder, lambda: {"callbacks": [GradientAccumulation(global_batch_size=8)]}),
 }
 """What the combinations of test_exactness.py do not have."""
 
@@ -180,20 +167,11 @@ def test_three_billion_parameters_take_no_memory() -> None:
 
 def test_a_batch_may_be_an_object() -> None:
     """Tensors are found, and counted, in what is no list and no dict of Python's own."""
-    from transformers import BatchEncoding
-
-    def step(net: nn.Module, batch: Any) -> Tensor:
-        return net(batch["x"]).square().mean()
-
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    x = torch.randn(256, 64)
-    plain, encoded = (
-        predict_step(nn.Linear(64, 8), batch, step, sgd).peak for batch in ({"x": x}, BatchEncoding({"x": x}))
-    )
-    assert plain is not None
-    assert encoded is not None
-    assert plain.by_category == encoded.by_category
-    assert plain.by_category["batch"] == x.nbytes
+    x, sgd = torch.randn(256, 64), functools.partial(torch.optim.SGD, lr=0.1)
+    batch = SimpleNamespace(x=x)
+    peak = predict_step(nn.Linear(64, 8), batch, lambda net, given: net(given.x).sum(), sgd).peak
+    assert peak is not None
+    assert peak.by_category["batch"] == x.nbytes
 
 
 def test_a_sparse_gradient_is_no_error(tmp_path: Path) -> None:
@@ -214,35 +192,30 @@ def test_a_sparse_gradient_is_no_error(tmp_path: Path) -> None:
 
 
 def test_values_that_decide_how_often_are_listed_as_assumed() -> None:
-    lbfgs = functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=4)
-    found = predict_step(nn.Linear(8, 8), torch.ones(4, 8), lambda net, x: net(x).sum(), Closing(lbfgs))
+    class LBFGS(torch.optim.LBFGS):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(lambda: torch.zeros(()))
+
+    found = predict_step(
+        nn.Linear(8, 8),
+        torch.ones(4, 8),
+        lambda net, x: net(x).sum(),
+        functools.partial(LBFGS, lr=0.1, max_iter=4),
+    )
     assert any("lbfgs.py" in each for each in found.assumed)
 
 
-class Closing:
-    """Makes an optimizer whose step needs a closure step without one."""
-
-    def __init__(self, make: Any) -> None:
-        self._make = make
-
-    def __call__(self, parameters: Any) -> Any:
-        optimizer = self._make(parameters)
-        step = optimizer.step
-        optimizer.step = lambda: step(lambda: torch.zeros(()))
-        return optimizer
-
-
 def test_offloaded_activations_are_not_on_the_device() -> None:
-    """Blocks' inputs under `offload`: of eight, all but the ones in use, at the end of the forward pass."""
+    """Blocks' inputs under `offload`: of four, all but the ones in use, at the end of the forward pass."""
     batch = next(iter(loader_for(GPT_OF)))
     peaks = []
     for policy in ("full", "offload"):
         extra = {"callbacks": [GradientCheckpointing(policy=policy)]}
-        make = functools.partial(GPT_OF, num_layers=8)
+        make = functools.partial(GPT_OF, num_layers=4)
         peaks.append(predict(make, batch, trainer=functools.partial(trainer_of, extra)))
     full, offload = (each.in_blocks for each in peaks)
     assert full is not None
     assert offload is not None
     kept = [sum(each.by_phase["forward"].values()) for each in (full, offload)]
-    assert kept[0] - kept[1] >= 6 * batch[0].numel() * 32 * 4
+    assert kept[0] - kept[1] >= 2 * batch[0].numel() * 32 * 4
     assert HostOffload.observers == []

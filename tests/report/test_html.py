@@ -39,8 +39,7 @@ class Reader(HTMLParser):
         assert self._open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
+        self.handle_startendtag(tag, attrs)
         if tag not in ("meta", "br"):
             self._open.append(tag)
 

