@@ -35,13 +35,8 @@ def rows(command: Command, *words: str) -> dict[str, dict[str, Any]]:
 
 
 def test_every_technique_has_a_row_and_who_set_it(command: Command) -> None:
-    found = rows(
-        command,
-        "low_memory",
-        "+callbacks=torch_compile",
-        "callbacks.empty_cache.every_n_steps=7",
-        "optimizer.lr=0.1",
-    )
+    words = ["+callbacks=torch_compile", "callbacks.empty_cache.every_n_steps=7", "optimizer.lr=0.1"]
+    found = rows(command, "low_memory", *words)
     assert {name: row["set_by"] for name, row in found.items()} == {
         "precision/auto": "recipe lm",
         "callbacks/optimizer_choice": "recipe baseline, optimizer.lr=0.1",
@@ -56,16 +51,11 @@ def test_every_technique_has_a_row_and_who_set_it(command: Command) -> None:
     assert found["callbacks/gradient_checkpointing"]["will_be"] == "on"
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "shown_as"),
-    [("muon", "muon("), ("cpu_offload", "cpuoffload("), ("schedule_free", "adamwschedulefree(")],
-)
-def test_an_optimizer_is_shown_as_its_call(command: Command, optimizer: str, shown_as: str) -> None:
-    found = rows(command, "baseline", f"optimizer={optimizer}")
+def test_an_optimizer_is_shown_as_its_call(command: Command) -> None:
+    found = rows(command, "baseline", "optimizer=muon")
     shown = found["callbacks/optimizer_choice"]["asked"]["optimizer"]
-    assert shown.lower().startswith(shown_as)
+    assert shown.startswith("Muon(")
     assert "lr=" in shown
-    assert "<" not in shown
     assert not any(name.startswith("optimizer/") and row["asked"] for name, row in found.items())
 
 
@@ -200,9 +190,11 @@ def test_copies_are_as_large_on_any_number_of_devices(command: Command) -> None:
         "2.2M weights, all trained, 8 bytes of optimizer state per trained weight, 32-true; "
         "1 micro-batch per step on each device" in about
     )
-    assert assumed[0] == (
-        "DDP reduces once per step; gradients are views of its buckets (strategy.gradient_as_bucket_view)"
-    )
+    assert "gradients are views of its buckets (strategy.gradient_as_bucket_view)" in assumed[0]
+    found, about, _ = division(command, "lora", "strategy=ddp", "trainer.devices=2")
+    assert "of them trained" in about
+    assert found[2]["gradients_bytes"] < found[2]["weights_bytes"] / 10
+    assert found[2]["optimizer_bytes"] == 2 * found[2]["gradients_bytes"]
 
 
 def test_fsdp2_is_planned_without_a_process(command: Command) -> None:
@@ -215,13 +207,6 @@ def test_fsdp2_is_planned_without_a_process(command: Command) -> None:
     offloaded = division(command, "fsdp2", *words)[0]
     assert offloaded[2]["host_bytes"] == (4 + 4 + 8) * TRAINED / 2
     assert offloaded[2]["gathered_bytes"] * 2 == found[2]["gathered_bytes"]
-
-
-def test_adapters_alone_are_trained(command: Command) -> None:
-    found, about, _ = division(command, "lora", "strategy=ddp", "trainer.devices=2")
-    assert "of them trained" in about
-    assert found[2]["gradients_bytes"] < found[2]["weights_bytes"] / 10
-    assert found[2]["optimizer_bytes"] == 2 * found[2]["gradients_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -241,24 +226,6 @@ def test_what_cannot_be_divided_is_told(
     found, about, assumed = division(command, "baseline", "strategy=ddp", "trainer.devices=2", *words)
     assert (found, assumed) == ({}, [])
     assert about.startswith(f"memory per device: {reason}")
-
-
-def test_a_model_of_the_hub_is_not_read(command: Command, tiny_llama: Path) -> None:
-    """Two tables of 272 x 32; two layers of 3 x 32 x 32 (two of four are halves), 3 x 32 x 64, norms."""
-    weights = next(tiny_llama.glob("*.safetensors"))
-    kept = weights.rename(tiny_llama / "elsewhere")
-    try:
-        words = ["full_finetune", f"model.name={tiny_llama}", "strategy=fsdp2", "trainer.devices=2"]
-        words.append("callbacks.gradient_accumulation.global_batch_size=8")
-        found, about, _ = division(command, *words)
-    finally:
-        kept.rename(weights)
-    assert "memory per device with strategy/fsdp2" in about
-    layer = 3 * 32 * 32 + 3 * 32 * 64 + 2 * 32
-    assert found[1]["weights_bytes"] - found[1]["gradients_bytes"] < 200, "rotary frequencies"
-    assert found[1]["gradients_bytes"] == 4 * (2 * 272 * 32 + 2 * layer + 32)
-    assert found[1]["gathered_bytes"] == found[1]["gradients_bytes"]
-    assert found[1]["buffers_bytes"] == 4 * (2 * 272 * 32 + layer + 32)
 
 
 def test_zero_is_planned_without_a_process(command: Command) -> None:
@@ -330,18 +297,10 @@ def test_linear_layers_are_those_of_the_predicted_peak(command: Command) -> None
 
 def test_a_peak_that_does_not_fit_is_told(command: Command) -> None:
     """A model and a batch that this machine could not hold."""
-    words = [
-        "baseline",
-        "model.d_model=8192",
-        "model.num_layers=2",
-        "data.batch_size=64",
-        "device=rtx4090",
-    ]
+    words = ["baseline", "model.d_model=8192", "model.num_layers=2", "data.batch_size=64", "device=rtx4090"]
     found = peak(command, *words)
     assert found["fits"] is False
     assert found["tensors"]["by_category"]["parameters"] > 2 * 12 * 8192**2 * 4
-    out = command("plan", *words, "trainer.accelerator=cpu")[1]
-    assert "does not fit: " in out
 
 
 def test_a_peak_in_the_format_of_the_device(command: Command) -> None:
@@ -350,7 +309,7 @@ def test_a_peak_in_the_format_of_the_device(command: Command) -> None:
         peak(command, "lm", *SMALL, WINDOW, *words)["tensors"]["by_phase"]["forward"]["activations"]
         for words in (["device=a100"], ["precision=bf16_mixed", "device=a100"], ["precision=fp32"])
     ]
-    assert activations[0] == activations[1] < activations[2]
+    assert activations[0] == activations[1] != activations[2]
 
 
 def test_no_peak_stops_nothing(command: Command, tmp_path: Path) -> None:
@@ -365,22 +324,28 @@ def test_no_peak_stops_nothing(command: Command, tmp_path: Path) -> None:
     assert "numpy" in json.loads(out)["peak"]["reason"]
 
 
-@pytest.mark.parametrize("words", [["full_finetune"], ["qlora"]])
+@pytest.mark.parametrize("words", [["full_finetune", "strategy=fsdp2", "trainer.devices=2"], ["qlora"]])
 def test_the_peak_of_a_model_of_the_hub_is_predicted_without_its_weights(
     command: Command, tiny_llama: Path, tmp_path: Path, words: list[str]
 ) -> None:
+    """Two tables of 272 x 32; two layers of 3 x 32 x 32 (two of four are halves), 3 x 32 x 64, norms."""
     for index in range(40):
         (tmp_path / f"mine{index}.txt").write_text("the cat sat on the mat " * 20)
     weights = next(tiny_llama.glob("*.safetensors"))
     kept = weights.rename(tiny_llama / "elsewhere")
     try:
-        paths = f"data.paths=[{tmp_path}/*.txt]"
-        small = ["data.context_length=16", "callbacks.gradient_accumulation.global_batch_size=4"]
-        found = peak(command, *words, f"model.name={tiny_llama}", paths, *small)
+        words += [f"model.name={tiny_llama}", f"data.paths=[{tmp_path}/*.txt]", "data.context_length=16"]
+        words += ["callbacks.gradient_accumulation.global_batch_size=8", "trainer.accelerator=cpu", "--json"]
+        found = json.loads(command("plan", *words)[1])
     finally:
         kept.rename(weights)
-    assert found["reason"] == ""
-    assert found["tensors"]["num_bytes"] > 0
+    assert found["peak"]["reason"] == ""
+    assert found["peak"]["tensors"]["num_bytes"] > 0
+    if words[0] == "full_finetune":
+        alone, layer = found["division"][0], 3 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+        assert alone["weights_bytes"] - alone["gradients_bytes"] < 200, "rotary frequencies"
+        assert alone["gathered_bytes"] == alone["gradients_bytes"] == 4 * (2 * 272 * 32 + 2 * layer + 32)
+        assert alone["buffers_bytes"] == 4 * (2 * 272 * 32 + layer + 32)
 
 
 def test_a_peak_that_the_run_itself_refuses_ends_the_plan(command: Command) -> None:
