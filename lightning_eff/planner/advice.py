@@ -60,21 +60,17 @@ MAX_BATCH = 1 << 16
 
 @dataclass(frozen=True)
 class Saving:
-    """Effect of a candidate.
-
-    Args:
-        words: The candidate as it is typed.
-        saved_bytes: Bytes saved at the peak; None if the step cannot be predicted with it.
-        peak_bytes: The new peak.
-        flops_ratio: FLOPs of a batch with it over those without; None if none were counted.
-        why: Why it cannot be on, or the phase of the new peak.
-    """
+    """Effect of a candidate."""
 
     words: Options
     saved_bytes: int | None = None
+    """At the peak; None if the step cannot be predicted with it."""
     peak_bytes: int | None = None
+    """The new peak."""
     flops_ratio: float | None = None
+    """FLOPs of a batch with it over those without; None if none were counted."""
     why: str = ""
+    """Why it cannot be on, or the phase of the new peak."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +118,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class AdvisedRecipe:
-    """A composed recipe with a batch of its data; each set of overrides is predicted once.
-
-    Args:
-        compose: Composes it with further overrides.
-        memory: Memory of the device.
-        example: The batch.
-    """
+    """A composed recipe with a batch of its data; each set of overrides is predicted once."""
 
     compose: Compose
     memory: DeviceMemory

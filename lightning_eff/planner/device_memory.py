@@ -37,21 +37,16 @@ DIFFERENT_ON_CUDA = (
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of a device.
-
-    Args:
-        name: Name of the device.
-        memory_bytes: Its total memory.
-        is_cuda: Whether CUDA's allocator manages it.
-        workspace_bytes: Workspace of cuBLAS.
-        taken_bytes: What this process has allocated, apart from a step's tensors.
-    """
+    """Memory of a device."""
 
     name: str
     memory_bytes: int
     is_cuda: bool = False
+    """Whether CUDA's allocator manages it."""
     workspace_bytes: int = 0
+    """Of cuBLAS."""
     taken_bytes: int = 0
+    """What this process has allocated, apart from a step's tensors."""
 
     @classmethod
     def of(
@@ -85,17 +80,12 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """A prediction on a device.
-
-    Args:
-        prediction: Prediction of the step.
-        memory: Memory of the device.
-        unsharded: Whether the run has several devices, and the prediction is for one without sharding.
-    """
+    """A prediction on a device."""
 
     prediction: Prediction
     memory: DeviceMemory
     unsharded: bool = False
+    """Whether the run has several devices, and the prediction is for one without sharding."""
 
     @property
     def peak(self) -> Peak | None:

@@ -27,21 +27,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """A batch to predict with.
-
-    Args:
-        data: The data module.
-        batch: One of its batches, or a synthetic one.
-        num_batches: Batches per epoch; None if unknown.
-        batch_size: `batch_size` of its loader; None if it has none.
-        about: A note on the batch.
-    """
+    """A batch to predict with, of a data module or synthetic."""
 
     data: pl.LightningDataModule
     batch: Any
     num_batches: int | None
+    """Batches per epoch; None if unknown."""
     batch_size: int | None
+    """Of the loader; None if it has none."""
     about: str = ""
+    """A note on the batch."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ExampleBatch:

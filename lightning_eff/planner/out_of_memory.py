@@ -75,17 +75,7 @@ def explain_out_of_memory(
 
 
 def phase_of(error: BaseException) -> str:
-    """Return the phase of a run in which an error was raised, by the functions in its traceback.
-
-    Example:
-        >>> def training_step():
-        ...     raise MemoryError
-        >>> try:
-        ...     training_step()
-        ... except MemoryError as error:
-        ...     phase_of(error)
-        'the forward pass'
-    """
+    """Return the phase of a run in which an error was raised, by the functions in its traceback."""
     names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((PHASES[name] for name in reversed(names) if name in PHASES), SETUP)
 

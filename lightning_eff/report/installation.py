@@ -27,30 +27,20 @@ MIN_SHARED_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of one check.
-
-    Args:
-        what: Name of the check.
-        found: What was found.
-        status: `ok`, `note` (works, but could be better) or `problem` (something does not work).
-        fix: One command that fixes it; empty if there is nothing to fix.
-    """
+    """Result of one check."""
 
     what: str
     found: str
     status: str = "ok"
+    """`ok`, `note` (works, but could be better) or `problem` (something does not work)."""
     fix: str = ""
+    """One command; empty if there is nothing to fix."""
 
 
 def check_result(
     what: str, is_ok: object, found: str, otherwise: str, fix: str, *, problem: bool = False
 ) -> CheckResult:
-    """Return `found` if the check passes, else a note or problem with `otherwise` and the fix.
-
-    Example:
-        >>> check_result("disk", False, "100 GiB", "full", "rm", problem=True)
-        CheckResult(what='disk', found='full', status='problem', fix='rm')
-    """
+    """Return `found` if the check passes, else a note or problem with `otherwise` and the fix."""
     if is_ok:
         return CheckResult(what, found)
     return CheckResult(what, otherwise, "problem" if problem else "note", fix)
