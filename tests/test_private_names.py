@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import (
 )
 from torch.utils import checkpoint
 
-from lightning_eff.report.throughput import FETCH_ACTION
+from lightning_eff.report.meter import FETCH_ACTION
 
 ROOT = Path(__file__).parent.parent / "lightning_eff"
 USED_IN = {
@@ -34,7 +34,7 @@ USED_IN = {
     "_after_closure": "precision/auto.py",
     "_last_global_step_saved": "run.py",
     "_scaled_dot_product_flash_attention_for_cpu": "report/flops.py",
-    "_TrainingEpochLoop": "report/throughput.py",
+    "_TrainingEpochLoop": "report/meter.py",
     "_compiled_call_impl": "core/compiled_call.py",
     "_checkpoint_without_reentrant_generator": "core/recompute.py",
     "_version": "core/recompute.py",

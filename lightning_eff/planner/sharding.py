@@ -34,10 +34,11 @@ CAST = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.
 MAX_DEVICES = 1024
 UNCOUNTED = "activations are not counted"
 PREDICTED = "activations are those of the predicted step, temporaries and the batch included"
-COLUMNS = {
-    name: name for name in ("weights", "gradients", "optimizer", "gathered", "buffers", "activations")
-} | {"device": "per device", "host": "host", "disk": "disk", "sent": "sent per step"}
-"""Titles of the table's columns."""
+COLUMNS = (
+    "weights", "gradients", "optimizer", "gathered", "buffers", "activations", "device", "host", "disk",
+    "sent",
+)  # fmt: skip
+TITLES = {"device": "per device", "sent": "sent per step"}
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,13 @@ class ShardingTable:
         if not self.shares:
             return self.about
         rows = self.rows()
+        columns = {TITLES.get(name, name): [row[f"{name}_bytes"] for row in rows] for name in COLUMNS}
         # What is the same for any number of devices is one line instead of a column.
-        same = [name for name in COLUMNS if len({row[f"{name}_bytes"] for row in rows}) == 1]
-        sizes = [
-            f"{COLUMNS[name]} {human_bytes(size)}" for name in same if (size := rows[0][f"{name}_bytes"])
-        ]
-        names = [name for name in COLUMNS if name not in same]
-        cells = [
-            [str(row["devices"]), *(human_bytes(row[f"{name}_bytes"]) for name in names)] for row in rows
-        ]
-        table = text_table(["devices", *(COLUMNS[name] for name in names)], cells)
+        same = {title: sizes[0] for title, sizes in columns.items() if len({*sizes}) == 1}
+        shown = {title: map(human_bytes, sizes) for title, sizes in columns.items() if title not in same}
+        cells = zip((str(row["devices"]) for row in rows), *shown.values(), strict=True)
+        table = text_table(["devices", *shown], [*cells])
+        sizes = [f"{title} {human_bytes(size)}" for title, size in same.items() if size]
         on_each = [f" on any number of devices: {', '.join(sizes)}"] if sizes else []
         return "\n".join([self.about, table, *on_each, *(f"assumed: {text}" for text in self.assumed)])
 
@@ -138,13 +136,7 @@ def sharding_table_of(values: Mapping[str, Any], trainer: pl.Trainer) -> Shardin
 
 
 def micro_batches_per_step(values: Mapping[str, Any], devices: int) -> int:
-    """Return the micro-batches of an optimizer step on each device from a config.
-
-    Example:
-        >>> values = {"data": {"batch_size": 4}, "trainer": {"accumulate_grad_batches": 2}}
-        >>> micro_batches_per_step(values, 8)
-        2
-    """
+    """Return the micro-batches of an optimizer step on each device from a config."""
     callbacks = values.get("callbacks") or {}
     batch_size = (values.get("data") or {}).get("batch_size")
     global_size = (callbacks.get("gradient_accumulation") or {}).get("global_batch_size")

@@ -64,10 +64,11 @@ def _packages() -> Iterator[CheckResult]:
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
-            yield check_result(package, None, "", "not installed", install, problem=package in REQUIRED)
-            continue
-        same = not pin or version.partition("+")[0] == pin
-        yield check_result(package, same, version, f"{version} (tested with {pin})", install)
+            status = "problem" if package in REQUIRED else "note"
+            yield CheckResult(package, "not installed", status, install)
+        else:
+            same = not pin or version.partition("+")[0] == pin
+            yield check_result(package, same, version, f"{version} (tested with {pin})", install)
 
 
 def _gpus_and_dtypes() -> Iterator[CheckResult]:

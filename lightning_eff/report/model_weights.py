@@ -16,25 +16,19 @@ from lightning_eff.report.live_bytes import tensors_in
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One tensor of a model.
-
-    Args:
-        rows: Size of its first dimension, which `fully_shard` shards.
-        numel: Number of elements.
-        itemsize: Bytes per element.
-        trained: Whether it has a gradient and optimizer state.
-        state_bytes: Optimizer state of the full tensor.
-        layer: Index of the module that owns it, in the model's order.
-        block: Index of the repeated block that it is in; -1 outside of blocks.
-    """
+    """One tensor of a model."""
 
     rows: int
+    """Size of its first dimension, which `fully_shard` shards."""
     numel: int
     itemsize: int = 4
     trained: bool = True
     state_bytes: int = 0
+    """Optimizer state of the full tensor."""
     layer: int = 0
+    """Index of the module that owns it, in the model's order."""
     block: int = -1
+    """Index of the repeated block that it is in; -1 outside of blocks."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.monitors.efficiency_report import LEDGER_FILE, PAGE_FILE, EfficiencyReport
 from lightning_eff.precision.auto import AutoPrecision
-from lightning_eff.report import throughput
+from lightning_eff.report import meter
 from tests.support.models import Net, make_loader, make_trainer
 
 
@@ -129,7 +129,7 @@ def test_a_failed_run_is_reported_when_its_last_checkpoint_fails_too(tmp_path: P
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return a clock that stands still until `now` is set."""
     watch = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: watch.now))
+    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: watch.now))
     return watch
 
 

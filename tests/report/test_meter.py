@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from lightning_eff.core import allocator
 from lightning_eff.kernels import devices
-from lightning_eff.report import throughput
-from lightning_eff.report.meter import Meter, Probe, samples_and_tokens
+from lightning_eff.report import meter
+from lightning_eff.report.meter import FETCH_ACTION, DataWait, Meter, Probe, Throughput, samples_and_tokens
 from lightning_eff.report.recording import Recorder
-from lightning_eff.report.throughput import FETCH_ACTION, DataWait, Throughput
 
 CPU, LONG = torch.device("cpu"), torch.long
 
@@ -24,7 +23,7 @@ CPU, LONG = torch.device("cpu"), torch.long
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return a clock that stands still until `now` is set."""
     watch = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: watch.now))
+    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: watch.now))
     return watch
 
 
