@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import (
 )
 from torch.utils import checkpoint
 
-from lightning_eff.report.throughput import FETCH_ACTION
+from lightning_eff.report.meter import FETCH_ACTION
 
 
 def test_precision_calls_hooks_and_clips_in_after_closure() -> None:

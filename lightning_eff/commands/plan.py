@@ -15,23 +15,21 @@ from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath, listed_options
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
-from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, ConfigError, UsageError, root_cause_line
+from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, UsageError
 from lightning_eff.core.text import WIDTH, text_table
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_eff.planner.advised_recipe import Compose
-    from lightning_eff.planner.linear_layers import LinearLayers
+    from lightning_eff.planner.advice import Compose
+    from lightning_eff.planner.prediction import Prediction
 
 USAGE = """lightning-eff plan RECIPE [overrides] [options]
 
   lightning-eff plan lm                                     what is on, who set it, and the memory of a step
   lightning-eff plan lm device=rtx4090                      on another device: h100, h200, a100, b200, cpu
   lightning-eff plan lm '+callbacks=gradient_checkpointing' with overrides, as for train
-  lightning-eff plan lm '+callbacks=triton_gemm'          which linear layers the Triton kernel takes here
-  lightning-eff plan lm '+callbacks=triton_gemm' device=h200
-                                                            and on that device
+  lightning-eff plan lm '+callbacks=triton_gemm'          which linear layers the Triton kernel takes
   lightning-eff plan zero3_offload                          and the memory of each of 1 to 1,024 devices
   lightning-eff plan lm strategy=ddp trainer.devices=8 trainer.accelerator=cpu
                                                             the same for DDP, on a machine without 8 GPUs
@@ -40,7 +38,7 @@ Exit code 5 when a combination is refused, 3 when this machine lacks something; 
 
 options:
   --config-dir DIR        a folder of your own with groups and recipes, or a package of options: pkg://NAME
-  --advice                try techniques that save memory, and the largest micro-batch that fits (a minute)
+  --advice                try techniques that save memory, and the largest batch that fits (a minute)
   --json                  print the rows as JSON on the standard output
   --debug                 full tracebacks"""
 
@@ -119,22 +117,21 @@ def _predict(
     Returns:
         The sections of the report, the same as plain values, and why the step could not be predicted.
     """
-    from lightning_eff.planner.advice import Advice, advise
-    from lightning_eff.planner.advised_recipe import AdvisedRecipe
+    from lightning_eff.planner.advice import Advice, AdvisedRecipe, advise
     from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
-    from lightning_eff.planner.dry_run import dry_run, resolve_precision
+    from lightning_eff.planner.dry_run import dry_run
     from lightning_eff.planner.sharding import sharding_table_of
 
-    division, layers = sharding_table_of(values, trainer), _layers(values, trainer, device)
+    division = sharding_table_of(values, trainer)
     memory = DeviceMemory.of(device, trainer.strategy.root_device)
-    prediction = dry_run(resolve_precision(values, memory))
+    prediction = dry_run(values, is_cuda=memory.is_cuda)
+    layers, layers_text = _layers(trainer, prediction, device)
     expected = MemoryForecast(prediction, memory, unsharded=bool(division.shares))
     if division.shares and expected.peak is not None:
         division = replace(division, passing_bytes=expected.peak.passing_bytes)
     sections = [str(expected)]
     content: dict[str, Any] = {
-        "layers": [asdict(row) for row in layers.rows],
-        "layers_about": layers.about,
+        "layers": layers,
         "division": division.rows(),
         "division_about": division.about,
         "division_assumed": division.assumed,
@@ -143,38 +140,30 @@ def _predict(
     if compose is not None:
         sys.stderr.write(" simulating techniques, for about a minute at most\n")
         with redirect_stdout(sys.stderr):
-            recipe = AdvisedRecipe.of(compose, memory)
-            advice = Advice(reason="the data gives no batch") if recipe is None else advise(recipe)
+            reason = prediction.reason
+            advice = Advice(reason=reason) if reason else advise(AdvisedRecipe.of(compose, memory))
         sections.append(str(advice))
         content["advice"] = asdict(advice)
-    sections += [str(section) for section in (layers, division) if section.about]
+    sections += [text for text in (layers_text, str(division)) if text]
     if trainer.world_size in division.shares:
         sections.append(division.verdict(trainer.world_size, memory.free_bytes, memory.name))
     return sections, content, prediction.error
 
 
-def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearLayers:
-    """Return the linear layers that a technique takes, from a model on the meta device."""
+def _layers(trainer: pl.Trainer, prediction: Prediction, device: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the linear layers that a technique replaces, as rows and as text."""
     from lightning_eff.core.rules import trainer_components
     from lightning_eff.core.technique import name_of
-    from lightning_eff.planner import linear_layers
-    from lightning_eff.run import model_without_memory
+    from lightning_eff.planner.linear_layers import ReplacesLinearLayers, layer_rows, layer_table
 
-    takers = [c for c in trainer_components(trainer) if isinstance(c, linear_layers.ReplacesLinearLayers)]
-    if not takers:
-        return linear_layers.LinearLayers()
-    try:
-        model = model_without_memory(values)
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything, and the plan goes on
-        reason = root_cause_line(error).splitlines()[0]
-        text = f"linear layers: the model cannot be built without memory: {reason}"
-        return linear_layers.LinearLayers(text)
-    where = linear_layers.LayerTarget.of(device, trainer.strategy.root_device, str(trainer.precision))
-    name, rows = name_of(takers[0]), linear_layers.input_rows(values)
-    try:
-        return linear_layers.describe_layers(takers[0], name, model, where, rows)
-    except ConfigError as error:
-        raise error.under(name.replace("/", ".")) from error
+    takers = [each for each in trainer_components(trainer) if isinstance(each, ReplacesLinearLayers)]
+    if not takers or prediction.peak is None:
+        return [], ""
+    name = name_of(takers[0])
+    rows = layer_rows(prediction.gemms, takers[0].backend, device, trainer.strategy.root_device)
+    if not rows:
+        return [], f"{name} replaces no linear layer of this model"
+    return rows, f"linear layers of {name}\n{layer_table(rows)}"
 
 
 def _judge(
