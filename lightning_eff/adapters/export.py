@@ -71,10 +71,7 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
 def merge_adapters(model: nn.Module) -> list[str]:
     """Merge adapters into their layers, which become the model's own again.
 
-    An adapted layer with a tied weight gets a weight of its own.
-
-    Returns:
-        The names of weights that were one before, and are several now.
+    An adapted layer with a tied weight gets its own. Returns the names of weights that were one before.
 
     Raises:
         ConfigError: The method cannot be merged, or the base is quantized.

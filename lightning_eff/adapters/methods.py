@@ -60,12 +60,7 @@ FREE_FIELDS = {
 
 
 def method_names() -> list[str]:
-    """Return the supported methods, by PEFT's names.
-
-    Example:
-        >>> {"lora", "ia3", "vera", "oft", "loha", "lokr"} <= set(method_names())
-        True
-    """
+    """Return the supported methods, by PEFT's names."""
     return sorted(CONFIGS.keys() - UNSUPPORTED.keys())
 
 
@@ -99,14 +94,7 @@ def peft_rejects(error: Exception, key: str, value: object) -> ConfigError:
 def make_config(
     method: str, options: Mapping[str, Any], targets: Targets, modules_to_save: Sequence[str] | None
 ) -> PeftConfig:
-    """Make a method's config.
-
-    Args:
-        method: PEFT's name of it, in lower case.
-        options: Fields of the method's config, by PEFT's names.
-        targets: Names of layers or the ends of names, a regular expression for full names, or `all-linear`;
-            None only with the option `target_parameters`.
-        modules_to_save: Names, or ends of names, of modules that are trained in full.
+    """Make a method's config, by PEFT's names; `targets` and the rest are as in `PeftAdapter`.
 
     Raises:
         ConfigError: PEFT has no such method, or the method has no such option or value.

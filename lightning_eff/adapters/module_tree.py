@@ -98,11 +98,7 @@ def untie(model: nn.Module, part: nn.Module) -> None:
 
 
 def modules_without(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are not skipped, by name.
-
-    Args:
-        model: With or without adapters.
-        skip_modules: Names, or ends of names, of modules that are skipped with all modules in them.
+    """Yield the modules that are neither named (by ends of names) nor inside of one that is, by name.
 
     Raises:
         ConfigError: A name matches no module.

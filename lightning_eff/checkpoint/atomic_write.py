@@ -79,8 +79,7 @@ def atomic_replace(path: Path) -> Generator[int]:
     """Yield the descriptor of a file that replaces `path` when the block ends and is removed if it raises.
 
     Raises:
-        CheckpointError: `path` exists and is not a checkpoint; or the file was replaced, but syncing its
-            folder failed.
+        CheckpointError: `path` exists and is not a checkpoint; or it was replaced, but not its folder synced.
         OSError: The disk failed; `path` is as it was.
     """
     if os.path.lexists(path) and not path.is_symlink():  # a link is replaced itself, not its target
@@ -126,12 +125,7 @@ def atomic_replace(path: Path) -> Generator[int]:
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Generator[Path]:
-    """Yield an empty folder that is renamed to `folder` when the block ends and is removed if it raises.
-
-    Raises:
-        FileExistsError: `folder` exists; it is not touched.
-        OSError: The disk failed.
-    """
+    """Yield an empty folder that becomes the new `folder` when the block ends and is removed if it raises."""
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
     make_folder(folder.parent)
@@ -155,7 +149,7 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_temporary_files(folder: Path) -> list[Path]:
-    """Remove the temporary files of dead writers and return their paths; a living writer's file stays."""
+    """Remove and return the temporary files of dead writers; a living writer's file stays."""
     removed: list[Path] = []
     with contextlib.suppress(OSError):
         for path in list(folder.iterdir()):

@@ -11,15 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """Run jobs in order in one thread, which starts with the first job.
-
-    Example:
-        >>> jobs, done = BackgroundWriter(), []
-        >>> _ = jobs.add(lambda: done.append(1)), jobs.add(lambda: done.append(2))
-        >>> jobs.wait(end=True)
-        >>> done
-        [1, 2]
-    """
+    """Run jobs in order in one thread, which starts with the first job."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None

@@ -37,11 +37,7 @@ _UNZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, 
 
 
 class DigestWriter:
-    """File object for `torch.save`: hash what is written and append the digest as the archive's comment.
-
-    Args:
-        fd: An open file.
-    """
+    """File object for `torch.save`: hash what is written, and append the digest as the archive's comment."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -68,11 +64,7 @@ class DigestWriter:
         """Do nothing: `finish` writes the end."""
 
     def finish(self) -> str:
-        """Write the archive's comment and return the SHA-256 in it.
-
-        Raises:
-            CheckpointError: What was written is not a zip archive without a comment.
-        """
+        """Write the archive's comment and return the SHA-256 in it."""
         end = bytes(self._buffer[-NUM_END_BYTES:])
         if not end.startswith(END_RECORD) or end[-2:] != b"\0\0":
             text = "torch.save did not write a zip archive without a comment, as torch 2.13 does"
@@ -95,14 +87,9 @@ class DigestWriter:
 
 
 def verify(file: IO[bytes]) -> str | None:
-    """Read a checkpoint file once and compare it with its digest.
+    """Read a checkpoint file once, compare it with its digest, rewind it and return the digest.
 
-    Args:
-        file: Open for reading; rewound afterwards.
-
-    Returns:
-        The digest; None for a file of stock torch, which has none. Its CRC-32s were compared instead, which
-        cover the values only.
+    None for a file of stock torch, which has none: its CRC-32s were compared, which cover the values only.
 
     Raises:
         CheckpointError: The file is damaged, cut off, or not a checkpoint.
@@ -166,17 +153,7 @@ def read_with(path: Path, reader: Callable[[IO[bytes]], Any]) -> Any:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading; opening a FIFO would block, and a device may never end.
-
-    Raises:
-        CheckpointError: It is not a regular file.
-        OSError: It cannot be opened.
-
-    Example:
-        >>> open_regular(Path("/dev/zero"))
-        Traceback (most recent call last):
-        lightning_eff.core.errors.CheckpointError: it is not a regular file
-    """
+    """Open a regular file for reading; opening a FIFO would block, and a device may never end."""
     if path.exists() and not path.is_file():
         text = f"it is {'a folder' if path.is_dir() else 'not a regular file'}"
         raise CheckpointError(text)

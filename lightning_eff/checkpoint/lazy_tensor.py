@@ -70,11 +70,7 @@ class LazyShardedTensor(Tensor):
 
 
 def from_shards(outline: Tensor, shards: Iterable[RowShard]) -> LazyShardedTensor:
-    """Return the tensor with this outline and these rows.
-
-    Args:
-        outline: Shape and dtype of the full tensor, on `meta`.
-        shards: In any order; those of ranks without rows are empty.
+    """Return the tensor with an outline (on `meta`) and rows from shards in any order.
 
     Raises:
         CheckpointError: The shards do not cover the tensor's rows exactly once.
