@@ -156,18 +156,24 @@ def plain() -> Double:
 
 
 STEPS = [
-    pytest.param(EPOCH - 2, id="mid-epoch"),
-    pytest.param(EPOCH, id="boundary", marks=pytest.mark.slow),
+    pytest.param(EPOCH - 2, False, id="mid-epoch"),
+    pytest.param(EPOCH - 2, True, id="mid-epoch, every pair", marks=pytest.mark.slow),
+    pytest.param(EPOCH, True, id="boundary, every pair", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("step", "every_pair"), STEPS)
 @pytest.mark.parametrize("saved", MODES)
-def test_every_pair_resumes_like_one_plain_run(saved: str, step: int, plain: Double, tmp_path: Path) -> None:
-    path = tmp_path / "one.ckpt"
+def test_every_pair_resumes_like_one_plain_run(
+    saved: str, step: int, every_pair: bool, plain: Double, tmp_path: Path
+) -> None:
+    """Otherwise with nothing, with everything, and with the next technique of the list."""
+    path, names = tmp_path / "one.ckpt", list(MODES)
     first, _ = train(MODES[saved], SaveAt(step, path))
     assert_same(first, plain, exact=MODES[saved].exact)
-    for loaded, mode in MODES.items():
+    after = names[(names.index(saved) + 1) % len(names)]
+    for loaded in MODES if every_pair else dict.fromkeys(("none", "everything", after)):
+        mode = MODES[loaded]
         try:
             second, _ = train(mode, resume=path)
             assert_same(second, plain, exact=MODES[saved].exact and mode.exact)

@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff.commands._shared import VerbParser, print_json
-from lightning_eff.core.errors import (
-    EXIT_OK,
-    CheckpointError,
-    ConfigError,
-    check_path,
-    suggest_name,
-)
+from lightning_eff.core.errors import EXIT_OK, CheckpointError, ConfigError, check_path, suggest_name
 from lightning_eff.core.text import human_bytes
 
 USAGE = """lightning-eff export RUN [options]

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning_eff.adapters import adapter_checkpoint as adapter_state
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.checkpoint import sharded
-from lightning_eff.checkpoint.digest import check_regular, read_with, verify
+from lightning_eff.checkpoint.digest import read_with, verify
 from lightning_eff.checkpoint.safe_load import LIGHTNING_VERSION, load_plain
 from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.config.strict_yaml import read_yaml
@@ -104,7 +104,7 @@ def _read_without_tensors(path: Path, key: str, value: str) -> Any:
     """Return a checkpoint's content, its digest verified, with tensors on the meta device."""
     try:
         if key == BASE and path.suffix == ".safetensors":
-            return check_regular(path)  # it has no digest; stored_weights.py reads it
+            return read_with(path, lambda _: None)  # it has no digest; stored_weights.py reads it
         if path.is_dir():
             return sharded.verified_index(path).checkpoint
         read_with(path, verify)

@@ -39,16 +39,6 @@ REFUSED = {
     ],
     "micro-batches": ["optimizer=in_backward", "+callbacks=micro_batch"],
     "a scaler": ["optimizer=in_backward", "precision=fp16_mixed"],
-    "ranks by gradients that are freed": [
-        "+callbacks=peft_adapter",
-        "callbacks.peft_adapter.method=adalora",
-        "optimizer=in_backward",
-    ],
-    "ranks by gradients that are scaled": [
-        "+callbacks=peft_adapter",
-        "callbacks.peft_adapter.method=adalora",
-        "precision=fp16_mixed",
-    ],
     "a budget without a compiler": [
         "callbacks=[gradient_checkpointing]",
         "callbacks.gradient_checkpointing.policy=budget",
