@@ -31,13 +31,7 @@ NAME_LENGTH = 80
 
 @dataclass(frozen=True)
 class Trial:
-    """One training run of a comparison.
-
-    Args:
-        name: Name of its row.
-        overrides: What makes it this trial; results of other overrides are not reused.
-        train: Trains it, in another process.
-    """
+    """A row's name, the overrides that make it this trial, and what trains it in another process."""
 
     name: str
     overrides: list[str]
@@ -45,12 +39,7 @@ class Trial:
 
 
 class TrialRounds:
-    """The results of all trials so far, also on disk.
-
-    Args:
-        folder: Their folder.
-        limit_s: Seconds after which a trial is killed.
-    """
+    """The results of all trials so far, also in `folder`; a trial is killed after `limit_s` seconds."""
 
     def __init__(self, folder: Path, limit_s: float) -> None:
         self.results: dict[str, list[TrialResult]] = {}
@@ -64,12 +53,7 @@ class TrialRounds:
         self.results[name] = [TrialResult(NOT_RUN, reason)]
 
     def run_round(self, number: int, trials: Sequence[Trial]) -> None:
-        """Run each trial once, except those that failed in an earlier round.
-
-        Args:
-            number: From 1; even rounds run in reverse order.
-            trials: In the order of the table.
-        """
+        """Run each trial once, except those that failed in an earlier round; even rounds in reverse order."""
         self._overrides |= {trial.name: trial.overrides for trial in trials}
         for trial in reversed(trials) if number % 2 == 0 else trials:
             before = self.results.setdefault(trial.name, [])

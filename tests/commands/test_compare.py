@@ -101,10 +101,9 @@ def test_the_same_words_go_on_with_what_is_missing(
     ("words", "message"),
     [
         (("--only", "gradient_chekpointing"), "did you mean 'gradient_checkpointing'"),
-        (("--steps", "2"), "--steps 2: at least 6"),
-        (("--rounds", "0"), "--rounds 0: at least 1"),
-        (("--steps", "many"), "invalid int value: 'many'"),
-        (("--frehs",), "unknown option '--frehs'"),
+        (("--steps", "2"), "argument --steps: 2: expected at least 6"),
+        (("--limit-s", "many"), "argument --limit-s: invalid number value: 'many'"),
+        (("--frehs",), "unknown option '--frehs'; did you mean '--fresh'?"),
         (("--row", "muon"), "muon: not an override"),
     ],
 )

@@ -56,16 +56,17 @@ def test_every_technique_has_a_row_and_who_set_it(command: Command) -> None:
     assert found["callbacks/gradient_checkpointing"]["will_be"] == "on"
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "shown_as"),
-    [("muon", "muon("), ("cpu_offload", "cpuoffload("), ("schedule_free", "adamwschedulefree(")],
-)
-def test_an_optimizer_is_shown_as_its_call(command: Command, optimizer: str, shown_as: str) -> None:
-    found = rows(command, "baseline", f"optimizer={optimizer}")
+def test_a_recipe_and_an_optimizer_of_ones_own_choice_are_planned(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own.yaml").write_text(
+        "defaults:\n  - lm\n  - callbacks: [gradient_checkpointing]\n  - _self_\n"
+    )
+    found = rows(command, "own", "--config-dir", "mine", "optimizer=schedule_free")
+    assert found["callbacks/gradient_checkpointing"]["set_by"] == "recipe own"
+    assert found["callbacks/empty_cache"]["set_by"] == "recipe lm"
     shown = found["callbacks/optimizer_choice"]["asked"]["optimizer"]
-    assert shown.lower().startswith(shown_as)
+    assert shown.startswith("AdamWScheduleFree(")
     assert "lr=" in shown
-    assert "<" not in shown
     assert not any(name.startswith("optimizer/") and row["asked"] for name, row in found.items())
 
 
@@ -84,7 +85,7 @@ def test_what_a_device_emulates_is_adjusted_or_warned(
 BUDGET = ["+callbacks=gradient_checkpointing", "callbacks.gradient_checkpointing.policy=budget"]
 
 
-def test_a_refusal_has_its_code_and_a_remedy_that_works(command: Command) -> None:
+def test_a_refusal_has_its_code_and_a_remedy_that_works(command: Command, tmp_path: Path) -> None:
     code, out, err = command("plan", "lm", *BUDGET)
     assert code == 5
     assert "REFUSED" in out
@@ -92,14 +93,9 @@ def test_a_refusal_has_its_code_and_a_remedy_that_works(command: Command) -> Non
     assert len(err.splitlines()) <= 5
     compiled = "+callbacks=[gradient_checkpointing,torch_compile]"
     assert command("plan", "lm", compiled, BUDGET[1])[0] == 0
-    assert command("plan", "lm", *BUDGET, "callbacks.gradient_checkpointing.policy=selective")[0] == 0
-
-
-def test_train_refuses_the_same_before_data_or_model_are_built(command: Command, tmp_path: Path) -> None:
     code, _, err = command("train", "lm", *BUDGET, "data.source_dir=/nowhere")
-    assert code == 5
+    assert (code, "nowhere" in err) == (5, False), "before data or model are built"
     assert "without a compiler that keeps a memory budget" in err
-    assert "nowhere" not in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -109,9 +105,7 @@ def test_a_missing_compiler_is_the_environments_fault(
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     code, out, err = command("plan", "fast", "trainer.accelerator=cpu")
-    assert code == 3
-    assert "REFUSED" in out
-    assert "apt-get install g++" in err
+    assert (code, "REFUSED" in out, "apt-get install g++" in err) == (3, True, True)
 
 
 def test_nothing_is_written_and_every_line_fits(command: Command, tmp_path: Path) -> None:
@@ -122,32 +116,20 @@ def test_nothing_is_written_and_every_line_fits(command: Command, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_recipe_of_ones_own_is_planned(command: Command, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "own.yaml").write_text(
-        "defaults:\n  - lm\n  - callbacks: [gradient_checkpointing]\n  - _self_\n"
-    )
-    found = rows(command, "own", "--config-dir", "mine")
-    assert found["callbacks/gradient_checkpointing"]["set_by"] == "recipe own"
-    assert found["callbacks/empty_cache"]["set_by"] == "recipe lm"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "expected a recipe"),
-        (["lm", "--jsn"], "unknown option '--jsn'"),
-        (["lmm"], "did you mean 'lm'"),
-        (["lm", "callbacks.gradient_checkpointing.policy=full"], "gradient_checkpointing"),
-        (
-            ["lm", "+callbacks=gradient_checkpointing", "callbacks.gradient_checkpointing.policy=ful"],
-            "one of full",
-        ),
+        (["callbacks.gradient_checkpointing.policy=full"], "gradient_checkpointing"),
+        ([BUDGET[0], "callbacks.gradient_checkpointing.policy=ful"], "one of full"),
+        (["device=h20"], "device='h20': expected one of h100, h200, a100"),
+        (["device=rtx409"], "did you mean 'rtx4090'?"),
+        (["device=h200", "device=a100"], "expected one device, not 2: h200, a100"),
+        (["--advise"], "unknown option '--advise'; did you mean '--advice'?"),
     ],
 )
 def test_bad_words_are_a_usage_error(command: Command, words: list[str], message: str) -> None:
-    code, _, err = command("plan", *words)
-    assert code == 2
+    code, out, err = command("plan", "lm", *words)
+    assert (code, out) == (2, "")
     assert message in err
 
 
@@ -252,24 +234,6 @@ def test_a_model_of_ones_own_needs_no_memory_and_stops_nothing(command: Command,
         assert about.startswith("linear layers: the model cannot be built without memory: ")
         assert reason in about
         assert len(about.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["device=h20"],
-            "device='h20': expected one of h100, h200, a100",
-        ),
-        (["device=H100"], "b200, cpu\n  try: device=h100"),
-        (["device="], "device=''"),
-        (["device=h200", "device=a100"], "expected one device, not 2: h200, a100"),
-    ],
-)
-def test_an_unknown_device_is_a_usage_error(command: Command, words: list[str], message: str) -> None:
-    code, out, err = command("plan", "lm", TILED, *words)
-    assert (code, out) == (2, "")
-    assert message in err
 
 
 def division(command: Command, *words: str) -> tuple[dict[int, dict[str, int]], str, list[str]]:
@@ -400,33 +364,19 @@ def test_peak_is_shown_against_the_device_by_phase_and_by_holder(command: Comman
     assert list(tmp_path.iterdir()) == []
 
 
-def test_peak_in_json_has_everything(command: Command) -> None:
-    found = peak(command, "baseline", "data.batch_size=2", "data.context_length=32", "device=h200")
-    assert found["device"] == "H200"
-    assert found["fits"] is True
+def test_a_peak_that_does_not_fit_is_told(command: Command) -> None:
+    """A model and a batch that this machine could not hold."""
+    words = ["baseline", "model.d_model=8192", "model.num_layers=2", "data.batch_size=64", "device=rtx4090"]
+    found = peak(command, *words)
+    assert found["device"] == "RTX 4090"
+    assert found["fits"] is False
     tensors = found["tensors"]
-    assert found["peak_bytes"] == tensors["num_bytes"] + 32 * 2**20
+    assert tensors["by_category"]["parameters"] > 2 * 12 * 8192**2 * 4
+    assert 0 < found["peak_bytes"] - tensors["num_bytes"] < 32 * 2**20, "cuBLAS's workspace"
     assert sum(tensors["by_category"].values()) == tensors["num_bytes"]
-    assert tensors["by_category"]["optimizer state"] >= 8 * TRAINED
     assert set(tensors["by_phase"]) == {"forward", "backward", "step"}
     assert 0 < len(tensors["timeline"]) <= 200
     assert any("cuBLAS" in each for each in found["assumed"])
-
-
-def test_a_peak_that_does_not_fit_is_told(command: Command) -> None:
-    """A model and a batch that this machine could not hold."""
-    words = [
-        "baseline",
-        "model.d_model=8192",
-        "model.num_layers=2",
-        "data.batch_size=64",
-        "device=rtx4090",
-    ]
-    found = peak(command, *words)
-    assert found["fits"] is False
-    assert found["tensors"]["by_category"]["parameters"] > 2 * 12 * 8192**2 * 4
-    out = command("plan", *words, "trainer.accelerator=cpu")[1]
-    assert "does not fit: " in out
 
 
 def test_a_peak_in_the_format_of_the_device(command: Command) -> None:

@@ -22,6 +22,11 @@ from lightning_eff.comparison.result_table import FAILED, MEASURED, NOT_RUN, Tri
 GOOD = {"measured": {"num_batches": 4, "samples_per_s": 8.0}, "losses": [[1, 2.0]]}
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_imported_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess_trial, "PRELOADED", [])
+
+
 def work(code: str, folder: Path) -> int:
     """Run some code, that may set `exit_code` and print a report."""
     names: dict[str, Any] = {"folder": folder}
