@@ -58,7 +58,6 @@ def _compare(add: Add) -> None:
     add("--only", metavar="NAME,...", help="these rows besides the baseline; * matches anything")
     about = "a row of your own on top of the baseline; may be repeated"
     add("--row", action="append", default=[], metavar="'OVERRIDES'", help=about)
-    add("--fresh", action="store_true", help="measure everything anew, also what was measured before")
 
 
 def _bench(add: Add) -> None:
@@ -105,7 +104,7 @@ Exit code 5 when a combination is refused, 3 when this machine lacks something; 
   lightning-eff compare lm --only torch_compile,micro_batch
   lightning-eff compare lm --row 'optimizer=muon +callbacks=micro_batch'
 
-A trial that hangs or fails gets a row with the reason. After an interruption, the same command continues.
+A trial that hangs or fails gets a row with the reason. An interruption prints what was measured.
 """,
     "ls": """
   lightning-eff ls memory        what has this word in its name or summary

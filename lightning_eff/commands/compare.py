@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import json
 import shlex
 import shutil
@@ -13,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
+from datetime import datetime
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,11 @@ OWN_GROUPS = ("callbacks", "precision", "strategy")
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     values = compose_recipe(options.recipe, options.overrides, RecipePath.of(options.config_dir)).values
-    # The folder is named by the settings: the same command finds its results again.
-    settings = [options.recipe, options.overrides, options.steps, [str(d) for d in options.config_dir]]
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
-    folder = (Path(values["output_root"]) / "compare" / f"{options.recipe}-{digest}").resolve()
-    if options.fresh:
-        shutil.rmtree(folder / "rounds", ignore_errors=True)
-    comparison = TrialRounds(folder, options.limit_s)
+    now = datetime.now().astimezone()
+    folder = (
+        Path(values["output_root"]) / "compare" / f"{options.recipe}_{now:%Y-%m-%d_%H-%M-%S-%f}"
+    ).resolve()
+    comparison = TrialRounds(folder / "runs", options.limit_s)
     started = time.monotonic()
     try:
         _measure(options, values, comparison)

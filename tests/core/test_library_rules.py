@@ -47,7 +47,7 @@ def test_optimizers_of_whole_matrices_are_refused_where_matrices_are_flattened(o
     assert found(optimizer) == []
 
 
-@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit"])
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamWFp8"])
 def test_torchaos_optimizers_need_a_compiler(kind: str) -> None:
     (finding,) = found(getattr(torchao.optim, kind))
     assert finding.rule.name == "machine/compiler"
@@ -112,12 +112,6 @@ def test_a_modules_own_optimizer_is_judged_by_the_first_technique_that_looks(net
     trainer = make_trainer(callbacks=[WeightAveraging(), GradientCheckpointing()])
     with pytest.raises(ConflictError, match="AdamWScheduleFree with WeightAveraging"):
         trainer.fit(model, make_loader())
-
-
-def test_galore_is_refused_with_adapters() -> None:
-    assert [f.rule.name for f in found(GaLore, run={"callbacks/peft_adapter": "an adapter"})] == [
-        "callbacks/peft_adapter"
-    ]
 
 
 def test_every_rule_has_a_reason_and_a_remedy_and_every_library_class_exists() -> None:
