@@ -21,7 +21,6 @@ from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarnin
 from lightning_eff.core.library_rules import LIBRARY_RULES
 from lightning_eff.core.remedies import format_remedies, keep_overrides, override_as_python
 from lightning_eff.core.rules import RuleFinding
-from lightning_eff.core.technique import Rule
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.run import build_trainer
 from tests.support.models import Deep, Net, make_loader, make_trainer
@@ -66,7 +65,13 @@ def findings(overrides: str) -> list[RuleFinding]:
     return rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if index % 4 == 0 else [pytest.mark.slow])
+        for index, case in enumerate(REFUSED)
+    ],
+)
 def test_each_remedy_removes_what_it_is_for(case: str) -> None:
     found = findings(case)
     assert found, "the case meets no rule any more"
@@ -83,14 +88,12 @@ def test_each_remedy_removes_what_it_is_for(case: str) -> None:
     assert tried
 
 
-def own_rules() -> list[Rule]:
-    """Return the rules that the cases meet, and those about classes of others."""
-    met = [finding.rule for case in REFUSED for finding in findings(case)]
-    return [*met, *(rule for facts in LIBRARY_RULES.values() for rule in (*facts.needs, *facts.excludes))]
-
-
-def test_no_override_is_left_in_a_plain_trainer() -> None:
-    for remedy in {remedy for rule in own_rules() for remedy in rule.remedies}:
+@pytest.mark.parametrize("cases", [[], pytest.param(REFUSED, marks=pytest.mark.slow)])
+def test_no_override_is_left_in_a_plain_trainer(cases: list[str]) -> None:
+    """Of rules about classes of others, and of those that the cases meet."""
+    found = [finding.rule for case in cases for finding in findings(case)]
+    found += [rule for facts in LIBRARY_RULES.values() for rule in (*facts.needs, *facts.excludes)]
+    for remedy in {remedy for rule in found for remedy in rule.remedies}:
         python = override_as_python(remedy)
         assert not OVERRIDE.search(python), python
         if OVERRIDE.match(remedy) and not python.startswith(("remove ", "no ", "leave out ")):
