@@ -250,21 +250,6 @@ def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
     assert list(Path("outputs/lm").glob("*/checkpoints/step-*.ckpt"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "techniques",
-    [[], ["callbacks=[gradient_checkpointing,torch_compile]", "callbacks.torch_compile.backend=aot_eager"]],
-)
-def test_two_ranks_share_one_run_folder(tiny: list[str], techniques: list[str]) -> None:
-    words = [sys.executable, "-m", "lightning_eff", "train", "lm", *tiny, "trainer.devices=2", "strategy=ddp"]
-    words += techniques
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (run_dir,) = Path("outputs/lm").iterdir()
-    assert json.loads((run_dir / "efficiency.json").read_text())["measured"]["world_size"] == 2
-    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-2.ckpt"]
-
-
 def test_completion_knows_options_keys_and_shells(command: Command) -> None:
     assert complete(["train", "lm", "+callbacks=e"]) == ["+callbacks=empty_cache"]
     assert "callbacks.empty_cache.every_n_steps=" in complete(["train", "lm", "callbacks.empty"])
