@@ -63,6 +63,8 @@ def public_names() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":  # for `import *`
+        return list(public_names())
     module_name = public_names().get(name)
     if module_name is None:
         import difflib

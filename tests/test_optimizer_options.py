@@ -119,11 +119,11 @@ def fit(name: str, model: nn.Module, folder: Path, **keywords: Any) -> Any:
     return choice, trainer
 
 
-def test_trains_to_the_bit_like_the_librarys_own_loop(
+def test_trains_to_the_bit_like_the_librarys_own_loop_with_so_many_bytes_of_state(
     name: str, deep: Callable[..., Deep], tmp_path: Path
 ) -> None:
     ours = deep(width=WIDTH)
-    choice, _ = fit(name, ours, tmp_path, max_steps=12)
+    choice, trainer = fit(name, ours, tmp_path, max_steps=12)
     theirs = deep(width=WIDTH)
     losses, optimizers = bare_loop(name, theirs, 12)
     assert ours.losses == losses
@@ -132,22 +132,14 @@ def test_trains_to_the_bit_like_the_librarys_own_loop(
     held = choice.outcome().numbers["state_bytes"]
     assert sum(held.values()) == sum(sum(state_bytes(optimizer).values()) for optimizer in optimizers)
     assert choice.outcome().effective is (name != "cpu_offload"), "here the state is on the CPU anyway"
-
-
-def test_has_so_many_bytes_of_state_and_another_result_than_sgd(
-    name: str, deep: Callable[..., Deep], tmp_path: Path
-) -> None:
-    model = deep(width=WIDTH)
-    choice, trainer = fit(name, model, tmp_path, max_steps=3)
+    assert "on cpu" in choice.outcome().did
     if name in BYTES_PER_PARAMETER:
-        matrices = [layer.linear.weight for layer in model.blocks]
-        state = trainer.optimizers[0].state
+        matrices = [layer.linear.weight for layer in ours.blocks]
         picked = torch.optim.SGD(matrices)
-        picked.state.update({p: state[p] for p in matrices})
+        picked.state.update({p: trainer.optimizers[0].state[p] for p in matrices})
         share = sum(state_bytes(picked).values()) / sum(p.numel() for p in matrices)
         low, high = BYTES_PER_PARAMETER[name]
         assert low <= share <= high
-    assert "on cpu" in choice.outcome().did
 
 
 def laid_open(value: Any) -> Any:
@@ -164,7 +156,7 @@ def test_saved_and_resumed_it_has_the_same_state_and_goes_on_alike(
 ) -> None:
     """With a schedule, so that its rates must come back too; the file holds tensors and plain values."""
     plain: Any = {"width": WIDTH, "dropout": 0.0}
-    whole, first, second = deep(**plain), deep(**plain), deep(**plain)
+    whole, second = deep(**plain), deep(**plain)
 
     def schedule(optimizer: Any) -> WarmupDecay:
         return WarmupDecay(optimizer, total_steps=20, warmup_steps=3)
@@ -185,5 +177,4 @@ def test_saved_and_resumed_it_has_the_same_state_and_goes_on_alike(
     states = [laid_open(t.optimizers[0].state_dict()) for t in (trainer, resumed)]
     torch.testing.assert_close(states[1]["state"], states[0]["state"], rtol=0, atol=0)
     assert states[1]["param_groups"] == states[0]["param_groups"]
-    assert first.losses == []
-    assert not torch.equal(next(first.parameters()), next(second.parameters()))
+    assert not torch.equal(next(deep(**plain).parameters()), next(second.parameters()))

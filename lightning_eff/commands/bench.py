@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
-from lightning_eff.commands._shared import VerbParser, known_device, print_json
+from lightning_eff.commands._shared import check_device, print_json
 from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, EnvironmentLacksError
 from lightning_eff.core.text import text_table
 
@@ -20,25 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from lightning_eff.commands._bench.gemm_timing import Comparison
-
-USAGE = """lightning-eff bench [--quick] [--tune] [--explain DEVICE] [--shapes M,N,K[;...]] [--dtype NAME]
-                    [--out DIR] [--json]
-
-  bench                            linear layers of language models on a GPU; without one, torch's library
-                                   on this CPU, with and without our call around it
-  bench --quick                    a few small shapes
-  bench --tune                     measure every config that fits; `gemm` chooses by that from now on
-  bench --explain h200             measure nothing: which tile each shape would get there, and what is lost;
-                                   h100, h200, a100, rtx4090, b200 or cpu
-  bench --shapes '4096,4096,4096'  your own layers: tokens, output features, input features; each is three
-                                   GEMMs, forward (nt), gradient of the input (nn) and of the weight (tn)
-  bench --dtype fp16               bf16 (default), fp16 or fp32 operands; a CPU is timed in fp32
-  bench --out DIR                  write the raw numbers into DIR/gemm.json, again after each case, so that an
-                                   interrupted run keeps them
-  bench --json                     print the raw numbers on the standard output
-
-Each candidate is compared with float64 before it is timed. Exit code 1 when one is incorrect, 3 when --tune
-finds no GPU."""
 
 OPERAND_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ROUND_MS, QUICK_ROUND_MS = 20, 2
@@ -54,9 +35,8 @@ TWO_METHODS = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the verb."""
-    options = _parse(arguments)
     if options.explain is not None:
         return _explain(options)
     import torch
@@ -74,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         raise EnvironmentLacksError(text)
     device = torch.device("cpu") if reason else torch.device("cuda", torch.cuda.current_device())
     environment = {
-        "command": shlex.join(["lightning-eff", "bench", *arguments]),
+        "command": shlex.join(["lightning-eff", "bench", *options.arguments]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **machine.machine_info(device),
         "triton": machine.package_version("triton"),
@@ -93,26 +73,8 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_OK if is_correct else EXIT_FAILED
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = VerbParser("bench", "--quick", "--tune")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--explain")
-    parser.add_argument("--dtype", choices=tuple(OPERAND_DTYPES), default="bf16")
-    parser.add_argument("--shapes", type=_layers, default=[])
-    return parser.parse_word(arguments, max_words=0)
-
-
-def _layers(text: str) -> list[tuple[int, ...]]:
-    """Read `M,N,K;M,N,K`."""
-    layers = [tuple(number.strip() for number in layer.split(",")) for layer in text.split(";")]
-    if not all(len(layer) == 3 and all(n.isdecimal() and int(n) for n in layer) for layer in layers):
-        message = f"expected M,N,K[;M,N,K...], whole numbers of at least 1, not {text!r}"
-        raise argparse.ArgumentTypeError(message)
-    return [tuple(map(int, layer)) for layer in layers]
-
-
 def _explain(options: argparse.Namespace) -> int:
-    device = known_device("--explain ", options.explain)
+    device = check_device("--explain", options.explain)
     import torch
 
     from lightning_eff.kernels.known_layers import LAYERS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import argparse
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -10,37 +10,19 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_eff.commands._shared import VerbParser, known_device, print_json
+from lightning_eff.commands._shared import check_device, print_json
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath, listed_options
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
 from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, UsageError
-from lightning_eff.core.text import WIDTH, text_table
+from lightning_eff.core.text import WIDTH, line_width, text_table
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_eff.planner.advice import Compose
     from lightning_eff.planner.prediction import Prediction
-
-USAGE = """lightning-eff plan RECIPE [overrides] [options]
-
-  lightning-eff plan lm                                     what is on, who set it, and the memory of a step
-  lightning-eff plan lm device=rtx4090                      on another device: h100, h200, a100, b200, cpu
-  lightning-eff plan lm '+callbacks=gradient_checkpointing' with overrides, as for train
-  lightning-eff plan lm '+callbacks=triton_gemm'          which linear layers the Triton kernel takes
-  lightning-eff plan zero3_offload                          and the memory of each of 1 to 1,024 devices
-  lightning-eff plan lm strategy=ddp trainer.devices=8 trainer.accelerator=cpu
-                                                            the same for DDP, on a machine without 8 GPUs
-
-Exit code 5 when a combination is refused, 3 when this machine lacks something; both with a remedy.
-
-options:
-  --config-dir DIR        a folder of your own with groups and recipes, or a package of options: pkg://NAME
-  --advice                try techniques that save memory, and the largest batch that fits (a minute)
-  --json                  print the rows as JSON on the standard output
-  --debug                 full tracebacks"""
 
 GROUP_OF = {"callbacks/optimizer_choice": "optimizer"}
 """Techniques that a recipe sets through a group of another name."""
@@ -69,18 +51,15 @@ class PlanRow:
     remedies: list[str] = field(default_factory=list[str])
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     # `device=NAME` looks like an override, and is none.
-    devices = [word.partition("=")[2] for word in arguments if word.startswith("device=")]
-    parser = VerbParser("plan", "--advice")
-    options = parser.parse_recipe([word for word in arguments if not word.startswith("device=")])
+    devices = [word.partition("=")[2] for word in options.overrides if word.startswith("device=")]
+    options.overrides = [word for word in options.overrides if not word.startswith("device=")]
     if len(devices) > 1:
         text = f"plan: expected one device, not {len(devices)}: {', '.join(devices)}"
         raise UsageError(text)
-    device = ""
-    if devices:
-        device = known_device("device=", devices[0])
+    device = check_device("device", devices[0]) if devices else ""
     path = RecipePath.of(options.config_dir)
     composed = compose_recipe(options.recipe, options.overrides, path)
     from lightning_eff.core.rules import raise_rejected
@@ -100,9 +79,11 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print_json({"recipe": options.recipe, "rows": [asdict(row) for row in rows]} | content)
     else:
-        wrap = functools.partial(textwrap.fill, width=WIDTH, subsequent_indent="  ", break_long_words=False)
-        lines = "\n\n".join(sections).splitlines()  # the tables fit already
-        sys.stdout.write("\n".join(wrap(line) if len(line) > WIDTH else line for line in lines) + "\n")
+        width = line_width(WIDTH) or WIDTH
+        for line in "\n\n".join(sections).splitlines():
+            fits = len(line) <= width  # as the lines of tables do already
+            wrapped = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False)
+            sys.stdout.write(f"{line if fits else wrapped}\n")
     raise_rejected(findings)
     if isinstance(error, PRE_RUN_ERRORS):
         raise error  # as `train` would

@@ -79,9 +79,9 @@ def test_what_was_measured_before_a_crash_is_kept(
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["--fast"], 2, "unknown argument '--fast'"),
+        (["--quik"], 2, "unknown option '--quik'; did you mean '--quick'?"),
         (["train"], 2, "unknown argument 'train'"),
-        (["--dtype", "fp8"], 2, "argument --dtype: invalid choice: 'fp8'"),
+        (["--dtype", "fp8"], 2, "argument --dtype: invalid choice: 'fp8'; there are: bf16, fp16, fp32"),
         (["--shapes", "1,2"], 2, "argument --shapes: expected M,N,K[;M,N,K...], whole numbers of at least 1"),
         (["--shapes", "1,2,0"], 2, "not '1,2,0'"),
         (["--shapes", "1,2,3;"], 2, "try: lightning-eff bench --help"),

@@ -126,7 +126,7 @@ def test_a_recipe_of_ones_own_is_planned(command: Command, tmp_path: Path) -> No
     ("words", "message"),
     [
         ([], "expected a recipe"),
-        (["lm", "--jsn"], "unknown option '--jsn'"),
+        (["lm", "--advise"], "unknown option '--advise'; did you mean '--advice'?"),
         (["lmm"], "did you mean 'lm'"),
         (["lm", "device=h20"], "device='h20': expected one of h100, h200, a100"),
         (["lm", "device=H100"], "b200, cpu\n  try: device=h100"),
