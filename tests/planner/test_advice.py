@@ -136,7 +136,7 @@ def test_the_largest_batch_of_a_recipe_is_exact() -> None:
     taken = dry_run(compose([])).peak
     assert taken is not None
     memory = DeviceMemory("here", 5 * taken.num_bytes)
-    found = advise(AdvisedRecipe.of(compose, memory))
+    found = advise(AdvisedRecipe.of(compose, memory), budget_s=900.0)
     assert found.largest_batch is not None
 
     def peak(rows: int) -> int:
