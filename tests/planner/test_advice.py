@@ -136,7 +136,7 @@ def test_the_largest_batch_of_a_recipe_is_exact() -> None:
     taken = dry_run(compose([])).peak
     assert taken is not None
     memory = DeviceMemory("here", 5 * taken.num_bytes)
-    found = advise(AdvisedRecipe.of(compose, memory))
+    found = advise(AdvisedRecipe.of(compose, memory), budget_s=900.0)
     assert found.largest_batch is not None
 
     def peak(rows: int) -> int:
@@ -148,4 +148,4 @@ def test_the_largest_batch_of_a_recipe_is_exact() -> None:
     assert peak(found.largest_batch) <= memory.memory_bytes < peak(found.largest_batch + 1)
     checkpointing = next(each for each in found.alone if each.words == ("+callbacks=gradient_checkpointing",))
     assert checkpointing.flops_ratio is not None
-    assert 1.1 < checkpointing.flops_ratio < 1.4, "one more forward pass of the blocks is a third of a step"
+    assert 1.05 < checkpointing.flops_ratio < 1.1, "the head, most of this model, is not recomputed"
