@@ -220,6 +220,12 @@ class HFCausalLM(pl.LightningModule):
         return self.loss(self(**inputs), labels), (labels[:, 1:] != IGNORED_TARGET).sum()
 
     @override
+    def on_train_start(self) -> None:
+        padding = getattr(getattr(self.trainer, "datamodule", None), "padding_fraction", None)
+        if padding is not None:
+            self.log("padding_fraction", padding, rank_zero_only=True)
+
+    @override
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         loss, count = self._batch_loss(batch)
         self.log("train_loss", loss, prog_bar=True)
