@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing_extensions import override
 from lightning_eff.data.corpus.documents import content_digest, import_extra, read_documents
 from lightning_eff.data.corpus.packing import TokenRows
 from lightning_eff.data.corpus.tokenization import TrainingTokenizer
+from lightning_eff.data.corpus.whole_file import write_whole
 
 FORMAT = 1
 """Version of the columns; increase it with every change."""
@@ -72,15 +72,9 @@ def tokenize_once(
         if first is None:
             msg = f"paths={[str(source) for source in sources]} contain no document"
             raise ValueError(msg)
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{os.getpid()}")
-        try:
-            with scratch.open("wb") as sink, pa.ipc.new_file(sink, first.schema) as writer:
-                for chunk in itertools.chain([first], chunks):
-                    writer.write_table(chunk)
-            scratch.replace(file)
-        finally:
-            scratch.unlink(missing_ok=True)
+        with write_whole(file) as sink, pa.ipc.new_file(sink, first.schema) as writer:
+            for chunk in itertools.chain([first], chunks):
+                writer.write_table(chunk)
     return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
 
 
