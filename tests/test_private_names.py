@@ -67,7 +67,7 @@ USED_IN = {
     "_opt_called": "core/optimization/kept_schedule.py",
     "_shutdown_workers": "callbacks/_data_preload/prefetch.py",
     "_iterator": "callbacks/_data_preload/prefetch.py",
-    "_supports_sdpa": "models/_hub.py",
+    "_attn_implementation": "models/hf_causal_lm.py",
     "_activation_checkpointing_kwargs": "core/rules.py",
     "_will_engine_execute_node": "kernels/linear.py",
     "_post_accumulate_grad_hooks": "kernels/linear.py",
