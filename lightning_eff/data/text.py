@@ -146,7 +146,8 @@ class Text(pl.LightningDataModule):
                 rows = GroupedBatches(rows, max_tokens=self.batch_size * self.context_length)
             self._rows[split] = rows
             share = f"{rows.padding_fraction:.1%} padding" if self.packing else "padded by the batch"
-            _log(logging.INFO, "%s: %d %s, %s", split, len(rows), type(rows).__name__, share)
+            kind = "batches" if self.packing == "grouped" else "rows"
+            _log(logging.INFO, "%s: %d %s, %s", split, len(rows), kind, share)
         self.padding_fraction = self._rows["train"].padding_fraction if self.packing else None
 
     def _log_losses(self, pieces: Pieces) -> None:
