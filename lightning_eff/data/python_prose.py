@@ -11,10 +11,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 from tokenizers import Tokenizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_eff.data.python_source import PythonSource
@@ -53,7 +51,3 @@ class PythonProse(PythonSource):
     @override
     def _make_tokenizer(self, texts: Sequence[str]) -> Tokenizer:
         return self.source.tokenizer
-
-    def texts(self) -> dict[str, DataLoader[Any]]:
-        """Return the validation windows of both texts, by name."""
-        return {"prose": self.val_dataloader(), "Python source": self.source.val_dataloader()}

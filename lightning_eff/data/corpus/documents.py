@@ -91,11 +91,7 @@ def find_sources(paths: Sequence[str]) -> list[str | Path]:
 
 
 def content_digest(sources: Sequence[str | Path]) -> str:
-    """Return a hash of the names and contents of the sources; of a dataset on the hub, of its commit.
-
-    Raises:
-        ValueError: The hub does not tell the commit.
-    """
+    """Return a hash of the names and contents of the sources; of a dataset on the hub, of its commit."""
     digest = hashlib.sha256()
     for source in sources:
         digest.update(f"{source} ".encode())
@@ -110,12 +106,7 @@ def content_digest(sources: Sequence[str | Path]) -> str:
 
 
 def read_documents(sources: Sequence[str | Path], field: str) -> Iterator[SourceDocument]:
-    """Yield all documents, in the order of the sources.
-
-    Raises:
-        MissingFieldError: A row lacks the field.
-        ValueError: A file is not what its name says, or the field of a row is neither text nor conversation.
-    """
+    """Yield all documents, in the order of the sources; an error names file and row."""
     for source in sources:
         if source == PYDOC:
             yield from ((text, f"{PYDOC}:{name}") for name, text in _topics().items())

@@ -34,14 +34,7 @@ Tokens = tuple[list[int], list[bool]]
 
 
 class TrainingTokenizer:
-    """A fast tokenizer of transformers with an end token, a chat template and the number of tokens.
-
-    Args:
-        name: Hugging Face name or folder; None for bytes. Code of a tokenizer is never executed.
-
-    Raises:
-        ValueError: The tokenizer cannot be loaded, or has no fast form (`tokenizer.json`).
-        ModuleNotFoundError: transformers is not installed.
+    """A fast tokenizer of transformers by name or folder, or of bytes; its code is never executed.
 
     Example:
         >>> TrainingTokenizer().tokenizer.encode("né").ids
@@ -90,11 +83,7 @@ class TrainingTokenizer:
         return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
     def encode(self, documents: Sequence[SourceDocument]) -> list[Tokens]:
-        """Return the tokens of each document: of texts with an end token, of conversations by the template.
-
-        Raises:
-            ValueError: A conversation has no answer, or the chat template rejects it; it names the location.
-        """
+        """Return the tokens of each document: texts with an end token, conversations by the template."""
         texts = [content for content, _ in documents if isinstance(content, str)]
         encodings = iter(self.tokenizer.encode_batch(texts))  # in parallel
         encoded: list[Tokens] = []
@@ -113,11 +102,7 @@ class TrainingTokenizer:
         return encoded
 
     def encode_chat(self, turns: Turns) -> Tokens:
-        """Return the tokens of a conversation; what the assistant says are the targets.
-
-        Raises:
-            ValueError: The conversation has no answer, or the chat template rejects it.
-        """
+        """Return the tokens of a conversation; what the assistant says are the targets."""
         from jinja2 import TemplateError
 
         if not any(turn["role"] == ASSISTANT and turn["content"] for turn in turns):

@@ -31,11 +31,7 @@ CHUNK = 200
 
 
 def tokenize(sources: Sequence[str | Path], field: str, tokenizer: TrainingTokenizer) -> Iterator[Any]:
-    """Yield the documents in chunks: Arrow tables of their tokens, and which of these are targets.
-
-    Raises:
-        ValueError: A document cannot be read or encoded; the message names file and row.
-    """
+    """Yield the documents in chunks: Arrow tables of their tokens, and which of these are targets."""
     pa = import_extra("pyarrow")
     documents = read_documents(sources, field)
     while chunk := list(itertools.islice(documents, CHUNK)):
@@ -58,11 +54,7 @@ def tokenize(sources: Sequence[str | Path], field: str, tokenizer: TrainingToken
 def tokenize_once(
     sources: Sequence[str | Path], field: str, tokenizer: TrainingTokenizer, cache_dir: Path
 ) -> Any:
-    """Return the Arrow table of all documents, from the cache if it is there; an error leaves nothing in it.
-
-    Raises:
-        ValueError: As `tokenize`, or there is no document.
-    """
+    """Return the Arrow table of all documents, from the cache if it is there; an error leaves no file."""
     pa = import_extra("pyarrow")
     facts = f"{FORMAT} {field} {tokenizer.digest()} {content_digest(sources)}"
     file = cache_dir / f"text-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.arrow"
