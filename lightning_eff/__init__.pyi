@@ -27,7 +27,6 @@ from lightning_eff.microbatching.fabric import ExactGradient as ExactGradient
 from lightning_eff.monitors.efficiency_report import EfficiencyReport as EfficiencyReport
 from lightning_eff.monitors.gradient_check import GradientCheck as GradientCheck
 from lightning_eff.monitors.progress import Progress as Progress
-from lightning_eff.monitors.text_losses import TextLosses as TextLosses
 from lightning_eff.monitors.text_sample import TextSample as TextSample
 from lightning_eff.optimizer.cpu_offload import CpuOffload as CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward as InBackward
