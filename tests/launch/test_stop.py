@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 LAUNCHERS = {
-    "lightning": [sys.executable, "-m"],
+    "own": [sys.executable, "-m"],
     "torchrun": [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "-m"],
 }
 FAULTY = """
@@ -107,32 +107,28 @@ def check_fault(launcher: str, strategy: str, fault: str) -> None:
     else:
         last = lines[-1]
         assert f"rank {rank}" in last
-    gone = "is gone" if (launcher, rank) == ("lightning", "0") else "SIGKILL"
-    told = "ended with code 1; its message is above"
-    begun = (launcher, place) != ("lightning", "build")  # a rank says itself why it could not begin
-    assert (gone if kind == "kill" else "RuntimeError: a fault of the test" if begun else told) in last
-    assert begun or "RuntimeError: a fault of the test" in "\n".join(lines)
-    assert len(list(Path("outputs/baseline").iterdir())) == 1 or not begun
+    assert ("SIGKILL" if kind == "kill" else "RuntimeError: a fault of the test") in last
+    assert len(list(Path("outputs/baseline").iterdir())) == (place != "build")
 
 
 def test_a_rank_that_raises_ends_the_other_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    check_fault("lightning", "ddp", "raise:1:step")
+    check_fault("own", "ddp", "raise:1:step")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "strategy", "fault"),
     [
-        ("lightning", "deepspeed_zero", "raise:1:step"),
-        ("lightning", "fsdp2", "raise:0:step"),
-        ("lightning", "ddp", "kill:1:step"),
-        ("lightning", "fsdp2", "kill:0:step"),
-        ("lightning", "deepspeed_zero", "raise:0:data"),
-        ("lightning", "ddp", "raise:1:data"),
-        ("lightning", "fsdp2", "raise:1:build"),
+        ("own", "deepspeed_zero", "raise:1:step"),
+        ("own", "fsdp2", "raise:0:step"),
+        ("own", "ddp", "kill:1:step"),
+        ("own", "fsdp2", "kill:0:step"),
+        ("own", "deepspeed_zero", "raise:0:data"),
+        ("own", "ddp", "raise:1:data"),
+        ("own", "fsdp2", "raise:1:build"),
         ("torchrun", "fsdp2", "raise:1:step"),
         ("torchrun", "deepspeed_zero", "raise:0:step"),
         ("torchrun", "fsdp2", "kill:1:step"),
@@ -154,7 +150,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    process = start("lightning", "ddp", fault, "trainer.max_steps=100000")
+    process = start("own", "ddp", fault, "trainer.max_steps=100000")
     lines = end_of(process)
     assert process.returncode == 143, lines
     (saved,) = Path("outputs/baseline").glob("*/checkpoints/*.ckpt")
@@ -184,7 +180,7 @@ def test_ranks_of_torchrun_share_one_folder_and_one_screen(tiny: list[str]) -> N
 @pytest.mark.parametrize(
     ("launcher", "recipe"),
     [
-        *(("lightning", recipe) for recipe in ("baseline", "zero2", "zero3_offload", "fsdp2")),
+        *(("own", recipe) for recipe in ("baseline", "zero2", "zero3_offload", "fsdp2")),
         *(("torchrun", recipe) for recipe in ("baseline", "zero3_offload", "fsdp2")),
     ],
 )
@@ -194,7 +190,7 @@ def test_ranks_share_one_folder_and_one_screen(launcher: str, recipe: str, tiny:
 
 @pytest.mark.slow
 def test_each_run_of_a_sweep_starts_its_own_ranks(tiny: list[str]) -> None:
-    words = [*LAUNCHERS["lightning"], "lightning_eff", "train", "baseline", *tiny, "-m", "seed=1,2"]
+    words = [*LAUNCHERS["own"], "lightning_eff", "train", "baseline", *tiny, "-m", "seed=1,2"]
     words += ["trainer.devices=2", "strategy=ddp", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -206,8 +202,8 @@ def test_each_run_of_a_sweep_starts_its_own_ranks(tiny: list[str]) -> None:
 @pytest.mark.parametrize(
     ("launcher", "strategy", "fault", "code"),
     [
-        ("lightning", "deepspeed_zero", "SIGTERM:0:step", 143),
-        ("lightning", "fsdp2", "SIGINT:1:step", 130),
+        ("own", "deepspeed_zero", "SIGTERM:0:step", 143),
+        ("own", "fsdp2", "SIGINT:1:step", 130),
         ("torchrun", "fsdp2", "SIGTERM:1:step", 1),  # torchrun has a code of its own
     ],
 )
