@@ -145,7 +145,7 @@ def test_no_override_is_left_in_a_plain_trainer() -> None:
         ("'callbacks.peft_adapter.r=8'", "'PeftAdapter(r=8)'"),
         ("+callbacks=torch_compile", "TorchCompile()"),
         ("~callbacks.gradient_accumulation", "remove GradientAccumulation"),
-        ("~strategy.nvme_path", "leave out nvme_path"),
+        ("~strategy.config", "leave out config"),
         ("strategy.checkpoints=full", 'FSDP2(checkpoints="full")'),
         ("strategy=ddp", 'Trainer(strategy="ddp")'),
         ("strategy=deepspeed_zero", "DeepSpeedZero()"),

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, DoublePrecision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.torch_compile import TorchCompile
@@ -41,11 +41,12 @@ MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
     ("options", "message"),
     [
         ({"stage": 0}, "stage=0: expected one of 1, 2, 3"),
-        ({"offload_optimizer": "disk"}, "offload_optimizer='disk': expected one of cpu, nvme, or None"),
-        ({"offload_parameters": "cpu"}, "offload_parameters='cpu': expected None under stage 2"),
-        ({"offload_optimizer": "nvme", "nvme_path": "x"}, "offload_optimizer='nvme': expected cpu or None"),
-        ({"stage": 3, "offload_optimizer": "nvme"}, "nvme_path=None: expected a folder on a local disk"),
-        ({"nvme_path": "x"}, "nvme_path='x': expected a folder on a local disk for nvme, else None"),
+        ({"offload_optimizer": "nvme"}, "offload_optimizer='nvme': expected 'cpu', or None"),
+        (
+            {"offload_parameters": "cpu"},
+            "offload_parameters='cpu': expected None under stage 2, where each device keeps all weights\n"
+            "  try: DeepSpeedZero(stage=3)",
+        ),
         ({"config": {"gradient_clipping": 1.0}}, "set by trainer.gradient_clip_val"),
         ({"config": {"train_batch_size": 8}}, "set by data.batch_size"),
         ({"config": {"bf16": {"enabled": True}}}, "set by trainer.precision or precision="),
@@ -85,8 +86,6 @@ def test_a_precision_plugin_becomes_deepspeeds_own() -> None:
     )
     assert isinstance(trainer.precision_plugin, DeepSpeedPrecision)
     assert trainer.precision == "bf16-mixed"
-    with pytest.raises(ConfigError, match="precision='64-true': expected bf16-mixed"):
-        strategy.precision_plugin = DoublePrecision()
 
 
 def test_one_device_is_rejected_with_remedies() -> None:
@@ -99,19 +98,6 @@ def test_one_device_is_rejected_with_remedies() -> None:
         'DeepSpeedZero(offload_optimizer="cpu")',
     ):
         assert f"try: {remedy}" in str(raised.value)
-
-
-def test_remedies_can_be_pasted() -> None:
-    for options in ({"offload_parameters": "cpu"}, {"offload_optimizer": "nvme", "nvme_path": "x"}):
-        with pytest.raises(ConfigError, match=r"try: DeepSpeedZero\(stage=3\)"):
-            DeepSpeedZero(**options)
-    with pytest.raises(ConfigError, match=r"try: DeepSpeedZero\(nvme_path=./"):
-        DeepSpeedZero(stage=3, offload_optimizer="nvme")
-    with pytest.raises(
-        ConfigError,
-        match=r"nvme_path='no/such': expected an existing, writable folder[\s\S]*try: mkdir -p no/such",
-    ):
-        DeepSpeedZero(stage=3, offload_optimizer="nvme", nvme_path="no/such")
 
 
 @pytest.mark.parametrize(
@@ -210,6 +196,7 @@ print(max(float((alone[key] - theirs[key]).abs().max()) for key in theirs), alon
 """
 
 
+@pytest.mark.slow
 def test_one_device_with_offload_trains_like_no_strategy(tmp_path: Path) -> None:
     """In a separate process: a process group would stay."""
     script = tmp_path / "alone.py"

@@ -85,11 +85,7 @@ class RankDivergenceCheck:
         self._group = dist.new_group(backend="gloo")  # all ranks
 
     def compare(self) -> None:
-        """Read the comparison of the previous step and start that of this step.
-
-        Raises:
-            ConflictError: Ranks differed in the previous step.
-        """
+        """Read the comparison of the previous step, as `read` does, and start that of this step."""
         if self._group is None:
             return
         self.read()
@@ -99,11 +95,7 @@ class RankDivergenceCheck:
         self._seen = 0
 
     def read(self) -> None:
-        """Wait for the pending comparison, if any.
-
-        Raises:
-            ConflictError: Ranks differed.
-        """
+        """Wait for the pending comparison, if any; raise a ConflictError if ranks differed."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -121,11 +113,7 @@ class RankDivergenceCheck:
             )
 
     def end(self, *, reads: bool = True) -> None:
-        """Remove the hooks, read the last comparison and destroy the process group.
-
-        Args:
-            reads: False after a failure: then only the hooks are removed, without communication.
-        """
+        """Remove the hooks; unless a rank may have failed (`reads=False`), also communicate a last time."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
