@@ -23,15 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_eff.core.errors import (
-    EXIT_CONFIG,
-    EXIT_ENVIRONMENT,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_REFUSED,
-    EXIT_TERMINATED,
-    RankError,
-)
+from lightning_eff.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, RankError
 from lightning_eff.launch.job import RUN_DIR, num_devices, num_ranks
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -83,8 +75,8 @@ def run_ranks(words: Iterable[str], folder: Path, trainer: Mapping[str, Any]) ->
             codes = _wait(ranks)
         finally:
             _kill(ranks)
-        if received:  # a rank may have died of it before it could stop
-            codes = [EXIT_TERMINATED if code is not None and code < 0 else code for code in codes]
+        if received:  # a rank may have died of the signal before it could stop
+            codes = [128 + received[0] if code == -received[0] else code for code in codes]
         failure = first_failure(codes, files, folder, first_rank=first)
     if failure is not None:
         raise failure
@@ -142,26 +134,26 @@ def first_failure(
 
     Args:
         codes: Exit code of each rank, None for one that had to be killed.
-        files: Error file of each rank. One that ended without it was killed, or broke off, before the others
-            lost it.
+        files: Error file of each rank. One that failed without it did so before the others lost it.
         folder: The run's folder.
         first_rank: Number of the first of these ranks.
     """
     found: list[tuple[float, int, str, int]] = []
     for rank, (code, file) in enumerate(zip(codes, files, strict=True), start=first_rank):
         if file.exists():
-            text = json.loads(file.read_text())["message"]["message"]
+            text: str = json.loads(file.read_text())["message"]["message"]
             log = error_log(folder, rank)
-            if code in (EXIT_CONFIG, EXIT_ENVIRONMENT, EXIT_REFUSED):  # complete, with remedies
+            where = f" (traceback: {log})" if log.exists() else ""
+            if "\n  try: " in text:  # complete, after the class of the error
                 text = text.partition(": ")[2]
             else:
-                where = f" (traceback: {log})" if log.exists() else ""
-                text = f"rank {rank}: {next(iter(text.splitlines()), '')}{where}"
+                text = f"rank {rank}: {text.splitlines()[0]}{where}"
             found.append((file.stat().st_mtime, rank, text, max(code or 0, EXIT_FAILED)))
         elif code and code not in STOPPED:
             told = f"ended with code {code}; its message is above"
             if code < 0:
-                told = f"was killed by {signal.Signals(-code).name}, perhaps because memory ran out"
+                told = f"was killed by {signal.Signals(-code).name}"
+                told += ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
             found.append((0.0, rank, f"rank {rank} {told}", max(code, EXIT_FAILED)))
     if not found:
         return None

@@ -32,6 +32,8 @@ def fault(here):
             raise RuntimeError("a fault of the test")
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "tell":
+            return Path("began").touch()
         os.kill(os.getpid(), getattr(signal, kind))
 
 class Net(pl.LightningModule):
@@ -154,12 +156,18 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
         assert lines[-1] == "stopped; ckpt_path=last resumes from the newest checkpoint"
 
 
+def begun() -> subprocess.Popen[str]:
+    """Start two ranks, and return when they train."""
+    process = start("own", "ddp", "tell:0:step", "trainer.max_steps=100000")
+    while process.poll() is None and not Path("began").exists():
+        time.sleep(0.1)
+    return process
+
+
 @SLOW
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_command_stops_all_ranks(number: int) -> None:
-    process = start("own", "ddp", "::", "trainer.max_steps=100000")
-    while process.poll() is None and not list(Path("outputs/baseline").glob("*/metrics/*.csv")):
-        time.sleep(0.2)
+    process = begun()
     process.send_signal(number)
     lines = end_of(process)
     assert process.returncode == 128 + number, lines
@@ -169,9 +177,7 @@ def test_a_signal_to_the_command_stops_all_ranks(number: int) -> None:
 
 @SLOW
 def test_ranks_do_not_outlive_the_command() -> None:
-    process = start("own", "ddp", "::", "trainer.max_steps=100000")
-    while process.poll() is None and not list(Path("outputs/baseline").glob("*/metrics/*.csv")):
-        time.sleep(0.2)
+    process = begun()
     process.kill()
     process.communicate()  # ends when no rank has the pipe any more
     assert left_over(str(Path.cwd())) == []

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
@@ -76,14 +75,8 @@ def test_config_is_passed_to_deepspeed_and_not_changed() -> None:
 
 
 def test_a_precision_plugin_becomes_deepspeeds_own() -> None:
-    strategy = DeepSpeedZero()
-    trainer = pl.Trainer(
-        strategy=strategy,
-        devices=2,
-        accelerator="cpu",
-        logger=False,
-        plugins=[AutoPrecision(precision="bf16-mixed")],
-    )
+    plugins = [AutoPrecision(precision="bf16-mixed")]
+    trainer = make_trainer(strategy=DeepSpeedZero(), devices=2, plugins=plugins)
     assert isinstance(trainer.precision_plugin, DeepSpeedPrecision)
     assert trainer.precision == "bf16-mixed"
 
@@ -92,49 +85,33 @@ def test_one_device_is_rejected_with_remedies() -> None:
     trainer = make_trainer(strategy=DeepSpeedZero(), devices=1)
     with pytest.raises(ConflictError) as raised:
         trainer.fit(Net())
-    for remedy in (
-        "Trainer(devices=2)",
-        'Trainer(strategy="auto")',
-        'DeepSpeedZero(offload_optimizer="cpu")',
-    ):
-        assert f"try: {remedy}" in str(raised.value)
+    for remedy in ("devices=2)", 'Trainer(strategy="auto")', 'DeepSpeedZero(offload_optimizer="cpu")'):
+        assert remedy in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("other", "options", "refused"),
+    ("other", "stage", "options", "refused"),
     [
-        (WeightAveraging(), {"stage": 2}, False),
-        (WeightAveraging(), {"stage": 3}, True),
-        (EMAWeightAveraging(), {"stage": 3}, True),
-        (StochasticWeightAveraging(swa_lrs=0.1), {}, True),
-        (LearningRateFinder(), {}, True),
-        (BackboneFinetuning(), {}, True),
+        (WeightAveraging(), 2, {}, False),
+        (WeightAveraging(), 1, {"precision": "bf16-true"}, True),
+        (EMAWeightAveraging(), 3, {}, True),
+        (StochasticWeightAveraging(swa_lrs=0.1), 2, {}, True),
+        (LearningRateFinder(), 2, {}, True),
+        (BackboneFinetuning(), 2, {}, True),
     ],
 )
-def test_incompatible_lightning_callbacks_are_rejected(
-    other: Any, options: dict[str, Any], *, refused: bool
+def test_incompatible_lightning_callbacks_are_rejected_in_a_plain_trainer(
+    other: Any, stage: Any, options: dict[str, Any], *, refused: bool
 ) -> None:
-    trainer = make_trainer(strategy=DeepSpeedZero(**options), devices=2, callbacks=[other])
-    findings = rules.check_rules(rules.trainer_components(trainer), {})
-    assert bool(findings) is refused
-    assert all(finding.rule.remedies for finding in findings)
-
-
-def test_averages_of_16_bit_weights_are_rejected() -> None:
-    trainer = make_trainer(
-        strategy=DeepSpeedZero(stage=1), devices=2, callbacks=[WeightAveraging()], precision="bf16-true"
-    )
-    assert rules.check_rules(rules.trainer_components(trainer), {})
-
-
-def test_rules_also_apply_in_a_plain_trainer() -> None:
     """Before a process group exists, and before the callback has copied the model."""
-    trainer = make_trainer(strategy=DeepSpeedZero(stage=3), devices=2, callbacks=[WeightAveraging()])
-    module = Net()
-    trainer.strategy.connect(module)
-    module.trainer = trainer
-    with pytest.raises(ConflictError, match="deepspeed_zero with WeightAveraging"):
-        trainer.strategy.setup_environment()
+    trainer = make_trainer(strategy=DeepSpeedZero(stage=stage), devices=2, callbacks=[other], **options)
+    assert bool(rules.check_rules(rules.trainer_components(trainer), {})) is refused
+    if refused:
+        module = Net()
+        trainer.strategy.connect(module)
+        module.trainer = trainer
+        with pytest.raises(ConflictError, match=r"deepspeed_zero with [\s\S]*try: "):
+            trainer.strategy.setup_environment()
 
 
 @pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")

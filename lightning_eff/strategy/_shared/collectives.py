@@ -38,15 +38,7 @@ def broadcast_from_rank0(tensors: Iterable[Tensor], device: torch.device) -> Non
     `fully_shard` shards whatever each rank has; DeepSpeed broadcasts parameters, but not buffers. Sharded
     tensors and those on `meta` are skipped; `device` is that of the process group's backend.
     """
-
-    def plain(tensor: Any) -> list[Tensor]:
-        """Return the tensors inside a tensor subclass: a quantized tensor's codes and scales."""
-        if is_sharded(tensor) or not hasattr(tensor, "__tensor_flatten__"):
-            return [tensor]
-        names, _ = tensor.__tensor_flatten__()
-        return [inner for name in names for inner in plain(getattr(tensor, name))]
-
-    for target in [inner for tensor in tensors for inner in plain(tensor)]:
+    for target in tensors:
         if target.is_meta or is_sharded(target) or not target.numel():
             continue
         sent = target.detach().to(device, copy=True).contiguous()
