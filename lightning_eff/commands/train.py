@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_eff.commands._shared import VerbParser, print_json
+from lightning_eff.commands._shared import print_json
 from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath
@@ -31,37 +31,12 @@ from lightning_eff.core.errors import (
     root_cause_line,
 )
 from lightning_eff.core.remedies import keep_overrides
-from lightning_eff.launch.job import Launch, check_sweep, check_tasks, num_ranks, shared_run_dir
+from lightning_eff.launch.job import RUN_DIR, Launch, check_sweep, check_tasks, num_ranks, shared_run_dir
 from lightning_eff.launch.ranks import STOPPED, end_with_parent, error_log, run_ranks, tell_parent
 
-USAGE = """lightning-eff train RECIPE [overrides] [options]
 
-  lightning-eff train lm                                         a recipe as it is
-  lightning-eff train lm trainer.max_steps=50 precision=fp32     with overrides
-  lightning-eff train lm 'callbacks=[]'                          without callbacks
-  lightning-eff train lm -m 'callbacks=[],[empty_cache]'         one run for each
-  lightning-eff train lm ckpt_path=last trainer.max_steps=400    resume from the newest checkpoint
-  lightning-eff train images model._target_=my_project.Net model.width=3
-                                                                 your own model, from the current folder
-
-options:
-  -m, --multirun          one run for each combination of comma-separated values
-  -c, --cfg job|all       print the composed config and stop (--resolve, --package PATH)
-  -i, --info [WHAT]       print Hydra's information on the config and stop
-  --config-dir DIR        a folder of your own with groups and recipes, or a package of options: pkg://NAME
-  --json                  print the efficiency report as JSON on the standard output
-  --debug                 full tracebacks"""
-
-
-def main(arguments: Sequence[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the verb."""
-    parser = VerbParser("train", "--resolve")
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    parser.add_argument("--package", "-p")
-    topics = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
-    parser.add_argument("--info", "-i", nargs="?", const="all", choices=topics)
-    options = parser.parse_recipe(arguments)
     launch = Launch.of()
     if launch.by == "torchrun":
         end_with_parent()
@@ -78,15 +53,15 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
         check_sweep(launch, options.recipe, options.overrides, as_json=options.json)
     path = RecipePath.of(options.config_dir)
     with recipe_app(options.recipe, options.overrides, path) as app:
+        if (options.cfg or options.info) and not options.multirun:
+            app.check()
+            app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
+            return EXIT_OK  # without a handler for logs: Hydra adds one, and would print twice
         _configure_logging(launch)  # imports Lightning: not for a recipe that does not exist
         job = _Job(app.recipe, app.path, app.chain)
         if options.multirun:
             app.check_sweep()
             app.sweep(job)
-        elif options.cfg or options.info:
-            app.check()
-            app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
-            return EXIT_OK
         else:
             composed = app.check()
             if _starts_ranks(composed.values):
@@ -104,16 +79,18 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
 
 
 def _configure_logging(launch: Launch) -> None:
-    """Print each message once: on rank 0, and not by Lightning's handler in addition to the root's."""
+    """Print each message once: on rank 0, by the root's handler and not by Lightning's too."""
     form = f"rank {launch.rank}: %(message)s" if launch.rank else "%(message)s"
     logging.basicConfig(level=logging.ERROR if launch.rank else logging.WARNING, format=form)
     logging.getLogger("lightning_eff").setLevel(logging.WARNING if launch.rank else logging.INFO)
     import lightning
 
     logging.getLogger(lightning.__name__).handlers.clear()
+    if launch.rank or RUN_DIR in os.environ:  # composed by another process, which has said so
+        logging.getLogger("lightning_eff.config.resolution").setLevel(logging.ERROR)
     if launch.rank:
         library = ("lightning", "lightning.fabric", "lightning.pytorch", "torch")
-        for name in (*library, "lightning_eff.config.resolution"):
+        for name in library:
             logging.getLogger(name).setLevel(logging.ERROR)
         for category in (NoEffectWarning, ConflictWarning, SlowPathWarning):
             warnings.simplefilter("ignore", category)

@@ -29,15 +29,13 @@ MAX_TOKENS = 16384
 
 
 def explain_micro_batches(device: str) -> str:
-    """Return which micro-batch sizes suit a device: multiples by dtype, and tokens that fill it.
-
-    Args:
-        device: A known name.
-    """
+    """Return which micro-batch sizes suit a device: multiples by dtype, and tokens that fill it."""
     info, max_idle = devices.named(device), 1.0 - tiles.MIN_WAVE_EFFICIENCY
-    dtypes = [dtype for dtype in DTYPES if dtype.itemsize > 1 or info.has_float8]
-    names = {str(dtype).removeprefix("torch."): dtype for dtype in dtypes}
-    multiples = [f"{tiles.size_multiple(dtype, info)} in {name}" for name, dtype in names.items()]
+    multiples = [
+        f"{tiles.size_multiple(dtype, info)} in {str(dtype).removeprefix('torch.')}"
+        for dtype in DTYPES
+        if dtype.itemsize > 1 or "float8" in info.peak_tflops
+    ]
     lines = [f"multiples for {info.name} (multiple_of=auto): {', '.join(multiples)}"]
     if not info.capability:
         return "\n".join([*lines, "no waves to fill: torch's library blocks a product for the caches"])
