@@ -111,7 +111,7 @@ def test_no_override_is_left_in_a_plain_trainer(cases: list[str]) -> None:
         ),
         ("+callbacks=torch_compile", "TorchCompile()"),
         ("~callbacks.gradient_accumulation", "remove GradientAccumulation"),
-        ("~strategy.nvme_path", "leave out nvme_path"),
+        ("~strategy.config", "leave out config"),
         ("strategy.checkpoints=full", 'FSDP2(checkpoints="full")'),
         ("strategy=ddp", 'Trainer(strategy="ddp")'),
         ("optimizer=adamw", "OptimizerChoice(optimizer=partial(torch.optim.AdamW, lr=0.003))"),

@@ -60,7 +60,7 @@ def share(
             {"weights": 160, "gradients": 40, "optimizer": 120, "buffers": 40, "sent": 120 + 120},
         ),
         (
-            ZeroMemory(stage=2, bucket=10, optimizer_on="cpu"),
+            ZeroMemory(stage=2, bucket=10, optimizer_on_host=True),
             {"weights": 160, "buffers": 40 + 40 + 64, "host": 120 + 10 * 12 + 64, "sent": 240 + 120},
         ),
         # The 4 x 2 matrix is whole beside its part, and gathered once a step.
@@ -75,12 +75,12 @@ def share(
              "sent": 3 * (8 * 2 * 4 + 2 * 4 + 10 * 4)},
         ),
         (
-            ZeroMemory(stage=3, persistent=8, optimizer_on="cpu", weights_on="cpu", **BF16),
+            ZeroMemory(stage=3, persistent=8, optimizer_on_host=True, weights_on_host=True, **BF16),
             {"weights": 16, "gathered": 64, "buffers": 20, "host": 20 + 20 + 120 + 40, "sent": 120},
         ),
         (
-            ZeroMemory(stage=3, persistent=8, optimizer_on="nvme", **BF16),
-            {"weights": 36, "gathered": 64, "buffers": 20, "host": 20, "disk": 120 + 40, "sent": 120},
+            ZeroMemory(stage=3, persistent=8, optimizer_on_host=True, **BF16),
+            {"weights": 36, "gathered": 64, "buffers": 20, "host": 20 + 120 + 40, "sent": 120},
         ),
         (
             FSDP2Memory(),
