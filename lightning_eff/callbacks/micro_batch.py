@@ -38,17 +38,11 @@ from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
-from lightning_eff.kernels import known_layers
 from lightning_eff.microbatching import lightning_loop
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, resolve_multiple
 from lightning_eff.microbatching.splitting import Splitter
 
 FIXED_SIZE = "callbacks.micro_batch.micro_batch_size=8"
-
-
-def explain(device: str) -> str:
-    """Return which sizes suit a device: multiples by dtype, and tokens that fill it."""
-    return known_layers.explain_micro_batches(device)
 
 
 class MicroBatch(Managed):

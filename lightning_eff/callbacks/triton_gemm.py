@@ -34,11 +34,10 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict, name_of
-from lightning_eff.kernels import dispatch, known_layers
+from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.gemm_kernels import INTERPRETED
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.tile_configs import Shape
-from lightning_eff.kernels.tiles import explain_tiles
 from lightning_eff.microbatching import lightning_loop
 
 
@@ -85,11 +84,6 @@ def unswap(layer: TritonLinear) -> None:
         layer.__dict__.pop(name, None)
     if type(layer) is TritonLinear:  # a class derived from it since stays: torch's parametrizations make one
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def explain(device: str) -> str:
-    """Explain which tiles the layers of known models get on a device, and what is lost there."""
-    return "\n\n".join(str(explain_tiles(*size, device=device)) for size in known_layers.LAYERS)
 
 
 class TritonGemm(Managed):

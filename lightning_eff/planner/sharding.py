@@ -35,8 +35,7 @@ MAX_DEVICES = 1024
 UNCOUNTED = "activations are not counted"
 PREDICTED = "activations are those of the predicted step, temporaries and the batch included"
 COLUMNS = (
-    "weights", "gradients", "optimizer", "gathered", "buffers", "activations", "device", "host", "disk",
-    "sent",
+    "weights", "gradients", "optimizer", "gathered", "buffers", "activations", "device", "host", "sent",
 )  # fmt: skip
 TITLES = {"device": "per device", "sent": "sent per step"}
 

@@ -38,7 +38,6 @@ class DeviceShare:
         gathered: Maximum of weights that are all-gathered at once.
         buffers: Other temporary buffers: gradient buckets, copies of the optimizer step.
         host: Host memory for this device.
-        disk: Local disk for this device.
         sent: Over the network per optimizer step.
     """
 
@@ -48,7 +47,6 @@ class DeviceShare:
     gathered: float = 0
     buffers: float = 0
     host: float = 0
-    disk: float = 0
     sent: float = 0
 
     @property

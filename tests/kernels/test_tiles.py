@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_eff.kernels import devices, known_layers
+from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import DEVICES
-from lightning_eff.kernels.known_layers import explain_micro_batches
 from lightning_eff.kernels.tile_configs import CONFIGS, Shape, TileConfig
 from lightning_eff.kernels.tiles import Cost, explain_tiles, fits, rank_configs, size_multiple
 
@@ -167,18 +166,3 @@ def test_tensor_cores_like_whole_16_bytes() -> None:
         *((device, dict.fromkeys(likes, 1)) for device in ("cpu", replace(H200, capability=61))),
     ):
         assert {dtype: size_multiple(dtype, device) for dtype in likes} == expected
-
-
-def test_tokens_that_fill_a_device_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1536 x 4096 in 128 x 128: 12 x 32 = 384 tiles, 97 % of 3 waves of 132; 13 x 32 = 416 are 79 % of 4."""
-    text = explain_micro_batches("h200")
-    assert "8 in bfloat16, 8 in float16, 16 in float8_e4m3fn, 4 in float32" in text
-    assert "at most 5% of the time of 132 SMs idle" in text
-    assert "\n 4096 x 4096    1536  1664, 21% idle\n" in text
-    assert len(text.splitlines()) == 3 + len(known_layers.WEIGHTS)
-    monkeypatch.setattr(known_layers, "MAX_TOKENS", 128)
-    assert "\n 4096 x 4096    above 128\n" in explain_micro_batches("h200")
-    assert explain_micro_batches("cpu").splitlines() == [
-        "multiples for CPU (multiple_of=auto): 1 in bfloat16, 1 in float16, 1 in float32",
-        "no waves to fill: torch's library blocks a product for the caches",
-    ]
