@@ -77,7 +77,7 @@ def test_an_error_is_all_that_is_printed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["bench", "--explain", "h200"], "4096 bfloat16 on H200"),
+        (["ls", "fsdp2"], "strategy/fsdp2 (technique)"),
         (["--complete", "train", "bas"], "baseline\n"),
     ],
 )

@@ -45,7 +45,7 @@ from lightning_eff.checkpoint.atomic_write import make_folder, save_error, write
 from lightning_eff.checkpoint.background_writer import BackgroundWriter
 from lightning_eff.checkpoint.lazy_tensor import materialize
 from lightning_eff.checkpoint.safe_load import load_plain
-from lightning_eff.core import checkpoint_stamp, rules
+from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning
 from lightning_eff.core.technique import PLACES_STATE, SHARDED_CHECKPOINTS, Facts, Outcome, Rule, Verdict
@@ -136,7 +136,6 @@ class Durable(CheckpointIO):
             raise TypeError(text)
         start = time.perf_counter()
         target = _local(path)
-        checkpoint = checkpoint_stamp.add_plugin_stamp(checkpoint, self)
         self._writer.wait()
         self._clean_up(target.parent)
         if self.asynchronous and not self._is_run_over:

@@ -18,7 +18,6 @@ from lightning_eff.core import catalog
 from lightning_eff.core.errors import UsageError, suggest_name
 
 RECIPE = "RECIPE [overrides]"
-DEVICES = "h100, h200, a100, rtx4090, b200 or cpu"
 ABOUT = """\
 overrides are Hydra's: key=value, group=option, +callbacks=name
 lightning-eff VERB --help shows a verb's options and examples
@@ -64,8 +63,6 @@ def _bench(add: Add) -> None:
     add("--quick", action="store_true", help="a few small shapes")
     about = "measure every config that fits; `gemm` chooses by that from now on"
     add("--tune", action="store_true", help=about)
-    about = f"measure nothing: which tile each shape would get there, and what is lost; {DEVICES}"
-    add("--explain", metavar="DEVICE", help=about)
     about = "your own layers: tokens, output features, input features"
     add("--shapes", type=_layers, default=[], metavar="M,N,K[;...]", help=about)
     about = "operands (bf16); a CPU is timed in fp32"

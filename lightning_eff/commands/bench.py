@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
-from lightning_eff.commands._shared import check_device, print_json
 from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, EnvironmentLacksError
 from lightning_eff.core.text import text_table
 
@@ -37,8 +36,6 @@ TWO_METHODS = (
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
-    if options.explain is not None:
-        return _explain(options)
     import torch
 
     from lightning_eff.commands._bench import gemm_timing
@@ -71,23 +68,6 @@ def main(options: argparse.Namespace) -> int:
         sys.stderr.write(f"saved {choices} in {path}; processes that start now use them\n")
     is_correct = all(result.is_correct for each in comparisons for result in each.results.values())
     return EXIT_OK if is_correct else EXIT_FAILED
-
-
-def _explain(options: argparse.Namespace) -> int:
-    device = check_device("--explain", options.explain)
-    import torch
-
-    from lightning_eff.kernels.known_layers import LAYERS
-    from lightning_eff.kernels.tiles import explain_tiles
-
-    sizes, dtype = options.shapes or LAYERS, getattr(torch, OPERAND_DTYPES[options.dtype])
-    found = {size: str(explain_tiles(*size, dtype=dtype, device=device)) for size in sizes}
-    if options.json:
-        rows = [{"shape": size, "words": text.splitlines()} for size, text in found.items()]
-        print_json({"device": device, "rows": rows})
-    else:
-        sys.stdout.write("\n\n".join(found.values()) + "\n")
-    return EXIT_OK
 
 
 def _measure(

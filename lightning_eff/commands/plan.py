@@ -10,12 +10,12 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_eff.commands._shared import check_device, print_json
+from lightning_eff.commands._shared import print_json
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath, listed_options
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
-from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, UsageError
+from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, ConfigError, UsageError, suggest_name
 from lightning_eff.core.text import WIDTH, line_width, text_table
 
 if TYPE_CHECKING:
@@ -59,7 +59,14 @@ def main(options: argparse.Namespace) -> int:
     if len(devices) > 1:
         text = f"plan: expected one device, not {len(devices)}: {', '.join(devices)}"
         raise UsageError(text)
-    device = check_device("device", devices[0]) if devices else ""
+    device = next(iter(devices), "")
+    if devices:
+        from lightning_eff.kernels.devices import DEVICES
+
+        known = (*DEVICES, "cpu")
+        if device not in known:
+            allowed = f"one of {', '.join(known)}; {suggest_name(device, known)}"
+            raise ConfigError(key="device", value=device, allowed=allowed)
     path = RecipePath.of(options.config_dir)
     composed = compose_recipe(options.recipe, options.overrides, path)
     from lightning_eff.core.rules import raise_rejected

@@ -1,8 +1,7 @@
-"""The stamp of a checkpoint: the techniques it was saved with, their configuration, and the optimizers.
+"""The stamp of a checkpoint: the classes of its optimizers, and the states of this package's callbacks.
 
 The rest of a checkpoint does not depend on the techniques, so a run may resume it with any other set of them.
-The set is stored under a key of its own, which stock Lightning ignores: names and the arguments that are not
-the defaults, as plain values. A resumed fit logs a difference in one line. State of another optimizer is
+The stamp is stored under a key of its own, which stock Lightning ignores. State of another optimizer is
 rejected before any of it is used: Lightning would assign by accident what fits.
 
 The states of this package's callbacks are stored there too. Among the states of Lightning's callbacks, a
@@ -20,24 +19,20 @@ content of a stamp is data: it is compared, shortened for display, and used for 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.optimization.factories import SCHEDULE_KEYS, state_layout
-from lightning_eff.core.technique import Technique, name_of, non_default_config
+from lightning_eff.core.technique import name_of
 
 KEY = "lightning_eff"
 """Key of the stamp in a checkpoint."""
 MAX_CHARACTERS = 60
 MAX_SHOWN = 6
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def save_stamp(
@@ -46,7 +41,6 @@ def save_stamp(
     """Write the stamp, and move this callback's state into it: the hook `on_save_checkpoint`."""
     del pl_module
     stamp = checkpoint.setdefault(KEY, {})
-    stamp["techniques"] = _technique_configs(rules.trainer_components(trainer))
     stamp["optimizers"] = [state_layout(optimizer) for optimizer in trainer.optimizers]
     state = checkpoint.get("callbacks", {}).pop(self.state_key, None)
     if state:
@@ -56,74 +50,32 @@ def save_stamp(
 def load_stamp(
     self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any
 ) -> None:
-    """Restore this callback's state and the position in the epoch, compare later: `on_load_checkpoint`."""
+    """Restore this callback's state and the position in the epoch, check later: `on_load_checkpoint`."""
     del pl_module
     undo_premature_epoch_end(trainer, checkpoint)
     state = nested_dict(checkpoint, KEY, "states").get(name_of(self))
     if isinstance(state, dict):
         checkpoint["callbacks"].setdefault(self.state_key, state)
-    compare_on_restore(trainer)
+    check_on_restore(trainer)
 
 
-def add_plugin_stamp(checkpoint: dict[str, Any], plugin: object) -> dict[str, Any]:
-    """Return a checkpoint of Lightning whose stamp names a plugin too, which may be the only technique."""
-    if "pytorch-lightning_version" not in checkpoint:
-        return checkpoint
-    stamp = nested_dict(checkpoint, KEY)
-    configs = _technique_configs([plugin]) | nested_dict(stamp, "techniques")
-    return checkpoint | {KEY: {**stamp, "techniques": configs}}
+def check_on_restore(trainer: pl.Trainer) -> None:
+    """Check the optimizers right before their states are loaded, when they are known; once for all callers.
 
-
-def compare_on_restore(trainer: pl.Trainer) -> None:
-    """Compare the stamp right before the optimizer states are loaded; a second call changes nothing.
-
-    Only then are the optimizers known, and the precision that `auto` resolved to.
+    The load then raises a ConfigError for the state of other optimizers.
     """
     strategy = trainer.strategy
     if trainer.state.fn != TrainerFn.FITTING or "load_optimizer_state_dict" in vars(strategy):
         return
     load_states = strategy.load_optimizer_state_dict
 
-    def compare_and_load(checkpoint: Mapping[str, Any]) -> None:
+    def check_and_load(checkpoint: Mapping[str, Any]) -> None:
         del strategy.load_optimizer_state_dict
-        compare_stamp(trainer, checkpoint)
+        states = checkpoint.get("optimizer_states") or ()
+        check_optimizers(trainer.optimizers, states, kinds=nested_dict(checkpoint, KEY).get("optimizers"))
         load_states(checkpoint)
 
-    strategy.load_optimizer_state_dict = compare_and_load
-
-
-def compare_stamp(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Log in one line how the techniques differ from those that a checkpoint was saved with.
-
-    Raises:
-        ConfigError: The checkpoint holds the state of other optimizers.
-    """
-    stamp = nested_dict(checkpoint, KEY)
-    states = checkpoint.get("optimizer_states") or ()
-    check_optimizers(trainer.optimizers, states, kinds=stamp.get("optimizers"))
-    saved = nested_dict(stamp, "techniques")
-    current = _technique_configs(rules.trainer_components(trainer))
-    parts = [f"without {_shorten(name)}" for name in saved if name not in current]
-    parts += [f"with {_shorten(name)}" for name in current if name not in saved]
-    for name in (name for name in current if name in saved):
-        before = {key: _show(value) for key, value in nested_dict(saved[name]).items()}
-        now = {key: _show(value) for key, value in current[name].items()}
-        changes = [
-            f"{_shorten(key)}: {before.get(key, 'default')}, now {now.get(key, 'default')}"
-            for key in before | now
-            if before.get(key) != now.get(key)
-        ]
-        parts += [f"{_shorten(name)} ({_join_few(changes)})"] if changes else []
-    if parts:
-        prefix = "" if stamp else "the checkpoint names no techniques; "
-        rank_zero_info("%snot as saved: %s", prefix, _join_few(parts))
-
-
-def _show(value: object) -> str:
-    """Return an argument for display; containers and objects as their type alone."""
-    if isinstance(value, str):
-        return repr(value if len(value) <= MAX_CHARACTERS else f"{value[:MAX_CHARACTERS]}...")
-    return str(value) if isinstance(value, (int, float, type(None))) else f"a {type(value).__name__}"
+    strategy.load_optimizer_state_dict = check_and_load
 
 
 def _shorten(name: object) -> str:
@@ -131,9 +83,8 @@ def _shorten(name: object) -> str:
     return repr(str(name)[:MAX_CHARACTERS])[1:-1]
 
 
-def _join_few(parts: Sequence[str]) -> str:
-    more = len(parts) - MAX_SHOWN
-    return ", ".join([*parts[:MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])])
+def _sum(sizes: Sequence[int]) -> str:
+    return " + ".join(map(str, sizes[:MAX_SHOWN])) + (" + ..." if len(sizes) > MAX_SHOWN else "")
 
 
 def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = None) -> None:
@@ -160,11 +111,11 @@ def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = Non
                 raise _mismatch(own, f"{text}, with which the checkpoint was saved")
         # DeepSpeed steps flattened tensors; its strategy keeps the parameters' groups in `whole_groups`.
         sizes, own_sizes = (
-            _join_few([str(len(nested_dict(group).get("params") or ())) for group in some]).replace(",", " +")
+            [len(nested_dict(group).get("params") or ()) for group in some]
             for some in (groups, getattr(optimizer, "whole_groups", optimizer.param_groups))
         )
         if sizes != own_sizes:
-            text = f"groups of {sizes} tensors, as in the checkpoint, and not {own_sizes}"
+            text = f"groups of {_sum(sizes)} tensors, as in the checkpoint, and not {_sum(own_sizes)}"
             raise _mismatch(own, f"{text} (norms and biases may be a group of their own)")
 
 
@@ -172,18 +123,6 @@ def _mismatch(value: str, expected: str) -> ConfigError:
     remedy = "ckpt_path=PATH of a run with this optimizer, or the optimizer of that run"
     allowed = f"{expected}: one optimizer cannot load the state of another"
     return ConfigError(key="optimizer", value=value, allowed=allowed, remedies=[remedy])
-
-
-def _technique_configs(objects: Iterable[object]) -> dict[str, dict[str, Any]]:
-    """Return the configurations of techniques, without memory addresses, which differ between processes."""
-    return {
-        name_of(technique): {
-            key: _ADDRESS.sub("", value) if isinstance(value, str) else value
-            for key, value in non_default_config(technique).items()
-        }
-        for technique in objects
-        if isinstance(technique, Technique) and not isinstance(technique, type)
-    }
 
 
 def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:

@@ -1,9 +1,8 @@
 """The host memory that this process may use: installed memory, or less where a limit applies.
 
-A container has the limit of its cgroup or of one above it (v2: `memory.max`, v1: `memory.limit_in_bytes`); a
-process that exceeds it is killed. `ulimit -v` limits the address space and `ulimit -d` the data segment; an
-allocation that exceeds them fails. All limits are read from files, on Linux; elsewhere only installed memory
-is known.
+A container has the limit of its cgroup or of one above it; a process that exceeds it is killed. `ulimit -v`
+limits the address space and `ulimit -d` the data segment; an allocation that exceeds them fails. Limits are
+read on Linux, of cgroups in version 2; elsewhere only installed memory is known.
 """
 
 from __future__ import annotations
@@ -14,11 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/")
-INSTALLED = ""
-CGROUPS = (("", "sys/fs/cgroup", "memory.max"), ("memory", "sys/fs/cgroup/memory", "memory.limit_in_bytes"))
-"""Of v2 and v1: controller in /proc/self/cgroup, mount point of its groups, file of the limit."""
-ULIMITS = {"Max address space": ("ulimit -v", "VmSize"), "Max data size": ("ulimit -d", "VmData")}
-"""Lines of /proc/self/limits: the command that sets the limit, and the usage in /proc/self/status."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +40,21 @@ def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
     fields = re.findall(r"^(Vm\w+):\s+(\d+) kB", _read(root / "proc/self/status"), re.MULTILINE)
     used = {name: int(size) * 1024 for name, size in fields}
     resident = used.get("VmRSS", 0)
-    limits = [HostMemoryLimit(INSTALLED, installed_bytes(), resident)]
-    cgroups = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines()]
-    own = {name: path.strip("/") for _, names, path in cgroups for name in names.split(",")}
-    for controller, mount_point, file in CGROUPS:
-        top = root / mount_point
-        group = top / own.get(controller, "")
-        # A container may be shown its group's path on the host, which it does not have: then the top counts.
-        for folder in (group, *group.parents):
-            limit = _read(folder / file).strip() if folder.is_relative_to(top) else ""
-            if limit.isdecimal():
-                name = f"cgroup /{folder.relative_to(top)}".removesuffix(".")
-                limits.append(HostMemoryLimit(name, int(limit), resident))
+    limits = [HostMemoryLimit("", installed_bytes(), resident)]
+    own = re.search(r"^0::/(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
+    top = root / "sys/fs/cgroup"
+    group = top / (own[1] if own is not None else "")
+    # A container may be shown its group's path on the host, which it does not have: then the top counts.
+    for folder in (group, *group.parents):
+        limit = _read(folder / "memory.max").strip() if folder.is_relative_to(top) else ""
+        if limit.isdecimal():
+            name = f"cgroup /{folder.relative_to(top)}".removesuffix(".")
+            limits.append(HostMemoryLimit(name, int(limit), resident))
     ulimits = _read(root / "proc/self/limits")
-    for line, (name, counted) in ULIMITS.items():
+    for line, name, counted in (
+        ("Max address space", "ulimit -v", "VmSize"),
+        ("Max data size", "ulimit -d", "VmData"),
+    ):
         # The soft limit is the first number of the line; "unlimited" is none.
         found = re.search(rf"^{line}\s+(\d+)\s", ulimits, re.MULTILINE)
         if found:

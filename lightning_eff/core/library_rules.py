@@ -8,7 +8,6 @@ from __future__ import annotations
 from lightning_eff.core.technique import (
     NEEDS_MATRICES,
     NEW_PARAMETERS,
-    PROJECTS_GRADIENTS,
     SCHEDULE,
     SUITE,
     TRANSFORM,
@@ -109,8 +108,5 @@ LIBRARY_RULES = {
     "schedulefree/AdamWScheduleFree": _SCHEDULE_FREE,
     "schedulefree/SGDScheduleFree": _SCHEDULE_FREE,
     "schedulefree/RAdamScheduleFree": _SCHEDULE_FREE,
-    "pytorch_optimizer/Lamb": Facts(excludes=NEEDS_MATRICES),
-    "pytorch_optimizer/APOLLO": Facts(excludes=(PROJECTS_GRADIENTS,)),
-    "pytorch_optimizer/GaLore": Facts(excludes=(PROJECTS_GRADIENTS,)),
     "optimizer/fused": Facts(excludes=(_LATE_UNSCALING,)),
 }

@@ -178,9 +178,3 @@ PLACES_STATE = tuple(
     for name in (*_DEEPSPEED, *_FSDP)
 )
 """Rules of optimizers that choose the device of their state."""
-PROJECTS_GRADIENTS = Rule(
-    name="callbacks/peft_adapter",
-    reason="an adapter's matrices already have a low rank, so projecting their gradients gains nothing",
-    remedies=("optimizer=adamw", "~callbacks.peft_adapter"),
-)
-"""Rule of optimizers that project gradients onto fewer dimensions."""

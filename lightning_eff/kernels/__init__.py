@@ -12,6 +12,5 @@ To change the GEMM itself, read in this order:
     launch.py         grids, strides, scratch memory
     gemm_kernels.py   the Triton kernels
 
-Besides: linear.py (the layer), reference.py (the GEMM in float64), devices.py (peaks and sizes of GPUs),
-known_layers.py (layers of published models).
+Besides: linear.py (the layer), reference.py (the GEMM in float64), devices.py (peaks and sizes of GPUs).
 """

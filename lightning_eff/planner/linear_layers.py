@@ -1,6 +1,6 @@
 """List the linear layers that a technique replaces: their GEMMs in the predicted step, and who computes them.
 
-What their tiles lose on a device: `lightning-eff bench --explain DEVICE --shapes 'M,N,K;...'`.
+What their tiles lose on a device: `lightning_eff.explain_tiles`.
 """
 
 from __future__ import annotations

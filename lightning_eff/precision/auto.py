@@ -145,7 +145,7 @@ class AutoPrecision(Precision):
         """Choose format and device, convert the weights in place if the format requires it, and count."""
         trainer: pl.Trainer | None = getattr(module, "_trainer", None)
         if trainer is not None and trainer.ckpt_path is not None:
-            checkpoint_stamp.compare_on_restore(trainer)
+            checkpoint_stamp.check_on_restore(trainer)
         device_type = self._settle_device(module)
         if self.precision == "auto":
             self.precision, self._reason = auto_precision(device_type)
@@ -260,7 +260,6 @@ class AutoPrecision(Precision):
         state = checkpoint.pop(type(self).__qualname__, None)
         if state is not None:
             checkpoint[LIGHTNING_KEY] = state
-        checkpoint |= checkpoint_stamp.add_plugin_stamp(checkpoint, self)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

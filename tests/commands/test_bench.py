@@ -86,7 +86,6 @@ def test_what_was_measured_before_a_crash_is_kept(
         (["--shapes", "1,2,0"], 2, "not '1,2,0'"),
         (["--shapes", "1,2,3;"], 2, "try: lightning-eff bench --help"),
         (["--tune"], 3, "bench --tune: torch finds no CUDA device"),
-        (["--explain", "h300"], 2, "one of h100, h200, a100, rtx4090, b200, cpu"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_measured(
@@ -163,13 +162,3 @@ def test_on_a_gpu_configs_have_columns_and_tuning_is_kept_for_dispatch(
         *("torch", "1", "a", "config", "500.000", "(500.000..500.000)", "2.000"),
     ]  # fmt: skip
     assert "INCORRECT, not timed: large for 8192x8192x8192 nt plain: no room" in out
-
-
-def test_explain_measures_nothing_and_says_what_is_lost(command: Command) -> None:
-    code, out, err = command("bench", "--explain", "h200", "--shapes", "4352,4096,4096;8192,50257,4096")
-    assert code == 0, err
-    assert "4.12 waves of 132 SMs, wave quantization 18%: M=4224 or 5120 fit" in out
-    assert "pad N to 50264 or 50304" in out
-    code, out, _ = command("bench", "--explain", "cpu", "--json")
-    assert code == 0
-    assert len(json.loads(out)["rows"]) == 10, "the weights of the list"

@@ -8,7 +8,6 @@ from typing import Any
 
 import bitsandbytes
 import pytest
-import pytorch_optimizer
 import schedulefree
 import torch
 import torchao.optim
@@ -35,7 +34,7 @@ def found(optimizer: Any, *others: Any, run: dict[str, str] | None = None, **key
     return rules.check_rules([choice, *choice.components(), *others], run or {})
 
 
-WHOLE = [torch.optim.Adafactor, torch.optim.Muon, Muon, pytorch_optimizer.Lamb]
+WHOLE = [torch.optim.Adafactor, torch.optim.Muon, Muon]
 
 
 @pytest.mark.parametrize("optimizer", WHOLE)
@@ -113,15 +112,9 @@ def test_a_modules_own_optimizer_is_judged_by_the_first_technique_that_looks(net
         trainer.fit(model, make_loader())
 
 
-def test_galore_is_refused_with_adapters() -> None:
-    assert [
-        f.rule.name for f in found(pytorch_optimizer.GaLore, run={"callbacks/peft_adapter": "an adapter"})
-    ] == ["callbacks/peft_adapter"]
-
-
 def test_every_rule_has_a_reason_and_a_remedy_and_every_library_class_exists() -> None:
     packages = {"torch": torch.optim, "torchao": torchao.optim.adam, "schedulefree": schedulefree}
-    packages |= {"pytorch_optimizer": pytorch_optimizer, "bitsandbytes": bitsandbytes.optim}
+    packages |= {"bitsandbytes": bitsandbytes.optim}
     packages["bitsandbytes/Optimizer8bit"] = bitsandbytes.optim.optimizer
     for name, facts in LIBRARY_RULES.items():
         package, _, kind = name.partition("/")

@@ -11,9 +11,21 @@ import torch
 from torch import Tensor
 
 from lightning_eff.kernels import devices, reference
-from lightning_eff.kernels.known_layers import WEIGHTS
 from lightning_eff.kernels.operands import Operands, check_operands
 
+WEIGHTS: tuple[tuple[int, int], ...] = (
+    (12288, 4096),  # Llama 2 7B: queries, keys and values in one, 3 x 4096
+    (4096, 4096),  # Llama 2 7B and Llama 3 8B: output of attention
+    (4096, 11008),  # Llama 2 7B: MLP down
+    (6144, 4096),  # Llama 3 8B: queries, keys and values, 32 + 8 + 8 heads of 128
+    (28672, 4096),  # Llama 3 8B: MLP gate and up in one, 2 x 14336
+    (4096, 14336),  # Llama 3 8B: MLP down
+    (128256, 4096),  # Llama 3 8B: vocabulary
+    (10240, 8192),  # Llama 3 70B: queries, keys and values, 64 + 8 + 8 heads of 128
+    (8192, 28672),  # Llama 3 70B: MLP down
+    (3072, 768),  # GPT-2: MLP up
+)
+"""Output and input features, N and K, of published language models."""
 TOKENS = (2048, 4096, 8192)
 MAX_COPIES = 4096
 MAX_ROWS = 256

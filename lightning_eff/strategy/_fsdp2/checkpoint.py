@@ -24,10 +24,8 @@ from lightning_eff.checkpoint import sharded, sharded_write
 from lightning_eff.checkpoint.atomic_write import save_error
 from lightning_eff.checkpoint.full_state import COUNTS
 from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, RowShard, split_shards
-from lightning_eff.core import checkpoint_stamp
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.shards import full_tensor, local_rows
-from lightning_eff.core.technique import Technique
 from lightning_eff.strategy._shared.collectives import Ranks
 
 
@@ -98,14 +96,12 @@ def save_folder(checkpoint: dict[str, Any], path: Path, ranks: Ranks, io: Checkp
         checkpoint: Of this rank, with DTensors in it; rank 0's is taken for what is not sharded.
         path: The folder; rank 0's is taken.
         ranks: Of the process group.
-        io: Of the run; its stamp is added as its own `save_checkpoint`, not called here, would add it.
+        io: Of the run; it is told of the folder.
 
     Raises:
         CheckpointError: A rank cannot write its files.
     """
     start = time.perf_counter()
-    if isinstance(io, Technique):
-        checkpoint = checkpoint_stamp.add_plugin_stamp(checkpoint, io)
     with ExitStack() as save:  # ends with rank 0's clean-up
         # 1. Rank 0 makes the folder, locks it against clean-up and names the save.
         with ranks.all_or_none() as step, _disk_errors(path, checkpoint):
