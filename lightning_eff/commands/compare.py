@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff.commands._parser import parse
-from lightning_eff.commands._shared import print_json
 from lightning_eff.comparison.result_table import (
     BASELINE,
     MEASURED,
@@ -48,6 +47,7 @@ from lightning_eff.core.errors import (
     root_cause_line,
     suggest_name,
 )
+from lightning_eff.core.text import print_json
 from lightning_eff.report.summary import json_safe
 
 RESULT_FILE, PAGE_FILE = "compare.json", "compare.html"

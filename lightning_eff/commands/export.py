@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.commands._shared import print_json
 from lightning_eff.core.errors import (
     EXIT_OK,
     CheckpointError,
@@ -18,7 +17,7 @@ from lightning_eff.core.errors import (
     check_path,
     suggest_name,
 )
-from lightning_eff.core.text import human_bytes
+from lightning_eff.core.text import human_bytes, print_json
 
 
 def main(options: argparse.Namespace) -> int:

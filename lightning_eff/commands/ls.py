@@ -6,10 +6,9 @@ import argparse
 import sys
 from dataclasses import asdict
 
-from lightning_eff.commands._shared import print_json
 from lightning_eff.core import catalog
 from lightning_eff.core.errors import EXIT_OK, UsageError, suggest_name
-from lightning_eff.core.text import text_table
+from lightning_eff.core.text import print_json, text_table
 
 
 def main(options: argparse.Namespace) -> int:

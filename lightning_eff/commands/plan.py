@@ -10,13 +10,12 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_eff.commands._shared import print_json
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath, listed_options
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
 from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, ConfigError, UsageError, suggest_name
-from lightning_eff.core.text import WIDTH, line_width, text_table
+from lightning_eff.core.text import WIDTH, line_width, print_json, text_table
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

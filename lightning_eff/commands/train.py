@@ -14,7 +14,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_eff.commands._shared import print_json
 from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath
@@ -31,6 +30,7 @@ from lightning_eff.core.errors import (
     root_cause_line,
 )
 from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import RUN_DIR, Launch, check_sweep, check_tasks, num_ranks, shared_run_dir
 from lightning_eff.launch.ranks import STOPPED, end_with_parent, error_log, run_ranks, tell_parent
 

@@ -12,7 +12,7 @@ import functools
 import json
 import re
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -73,71 +73,53 @@ def _as_python(removed: str | None, key: str, value: str) -> str:
     """Return one override as Python: `~removed`, or `key=value`."""
     group, *path = (removed or key).split(".")
     is_multi = group in catalog.MULTI_CHOICE_GROUPS
-    if removed is not None:
-        name = _target(group, path[0]).rpartition(".")[2] if is_multi else ""
-        return f"remove {name}" if name else f"leave out {path[-1]}"
-    if len(path) <= is_multi:
+    if removed is None and len(path) <= is_multi:
         return _option_as_python(group, value) or f"{key}={value}"
-    if group == "trainer":
-        owner = "Trainer"
-    elif is_multi:
-        owner = _target(group, path[0]).rpartition(".")[2]
-    else:
-        # The class of the options that have this parameter; none where several classes have it.
-        files = [
-            file
-            for file in (catalog.CONF / group).glob("*.yaml")
-            if any(parameter == path[0] for parameter, _, _ in catalog.yaml_parameters(file))
-        ]
-        owners = {_target(group, file.stem) for file in files}
-        owner = owners.pop().rpartition(".")[2] if len(owners) == 1 else ""
-    parameter, *nested = path[1:] if is_multi else path
-    argument = _parse(value)
-    for name in reversed(nested):
+    names = [path.pop(0)] if is_multi else [file.stem for file in (catalog.CONF / group).glob("*.yaml")]
+    # The class of the options that have this parameter; none where several classes have it.
+    options = (_option(group, name) for name in names)
+    owners = {target for target, parameters in options if is_multi or path[0] in parameters}
+    owner = owners.pop().rpartition(".")[2] if len(owners) == 1 else ""
+    if removed is not None:
+        return f"remove {owner}" if is_multi and owner else f"leave out {removed.rpartition('.')[2]}"
+    argument: Any = value
+    with suppress(yaml.YAMLError):  # a path of the user, for example
+        argument = Ellipsis if value == "..." else yaml.safe_load(value)
+    for name in reversed(path[1:]):
         argument = {name: argument}
-    keyword = f"{parameter}={_literal(argument)}"
+    keyword = f"{path[0]}={_literal(argument)}"
     if group == "optimizer" and owner:
         return f"partial({owner}, {keyword})"  # OptimizerChoice passes its parameters and rate
+    owner = "Trainer" if group == "trainer" else owner
     return f"{owner}({keyword})" if owner else keyword
 
 
 def _option_as_python(group: str, name: str) -> str:
     """Return the call that constructs an option; empty if there is no such option."""
-    file = catalog.CONF / group / f"{name}.yaml"
-    if not file.exists():
+    target, parameters = _option(group, name)
+    if not parameters and not target:
         return ""
-    target = _target(group, name)
-    parameters = {key: _parse(default) for key, default, _ in catalog.yaml_parameters(file)}
     short = target.rpartition(".")[2]
     if group == "strategy" and not target.startswith(_OWN):
         return f"Trainer(strategy={_literal(name)})"
     if group == "optimizer":
         optimizer = short if target.startswith(_OWN) else target
         return f"OptimizerChoice(optimizer=partial({optimizer}, lr={parameters.get('lr', 1e-3)}))"
-    # A preset has no _target_ of its own: it lists only what it changes.
-    is_preset = "\n_target_:" not in file.read_text(encoding="utf-8")
-    changed = ", ".join(f"{key}={_literal(value)}" for key, value in parameters.items()) if is_preset else ""
+    # A preset, which begins with the option that it changes.
+    changes = parameters if "defaults" in parameters else {}
+    changed = ", ".join(f"{key}={_literal(value)}" for key, value in changes.items() if key != "defaults")
     return f"{short}({changed})" if target else f"no {group}"
 
 
 @functools.cache
-def _target(group: str, option: str) -> str:
-    """Return the `_target_` of an option, or of the first option in its defaults list; empty without one."""
-    file = catalog.CONF / group / f"{option}.yaml"
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    own = re.search(r"^_target_: (\S+)", text, re.MULTILINE)
-    first = re.search(r"^defaults:\n  - (\w+)$", text, re.MULTILINE)
-    if own is not None:
-        return own[1]
-    return _target(group, first[1]) if first is not None else ""
-
-
-def _parse(text: str) -> Any:
-    try:
-        return text if text == "..." else yaml.safe_load(text)
-    except yaml.YAMLError:  # a path of the user, for example
-        return text
+def _option(group: str, name: str) -> tuple[str, dict[str, Any]]:
+    """Return an option's class, a preset's from the option that it builds on, and the keys of its file."""
+    file = catalog.CONF / group / f"{name}.yaml"
+    keys: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+    bases = [entry for entry in keys.get("defaults", []) if entry != "_self_"]
+    target = keys.get("_target_") or (_option(group, bases[0])[0] if bases else "")
+    return target, {key: value for key, value in keys.items() if not key.startswith("_")}
 
 
 def _literal(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) and value != "..." else str(value)
+    return json.dumps(value) if isinstance(value, str) else "..." if value is Ellipsis else str(value)

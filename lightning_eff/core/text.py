@@ -1,10 +1,12 @@
-"""Human-readable numbers and plain-text tables."""
+"""Human-readable numbers, plain-text tables, and JSON on the standard output."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 WIDTH = 100
 """Characters of a line of `plan` where the output is no terminal."""
@@ -70,3 +72,8 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: i
     with console.capture() as printed:
         console.print(table)
     return "\n".join(line.rstrip() for line in printed.get().splitlines())
+
+
+def print_json(value: Any) -> None:
+    """Write a value as JSON to the standard output."""
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.core.errors import ConfigError, ConflictError, SlowPathWarning
+from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.core.optimization.build import build
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.optimizer.muon import Muon
@@ -33,18 +33,6 @@ def test_norms_and_biases_get_no_decay_and_frozen_parameters_no_group(net: Calla
     assert {id(p) for p in decayed["params"]} == {id(model.first.weight), id(model.second.weight)}
     assert [decayed["weight_decay"], rest["weight_decay"]] == [0.5, 0.0]
     assert {id(p) for p in rest["params"]} == {id(p) for p in (*model.norm.parameters(), model.second.bias)}
-
-
-def test_fused_falls_back_with_a_warning_where_it_cannot_run(net: Callable[..., Net]) -> None:
-    model = net()
-    model.phase = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    with pytest.warns(
-        SlowPathWarning, match=r"fused=True cannot run here.* a parameter is torch.complex64 on cpu"
-    ):
-        optimizer = build(model, ADAMW)
-    assert optimizer.defaults["fused"] is None
-    (model(torch.ones(1, 8)).sum() + model.phase.abs().sum()).backward()
-    optimizer.step()
 
 
 def test_the_modules_own_method_comes_back(net: Callable[..., Net]) -> None:

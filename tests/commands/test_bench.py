@@ -97,14 +97,6 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(
     assert says in err
 
 
-@pytest.mark.parametrize("missing", ["triton", "INTERPRETED"])
-def test_a_gpu_without_compiled_kernels_is_not_timed(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert bench.why_no_kernels() == ""
-    monkeypatch.setattr(bench, missing, True if missing == "INTERPRETED" else None)
-    assert bench.why_no_kernels() != ""
-
-
 def test_a_wrong_product_is_reported_not_timed_and_an_exit_code(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,14 +49,7 @@ def test_every_technique_has_a_row_and_who_set_it(command: Command) -> None:
     }
     assert found["callbacks/empty_cache"]["asked"] == {"every_n_steps": 7}
     assert found["callbacks/gradient_checkpointing"]["will_be"] == "on"
-
-
-def test_an_optimizer_is_shown_as_its_call(command: Command) -> None:
-    found = rows(command, "baseline", "optimizer=muon")
-    shown = found["callbacks/optimizer_choice"]["asked"]["optimizer"]
-    assert shown.startswith("Muon(")
-    assert "lr=" in shown
-    assert not any(name.startswith("optimizer/") and row["asked"] for name, row in found.items())
+    assert found["callbacks/optimizer_choice"]["asked"]["optimizer"].startswith("AdamW(")
 
 
 def test_what_a_device_emulates_is_adjusted_or_warned(
@@ -180,33 +173,20 @@ TRAINED = 2_164_416
 """Weights of the recipes' GPT."""
 
 
-def test_copies_are_as_large_on_any_number_of_devices(command: Command) -> None:
-    found, about, assumed = division(command, "baseline", "strategy=ddp", "trainer.devices=3")
+def test_devices_of_a_strategy_have_their_shares_without_a_process(command: Command) -> None:
+    """The arithmetic of each scheme is in tests/report/test_sharding.py."""
+    found, about, assumed = division(command, "lora", "strategy=ddp", "trainer.devices=3")
     assert list(found) == [1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
-    assert {row["gradients_bytes"] for row in found.values()} == {4 * TRAINED}
-    assert {row["optimizer_bytes"] for row in found.values()} == {8 * TRAINED}
-    assert found[4]["sent_bytes"] == 2 * 3 * TRAINED
-    assert (
-        "2.2M weights, all trained, 8 bytes of optimizer state per trained weight, 32-true; "
-        "1 micro-batch per step on each device" in about
-    )
-    assert "gradients are views of its buckets (strategy.gradient_as_bucket_view)" in assumed[0]
-    found, about, _ = division(command, "lora", "strategy=ddp", "trainer.devices=2")
     assert "of them trained" in about
+    assert len({row["gradients_bytes"] for row in found.values()}) == 1, "copies are as large on any number"
     assert found[2]["gradients_bytes"] < found[2]["weights_bytes"] / 10
-    assert found[2]["optimizer_bytes"] == 2 * found[2]["gradients_bytes"]
-
-
-def test_fsdp2_is_planned_without_a_process(command: Command) -> None:
-    found, about, _ = division(command, "fsdp2", "callbacks.gradient_accumulation.global_batch_size=64")
+    assert "gradients are views of its buckets (strategy.gradient_as_bucket_view)" in assumed[0]
+    words = ["callbacks.gradient_accumulation.global_batch_size=64", "strategy.cpu_offload=true"]
+    found, about, _ = division(command, "fsdp2", *words)
     assert about.startswith("memory per device with strategy/fsdp2, by arithmetic: 2.2M weights")
     assert "4 micro-batches per step on each device" in about
-    assert found[2]["optimizer_bytes"] == 4 * TRAINED
+    assert found[2]["host_bytes"] == (4 + 4 + 8) * TRAINED / 2
     assert found[1]["sent_bytes"] == 0
-    words = ["strategy.cpu_offload=true", "strategy.param_dtype=bf16"]
-    offloaded = division(command, "fsdp2", *words)[0]
-    assert offloaded[2]["host_bytes"] == (4 + 4 + 8) * TRAINED / 2
-    assert offloaded[2]["gathered_bytes"] * 2 == found[2]["gathered_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -230,15 +210,12 @@ def test_what_cannot_be_divided_is_told(
 
 def test_zero_is_planned_without_a_process(command: Command) -> None:
     pytest.importorskip("deepspeed")
-    found, about, assumed = division(command, "zero3_offload", "precision=fp32")
+    bucket = "strategy.config={zero_optimization: {reduce_bucket_size: 1000000}}"
+    found, about, assumed = division(command, "zero3_offload", "precision=fp32", bucket)
     assert "strategy/deepspeed_zero" in about
     assert found[2]["host_bytes"] == pytest.approx((4 + 4 + 8 + 4 + 4) * TRAINED / 2, rel=0.001)
-    assert found[2]["sent_bytes"] == pytest.approx(4 * TRAINED, rel=0.001)
     assert any("stage3_param_persistence_threshold" in each for each in assumed)
-    assert found[2]["buffers_bytes"] == pytest.approx(4 * 500_000_000, rel=0.01)
-    bucket = "strategy.config={zero_optimization: {reduce_bucket_size: 1000000}}"
-    small = division(command, "zero3_offload", "precision=fp32", bucket)[0]
-    assert small[2]["buffers_bytes"] == 4_000_000
+    assert found[2]["buffers_bytes"] == 4_000_000
     _, out, _ = command("plan", "zero2", "trainer.accelerator=cpu")
     assert "\n devices  gradients  optimizer  per device  sent per step\n" in out
     assert "\n on any number of devices: weights " in out
@@ -295,21 +272,16 @@ def test_linear_layers_are_those_of_the_predicted_peak(command: Command) -> None
     assert "callbacks/triton_gemm replaces no linear layer of this model" in out
 
 
-def test_a_peak_that_does_not_fit_is_told(command: Command) -> None:
-    """A model and a batch that this machine could not hold."""
-    words = ["baseline", "model.d_model=8192", "model.num_layers=2", "data.batch_size=64", "device=rtx4090"]
-    found = peak(command, *words)
-    assert found["fits"] is False
-    assert found["tensors"]["by_category"]["parameters"] > 2 * 12 * 8192**2 * 4
-
-
-def test_a_peak_in_the_format_of_the_device(command: Command) -> None:
+def test_a_peak_is_in_the_format_of_the_device_and_may_not_fit(command: Command) -> None:
     """`auto` is 32-true on a CPU without bfloat16, and bf16-mixed on a device that is not here."""
-    activations = [
-        peak(command, "lm", *SMALL, WINDOW, *words)["tensors"]["by_phase"]["forward"]["activations"]
+    found = [
+        peak(command, "lm", *SMALL, WINDOW, *words)
         for words in (["device=a100"], ["precision=bf16_mixed", "device=a100"], ["precision=fp32"])
     ]
+    activations = [each["tensors"]["by_phase"]["forward"]["activations"] for each in found]
     assert activations[0] == activations[1] != activations[2]
+    words = ["baseline", "model.d_model=8192", "model.num_layers=2", "data.batch_size=64", "device=rtx4090"]
+    assert peak(command, *words)["fits"] is False
 
 
 def test_no_peak_stops_nothing(command: Command, tmp_path: Path) -> None:

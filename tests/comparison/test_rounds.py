@@ -99,22 +99,6 @@ def test_one_that_fails_says_why_and_has_no_second_try(tmp_path: Path) -> None:
     assert "not run: needs CUDA" in result_table.comparison_table(rows)
 
 
-def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
-    def interrupt(_: Path) -> int:
-        raise KeyboardInterrupt
-
-    base = Turns(baseline=[report(10.0)]).trial("baseline")
-    comparison = TrialRounds(tmp_path, limit_s=60.0)
-    with pytest.raises(KeyboardInterrupt):
-        comparison.run_round(1, [base, Trial("one", [], interrupt)])
-    measured, missing = comparison.table_rows()
-    assert (measured.status, missing.status, missing.reason) == (
-        MEASURED,
-        NOT_RUN,
-        "interrupted before its turn",
-    )
-
-
 def test_techniques_without_effect_are_named() -> None:
     idle = [
         {"technique": name, "status": "no effect"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_eff.core.dtypes import auto_precision, dtype_support, layer_matmul_dtype, matmul_dtype
+from lightning_eff.core.dtypes import auto_precision, dtype_support, matmul_dtype
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,3 @@ def test_cuda_is_asked_without_emulation(native: bool, monkeypatch: pytest.Monke
 )  # fmt: skip
 def test_a_precision_computes_in_one_format(precision: str, dtype: torch.dtype) -> None:
     assert matmul_dtype(precision, "cpu") == dtype
-
-
-def test_auto_computes_in_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has, dtype in ((False, torch.float32), (True, torch.bfloat16)):
-        monkeypatch.setattr("torch.cpu.get_capabilities", lambda has=has: {"avx512_bf16": has})
-        assert matmul_dtype("auto", "cpu") == dtype
-
-
-def test_where_a_run_casts_nothing_weights_decide() -> None:
-    assert layer_matmul_dtype(torch.float16, torch.float32) == torch.float16
-    assert layer_matmul_dtype(torch.float32, torch.bfloat16) == torch.bfloat16

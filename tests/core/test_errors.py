@@ -42,21 +42,6 @@ def test_the_cpus_allocator_refusing_is_out_of_memory() -> None:
     assert exit_code(refused.value) == 4
 
 
-def leave(code: int, *, during: BaseException) -> None:
-    """Exit while another error is handled, as Lightning does."""
-    try:
-        raise during
-    except type(during):
-        raise SystemExit(code)  # noqa: B904
-
-
-@pytest.mark.parametrize(("during", "code"), [(KeyboardInterrupt(), 130), (KeyError("loss"), 7)], ids=repr)
-def test_only_an_interrupt_takes_an_exits_code_away(during: BaseException, code: int) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        leave(7, during=during)
-    assert exit_code(stopped.value) == code
-
-
 def test_config_error_names_key_value_allowed_and_three_remedies() -> None:
     error = ConfigError("stage", "four", allowed="1, 2 or 3", remedies=iter(["a", "b", "c", "d"]))
     assert str(error).split("\n") == ["stage='four': expected 1, 2 or 3", "  try: a", "  try: b", "  try: c"]

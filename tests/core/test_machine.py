@@ -6,7 +6,6 @@ import json
 import os
 import platform
 from importlib import metadata
-from typing import Any
 
 import pytest
 import torch
@@ -24,32 +23,6 @@ def test_versions_are_the_installed_ones_in_plain_types(monkeypatch: pytest.Monk
     assert (described["python"], described["cores"]) == (platform.python_version(), os.cpu_count())
     monkeypatch.setattr(machine, "PACKAGES", ("no-such-package-at-all",))
     assert machine.machine_info(CPU)["no-such-package-at-all"] == "not installed"
-
-
-@pytest.mark.parametrize("kind", ["cuda", "xpu"])
-def test_a_chip_is_asked_for_its_name(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(getattr(torch, kind), "get_device_name", lambda device: f"chip {device}")
-    assert machine.device_name(torch.device(kind, 3)) == f"chip {kind}:3"
-    assert machine.device_name(torch.device("mps")) == "mps", "without a name it is called by its kind"
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "processor", "expected"),
-    [
-        ({"cpu_name": "abacus"}, "intel", "abacus"),
-        ({}, "intel", "intel"),
-        ({"cpu_name": ""}, "", platform.machine()),
-        (None, "intel", "intel"),  # an older torch
-    ],
-)
-def test_the_cpu_is_named_by_the_first_that_knows(
-    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, Any] | None, processor: str, expected: str
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    if capabilities is None:
-        monkeypatch.delattr(torch.cpu, "get_capabilities")
-    monkeypatch.setattr(platform, "processor", lambda: processor)
-    assert machine.device_name(CPU) == expected
 
 
 @pytest.mark.parametrize(

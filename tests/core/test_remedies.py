@@ -9,10 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
-from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.config import composition
@@ -23,7 +21,7 @@ from lightning_eff.core.remedies import format_remedies, keep_overrides, overrid
 from lightning_eff.core.rules import RuleFinding
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.run import build_trainer
-from tests.support.models import Deep, Net, make_loader, make_trainer
+from tests.support.models import Net, make_loader, make_trainer
 
 OVERRIDE = re.compile(
     r"(?<![\w(])[~+]?(callbacks|monitors|optimizer|precision|scheduler|strategy|trainer)[.=]"
@@ -161,21 +159,3 @@ def test_what_a_modules_own_code_is_refused_for_is_gone_with_its_remedy(net: Cal
         trainer.fit(Clips(), make_loader())
     normed = functools.partial(factory, max_parameter_norm=1.0)
     make_trainer(callbacks=[OptimizerChoice(optimizer=normed)], max_steps=1).fit(net(), make_loader())
-
-    class Manual(Deep):
-        automatic_optimization = False
-        kind: Any = factory
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self(batch[0]).square().mean())
-            optimizer.step()
-
-        def configure_optimizers(self) -> Any:
-            return type(self).kind(self.parameters())
-
-    with pytest.raises(ConflictError, match=r"try: an optimizer of torch.optim in configure_optimizers"):
-        make_trainer(callbacks=[GradientCheckpointing()], max_steps=1).fit(Manual(), make_loader())
-    Manual.kind = functools.partial(torch.optim.AdamW, lr=0.01)
-    make_trainer(callbacks=[GradientCheckpointing()], max_steps=1).fit(Manual(), make_loader())

@@ -11,7 +11,6 @@ import torch
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.core.technique import Outcome, Technique, config_of, name_of
 from lightning_eff.monitors.progress import Progress
-from lightning_eff.precision.auto import AutoPrecision
 
 
 class Foreign(pl.Callback):
@@ -26,11 +25,6 @@ class Foreign(pl.Callback):
         return Outcome(did="nothing yet", effective=False)
 
 
-def test_ours_are_named_by_their_module() -> None:
-    assert name_of(EmptyCache()) == "callbacks/empty_cache"
-    assert name_of(AutoPrecision(precision="32-true")) == "precision/auto"
-
-
 def test_foreign_ones_are_named_by_their_class() -> None:
     assert name_of(Foreign()) == "Foreign"
     neighbour = type("Neighbour", (), {"__module__": "lightning_eff_extras.callbacks.neighbour"})
@@ -40,11 +34,8 @@ def test_foreign_ones_are_named_by_their_class() -> None:
 @pytest.mark.parametrize("value", [None, True, 3, 0.25, "auto"])
 def test_plain_values_stay_and_others_become_text(value: object) -> None:
     assert config_of(Foreign(layers=value, me=1)) == {"ratio": 0.5, "layers": value, "missing": None, "me": 1}
-    assert config_of(Foreign(layers=[torch.float16]))["layers"] == "[torch.float16]"
-
-
-def test_a_technique_that_keeps_itself_is_not_asked_for_it() -> None:
-    assert list(config_of(Foreign())) == ["ratio", "layers", "missing"]
+    kept = config_of(Foreign(layers=[torch.float16]))
+    assert kept == {"ratio": 0.5, "layers": "[torch.float16]", "missing": None}, "itself is left out"
 
 
 def test_techniques_are_those_that_say_their_outcome() -> None:

@@ -9,7 +9,6 @@ bound to its optimizer, and holds lists by group and other schedulers inside its
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,11 +20,8 @@ from lightning.pytorch.core.optimizer import (
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._foreach_utils import (
-    _get_fused_kernels_supported_devices,  # pyright: ignore[reportPrivateUsage]
-)
 
-from lightning_eff.core.errors import ConfigError, SlowPathWarning
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.optimization.composite import OptimizerFactory
 from lightning_eff.core.optimization.factories import factory_keywords, optimizer_classes
 from lightning_eff.core.optimization.parameter_groups import hidden_matrices, parameter_groups
@@ -36,7 +32,7 @@ SchedulerFactory = Callable[..., LRScheduler]
 def build(
     module: nn.Module, optimizer: OptimizerFactory, own: Sequence[Mapping[str, Any]] | None = None
 ) -> Optimizer:
-    """Make the optimizer for `module`; `fused=True` falls back, with a warning, where it cannot run.
+    """Make the optimizer for `module`.
 
     Args:
         module: Its trainable parameters are optimized.
@@ -56,18 +52,7 @@ def build(
     groups = parameter_groups(module, decays=decays, hidden=hidden, own=own)
     popped = [(group.pop("lr_fraction", None), group["params"]) for group in groups]
     fraction_of = {parameter: fraction for fraction, parameters in popped for parameter in parameters}
-    override: dict[str, Any] = {}
-    if getattr(optimizer, "keywords", {}).get("fused"):
-        # torch finds out only in the first step that one kernel cannot step all parameters.
-        devices = _get_fused_kernels_supported_devices()  # torch 2.13
-        parameters = [p for group in groups for p in group["params"]]
-        unfit = [p for p in parameters if not p.is_floating_point() or p.device.type not in devices]
-        if unfit:
-            reason = f"a parameter is {unfit[0].dtype} on {unfit[0].device.type}"
-            text = f"fused=True cannot run here, so the optimizer steps in a loop: {reason}"
-            warnings.warn(text, SlowPathWarning, stacklevel=2)
-            override = {"fused": None}
-    built = optimizer(groups, **override)
+    built = optimizer(groups)
     if own is not None:
         for group in built.param_groups:
             fraction = fraction_of[group["params"][0]]
