@@ -65,14 +65,14 @@ def _bench(add: Add) -> None:
     add("--tune", action="store_true", help=about)
     about = "your own layers: tokens, output features, input features"
     add("--shapes", type=_layers, default=[], metavar="M,N,K[;...]", help=about)
-    about = "operands (bf16); a CPU is timed in fp32"
+    about = "operands (bf16)"
     add("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16", help=about)
     add("--out", type=Path, metavar="DIR", help="write the raw numbers there, after each case: gemm.json")
 
 
 def _export(add: Add) -> None:
     add("--merge", action="store_true", help="the merged model instead of the adapter")
-    about = "last (the newest complete one), best (by what the run monitored) or a path"
+    about = "last (the newest complete one) or a path"
     add("--checkpoint", default="last", metavar="WHICH", help=about)
     about = "a new folder under the output root; otherwise RUN/export/adapter or RUN/export/model"
     add("--out", metavar="DIR", help=about)

@@ -1,4 +1,4 @@
-"""Measure the tiled GEMM against torch's library; --tune lets it choose by what was measured here."""
+"""Measure the tiled GEMM against torch's library on a GPU; --tune lets it choose by what was measured."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 OPERAND_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ROUND_MS, QUICK_ROUND_MS = 20, 2
 SMALL = ((256, 768, 768), (256, 3072, 768), (256, 768, 3072))
-"""GPT-2's layers, small enough for a CPU: tokens, output features, input features."""
-NO_KERNELS = (
-    "This says nothing about the speed of our kernels, which need a GPU.\n"
-    "Timed: torch's library on this CPU, with and without our call around it."
-)
+"""GPT-2's layers, for `--quick`: tokens, output features, input features."""
 TWO_METHODS = (
     "Times are of CUDA graphs over rotating buffers, median (range) of the rounds; a ratio is the library's\n"
     "time over ours, the smaller one of that and of single calls after an emptied cache."
@@ -43,22 +39,19 @@ def main(options: argparse.Namespace) -> int:
     from lightning_eff.kernels import dispatch
 
     reason = gemm_timing.why_no_kernels()
-    if options.tune and reason:
-        text = (
-            f"bench --tune: {reason}; it needs an NVIDIA GPU, torch for CUDA, and Triton\n"
-            "  try: lightning-eff bench, without --tune"
-        )
+    if reason:
+        text = f"bench: {reason}; it needs an NVIDIA GPU and Triton\n  try: lightning-eff doctor"
         raise EnvironmentLacksError(text)
-    device = torch.device("cpu") if reason else torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
     environment = {
         "command": shlex.join(["lightning-eff", "bench", *options.arguments]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **machine.machine_info(device),
         "triton": machine.package_version("triton"),
+        "clocks before": machine.gpu_clocks(device),
     }
-    environment |= {"no kernels": reason} if reason else {"clocks before": machine.gpu_clocks(device)}
     comparisons = _measure(options, device, environment)
-    environment |= {} if reason else {"clocks after": machine.gpu_clocks(device)}
+    environment["clocks after"] = machine.gpu_clocks(device)
     numbers = _save(comparisons, environment, options.out)
     sys.stdout.write(numbers if options.json else _table(comparisons, environment))
     if options.tune:
@@ -78,13 +71,9 @@ def _measure(
 
     from lightning_eff.commands._bench import gemm_problem, gemm_timing
 
-    on_gpu = device.type == "cuda"
-    dtype = getattr(torch, OPERAND_DTYPES[options.dtype]) if on_gpu else torch.float32
-    if on_gpu and not (options.shapes or options.quick):
-        cases = gemm_problem.default_cases(dtype)
-    else:
-        layers = options.shapes or SMALL
-        cases = gemm_problem.cases_of(layers, layers, dtype)
+    dtype = getattr(torch, OPERAND_DTYPES[options.dtype])
+    layers = options.shapes or (SMALL if options.quick else ())
+    cases = gemm_problem.cases_of(layers, layers, dtype) if layers else gemm_problem.default_cases(dtype)
     comparisons: list[Comparison] = []
     round_ms = QUICK_ROUND_MS if options.quick else ROUND_MS
     for number, case in enumerate(cases, 1):
@@ -117,13 +106,12 @@ def _means(comparisons: Sequence[Comparison]) -> dict[str, float]:
 
 
 def _table(comparisons: Sequence[Comparison], environment: dict[str, Any]) -> str:
-    is_cpu = "no kernels" in environment
     header = ["M x N x K", "dtype", "library ms", "gemm ms", "ratio", "computed by"]
-    header += [] if is_cpu else ["library TFLOP/s", "best config", "ms", "ratio"]
+    header += ["library TFLOP/s", "best config", "ms", "ratio"]
     sections = [
-        NO_KERNELS if is_cpu else TWO_METHODS,
+        TWO_METHODS,
         "\n".join(f" {key}: {value}" for key, value in environment.items()),
-        text_table(header, [_cells(comparison)[: len(header)] for comparison in comparisons]),
+        text_table(header, [_cells(comparison) for comparison in comparisons]),
     ]
     means = _means(comparisons)
     sections += [f" geometric mean of the ratios of {name}: {mean:.3f}" for name, mean in means.items()]
@@ -146,11 +134,11 @@ def _cells(comparison: Comparison) -> list[str]:
 
 
 def _ms(comparison: Comparison, name: str) -> str:
-    """Return the median and the range of a candidate's rounds, of a GPU those of graphs."""
+    """Return the median and the range of a candidate's rounds of graphs."""
     seconds = comparison.results[name].seconds
     if not seconds:
         return "INCORRECT"
-    milliseconds = [1e3 * value for value in seconds.get("graph") or seconds["clock"]]
+    milliseconds = [1e3 * value for value in seconds["graph"]]
     return f"{median(milliseconds):.3f} ({min(milliseconds):.3f}..{max(milliseconds):.3f})"
 
 

@@ -77,26 +77,16 @@ def _find_checkpoint(run: str, folder: Path, which: str) -> Path:
     """Return the checkpoint that `--checkpoint` names."""
     from lightning_eff.checkpoint.stored_weights import newest_valid
 
-    if which not in ("last", "best"):
+    if which != "last":
         if not Path(which).exists():
-            allowed = "last, best, or an existing checkpoint"
+            allowed = "last, or an existing checkpoint"
             raise ConfigError(key="--checkpoint", value=which, allowed=allowed)
         return Path(which)
     last = newest_valid(folder)
     if last is None:
         allowed = f"a run with a complete checkpoint; there is none in {folder / 'checkpoints'}"
         raise ConfigError(key="RUN", value=run, allowed=allowed)
-    if which == "last":
-        return last
-    # The best one lies next to the last one, whatever folder the last one names: runs may be moved.
-    states = _read_checkpoint(last).get("callbacks")
-    for state in states.values() if isinstance(states, Mapping) else ():
-        if isinstance(state, Mapping) and state.get("monitor") and state.get("best_model_path"):
-            best = last.parent / Path(str(state["best_model_path"])).name
-            if best.exists():
-                return best
-    allowed = "a run that monitored something: monitors.model_checkpoint.monitor=val_loss"
-    raise ConfigError(key="--checkpoint", value="best", allowed=allowed, remedies=["--checkpoint last"])
+    return last
 
 
 def _read_values(run_dir: Path) -> dict[str, Any]:

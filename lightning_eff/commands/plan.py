@@ -31,16 +31,7 @@ VERDICTS = ("on", "fine", "adjusted", "warned", "REFUSED")
 
 @dataclass
 class PlanRow:
-    """One technique of a plan.
-
-    Args:
-        technique: Its name.
-        asked: Constructor arguments that differ from their defaults.
-        will_be: `on`, `adjusted`, `warned` or `REFUSED`.
-        set_by: The override or the recipe that sets it.
-        why: The rules' findings; empty if there are none.
-        remedies: Overrides to use instead.
-    """
+    """A technique, its arguments that are no defaults, and the rules' findings with their remedies."""
 
     technique: str
     asked: dict[str, Any]

@@ -29,12 +29,7 @@ _PLAIN_TAGS = _NUMBER_TAGS | {f"{_PREFIX}{kind}" for kind in ("null", "bool", "s
 
 @dataclass(frozen=True)
 class YamlDocument:
-    """A YAML file that was read.
-
-    Args:
-        content: Plain dictionaries, lists and values; None for an empty file.
-        defaults: Entries of its Hydra defaults list, each with its line: a name, or a group with its options.
-    """
+    """A file's plain content (None if it is empty), and the entries of its defaults list with their lines."""
 
     content: Any
     defaults: Sequence[tuple[int, Any]] = ()

@@ -76,13 +76,7 @@ def check_arguments(constructor: Callable[P, None]) -> Callable[P, None]:
 
 
 def check_value(key: str, value: object, hint: Any, *, none: str = "None") -> None:
-    """Check a value by an annotation.
-
-    Args:
-        key: Name of the argument, or its path in a config.
-        value: Its value.
-        hint: The annotation.
-        none: How None is written where the value comes from: `null` in a config.
+    """Check the value of an argument or a config's key by an annotation; None is written as `none`.
 
     Raises:
         ConfigError: The annotation does not accept it.

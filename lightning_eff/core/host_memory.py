@@ -17,13 +17,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True)
 class HostMemoryLimit:
-    """One limit of this process's memory.
-
-    Args:
-        name: What sets it; empty for installed memory.
-        num_bytes: The limit.
-        taken_bytes: What this process uses of it now.
-    """
+    """One limit of this process's memory; its name is empty for installed memory."""
 
     name: str
     num_bytes: int

@@ -132,11 +132,8 @@ def first_failure(
 ) -> RankError | None:
     """Return the error of the rank that failed first; None if none has.
 
-    Args:
-        codes: Exit code of each rank, None for one that had to be killed.
-        files: Error file of each rank. One that failed without it did so before the others lost it.
-        folder: The run's folder.
-        first_rank: Number of the first of these ranks.
+    A rank that had to be killed has the exit code None. One that failed without its error file did so before
+    the others lost it.
     """
     found: list[tuple[float, int, str, int]] = []
     for rank, (code, file) in enumerate(zip(codes, files, strict=True), start=first_rank):

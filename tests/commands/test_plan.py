@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import lightning_eff.planner.advice  # noqa: F401 - before a test replaces the `dry_run` that it imports
 from lightning_eff.core.text import WIDTH
 from lightning_eff.planner.prediction import Prediction
 from tests.support.command_line import Command

@@ -1,10 +1,10 @@
 """Measure our GEMM against torch's library: correct first, then timed in turns, then chosen for dispatch.
 
-Candidates: torch's library; `gemm`, as a user calls it; on a GPU also configs, each launched directly. What
+Candidates: torch's library; `gemm`, as a user calls it; and configs, each launched directly. What
 is not correct (gemm_problem.py has the bound) is not timed.
 
 Timed: normal data, because zeros draw less power and run faster; all candidates in turn, A B A B, because
-clocks drift. A GPU is timed in two ways, and a claim must hold in both: single calls after an emptied L2
+clocks drift. Each is timed in two ways, and a claim must hold in both: single calls after an emptied L2
 cache, and a CUDA graph of calls over buffers that the cache does not hold, which includes no host time.
 """
 
@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from lightning_eff.commands._bench.gemm_problem import Case, Problem
 from lightning_eff.kernels import devices, dispatch, tiles
@@ -32,7 +31,7 @@ from lightning_eff.kernels.tile_configs import TileConfig
 
 LIBRARY, DISPATCH = "library", "gemm"
 """Names of the candidates that are no config of ours."""
-METHODS = {"cpu": ("clock",), "cuda": ("flushed", "graph")}
+METHODS = ("flushed", "graph")
 ROUNDS = 5
 GRAPH_REPLAYS = 10
 """Of `do_bench_cudagraph`, whose `rep` is the length of one of them."""
@@ -122,14 +121,13 @@ def compare(case: Case, device: torch.device, *, round_ms: int, every_config: bo
     shape = problem.operands.shape(adds=case.kind == "adds")
     decision = dispatch.decide(problem.operands, "auto", out=problem.d)
     runs: dict[str, Run] = {LIBRARY: run_library, DISPATCH: run_gemm}
-    if device.type == "cuda":
-        ranked = [cost.config for cost in tiles.rank_configs(shape, devices.of(device))]
-        tried = ranked if every_config else ranked[:TOP_CONFIGS]
-        runs |= {str(config): run_config(config) for config in tried}
+    ranked = [cost.config for cost in tiles.rank_configs(shape, devices.of(device))]
+    tried = ranked if every_config else ranked[:TOP_CONFIGS]
+    runs |= {str(config): run_config(config) for config in tried}
     by_library = (LIBRARY, DISPATCH) if decision is None else (LIBRARY,)
     results = {name: check(run, problem, rounds_twice=name in by_library) for name, run in runs.items()}
-    problems = problem.rotation() if device.type == "cuda" else [problem]
-    for method in METHODS[device.type]:
+    problems = problem.rotation()
+    for method in METHODS:
         for _ in range(ROUNDS):
             for name in [name for name, result in results.items() if result.is_correct]:
                 seconds = seconds_per_call(runs[name], problems, method, round_ms)
@@ -178,13 +176,8 @@ def check(run: Run, problem: Problem, *, rounds_twice: bool = False) -> Result:
 def seconds_per_call(run: Run, problems: Sequence[Problem], method: str, round_ms: int) -> float:
     """Time a candidate for about `round_ms`, and return the median.
 
-    `clock`: the host's, of repeated calls. `flushed`: a GPU's, each call after an emptied cache. `graph`: a
-    GPU's, of CUDA graphs whose calls go from buffer to buffer.
+    `flushed`: each call after an emptied cache. `graph`: CUDA graphs whose calls go from buffer to buffer.
     """
-    if method == "clock":
-        names = {"run": run, "problem": problems[0]}
-        timer = Timer("run(problem)", globals=names, num_threads=torch.get_num_threads())
-        return timer.blocked_autorange(min_run_time=round_ms * 1e-3).median
     from triton.testing import do_bench, do_bench_cudagraph
 
     if method == "flushed":

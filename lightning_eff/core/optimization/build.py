@@ -32,13 +32,7 @@ SchedulerFactory = Callable[..., LRScheduler]
 def build(
     module: nn.Module, optimizer: OptimizerFactory, own: Sequence[Mapping[str, Any]] | None = None
 ) -> Optimizer:
-    """Make the optimizer for `module`.
-
-    Args:
-        module: Its trainable parameters are optimized.
-        optimizer: Called with parameter groups.
-        own: Groups of the module's own optimizer, see `parameter_groups`.
-    """
+    """Make the optimizer for `module`, with the groups of its own optimizer if it has one."""
     keywords, kinds = factory_keywords(optimizer), optimizer_classes(optimizer)
     if kinds:
         signatures = [inspect.signature(kind).parameters for kind in kinds]
