@@ -46,11 +46,7 @@ def allow_new_keys(
     """Return overrides that may set keys missing from a group's YAML, and options where a recipe has none.
 
     Hydra takes a new key only with `++`. Whether the key is a parameter of the group's class is checked
-    after composing.
-
-    Args:
-        overrides: Parsed.
-        listed: Groups of several options that the recipe lists; the others get `+`.
+    after composing. Groups of several options that the recipe does not list (`listed`) get `+`.
 
     Example:
         >>> allow_new_keys(parse_overrides(["trainer.max_time=00:01:00:00", "callbacks=[a]"]), listed=[])

@@ -58,15 +58,11 @@ class RecipePath:
 
 @dataclass(frozen=True)
 class RecipeChain:
-    """A recipe and the recipes that it builds on.
-
-    Args:
-        recipes: Name and defaults list of each; a later choice of a group comes first.
-        missing: FILE:LINE of each entry that names no file.
-    """
+    """A recipe and the recipes that it builds on, each with its defaults list; later choices come first."""
 
     recipes: Sequence[tuple[str, Sequence[Any]]] = ()
     missing: Mapping[str, str] = field(default_factory=dict[str, str])
+    """FILE:LINE of each entry that names no file."""
 
     def options(self, group: str) -> set[str] | None:
         """Return all options of a group that the recipes list; None if none of them lists the group."""

@@ -16,12 +16,7 @@ from torch import nn
 
 
 class CompiledCall:
-    """Calls a bound method through the compiler; a copy of the module compiles its own.
-
-    Args:
-        method: Bound to the module in whose `__dict__` this object replaces it.
-        options: Keywords of `torch.compile`.
-    """
+    """Calls the bound method that it replaces through the compiler; a copy of the module compiles its own."""
 
     def __init__(self, method: Callable[..., Any], options: dict[str, Any]) -> None:
         self.__wrapped__ = method

@@ -41,8 +41,6 @@ def dtype_support(device_type: str, dtype: torch.dtype) -> DtypeSupport:
     native = True
     if dtype == torch.bfloat16 and device_type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif dtype == torch.bfloat16 and device_type == "xpu":
-        native = torch.xpu.is_bf16_supported()
     elif dtype == torch.bfloat16 and device_type == "mps":
         native = torch.backends.mps.is_macos_or_newer(14, 0)
     why = f"{device_type} {'computes' if native else 'has no units for'} {name}"

@@ -38,8 +38,6 @@ def device_name(device: torch.device) -> str:
     """Return the name of the chip from its driver, or on the CPU from PyTorch."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if device.type == "xpu":
-        return torch.xpu.get_device_name(device)
     if device.type == "cpu":
         get_capabilities = getattr(torch.cpu, "get_capabilities", dict)
         return str(get_capabilities().get("cpu_name") or platform.processor() or platform.machine())

@@ -65,11 +65,7 @@ def frozen_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
     """Return those of the named modules whose own parameters will not be trained.
 
     A callback that will freeze most of the model names what it will train by `trainable_modules(model,
-    names)`; without such a callback `requires_grad` decides.
-
-    Args:
-        model: A LightningModule in a Trainer, or any module.
-        names: Names of modules in it.
+    names)`; without such a callback, or a Trainer, `requires_grad` decides.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1))
@@ -130,13 +126,8 @@ class _ConfigureModelPatch:
 def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change: ModelChange) -> None:
     """Apply `change` after the module's own `configure_model`, in the order of the stages.
 
-    Callbacks call it in `setup`, strategies in `setup_environment`; `restore` undoes it.
-
-    Args:
-        trainer: The Trainer that is about to run.
-        module: Its module, whose `configure_model` is replaced until `restore`.
-        stage: Position relative to other changes.
-        change: The function to apply; queued twice, it runs once.
+    Callbacks call it in `setup`, strategies in `setup_environment`; `restore` undoes it. A change that is
+    queued twice runs once.
     """
     patch = getattr(module.__dict__.get("configure_model"), "__self__", None)
     if not isinstance(patch, _ConfigureModelPatch):

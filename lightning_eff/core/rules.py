@@ -60,11 +60,9 @@ class RuleFinding:
 
 
 def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleFinding]:
-    """Compare the rules of every object with what the others provide and with the run.
+    """Compare the rules of every object, of this package or not, with what the others provide and the run.
 
-    Args:
-        objects: Callbacks, plugins and strategy, of this package or not.
-        run: Facts of the run and the machine, description by name; one that is not known yet is absent.
+    `run` has facts of the run and the machine, description by name; one that is not known yet is absent.
     """
     components = list(objects)
     present = dict(run)

@@ -24,17 +24,11 @@ WAIT_S = 300.0
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was launched.
-
-    Args:
-        by: `torchrun` (or the command, which sets the same variables), `slurm`, or `lightning` for others
-            that Lightning knows; empty for a process of its own, which starts the ranks itself.
-        rank: Of this process, among all of the run.
-        num_tasks: Processes that were started, if known.
-        num_local_tasks: Processes on this machine, if known.
-    """
+    """How this process was launched."""
 
     by: str = ""
+    """`torchrun` (or the command, which sets the same variables), `slurm`, or `lightning` for others that
+    Lightning knows; empty for a process of its own, which starts the ranks itself."""
     rank: int = 0
     num_tasks: int | None = None
     num_local_tasks: int | None = None
@@ -168,12 +162,8 @@ def shared_run_dir(launch: Launch, folder: Path, *, has_default_name: bool) -> P
     # `broadcast_object_list`: the process group does not exist yet.
     key = f"lightning_eff/folder/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
-        host, port, wait = (
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            timedelta(seconds=WAIT_S),
-        )
-        store = TCPStore(host, port, is_master=False, timeout=wait)
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=WAIT_S))
         if not launch.rank:
             store.set(key, str(folder))
         return Path(store.get(key).decode())

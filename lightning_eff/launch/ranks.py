@@ -32,13 +32,9 @@ POLL_S = 0.2
 
 
 def run_ranks(words: Iterable[str], folder: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Train in a process for each device of this machine, which is machine NODE_RANK of the run.
+    """Run `lightning-eff train` in a process for each device of this machine, which is machine NODE_RANK.
 
-    Args:
-        words: The words after `lightning-eff train`.
-        folder: The run's folder.
-        trainer: The Trainer's settings. With several machines, MASTER_ADDR and MASTER_PORT in the environment
-            say where the ranks meet.
+    With several machines, MASTER_ADDR and MASTER_PORT in the environment say where the ranks meet.
 
     Returns:
         The efficiency report in `folder`; empty without that monitor.

@@ -37,12 +37,7 @@ CLEANUP_TIMEOUT_S = 10.0
 
 @contextmanager
 def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generator[None]:
-    """Around `fit`: all ranks stop after the same step, or one fails without the others.
-
-    Args:
-        trainer: With one rank nothing is done.
-        folder: The run's, for the traceback.
-        launch: What started this rank.
+    """Around `fit` of several ranks: all stop after the same step, or one fails without the others.
 
     Raises:
         RankError: This rank has failed; the text names it and the cause.

@@ -243,25 +243,6 @@ def test_the_checkpoint_of_another_optimizer_is_refused_by_name(
         )
 
 
-def test_a_plain_runs_checkpoint_with_other_groups_or_options_is_refused(
-    net: Callable[..., Net], tmp_path: Path
-) -> None:
-    trainer = make_trainer(max_steps=2)
-    trainer.fit(net(), make_loader())
-    trainer.save_checkpoint(tmp_path / "sgd.ckpt")
-    for factory, message in (
-        (ADAMW, "an optimizer with the option momentum and without betas"),
-        (
-            functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
-            r"groups of 6 tensors, as in the checkpoint, and not \d \+ \d",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            make_trainer(callbacks=[OptimizerChoice(optimizer=factory)], max_steps=4).fit(
-                net(), make_loader(), ckpt_path=tmp_path / "sgd.ckpt"
-            )
-
-
 def opaque_adamw(groups: Any) -> torch.optim.Optimizer:
     return ADAMW(groups)
 

@@ -95,11 +95,9 @@ def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set
 
 
 def split_hidden(params: Iterable[Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Split what an optimizer is given into groups of hidden matrices and groups of the rest.
+    """Split what an optimizer is given, named parameters or groups too, into hidden matrices and the rest.
 
-    Args:
-        params: Parameters, named or not, or groups. A group's key `hidden` decides; without it every matrix
-            is hidden.
+    A group's key `hidden` decides; without it every matrix is hidden.
     """
     entries = list(params)
     groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
