@@ -57,16 +57,6 @@ def test_a_model_of_the_current_folder_is_trained_planned_and_exported(project: 
     assert list(json.loads(done.stdout)["files"]) == ["model.safetensors"]
 
 
-@pytest.mark.slow
-def test_a_model_of_the_current_folder_is_compared(project: Path) -> None:
-    words = ["--steps", "6", "--rounds", "1", "--only", "baseline", "--json"]
-    rows = json.loads(script("compare", "baseline", *OWN, *words, cwd=project).stdout)["rows"]
-    assert {row["technique"]: row["status"] for row in rows} == {
-        "baseline": "measured",
-        "the recipe as it is": "measured",
-    }
-
-
 def test_an_error_is_all_that_is_printed(tmp_path: Path) -> None:
     done = script("train", "baseline", "optimizer=adamw_8bitt", cwd=tmp_path, code=2)
     assert done.stdout == ""
