@@ -18,7 +18,14 @@ def main(options: argparse.Namespace) -> int:
     exact = [entry for entry in entries if entry.name == word]
     short = [entry for entry in entries if entry.name.rpartition("/")[2] == word]
     if exact or len(short) == 1:
-        _show_card([*exact, *short][0], as_json=options.json)
+        card = catalog.entry_details([*exact, *short][0])
+        if options.json:
+            print_json(card)
+            return EXIT_OK
+        lines = [f"{card['name']} ({card['kind']})", f"use: {card['use']}", "", card["text"].rstrip()]
+        rows = [[row["key"], row["default"], row["meaning"]] for row in card.get("parameters", [])]
+        lines += ["", text_table(["option", "default", "meaning"], rows)] if rows else []
+        sys.stdout.write("\n".join(lines) + "\n")
         return EXIT_OK
     found = [entry for entry in entries if word.lower() in f"{entry.name} {entry.summary}".lower()]
     if not found:
@@ -32,15 +39,3 @@ def main(options: argparse.Namespace) -> int:
         rows = [[entry.name, entry.kind, entry.summary] for entry in found]
         sys.stdout.write(text_table(["name", "kind", "summary"], rows) + "\n")
     return EXIT_OK
-
-
-def _show_card(entry: catalog.Entry, *, as_json: bool) -> None:
-    card = catalog.entry_details(entry)
-    if as_json:
-        print_json(card)
-        return
-    lines = [f"{entry.name} ({entry.kind})", f"use: {entry.use}", "", card["text"].rstrip()]
-    rows = [[row["key"], row["default"], row["meaning"]] for row in card.get("parameters", [])]
-    if rows:
-        lines += ["", text_table(["option", "default", "meaning"], rows)]
-    sys.stdout.write("\n".join(lines) + "\n")

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_eff.comparison.result_table import BASELINE, MEASURED, ComparisonRow
 from lightning_eff.core import catalog
+from lightning_eff.launch.job import num_ranks
 
 AS_IT_IS, COMBINED = "the recipe as it is", "combined"
 BARE = ("callbacks=[]", "precision=fp32", "strategy=auto")
@@ -34,7 +35,7 @@ def single_technique_trials(values: Mapping[str, Any]) -> dict[str, list[str]]:
     for entry in catalog.options():
         group, _, option = entry.name.partition("/")
         choice = f"{group}={option}"
-        is_technique = entry.kind == "technique" or (group == "strategy" and num_ranks(values) > 1)
+        is_technique = entry.kind == "technique" or (group == "strategy" and num_ranks(values["trainer"]) > 1)
         if group == "callbacks" and entry.name != NOT_ALONE:
             trials[option] = bare_trial(values, f"callbacks=[{option}]", option)
         elif choice not in BARE and (
@@ -49,7 +50,7 @@ def bare_trial(values: Mapping[str, Any], override: str = "", technique: str = "
     own = [override] if override else []
     size = global_batch_size(values)
     if size:
-        on_device = max(1, size // num_ranks(values))
+        on_device = max(1, size // num_ranks(values["trainer"]))
         # A quarter of the batch, or a third, or a half, whichever divides it first.
         smaller = on_device // next((n for n in (4, 3, 2) if on_device % n == 0), 1)
         if technique == "gradient_accumulation":
@@ -68,15 +69,10 @@ def global_batch_size(values: Mapping[str, Any]) -> int:
         return 0
     accumulation: Any = (values.get("callbacks") or {}).get("gradient_accumulation") or {}
     size = accumulation.get("global_batch_size")
-    default = batch_size * num_ranks(values) * (values["trainer"].get("accumulate_grad_batches") or 1)
+    default = (
+        batch_size * num_ranks(values["trainer"]) * (values["trainer"].get("accumulate_grad_batches") or 1)
+    )
     return size if isinstance(size, int) else default
-
-
-def num_ranks(values: Mapping[str, Any]) -> int:
-    """Return the devices in a recipe, 1 where it leaves them to the machine."""
-    devices = values["trainer"].get("devices", 1)
-    is_number = isinstance(devices, int) and devices > 0
-    return (devices if is_number else 1) * values["trainer"].get("num_nodes", 1)
 
 
 def helpful(rows: Sequence[ComparisonRow]) -> list[str]:
