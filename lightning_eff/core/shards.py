@@ -56,9 +56,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def unsharded(parameter: Tensor, modifier_rank: int | None = None) -> Any:
     """Return a context in which a stage-3 parameter is gathered on every rank; a collective.
 
-    Args:
-        parameter: Of ZeRO stage 3.
-        modifier_rank: Rank whose changes are broadcast to all others on exit; None for read access only.
+    Changes by `modifier_rank` are broadcast to all others on exit; None is for read access only.
     """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 

@@ -46,12 +46,7 @@ def line_width(width: int | None = None) -> int | None:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
-    """Return a table of plain text whose lines fit the terminal; long cells are wrapped.
-
-    Args:
-        header: Titles of the columns.
-        rows: Cells.
-        width: Characters of a line where the standard output is no terminal; None for any number.
+    """Return a table of plain text whose lines fit the terminal, or `width` without one; cells are wrapped.
 
     Example:
         >>> print(text_table(["name", "n"], [["a", "1"], ["long", "22"]]))
