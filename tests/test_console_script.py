@@ -67,7 +67,7 @@ def test_an_error_is_all_that_is_printed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["ls", "fsdp2"], "strategy/fsdp2 (technique)"),
+        (["ls", "empty_cache"], "callbacks/empty_cache (technique)"),
         (["--complete", "train", "bas"], "baseline\n"),
     ],
 )
