@@ -11,8 +11,6 @@ padding, and in everything that the assistant does not say in a conversation.
   transformers detect that attention must not cross (`HFCausalLM` tests whether its model does, and rejects it
   if not), and no target crosses a boundary: each document trains as it would alone. Texts longer than a row
   are cut into pieces, conversations are cut off.
-- `across`: one stream of all documents, cut into rows; attention and targets cross boundaries, as in most
-  pre-training. Nothing is dropped, and only the last row is padded.
 - `grouped`: one document a row, as many rows of similar length a batch as fit `batch_size * context_length`
   tokens with their padding. Longer documents are cut off. Such a batch counts as one sample where a loader's
   batch size is asked for.
@@ -23,9 +21,7 @@ every run, the order of rows depends on the run's seed (`seed_everything`) and t
 epoch the loader resumes at the position in the checkpoint.
 
 Documents are tokenized once, in `prepare_data`, into a file under `cache_dir` that is read through a memory
-map. With `cache_dir=None` they are streamed: read, tokenized and packed in chunks of 200 while they are
-trained on, without a length; of the first 2,000 documents `val_fraction` validates. A stream that resumes
-reads from its beginning.
+map.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +42,7 @@ from lightning_eff.data.corpus.documents import find_sources
 from lightning_eff.data.corpus.packing import GroupedBatches, Pieces, TokenRows, collate_padded
 from lightning_eff.data.corpus.resumable_loader import ResumableLoader
 from lightning_eff.data.corpus.tokenization import TrainingTokenizer
-from lightning_eff.data.corpus.tokenized import RowStream, tokenize, tokenize_once
+from lightning_eff.data.corpus.tokenized import tokenize_once
 
 log = logging.getLogger(__name__)
 _log = rank_zero_only(log.log)
@@ -61,10 +57,10 @@ class Text(pl.LightningDataModule):
         tokenizer: Hugging Face name or folder; None for bytes, 257 tokens.
         context_length: Longest row in tokens.
         batch_size: Rows per batch of the loader, per rank.
-        packing: True, False, "across" or "grouped", as described in the module's docstring.
+        packing: True, False or "grouped", as described in the module's docstring.
         field: Key of a row that holds the text, or a conversation: a list of `{role, content}`.
         val_fraction: Fraction of the documents for validation, from 0 (none) to 0.5.
-        cache_dir: Folder of the tokenized documents; None streams.
+        cache_dir: Folder of the tokenized documents.
 
     Raises:
         ValueError: A value is outside its range, the tokenizer cannot be loaded, or, raised in
@@ -73,10 +69,9 @@ class Text(pl.LightningDataModule):
         ModuleNotFoundError: transformers or datasets is not installed.
 
     Example:
-        >>> data = Text(context_length=64, batch_size=2, cache_dir=None)
-        >>> data.setup("fit")
-        >>> {name: tuple(value.shape) for name, value in next(iter(data.train_dataloader())).items()}
-        {'input_ids': (2, 64), 'labels': (2, 64), 'position_ids': (2, 64)}
+        >>> data = Text(paths="pydoc", context_length=64, packing="grouped")
+        >>> data.vocab_size
+        257
     """
 
     def __init__(
@@ -86,20 +81,19 @@ class Text(pl.LightningDataModule):
         tokenizer: str | None = None,
         context_length: int = 256,
         batch_size: int = 8,
-        packing: bool | Literal["across", "grouped"] = True,
+        packing: bool | Literal["grouped"] = True,
         field: str = "text",
         val_fraction: float = 0.05,
-        cache_dir: str | None = "outputs/cache",
+        cache_dir: str = "outputs/cache",
     ) -> None:
         super().__init__()
-        packings = (True, False, "across", "grouped")
         for key, value, is_valid, allowed in (
             ("paths", paths, bool(paths), "name at least one file or folder, or pydoc"),
             ("context_length", context_length, context_length >= 2, "be at least 2"),
             ("batch_size", batch_size, batch_size >= 1, "be at least 1"),
             ("val_fraction", val_fraction, 0.0 <= val_fraction <= 0.5, "lie between 0 and 0.5"),
-            ("packing", repr(packing), packing in packings, "be true, false, across or grouped"),
-            ("cache_dir", cache_dir, cache_dir or packing != "grouped", "be a folder with packing=grouped"),
+            ("packing", repr(packing), packing in (True, False, "grouped"), "be true, false or grouped"),
+            ("cache_dir", repr(cache_dir), cache_dir, "be a folder"),
         ):
             if not is_valid:
                 msg = f"{key}={value} must {allowed}"
@@ -122,16 +116,14 @@ class Text(pl.LightningDataModule):
     @override
     def prepare_data(self) -> None:
         """Tokenize all documents, unless the cache has them."""
-        if self.cache_dir is not None:
-            tokenize_once(self.sources, self.field, self.training_tokenizer, Path(self.cache_dir))
+        self._documents()
 
     @override
     def setup(self, stage: str) -> None:
         """Split and pack the documents, alike in every run and on every rank."""
-        if self._rows or self.cache_dir is None:
+        if self._rows:
             return
-        documents = tokenize_once(self.sources, self.field, self.training_tokenizer, Path(self.cache_dir))
-        pieces = Pieces(documents, context_length=self.context_length, packing=self.packing)
+        pieces = Pieces(self._documents(), context_length=self.context_length, packing=self.packing)
         self._log_losses(pieces)
         splits = pieces.split(self.val_fraction)
         if not len(splits["train"]):
@@ -149,6 +141,9 @@ class Text(pl.LightningDataModule):
             kind = "batches" if self.packing == "grouped" else "rows"
             _log(logging.INFO, "%s: %d %s, %s", split, len(rows), kind, share)
         self.padding_fraction = self._rows["train"].padding_fraction if self.packing else None
+
+    def _documents(self) -> Any:
+        return tokenize_once(self.sources, self.field, self.training_tokenizer, Path(self.cache_dir))
 
     def _log_losses(self, pieces: Pieces) -> None:
         """Tell what is skipped and cut.
@@ -185,13 +180,6 @@ class Text(pl.LightningDataModule):
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         pad = functools.partial(collate_padded, pad_id=self.training_tokenizer.pad_id)
         collate, batch_size = (None if self.packing else pad), self.batch_size
-        if self.cache_dir is None:
-            chunks, order = functools.partial(self._chunks, split), seed if split == "train" else None
-            stream = RowStream(chunks, self._rows_of_chunk, order, rank, world_size)
-            loader = ResumableLoader(stream, batch_size=batch_size, collate_fn=collate)
-            # Lightning has the next batch of a loader without length before it trains on this one.
-            loader.num_ahead = int(self.trainer is not None)
-            return loader
         if self.packing == "grouped":
             collate, batch_size = (lambda batches: pad(batches[0])), 1
         # Neighbouring seeds give unrelated orders; the epoch is added to the seed.
@@ -200,20 +188,3 @@ class Text(pl.LightningDataModule):
             DistributedSampler(self._rows[split], world_size, rank, seed=seed) if split == "train" else None
         )
         return ResumableLoader(self._rows[split], batch_size=batch_size, sampler=sampler, collate_fn=collate)
-
-    def _chunks(self, split: str) -> Iterator[list[dict[str, Any]]]:
-        """Yield the chunks of a split; in each of the first ten the first documents validate."""
-        chunks = tokenize(self.sources, self.field, self.training_tokenizer)
-        for number, chunk in enumerate(chunks):
-            num_val = 0
-            if self.val_fraction and number < 10:
-                num_val = max(1, round(self.val_fraction * len(chunk)))
-            elif split == "val":
-                return
-            part = chunk.slice(0, num_val) if split == "val" else chunk.slice(num_val)
-            if len(part):
-                yield part
-
-    def _rows_of_chunk(self, documents: Any) -> TokenRows:
-        pieces = Pieces(documents, context_length=self.context_length, packing=self.packing)
-        return pieces.rows(pieces.pieces, self.training_tokenizer.pad_id)

@@ -175,12 +175,7 @@ class GPT(pl.LightningModule):
             logits: [B, T, vocab_size].
             targets: Integers [B, T].
         """
-        if logits.dtype in {torch.bfloat16, torch.float16}:
-            logits = logits.float()
-        total = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
-        )
-        return total / (targets != IGNORED_TARGET).sum().clamp(min=1)
+        return mean_cross_entropy(logits, targets)
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -237,6 +232,16 @@ class GPT(pl.LightningModule):
                 sampled = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, sampled.to(tokens.device)], dim=1)
         return tokens
+
+
+def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean over targets [B, T] that are not ignored, 0 if all are; of 16 bits in float32."""
+    if logits.dtype in {torch.bfloat16, torch.float16}:
+        logits = logits.float()
+    total = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
+    )
+    return total / (targets != IGNORED_TARGET).sum().clamp(min=1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

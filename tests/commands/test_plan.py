@@ -149,7 +149,7 @@ import lightning.pytorch as pl, torch
 class Reads(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.rate = torch.linspace(0, 1, 3)[1].item()
+        self.rate = torch.ones(3)[1].item()
 class Asks(pl.LightningModule):
     def __init__(self):
         super().__init__()
@@ -180,29 +180,12 @@ TRAINED = 2_164_416
 """Weights of the recipes' GPT."""
 
 
-def test_copies_are_as_large_on_any_number_of_devices(command: Command) -> None:
-    found, about, assumed = division(command, "baseline", "strategy=ddp", "trainer.devices=3")
-    assert list(found) == [1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
-    assert {row["gradients_bytes"] for row in found.values()} == {4 * TRAINED}
-    assert {row["optimizer_bytes"] for row in found.values()} == {8 * TRAINED}
-    assert found[4]["sent_bytes"] == 2 * 3 * TRAINED
-    assert (
-        "2.2M weights, all trained, 8 bytes of optimizer state per trained weight, 32-true; "
-        "1 micro-batch per step on each device" in about
-    )
-    assert "gradients are views of its buckets (strategy.gradient_as_bucket_view)" in assumed[0]
-    found, about, _ = division(command, "lora", "strategy=ddp", "trainer.devices=2")
-    assert "of them trained" in about
-    assert found[2]["gradients_bytes"] < found[2]["weights_bytes"] / 10
-    assert found[2]["optimizer_bytes"] == 2 * found[2]["gradients_bytes"]
-
-
 def test_fsdp2_is_planned_without_a_process(command: Command) -> None:
     found, about, _ = division(command, "fsdp2", "callbacks.gradient_accumulation.global_batch_size=64")
-    assert about.startswith("memory per device with strategy/fsdp2, by arithmetic: 2.2M weights")
+    assert list(found) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    assert about.startswith("memory per device with strategy/fsdp2, by arithmetic: 2.2M weights, all trained")
     assert "4 micro-batches per step on each device" in about
     assert found[2]["optimizer_bytes"] == 4 * TRAINED
-    assert found[1]["sent_bytes"] == 0
     words = ["strategy.cpu_offload=true", "strategy.param_dtype=bf16"]
     offloaded = division(command, "fsdp2", *words)[0]
     assert offloaded[2]["host_bytes"] == (4 + 4 + 8) * TRAINED / 2
@@ -223,7 +206,7 @@ def test_what_cannot_be_divided_is_told(
     command: Command, tmp_path: Path, words: tuple[str, ...], reason: str
 ) -> None:
     (tmp_path / "my_nets.py").write_text(NETS)
-    found, about, assumed = division(command, "baseline", "strategy=ddp", "trainer.devices=2", *words)
+    found, about, assumed = division(command, "fsdp2", *words)
     assert (found, assumed) == ({}, [])
     assert about.startswith(f"memory per device: {reason}")
 
@@ -233,14 +216,13 @@ def test_zero_is_planned_without_a_process(command: Command) -> None:
     found, about, assumed = division(command, "zero3_offload", "precision=fp32")
     assert "strategy/deepspeed_zero" in about
     assert found[2]["host_bytes"] == pytest.approx((4 + 4 + 8 + 4 + 4) * TRAINED / 2, rel=0.001)
-    assert found[2]["sent_bytes"] == pytest.approx(4 * TRAINED, rel=0.001)
     assert any("stage3_param_persistence_threshold" in each for each in assumed)
     assert found[2]["buffers_bytes"] == pytest.approx(4 * 500_000_000, rel=0.01)
     bucket = "strategy.config={zero_optimization: {reduce_bucket_size: 1000000}}"
     small = division(command, "zero3_offload", "precision=fp32", bucket)[0]
     assert small[2]["buffers_bytes"] == 4_000_000
     _, out, _ = command("plan", "zero2", "trainer.accelerator=cpu")
-    assert "\n devices  gradients  optimizer  per device  sent per step\n" in out
+    assert "\n devices  gradients  optimizer  per device\n" in out
     assert "\n on any number of devices: weights " in out
     assert "\nassumed: gradients are all-reduced, as DeepSpeed does by default" in out
 

@@ -1,4 +1,4 @@
-"""Text: rows and labels by hand, what is cut, conversations, sources, cache, stream, order, refusals."""
+"""Text: rows and labels by hand, what is cut, conversations, sources, cache, order, refusals."""
 
 from __future__ import annotations
 
@@ -86,7 +86,6 @@ def write_rows(file: Path, rows: list[Any], field: str = "text") -> Path:
 
 
 # 256 ends a document, and fills what is left of a row. Packed: the longest first, each where it fits best.
-@pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
     ("packing", "texts", "expected"),
     [
@@ -97,14 +96,6 @@ def write_rows(file: Path, rows: list[Any], field: str = "text") -> Path:
                 "input_ids": [[*b"abc", 256, *b"f", 256], [*b"de", 256, 256, 256, 256]],
                 "labels": [[N, *b"bc", 256, N, 256], [N, *b"e", 256, N, N, N]],
                 "position_ids": [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 1, 2]],
-            },
-        ),
-        (
-            "across",
-            ("abc", "defg", ""),
-            {
-                "input_ids": [[*b"abc", 256, *b"de"], [*b"fg", 256, 256, 256, 256]],
-                "labels": [[N, *b"bc", 256, *b"de"], [N, *b"g", 256, N, N, N]],
             },
         ),
         (
@@ -119,34 +110,17 @@ def write_rows(file: Path, rows: list[Any], field: str = "text") -> Path:
     ],
 )
 def test_rows_by_hand(
-    prepare: Prepare,
-    tmp_path: Path,
-    packing: Any,
-    texts: tuple[str, ...],
-    expected: dict[str, Any],
-    *,
-    is_stream: bool,
+    prepare: Prepare, tmp_path: Path, packing: Any, texts: tuple[str, ...], expected: dict[str, Any]
 ) -> None:
-    keywords = {"cache_dir": None} if is_stream else {}
-    data = prepare(write_texts(tmp_path, *texts), context_length=6, packing=packing, **keywords)
+    data = prepare(write_texts(tmp_path, *texts), context_length=6, packing=packing)
     (batch,) = batches(data)
     order = batch["input_ids"][:, 0].argsort()
     assert {name: value[order].tolist() for name, value in batch.items()} == expected
-    if packing and not is_stream:
+    if packing:
         assert data.padding_fraction == pytest.approx(3 / 12)
 
 
-def test_a_stream_of_conversations_learns_only_answers(prepare: Prepare, tmp_path: Path) -> None:
-    file = write_rows(tmp_path / "chat.jsonl", [TURNS, "de"])
-    (batch,) = batches(prepare(file, packing="across", context_length=48))
-    labels = batch["labels"][batch["input_ids"][:, 0] == ord("u")][0]
-    learnt = labels[labels != N].tolist()
-    assert learnt == [*b"yo", 256, ord("c"), 256, *b"de"], "the first token of a text too"
-
-
-@pytest.mark.parametrize(
-    ("packing", "kept", "lost"), [(True, 40, 0), (False, 16, 25), ("grouped", 16, 25), ("across", 40, 0)]
-)
+@pytest.mark.parametrize(("packing", "kept", "lost"), [(True, 40, 0), (False, 16, 25), ("grouped", 16, 25)])
 def test_what_is_cut_is_said(
     prepare: Prepare,
     tmp_path: Path,
@@ -160,7 +134,7 @@ def test_what_is_cut_is_said(
         rows = batches(prepare(tmp_path, packing=packing))
     assert sum(int(((batch["input_ids"] > 96) & (batch["input_ids"] < 256)).sum()) for batch in rows) == kept
     cut = f"1 of 2 documents are longer than context_length=16 and were cut; {lost} tokens are lost"
-    assert (cut in caplog.text) == (packing != "across")
+    assert cut in caplog.text
     assert any(record.levelname == "WARNING" for record in caplog.records) == bool(lost)
 
 
@@ -184,26 +158,6 @@ def test_grouped_batches_are_alike_in_length_and_keep_to_their_tokens(prepare: P
     assert share < 0.1
     kept = [row[: row.index(256)] for data in (grouped, alone) for row in rows_of(data)]
     assert sorted(kept[:12]) == sorted(kept[12:])
-
-
-def test_a_packed_batch_trains_as_its_documents_do_alone(
-    prepare: Prepare, tiny_llama: Path, folder: Path
-) -> None:
-    # The token-weighted mean over documents; a crossing of any kind is wrong by more than 1e-5.
-    torch.manual_seed(0)
-    model = HFCausalLM(name=str(tiny_llama), dtype="float64")
-    model.configure_model()
-    means = []
-    for packing in (True, False, "grouped"):
-        data = prepare(folder, packing=packing, context_length=32)
-        steps = [model._batch_loss(batch) for batch in batches(data)]
-        total = sum(int(count) for _, count in steps)
-        means.append(sum(loss.detach() * count for loss, count in steps) / total)
-        assert total == sum(index + 3 for index in range(12))
-    torch.testing.assert_close(means[0], means[1], rtol=1e-10, atol=0.0)
-    torch.testing.assert_close(means[0], means[2], rtol=1e-10, atol=0.0)
-    across = [model._batch_loss(batch)[0].item() for batch in batches(prepare(folder, packing="across"))]
-    assert abs(sum(across) / len(across) - means[0].item()) > 1e-5
 
 
 def test_text_json_lines_and_parquet_are_equal(prepare: Prepare, tmp_path: Path) -> None:
@@ -294,12 +248,6 @@ def test_an_error_leaves_nothing_in_the_cache(prepare: Prepare, tmp_path: Path) 
     assert list(cache.iterdir()) == []
 
 
-def test_the_prose_needs_no_file(prepare: Prepare) -> None:
-    data = prepare("pydoc", context_length=4096)
-    words = data.tokenizer.decode(batches(data)[0]["input_ids"].flatten().tolist())
-    assert words.count(" the ") > 5
-
-
 def test_a_split_is_by_document(prepare: Prepare, folder: Path) -> None:
     data = prepare(folder, val_fraction=0.25, packing=False)
     train, val = ({row[0] for row in rows_of(data, split)} for split in ("train", "val"))
@@ -308,8 +256,6 @@ def test_a_split_is_by_document(prepare: Prepare, folder: Path) -> None:
     assert not train & val
     assert rows_of(prepare(folder, val_fraction=0.25, packing=False), "val") == rows_of(data, "val")
     assert prepare(folder).val_dataloader() == []
-    stream = prepare(folder, val_fraction=0.25, packing=False, cache_dir=None)
-    assert [len(rows_of(stream, split)) for split in ("train", "val")] == [9, 3]
 
 
 def test_the_order_depends_on_seed_and_epoch_alone(
@@ -330,13 +276,11 @@ def test_the_order_depends_on_seed_and_epoch_alone(
     assert len(orders) == 3
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_ranks_have_shares_of_equal_length(prepare: Prepare, folder: Path, *, is_stream: bool) -> None:
+def test_ranks_have_shares_of_equal_length(prepare: Prepare, folder: Path) -> None:
     """With unequal ones, the rank with more batches would wait for the others at the end of an epoch."""
-    keywords = {"cache_dir": None} if is_stream else {}
     shares = []
     for rank in range(5):
-        data = prepare(folder, packing=False, **keywords)
+        data = prepare(folder, packing=False)
         trainer: Any = type("Ranks", (), {"global_rank": rank, "world_size": 5})
         data.trainer = trainer
         shares.append(rows_of(data))
@@ -347,10 +291,7 @@ def test_ranks_have_shares_of_equal_length(prepare: Prepare, folder: Path, *, is
 @pytest.mark.filterwarnings(
     "ignore:Total length of `list` across ranks is zero", "ignore:The dirpath has changed from"
 )
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_a_run_goes_on_in_the_middle_of_an_epoch(
-    tiny_llama: Path, folder: Path, tmp_path: Path, *, is_stream: bool
-) -> None:
+def test_a_run_goes_on_in_the_middle_of_an_epoch(tiny_llama: Path, folder: Path, tmp_path: Path) -> None:
     def run(name: str, ckpt_path: Path | None = None) -> tuple[HFCausalLM, list[list[int]]]:
         seen: list[list[int]] = []
         model = HFCausalLM(name=str(tiny_llama))
@@ -360,7 +301,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
         model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters(), lr=1e-3)
         data = Text(
             paths=str(folder), packing=False, context_length=16, batch_size=2, val_fraction=0.0,
-            cache_dir=None if is_stream else str(tmp_path / "cache"),
+            cache_dir=str(tmp_path / "cache"),
         )  # fmt: skip
         saver = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         trainer = make_trainer(max_steps=12, callbacks=[saver], enable_checkpointing=True)
@@ -501,8 +442,8 @@ def test_one_document_cannot_be_split(prepare: Prepare, tmp_path: Path) -> None:
         ({"context_length": 1}, "context_length=1 must be at least 2"),
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"val_fraction": 0.6}, "val_fraction=0.6 must lie between 0 and 0.5"),
-        ({"packing": "off"}, "packing='off' must be true, false, across or grouped"),
-        ({"packing": "grouped", "cache_dir": None}, "cache_dir=None must be a folder with packing=grouped"),
+        ({"packing": "across"}, "packing='across' must be true, false or grouped"),
+        ({"cache_dir": None}, "cache_dir=None must be a folder"),
         ({"paths": []}, r"paths=\[\] must name at least one"),
         ({"tokenizer": "./nowhere"}, r"tokenizer='./nowhere' cannot be loaded: .*\n  try: a folder with"),
     ],

@@ -1,8 +1,7 @@
 """Rows of tokens with labels, as pieces of tokenized documents that stay on disk.
 
-A row is a list of pieces `(document, start, stop)`: one, several uncut ones, or a section of the stream of
-all documents. Only these numbers are in memory, 24 bytes a piece; the tokens are read through a memory map
-when a row is.
+A row is a list of pieces `(document, start, stop)`: one, or several uncut ones. Only these numbers are in
+memory, 24 bytes a piece; the tokens are read through a memory map when a row is.
 
 Labels follow Hugging Face's convention: the label of a position is the token at that position, and the model
 compares it with its output one position before.
@@ -23,7 +22,7 @@ from typing_extensions import override
 
 IGNORED_TARGET = -100
 """A label with this value adds nothing to the loss."""
-Packing = bool | Literal["across", "grouped"]
+Packing = bool | Literal["grouped"]
 Integers = NDArray[np.int64]
 
 
@@ -38,18 +37,17 @@ class Pieces:
         lengths = lengths.astype(np.int64)
         is_chat = documents["is_chat"].to_numpy()
         first_target = documents["first_target"].to_numpy()
-        step = max(1, int(lengths.max())) if packing == "across" else context_length
         # Of a conversation only the first piece is kept: others would lack the questions.
-        counts = np.where(is_chat | (packing is not True), 1, -(-lengths // step))
+        counts = np.where(is_chat | (packing is not True), 1, -(-lengths // context_length))
         document = np.repeat(np.arange(len(lengths)), counts)
-        start = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * step
-        stop = np.minimum(start + step, lengths[document])
+        start = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * context_length
+        stop = np.minimum(start + context_length, lengths[document])
         # The first token of a piece has no token before it.
         has_target = np.where(start > 0, stop - start > 1, first_target[document] < stop)
         self.pieces: Integers = np.stack([document, start, stop], axis=1)[has_target]
         """Document, start and stop of each."""
-        self.num_cut = int((lengths > step).sum())
-        self.num_lost_tokens = int(np.maximum(lengths - counts * step, 0).sum())
+        self.num_cut = int((lengths > context_length).sum())
+        self.num_lost_tokens = int(np.maximum(lengths - counts * context_length, 0).sum())
         self.without_target = np.setdiff1d(np.arange(len(lengths)), self.pieces[:, 0])
 
     def split(self, val_fraction: float) -> dict[str, Integers]:
@@ -62,19 +60,9 @@ class Pieces:
 
     def rows(self, pieces: Integers, pad_id: int) -> TokenRows:
         """Return rows of some of the pieces; `pad_id` fills them."""
-        lengths = pieces[:, 2] - pieces[:, 1]
         firsts = np.arange(len(pieces))
-        if self.packing == "across" and len(pieces):
-            # The stream is cut where a document or a row ends.
-            ends = np.cumsum(lengths)
-            row_starts = np.arange(0, ends[-1], self.context_length)
-            edges = np.union1d(row_starts, ends)
-            document = np.searchsorted(ends, edges[:-1], side="right")
-            offset = (pieces[:, 2] - ends)[document]
-            pieces = np.stack([pieces[document, 0], edges[:-1] + offset, edges[1:] + offset], axis=1)
-            firsts = np.searchsorted(edges, row_starts)
-        elif self.packing is True and len(pieces):
-            bins = best_fit_bins(lengths.tolist(), self.context_length)
+        if self.packing is True and len(pieces):
+            bins = best_fit_bins((pieces[:, 2] - pieces[:, 1]).tolist(), self.context_length)
             pieces = pieces[[index for each in bins for index in each]]
             firsts = np.cumsum([0, *(len(each) for each in bins[:-1])])
         return TokenRows(self, pieces, firsts, pad_id)
@@ -103,15 +91,16 @@ class TokenRows(Dataset[dict[str, Tensor]]):
         pieces = self.pieces[self.bounds[index] : self.bounds[index + 1]]
         ids, is_target = self._read("input_ids", pieces), self._read("is_target", pieces)
         lengths = pieces[:, 2] - pieces[:, 1]
-        packing, starts = self.source.packing, np.cumsum(lengths) - lengths
-        is_target[starts if packing is True else 0] = False
+        starts = np.cumsum(lengths) - lengths
+        is_target[starts] = False
         row = {"input_ids": ids, "labels": np.where(is_target, ids, IGNORED_TARGET)}
-        room = self.source.context_length - len(ids) if packing in (True, "across") else 0
-        if packing is True:  # positions begin at 0 with each document, and with the padding
-            row["position_ids"] = np.arange(len(ids)) - np.repeat(starts, lengths)
-            row["position_ids"] = np.append(row["position_ids"], np.arange(room))
-        for name, value in (("input_ids", self.pad_id), ("labels", IGNORED_TARGET)):
-            row[name] = np.pad(row[name], (0, room), constant_values=value)
+        if self.source.packing is True:
+            room = self.source.context_length - len(ids)
+            # Positions begin at 0 with each document, and with the padding.
+            positions = np.arange(len(ids)) - np.repeat(starts, lengths)
+            row["position_ids"] = np.append(positions, np.arange(room))
+            for name, value in (("input_ids", self.pad_id), ("labels", IGNORED_TARGET)):
+                row[name] = np.pad(row[name], (0, room), constant_values=value)
         return {name: torch.from_numpy(np.asarray(value, dtype=np.int64)) for name, value in row.items()}
 
     def _read(self, column: str, pieces: Integers) -> NDArray[Any]:

@@ -21,8 +21,6 @@ class ResumableLoader(DataLoader[Any]):
     After a restore, these batches are loaded again and dropped, which is cheap for rows in memory.
     """
 
-    num_ahead = 0
-    """Batches that were taken and not yet trained on."""
     _num_yielded = 0
     _num_skipped = 0
 
@@ -36,10 +34,9 @@ class ResumableLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, int]:
         """Return how many batches of the epoch were trained on; 0 after its last one."""
-        return {"num_given": max(0, self._num_yielded - self.num_ahead)}
+        return {"num_given": self._num_yielded}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Start the next iteration after these batches; after a full epoch, at its beginning."""
         num_batches = int(state_dict["num_given"])
-        is_over = self._dataset_kind == 0 and num_batches >= len(self)
-        self._num_yielded = self._num_skipped = 0 if is_over else num_batches
+        self._num_yielded = self._num_skipped = num_batches if num_batches < len(self) else 0

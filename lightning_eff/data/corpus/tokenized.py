@@ -1,4 +1,4 @@
-"""Tokenized documents: in a memory-mapped Arrow file that is written once, or as a stream of rows.
+"""Tokenized documents, in a memory-mapped Arrow file that is written once.
 
 The file is named by a hash of the documents, the tokenizer and its chat template, so that a second start
 tokenizes nothing, and rows of any length, packing and split are made of the same file.
@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import IterableDataset
-from typing_extensions import override
 
 from lightning_eff.data.corpus.documents import content_digest, import_extra, read_documents
-from lightning_eff.data.corpus.packing import TokenRows
 from lightning_eff.data.corpus.tokenization import TrainingTokenizer
 from lightning_eff.data.corpus.whole_file import write_whole
 
 FORMAT = 1
 """Version of the columns; increase it with every change."""
 CHUNK = 200
-"""Documents that are tokenized at once, and that a stream packs into rows."""
+"""Documents that are tokenized at once."""
 
 
 def tokenize(sources: Sequence[str | Path], field: str, tokenizer: TrainingTokenizer) -> Iterator[Any]:
@@ -68,29 +62,3 @@ def tokenize_once(
             for chunk in itertools.chain([first], chunks):
                 writer.write_table(chunk)
     return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
-
-
-@dataclass(eq=False)
-class RowStream(IterableDataset[dict[str, Tensor]]):
-    """Rows of documents that are read and tokenized while they are trained on.
-
-    Every rank reads all documents and takes its share of each chunk's rows, of which some are repeated so
-    that all ranks have as many: with shares of unequal length one would wait for the others forever.
-    """
-
-    chunks: Callable[[], Iterator[Any]]
-    make_rows: Callable[[Any], TokenRows]
-    seed: int | None  # of the order within a chunk; None keeps it
-    rank: int
-    world_size: int
-
-    @override
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        generator = torch.Generator().manual_seed(self.seed or 0)
-        for chunk in self.chunks():
-            rows = self.make_rows(chunk)
-            order = list(range(len(rows)))
-            if self.seed is not None:
-                order = torch.randperm(len(rows), generator=generator).tolist()
-            order += order[: -len(order) % self.world_size]
-            yield from (rows[index] for index in order[self.rank :: self.world_size])
