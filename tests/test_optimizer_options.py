@@ -58,7 +58,7 @@ def option(name: str) -> Any:
 
 def marked(names: Sequence[str]) -> Iterator[Any]:
     for name in names:
-        marks = [pytest.mark.slow] if name in COMPILED[1:] else []
+        marks = [pytest.mark.slow] if name in COMPILED else []
         if name in COMPILED:
             marks.append(pytest.mark.skipif(shutil.which("g++") is None, reason="torchao needs a compiler"))
         yield pytest.param(name, marks=marks)
