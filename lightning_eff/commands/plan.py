@@ -103,7 +103,7 @@ def _predict(
     division = sharding_table_of(values, trainer)
     memory = DeviceMemory.of(device, trainer.strategy.root_device)
     prediction = dry_run(values, is_cuda=memory.is_cuda)
-    layers, layers_text = _layers(trainer, prediction, device)
+    layers, layers_text = _layers(trainer, prediction)
     expected = MemoryForecast(prediction, memory, unsharded=bool(division.shares))
     if division.shares and expected.peak is not None:
         division = replace(division, passing_bytes=expected.peak.passing_bytes)
@@ -128,20 +128,22 @@ def _predict(
     return sections, content, prediction.error
 
 
-def _layers(trainer: pl.Trainer, prediction: Prediction, device: str) -> tuple[list[dict[str, Any]], str]:
+def _layers(trainer: pl.Trainer, prediction: Prediction) -> tuple[list[dict[str, Any]], str]:
     """Return the linear layers that a technique replaces, as rows and as text."""
     from lightning_eff.core.rules import trainer_components
     from lightning_eff.core.technique import name_of
-    from lightning_eff.planner.linear_layers import ReplacesLinearLayers, layer_rows, layer_table
+    from lightning_eff.planner.linear_layers import ReplacesLinearLayers, layer_rows
 
     takers = [each for each in trainer_components(trainer) if isinstance(each, ReplacesLinearLayers)]
     if not takers or prediction.peak is None:
         return [], ""
     name = name_of(takers[0])
-    rows = layer_rows(prediction.gemms, takers[0].backend, device, trainer.strategy.root_device)
+    rows = layer_rows(prediction.gemms)
     if not rows:
         return [], f"{name} replaces no linear layer of this model"
-    return rows, f"linear layers of {name}\n{layer_table(rows)}"
+    cells = [[str(r["num_layers"]), r["example"], "{M} x {N} x {K} {dtype}".format(**r)] for r in rows]
+    table = text_table(["layers", "for example", "M x N x K, forward"], cells, width=WIDTH)
+    return rows, f"linear layers of {name}\n{table}"
 
 
 def _judge(

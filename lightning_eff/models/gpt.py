@@ -18,6 +18,8 @@ from typing_extensions import override
 
 IGNORED_TARGET = -100
 """A target with this value adds nothing to the loss; cross-entropy's own default."""
+TEMPERATURE = 0.8
+"""Divides the logits that text is sampled from."""
 
 
 class Attention(nn.Module):
@@ -175,12 +177,7 @@ class GPT(pl.LightningModule):
             logits: [B, T, vocab_size].
             targets: Integers [B, T].
         """
-        if logits.dtype in {torch.bfloat16, torch.float16}:
-            logits = logits.float()
-        total = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
-        )
-        return total / (targets != IGNORED_TARGET).sum().clamp(min=1)
+        return mean_cross_entropy(logits, targets)
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -202,41 +199,39 @@ class GPT(pl.LightningModule):
 
     @torch.no_grad()
     def generate(
-        self,
-        tokens: Tensor,
-        *,
-        num_tokens: int,
-        temperature: float = 0.8,
-        generator: torch.Generator | None = None,
+        self, tokens: Tensor, *, num_tokens: int, generator: torch.Generator | None = None
     ) -> Tensor:
         """Append `num_tokens` sampled tokens to each row of `tokens`; with dropout, call `eval()` first.
 
         Args:
             tokens: Prompts [B, T]; only the last `context_length` tokens are used.
             num_tokens: Number of tokens to sample.
-            temperature: Divides the logits; 0 takes the most likely token.
             generator: Random generator on the CPU; None for the global one.
 
         Returns:
             Integer tensor [B, T + num_tokens].
 
         Raises:
-            ValueError: The prompt is empty, or `temperature` is negative.
+            ValueError: The prompt is empty.
         """
         if tokens.shape[1] == 0:
             msg = "the prompt is empty: pass at least one token"
             raise ValueError(msg)
-        if temperature < 0.0:
-            msg = f"temperature={temperature} must be at least 0"
-            raise ValueError(msg)
         for _ in range(num_tokens):
             logits = self(tokens[:, -self.context_length :])[:, -1].float().cpu()
-            if temperature == 0.0:
-                sampled = logits.argmax(-1, keepdim=True)
-            else:
-                sampled = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            sampled = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, sampled.to(tokens.device)], dim=1)
         return tokens
+
+
+def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean over targets [B, T] that are not ignored, 0 if all are; of 16 bits in float32."""
+    if logits.dtype in {torch.bfloat16, torch.float16}:
+        logits = logits.float()
+    total = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
+    )
+    return total / (targets != IGNORED_TARGET).sum().clamp(min=1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

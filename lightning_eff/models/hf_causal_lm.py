@@ -28,11 +28,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff.models._hub import check_weights, load_failure_message, read_config
+from lightning_eff.models.gpt import IGNORED_TARGET, mean_cross_entropy
 
 log = logging.getLogger(__name__)
 
-IGNORED_TARGET = -100
-"""A label with this value adds nothing to the loss; transformers' own default."""
 Batch = dict[str, Tensor]
 
 
@@ -193,20 +192,14 @@ class HFCausalLM(pl.LightningModule):
             logits: [B, T, vocab_size].
             labels: Integers [B, T]; a label is compared with the logits one position before.
         """
-        if logits.dtype in {torch.bfloat16, torch.float16}:
-            logits = logits.float()
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED_TARGET)
-        total = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
-        )
-        return total / (targets != IGNORED_TARGET).sum().clamp(min=1)
+        return mean_cross_entropy(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORED_TARGET))
 
     def _batch_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
         if "position_ids" in inputs and self.isolates_documents is False:
             msg = (
                 f"{type(self.model).__name__} lets a document in a packed row attend to earlier documents\n"
-                "  try: data.packing=false, or data.packing=across to allow it"
+                "  try: data.packing=false, or data.packing=grouped"
             )
             raise ValueError(msg)
         labels = batch["labels"]

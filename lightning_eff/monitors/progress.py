@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from typing_extensions import override
 
 from lightning_eff.core import rules
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.arguments import Positive, check_arguments
 from lightning_eff.report.meter import samples_and_tokens
 
 
@@ -36,10 +36,9 @@ class Progress(ProgressBar):
         >>> trainer = pl.Trainer(callbacks=[Progress(every_n_seconds=10.0)], logger=False, accelerator="cpu")
     """
 
-    def __init__(self, *, every_n_seconds: float = 5.0) -> None:
+    @check_arguments
+    def __init__(self, *, every_n_seconds: Positive = 5.0) -> None:
         super().__init__()
-        if every_n_seconds <= 0.0:
-            raise ConfigError(key="every_n_seconds", value=every_n_seconds, allowed="a number greater than 0")
         self.every_n_seconds = every_n_seconds
         self._is_enabled = True
         self._due_s = self._line_s = self._interval_s = 0.0

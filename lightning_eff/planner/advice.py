@@ -1,4 +1,4 @@
-"""Advise which techniques lower a step's peak, by how much and at how many FLOPs, and how large a batch fits.
+"""Advise which techniques lower a step's peak, by how much and at how many FLOPs.
 
 Each technique is switched on and the step is predicted again: no table knows where a model's peak is.
 Candidates are the overrides that a user would type; those that conflict with what is on are listed with the
@@ -12,12 +12,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_eff.core import rules
 from lightning_eff.core.errors import PRE_RUN_ERRORS
@@ -55,7 +51,6 @@ MIN_SAVING = 0.01
 """Fraction of the peak that a technique must save to be worth its cost."""
 MIN_HALVING = 0.03
 """Fraction of the peak that half a micro-batch must save for the next half to be tried."""
-MAX_BATCH = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,6 @@ class Advice:
         alone: Every candidate alone, the one that saves most first.
         chosen: What to add, in order, if the batch does not fit.
         fits: Whether the step fits as it is.
-        largest_batch: The largest `data.batch_size` that fits as it is; None if unknown.
         unfinished: Whether time ran out.
         reason: Why there is no advice.
     """
@@ -89,7 +83,6 @@ class Advice:
     alone: list[Saving] = field(default_factory=list[Saving])
     chosen: list[Saving] = field(default_factory=list[Saving])
     fits: bool = True
-    largest_batch: int | None = None
     unfinished: bool = False
     reason: str = ""
 
@@ -102,8 +95,6 @@ class Advice:
             lines += [
                 f" {' '.join(each.words)}: peak {human_bytes(each.peak_bytes or 0)}" for each in self.chosen
             ]
-        if self.largest_batch is not None:
-            lines.append(f"largest batch that fits: data.batch_size={self.largest_batch}")
         cells: list[list[str]] = []
         for saving in self.alone:
             saved = "-"
@@ -138,28 +129,9 @@ class AdvisedRecipe:
             trainer = build_trainer(values)
             components = rules.trainer_components(trainer)
             rules.raise_rejected(rules.check_rules(components, rules.run_facts(trainer)))
-            self._known[options] = self._predict(values, self.example)
+            prediction = dry_run(values, self.example, is_cuda=self.memory.is_cuda)
+            self._known[options] = MemoryForecast(prediction, self.memory)
         return self._known[options]
-
-    def forecast_batch(self, size: int) -> MemoryForecast:
-        """Predict the step with another `data.batch_size`, and as many batches per optimizer step."""
-        before, values = self.example.batch_size or 1, self.compose(())
-        rows = torch.arange(size) % before  # repeated, or cut
-
-        def resized(tensor: Tensor) -> Tensor:
-            return tensor[rows.to(tensor.device)] if tensor.dim() and len(tensor) == before else tensor
-
-        callbacks = dict(values.get("callbacks") or {})
-        accumulation = callbacks.get("gradient_accumulation") or {}
-        if isinstance(accumulation.get("global_batch_size"), int):
-            batches = max(1, accumulation["global_batch_size"] // before)
-            callbacks["gradient_accumulation"] = accumulation | {"global_batch_size": batches * size}
-        values = dict(values) | {"data": values["data"] | {"batch_size": size}, "callbacks": callbacks}
-        batch = tree_map_only(Tensor, resized, self.example.batch)
-        return self._predict(values, replace(self.example, batch=batch, batch_size=size))
-
-    def _predict(self, values: Mapping[str, Any], example: ExampleBatch) -> MemoryForecast:
-        return MemoryForecast(dry_run(values, example, is_cuda=self.memory.is_cuda), self.memory)
 
     def saving(self, before: Options, candidate: Options) -> Saving:
         """Predict the step with a candidate in addition to the options before it."""
@@ -232,8 +204,7 @@ def advise(recipe: AdvisedRecipe, *, budget_s: float = 60.0) -> Advice:
     fits = now.num_bytes <= free_bytes
     alone = recipe.alone((), until)
     chosen = [] if fits else savings_until_it_fits(recipe, free_bytes, until)
-    largest = largest_batch_that_fits(recipe, free_bytes, until)
-    return Advice(alone, chosen, fits, largest, unfinished=time.monotonic() >= until)
+    return Advice(alone, chosen, fits, unfinished=time.monotonic() >= until)
 
 
 def savings_until_it_fits(recipe: AdvisedRecipe, free_bytes: int, until: float) -> list[Saving]:
@@ -262,30 +233,3 @@ def savings_until_it_fits(recipe: AdvisedRecipe, free_bytes: int, until: float) 
             break
         chosen.append(best)
     return chosen
-
-
-def largest_batch_that_fits(recipe: AdvisedRecipe, free_bytes: int, until: float) -> int | None:
-    """Return the largest `data.batch_size` that fits, by interpolation between predicted sizes.
-
-    None if even one sample does not fit, the data have no such setting, or time ran out before one was found.
-    """
-    value = recipe.example.batch_size
-    if not value or "batch_size" not in (recipe.compose(()).get("data") or {}):
-        return None
-    known: dict[int, int] = {}
-    # Invariant: `low` fits (0 is unknown), `high` does not fit (or is the limit).
-    low, high = 0, MAX_BATCH
-    while high - low > 1:
-        if value not in known:
-            needed = recipe.forecast_batch(value).num_bytes if time.monotonic() < until else None
-            if needed is None:
-                break
-            known[value] = needed
-        low, high = (value, high) if known[value] <= free_bytes else (low, value)
-        guess = 2 * value
-        if len(known) > 1:  # memory grows almost linearly: where the line through two values meets the limit
-            small, large = sorted(known)[-2:]
-            slope = (known[large] - known[small]) / (large - small)
-            guess = int(small + (free_bytes - known[small]) / slope) if slope > 0 else guess
-        value = min(max(guess, low + 1), high - 1)
-    return low or None

@@ -152,11 +152,10 @@ class FakeValues(InfraMode):
         while frame is not None:
             path = Path(frame.f_code.co_filename)
             parts = path.parts
-            decides = path.name == "lbfgs.py"  # the values decide how often L-BFGS evaluates the loss
             is_library = not {"lightning", "torchmetrics"}.isdisjoint(parts) or {"torch", "optim"} <= {*parts}
-            if is_library and not decides:
+            if is_library:
                 break  # torch's optimizers and Lightning's metrics
-            if decides or ("torch" not in parts and path.parent not in OWN):
+            if "torch" not in parts and path.parent not in OWN:
                 kind = "condition" if isinstance(value, bool) else "number"
                 reader = f"{frame.f_code.co_name} ({path.name}:{frame.f_lineno})"
                 assumption = f"a {kind} is {value}: {reader}"

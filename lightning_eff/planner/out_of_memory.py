@@ -1,8 +1,8 @@
 """Explain an out-of-memory error in one message: the phase, what holds the memory, and an override that fits.
 
 The run's own tensors are freed first. Then its step is predicted on fake tensors, and predicted again with
-the overrides of `plan --advice`, which has the order, and last with a smaller batch. Only training steps can
-be predicted: for validation and checkpoints there is no advice.
+the overrides of `plan --advice`, which has the order. Only training steps can be predicted: for validation
+and checkpoints there is no advice.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from lightning_eff.core.errors import RunOutOfMemoryError
 from lightning_eff.core.host_memory import HostMemoryLimit
 from lightning_eff.core.text import human_bytes
-from lightning_eff.planner.advice import (
-    AdvisedRecipe,
-    Compose,
-    Options,
-    largest_batch_that_fits,
-    savings_until_it_fits,
-)
+from lightning_eff.planner.advice import AdvisedRecipe, Compose, savings_until_it_fits
 from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.planner.prediction import quietly, reason_of
 from lightning_eff.report.recording import BACKWARD, BUFFERS, FORWARD, PARAMETERS, STATE, STEP
@@ -112,24 +106,10 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit) -> list[str]:
         needed += f"; largest: {human_bytes(holder.num_bytes)} of {holder.category} ({origin})"
     if phase not in PREDICTED and phase != SETUP:
         return [needed, "no advice: only training steps can be predicted"]
-    found = _override_that_fits(recipe, int(USABLE * min(now.num_bytes, recipe.memory.free_bytes)))
-    if found is None:
-        return [needed, "no override was found with which a step fits"]
-    options, peak_bytes = found
-    peak = f"predicted peak with it: {human_bytes(peak_bytes)}, it fits"
-    return [needed, f"try: {' '.join(options)}", peak]
-
-
-def _override_that_fits(recipe: AdvisedRecipe, usable_bytes: int) -> tuple[Options, int] | None:
-    """Return overrides whose predicted peak fits, and the peak."""
-    until = time.monotonic() + BUDGET_S
-    savings = savings_until_it_fits(recipe, usable_bytes, until)
-    options = tuple(word for saving in savings for word in saving.words)
+    usable_bytes = int(USABLE * min(now.num_bytes, recipe.memory.free_bytes))
+    savings = savings_until_it_fits(recipe, usable_bytes, time.monotonic() + BUDGET_S)
     peak_bytes = savings[-1].peak_bytes if savings else None
     if peak_bytes is None or peak_bytes > usable_bytes:
-        batch_size = largest_batch_that_fits(recipe, usable_bytes, until)
-        if batch_size is None:
-            return None
-        options = (f"data.batch_size={batch_size}",)
-        peak_bytes = recipe.saving((), options).peak_bytes  # as composed: the rules may reject this size
-    return None if peak_bytes is None or peak_bytes > usable_bytes else (options, peak_bytes)
+        return [needed, "no override was found with which a step fits"]
+    words = " ".join(word for saving in savings for word in saving.words)
+    return [needed, f"try: {words}", f"predicted peak with it: {human_bytes(peak_bytes)}, it fits"]

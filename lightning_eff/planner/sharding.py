@@ -1,4 +1,4 @@
-"""Compute what each of 1 to 1,024 devices keeps and sends in a composed run, before any process is started.
+"""Compute what each of 1 to 1,024 devices keeps in a sharded run, before any process is started.
 
 The strategy of the Trainer has the arithmetic (report/sharding.py). The model is built on the meta device
 with the run's adapters, and its optimizer steps once on fake tensors to find its state, so a laptop computes
@@ -14,19 +14,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.config.ckpt_path import callbacks_of
 from lightning_eff.core.model_surgery import CastsFrozen, select_blocks
 from lightning_eff.core.optimization.build import build
-from lightning_eff.core.rules import ddp_options
 from lightning_eff.core.technique import name_of
 from lightning_eff.core.text import human_bytes, text_table
 from lightning_eff.planner.fakes import Fakes
 from lightning_eff.planner.prediction import quietly, reason_of
 from lightning_eff.report.model_weights import ModelWeights
-from lightning_eff.report.sharding import DDPMemory, DeviceShare, Sharding
+from lightning_eff.report.sharding import DeviceShare, Sharding
 from lightning_eff.run import model_without_memory
 
 CAST = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
@@ -34,10 +32,7 @@ CAST = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.
 MAX_DEVICES = 1024
 UNCOUNTED = "activations are not counted"
 PREDICTED = "activations are those of the predicted step, temporaries and the batch included"
-COLUMNS = (
-    "weights", "gradients", "optimizer", "gathered", "buffers", "activations", "device", "host", "sent",
-)  # fmt: skip
-TITLES = {"device": "per device", "sent": "sent per step"}
+COLUMNS = ("weights", "gradients", "optimizer", "gathered", "buffers", "activations", "device", "host")
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,8 @@ class ShardingTable:
         if not self.shares:
             return self.about
         rows = self.rows()
-        columns = {TITLES.get(name, name): [row[f"{name}_bytes"] for row in rows] for name in COLUMNS}
+        columns = {name: [row[f"{name}_bytes"] for row in rows] for name in COLUMNS}
+        columns["per device"] = columns.pop("device")
         # What is the same for any number of devices is one line instead of a column.
         same = {title: sizes[0] for title, sizes in columns.items() if len({*sizes}) == 1}
         shown = {title: map(human_bytes, sizes) for title, sizes in columns.items() if title not in same}
@@ -92,22 +88,16 @@ class ShardingTable:
 
 
 def sharding_table_of(values: Mapping[str, Any], trainer: pl.Trainer) -> ShardingTable:
-    """Return bytes per device for 1 to 1,024 devices; an empty table for a single device without sharding.
+    """Return bytes per device for 1 to 1,024 devices; an empty table for a strategy that shards nothing.
 
     If the model of a composed recipe cannot be built on the meta device, or its optimizer cannot step,
     `about` has the reason.
     """
     strategy = trainer.strategy
     own_scheme: Callable[[], Sharding] | None = getattr(strategy, "scheme", None)  # FSDP2 and DeepSpeedZero
-    if own_scheme is not None:
-        scheme = own_scheme()
-    elif isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):
-        scheme = DDPMemory(bucket_view=bool(ddp_options(strategy).get("gradient_as_bucket_view")))
-    else:
+    if own_scheme is None:
         return ShardingTable()
-    world_size = trainer.world_size
-    if world_size == 1 and own_scheme is None:
-        return ShardingTable()
+    scheme, world_size = own_scheme(), trainer.world_size
     failure = "the model cannot be built on the meta device"
     try:
         module = model_without_memory(values, adapted_by=trainer)
@@ -130,7 +120,7 @@ def sharding_table_of(values: Mapping[str, Any], trainer: pl.Trainer) -> Shardin
     if isinstance(trainer.precision_plugin, CastsFrozen):
         assumed.append("frozen weights are counted in their original dtype, not quantized")
     counts = sorted({world_size, *(2**power for power in range(MAX_DEVICES.bit_length()))})
-    shares = {devices: scheme.share(model, devices, micro_batches) for devices in counts}
+    shares = {devices: scheme.share(model, devices, accumulates=micro_batches > 1) for devices in counts}
     return ShardingTable(about, shares, tuple(assumed))
 
 

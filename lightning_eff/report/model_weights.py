@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_eff.core.optimization.composite import PerParameter
 from lightning_eff.core.text import human_count
 from lightning_eff.report.live_bytes import tensors_in
 
@@ -25,8 +24,6 @@ class Weight:
     trained: bool = True
     state_bytes: int = 0
     """Optimizer state of the full tensor."""
-    layer: int = 0
-    """Index of the module that owns it, in the model's order."""
     block: int = -1
     """Index of the repeated block that it is in; -1 outside of blocks."""
 
@@ -39,8 +36,6 @@ class ModelWeights:
     """In the model's order, tied weights once."""
     buffers_bytes: int = 0
     """Every strategy replicates them."""
-    state_on_host: bool = False
-    """Whether the optimizer keeps state, and copies of weights and gradients, on the host."""
 
     @classmethod
     def of(
@@ -51,30 +46,26 @@ class ModelWeights:
         Example:
             >>> layer = nn.Linear(3, 2, bias=False)
             >>> ModelWeights.of(layer, optimizer=torch.optim.AdamW(layer.parameters())).weights
-            (Weight(rows=2, numel=6, itemsize=4, trained=True, state_bytes=48, layer=0, block=-1),)
+            (Weight(rows=2, numel=6, itemsize=4, trained=True, state_bytes=48, block=-1),)
         """
         if optimizer is not None:
             step_once(optimizer)
         block_of = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
-        found: dict[int, Weight] = {}
-        for layer, module in enumerate(model.modules()):
-            for p in module.parameters(recurse=False):
-                # A tensor that the state has twice counts once; scalars (step counts) are replicated.
-                state = {id(each): each for each in tensors_in(optimizer and optimizer.state.get(p))}
-                weight = Weight(
+        found: list[Weight] = []
+        for p in model.parameters():
+            # A tensor that the state has twice counts once; scalars (step counts) are replicated.
+            state = {id(each): each for each in tensors_in(optimizer and optimizer.state.get(p))}
+            found.append(
+                Weight(
                     rows=p.shape[0] if p.dim() else 1,
                     numel=p.numel(),
                     itemsize=p.element_size(),
                     trained=p.requires_grad,
                     state_bytes=sum(each.nbytes for each in state.values() if each.numel() > 1),
-                    layer=layer,
                     block=block_of.get(id(p), -1),
                 )
-                found.setdefault(id(p), weight)  # a tied weight belongs to its first module
-        on_host = isinstance(optimizer, PerParameter) and any(
-            copy is not p for p, copy in optimizer.copies.items()
-        )
-        return cls(tuple(found.values()), sum(buffer.nbytes for buffer in model.buffers()), on_host)
+            )
+        return cls(tuple(found), sum(buffer.nbytes for buffer in model.buffers()))
 
     @property
     def trained(self) -> list[Weight]:

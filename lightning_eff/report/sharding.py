@@ -1,13 +1,11 @@
-"""Bytes that each of many devices keeps and sends under DDP, FSDP2 and ZeRO, by arithmetic alone.
+"""Bytes that each of many devices keeps under FSDP2 and ZeRO, by arithmetic alone.
 
-One formula (`Sharding.kept`, `Sharding.sent`): what a strategy divides is kept once among N devices, and
-every device sends N-1 shards of it when it is used. What differs is which of optimizer state, gradients and
-weights are divided (ZeRO's stages 1, 2, 3; DDP is stage 0, FSDP2 stage 3), how tensors are cut, and the
-temporary buffers (DeepSpeed's: strategy/_zero/memory_arithmetic.py). Shards include their padding: the
-figures are of the fullest device. Bytes sent are those of ring collectives, per device and in one direction.
-No process is started, and nothing is allocated.
+One formula (`Sharding.kept`): what a strategy divides is kept once among N devices. What differs is which of
+optimizer state, gradients and weights are divided (ZeRO's stages 1, 2, 3; FSDP2 is stage 3), how tensors are
+cut, and the temporary buffers (DeepSpeed's: strategy/_zero/memory_arithmetic.py). Shards include their
+padding: the figures are of the fullest device. No process is started, and nothing is allocated.
 
-With fake process groups weights, state and bytes sent are those counted here (tests/report/test_sharding.py).
+With fake process groups weights and state are those counted here (tests/report/test_sharding.py).
 
 Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 7;
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -17,19 +15,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
 from lightning_eff.report.model_weights import ModelWeights, Weight
 
-RING = "bytes sent are those of ring collectives in a flat network"
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceShare:
-    """Bytes that one device keeps and sends.
+    """Bytes that one device keeps.
 
     Args:
         weights: Weights of the model, full or sharded.
@@ -38,7 +33,6 @@ class DeviceShare:
         gathered: Maximum of weights that are all-gathered at once.
         buffers: Other temporary buffers: gradient buckets, copies of the optimizer step.
         host: Host memory for this device.
-        sent: Over the network per optimizer step.
     """
 
     weights: float = 0
@@ -47,7 +41,6 @@ class DeviceShare:
     gathered: float = 0
     buffers: float = 0
     host: float = 0
-    sent: float = 0
 
     @property
     def device(self) -> float:
@@ -60,20 +53,16 @@ class Sharding(ABC):
     """How a strategy shards a model; the strategy's method `scheme()` returns it.
 
     Args:
-        stage: What is divided: 1 the optimizer state, 2 gradients as well, 3 weights as well; 0 nothing.
-        compute_itemsize: Bytes of an element that is gathered and computed with; None for the weight's own.
-        reduce_itemsize: Bytes of a gradient's element as it is sent; None for `compute_itemsize`.
+        stage: What is divided: 1 the optimizer state, 2 gradients as well, 3 weights as well.
     """
 
-    stage: int = 0
-    compute_itemsize: int | None = None
-    reduce_itemsize: int | None = None
+    stage: int = 1
     own_weights: ClassVar[bool] = False
     """Whether the optimizer steps on its own float32 copy of the weights."""
 
     @abstractmethod
-    def share(self, model: ModelWeights, devices: int, micro_batches: int) -> DeviceShare:
-        """Return what one device keeps and sends, with so many backward passes per optimizer step."""
+    def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
+        """Return what one device keeps; `accumulates`: an optimizer step has several backward passes."""
 
     @abstractmethod
     def assumptions(self) -> list[str]:
@@ -108,62 +97,22 @@ class Sharding(ABC):
                 optimizer += by_stage[0] * (weight.state_bytes / max(weight.numel, 1) + copy_itemsize)
         return DeviceShare(weights=weights, gradients=gradients, optimizer=optimizer)
 
-    def sent(
-        self, model: ModelWeights, devices: int, gathers: Callable[[Weight], int], reductions: int
-    ) -> float:
-        """Return the bytes that a device sends per step, in rings.
-
-        A weight is all-gathered `gathers(weight)` times, and its gradient reduce-scattered `reductions`
-        times; an all-reduce counts as two.
-        """
-        sent_to_each = 0.0
-        for weight, shard in self.shards(model, devices):
-            size = self.compute_itemsize or weight.itemsize
-            reduced = reductions * (self.reduce_itemsize or size) if weight.trained else 0
-            sent_to_each += shard * (gathers(weight) * size + reduced)
-        return (devices - 1) * sent_to_each
-
-
-@dataclass(frozen=True, kw_only=True)
-class DDPMemory(Sharding):
-    """DDP: every device keeps everything; one all-reduce of the gradients per optimizer step.
-
-    Args:
-        bucket_view: Whether gradients are views of the buckets (`gradient_as_bucket_view`), not copied.
-    """
-
-    bucket_view: bool = False
-
-    def share(self, model: ModelWeights, devices: int, micro_batches: int) -> DeviceShare:
-        """Implement `Sharding`."""
-        del micro_batches  # it reduces once per step
-        share = self.kept(model, devices)
-        return replace(
-            share,
-            optimizer=0 if model.state_on_host else share.optimizer,
-            buffers=0 if self.bucket_view or devices == 1 else share.gradients,  # a copy in the buckets
-            # The host optimizer keeps copies of the weights and of the gradients.
-            host=2 * share.gradients + share.optimizer if model.state_on_host else 0,
-            sent=self.sent(model, devices, lambda _: 0, 2),
-        )
-
-    def assumptions(self) -> list[str]:
-        """Implement `Sharding`."""
-        buckets = "gradients are views of its buckets" if self.bucket_view else "its buckets are copies"
-        return [f"DDP reduces once per step; {buckets} (strategy.gradient_as_bucket_view)", RING]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2Memory(Sharding):
     """FSDP2: every tensor is sharded by rows; a block is all-gathered while it is computed.
 
     Args:
+        compute_itemsize: Bytes of an element that is gathered and computed with; None for the weight's own.
+        reduce_itemsize: Bytes of a gradient's element as it is sent; None for `compute_itemsize`.
         on_host: Whether shards, gradients and state are in host memory.
         reshard: Whether a block is freed after its forward pass (`reshard_after_forward`).
         reduce_each: Whether gradients are reduced after every micro-batch.
     """
 
     stage: int = 3
+    compute_itemsize: int | None = None
+    reduce_itemsize: int | None = None
     on_host: bool = False
     reshard: bool = True
     reduce_each: bool = False
@@ -172,7 +121,7 @@ class FSDP2Memory(Sharding):
         """Cut tensors by rows: the first device has no fewer than any other."""
         return [(w, -(-w.rows // devices) * (w.numel // max(w.rows, 1))) for w in model.weights]
 
-    def share(self, model: ModelWeights, devices: int, micro_batches: int) -> DeviceShare:
+    def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
         """Implement `Sharding`."""
         share = self.kept(model, devices)
         # Full bytes of weights and of gradients by block, -1 for those outside of blocks.
@@ -186,19 +135,14 @@ class FSDP2Memory(Sharding):
         sizes = [size for _, size in sorted(block_weights.items())]
         largest_pair = max((size + next_size for size, next_size in pairwise(sizes)), default=sum(sizes))
         # Without a reduce-scatter per micro-batch, full gradients accumulate until the last one.
-        accumulates = micro_batches > 1 and not self.reduce_each
+        waits = accumulates and not self.reduce_each
         itemsize = self.reduce_itemsize or self.compute_itemsize
-        full = sum(w.numel * (itemsize or w.itemsize) for w in model.trained) if accumulates else 0
-
-        def gathers(weight: Weight) -> int:  # once resharded, again in the backward pass
-            return micro_batches * (2 if self.reshard and weight.block >= 0 else 1)
-
+        full = sum(w.numel * (itemsize or w.itemsize) for w in model.trained) if waits else 0
         share = replace(
             share,
             gathered=outside + (largest_pair if self.reshard else sum(sizes)),
             # Full gradients of one block, and outside of blocks, exist before their reduce-scatter.
-            buffers=0 if accumulates else outside_gradients + max(block_gradients.values(), default=0),
-            sent=self.sent(model, devices, gathers, micro_batches if self.reduce_each else 1),
+            buffers=0 if waits else outside_gradients + max(block_gradients.values(), default=0),
         )
         if not self.on_host:
             # Full gradients are freed by the reduce-scatter that makes the shards: never both at once.
@@ -213,5 +157,4 @@ class FSDP2Memory(Sharding):
             f"a block is gathered for its forward pass {again}; the next one is prefetched; weights outside "
             "of blocks stay gathered",
             "tensors are sharded by rows: one with fewer rows than devices is sharded less",
-            RING,
         ]

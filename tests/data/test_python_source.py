@@ -103,8 +103,10 @@ def test_a_text_or_setting_is_one_file_of_the_cache_and_written_once(
         make()
 
 
-@pytest.mark.parametrize("step", ["lightning_eff.data.python_source.torch.save", "pathlib.Path.replace"])
-@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [("lightning_eff.data.python_source.torch.save", KeyboardInterrupt), ("pathlib.Path.replace", OSError)],
+)
 def test_an_interrupted_build_leaves_nothing(
     make: Callable[..., PythonSource], tmp_path: Path, step: str, error: type[BaseException]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The residual network: its formula, its memory format, and that it learns."""
+"""The residual network: its formula, its loss and its sizes."""
 
 from __future__ import annotations
 
@@ -27,19 +27,6 @@ def test_a_block_is_its_formula() -> None:
 @pytest.mark.parametrize("size", [(8, 8), (6, 10), (2, 2)])
 def test_any_even_image_gives_a_row_of_logits(size: tuple[int, int]) -> None:
     assert make_cnn()(torch.zeros(5, 1, *size)).shape == (5, 3)
-
-
-def test_channels_last_changes_the_memory_and_not_the_result() -> None:
-    plain, last = make_cnn(dropout=0.0), make_cnn(dropout=0.0, channels_last=True)
-    x = torch.randn(3, 1, 8, 8)
-    torch.testing.assert_close(plain(x), last(x), rtol=1e-5, atol=1e-6)
-    assert last.halve.weight.is_contiguous(memory_format=torch.channels_last)
-    assert not last.halve.weight.is_contiguous()
-    assert plain.halve.weight.is_contiguous()
-    seen = []
-    last.wide.register_forward_hook(lambda _, __, out: seen.append(out))
-    last(x)
-    assert seen[0].is_contiguous(memory_format=torch.channels_last)
 
 
 def test_the_loss_of_a_low_format_is_float32_and_a_float64_models_float64() -> None:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.data.text import Text
 from lightning_eff.models.hf_causal_lm import HFCausalLM
 from tests.support.models import make_trainer
@@ -134,24 +133,6 @@ def test_two_steps_lower_the_loss_and_the_checkpoint_loads_without_pickle(
     assert all(value is None or isinstance(value, str | int | bool) for value in loaded.hparams.values())
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
-
-
-def test_micro_batches_weigh_by_their_targets(tiny_llama: Path) -> None:
-    def train(callbacks: list[MicroBatch], *, weigh: bool = True) -> Tensor:
-        model = HFCausalLM(name=str(tiny_llama), dtype="float64")
-        step = model.training_step
-        if not weigh:
-            model.training_step = lambda batch, batch_idx: step(batch, batch_idx)["loss"]
-        model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=1.0)
-        trainer = make_trainer(max_steps=2, callbacks=callbacks)
-        trainer.fit(model, DataLoader([draw_batch()] * 2, batch_size=None))
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-    whole = train([])
-    # Llama's norms compute in float32 whatever the weights are; a mean of means is a thousand times worse.
-    torch.testing.assert_close(train([MicroBatch(micro_batch_size=1)]), whole, rtol=0.0, atol=1e-6)
-    unweighted = train([MicroBatch(micro_batch_size=1)], weigh=False)
-    assert (unweighted - whole).abs().max() > 1e-3
 
 
 def test_the_weights_are_those_of_the_files_and_are_read_once(tiny_llama: Path) -> None:
@@ -289,9 +270,11 @@ def test_numbers_out_of_range_are_named(tiny_llama: Path, key: str) -> None:
 
 def test_data_with_more_tokens_than_rows_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     folder = copy_of(tiny_llama, tmp_path / "small", vocab_size=200)
+    (tmp_path / "a.txt").write_text("abc")
+    data = Text(paths=str(tmp_path / "a.txt"), val_fraction=0.0, cache_dir=str(tmp_path / "cache"))
     model = HFCausalLM(name=str(folder), pretrained=False)
     with pytest.raises(ValueError, match=r"257 tokens, but .* 200 rows\n  try: model.vocab_size=257"):
-        make_trainer().fit(model, datamodule=Text(cache_dir=None))
+        make_trainer().fit(model, datamodule=data)
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")

@@ -40,10 +40,3 @@ def test_prepared_data_give_a_real_batch(tmp_path: Path, monkeypatch: pytest.Mon
     example = ExampleBatch.of(compose("images"))
     assert example.batch[0].shape == (64, 1, 8, 8)
     assert (example.batch_size, example.num_batches) == (64, 23), "1438 of 1797 digits"
-
-
-def test_a_failure_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    values = compose("baseline")
-    values["data"] = values["data"] | {"source_dir": "/nowhere"}
-    assert "/nowhere" in dry_run(values).reason

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -133,29 +132,6 @@ def test_a_failure_is_the_reason() -> None:
 def test_a_trainer_for_another_device_is_rejected() -> None:
     with pytest.raises(ValueError, match="expected accelerator='cpu', devices=1"):
         predict(GPT_OF, torch.ones(1), trainer=trainer_of({"devices": 2, "strategy": "ddp"}))
-
-
-def test_a_batch_may_be_an_object() -> None:
-    """Tensors are found, and counted, in what is no list and no dict of Python's own."""
-    x, sgd = torch.randn(256, 64), functools.partial(torch.optim.SGD, lr=0.1)
-    batch = SimpleNamespace(x=x)
-    peak = predict_step(nn.Linear(64, 8), batch, lambda net, given: net(given.x).sum(), sgd).peak
-    assert peak is not None
-    assert peak.by_category["batch"] == x.nbytes
-
-
-def test_values_that_decide_how_often_are_listed_as_assumed() -> None:
-    class LBFGS(torch.optim.LBFGS):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(lambda: torch.zeros(()))
-
-    found = predict_step(
-        nn.Linear(8, 8),
-        torch.ones(4, 8),
-        lambda net, x: net(x).sum(),
-        functools.partial(LBFGS, lr=0.1, max_iter=4),
-    )
-    assert any("lbfgs.py" in each for each in found.assumed)
 
 
 def test_offloaded_activations_are_not_on_the_device() -> None:

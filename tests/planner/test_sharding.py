@@ -9,16 +9,16 @@ import pytest
 from lightning_eff.planner.sharding import ShardingTable, micro_batches_per_step
 from lightning_eff.report.sharding import DeviceShare
 
-SHARES = {1: DeviceShare(weights=4096), 4: DeviceShare(weights=1024, sent=2, host=1.6)}
+SHARES = {1: DeviceShare(weights=4096), 4: DeviceShare(weights=1024, host=1.6)}
 
 
 def test_figures_that_are_the_same_everywhere_are_no_columns() -> None:
     table = ShardingTable("about it", SHARES, ("that it is so",), passing_bytes=2048)
     assert str(table).splitlines() == [
         "about it",
-        " devices  weights  per device  host  sent per step",
-        " 1        4.0 KiB  6.0 KiB     0 B   0 B",
-        " 4        1.0 KiB  3.0 KiB     2 B   2 B",
+        " devices  weights  host  per device",
+        " 1        4.0 KiB  0 B   6.0 KiB",
+        " 4        1.0 KiB  2 B   3.0 KiB",
         " on any number of devices: activations 2.0 KiB",
         "assumed: that it is so",
         "assumed: activations are those of the predicted step, temporaries and the batch included",

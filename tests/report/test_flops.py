@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.callbacks.gradient_checkpointing import recompute
@@ -65,11 +64,6 @@ PAIR = 2 * 2 * 5 * 7 * 7
 )
 def test_flops_by_hand(module: nn.Module, inputs: list[Tensor], expected: tuple[int, int]) -> None:
     assert count(module, *inputs) == expected
-
-
-def test_attention_without_a_kernel_is_two_products_forward_and_four_backward() -> None:
-    with sdpa_kernel(SDPBackend.MATH):
-        assert count(Attend(), *QKV) == (2 * ATTENTION, 4 * ATTENTION)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

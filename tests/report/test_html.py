@@ -98,15 +98,13 @@ def test_a_page_needs_no_network() -> None:
     assert not {"src", "href", "xlink:href", "style"} & {name for name, _ in reader.attributes}
 
 
-def test_the_report_is_at_the_end_and_unknown_cells_are_errors() -> None:
+def test_the_report_is_at_the_end() -> None:
     reader = Reader(make_page("<x>", n=1.5))
     raw = json.loads(next(text for text in reader.text if text.startswith('{\n "title"')))
     assert (raw["title"], raw["n"], raw["environment"]) == ("<x>", 1.5, {"<x>": "<x>"})
     assert "<x>=<x>\nn=3" in reader.text
     assert "Reproduce" in reader.text
     assert "Reproduce" not in make_page(command="")
-    with pytest.raises(KeyError, match="did"):
-        make_page(ledger=[{"technique": "x", "asked": {}, "status": "applied"}])
 
 
 def test_charts_have_axes_with_units_and_a_text_for_those_who_do_not_see_them() -> None:
@@ -133,15 +131,6 @@ def test_without_anything_to_show_there_is_no_chart(times: list[float]) -> None:
     )
     assert "svg" not in Reader(text).tags
     assert "Memory at the peak" not in text
-
-
-def test_a_line_spans_its_axes() -> None:
-    left, middle, right = points(line_chart([(0, 0.0), (5, 400.0), (10, 200.0)], "batch", "ms", lowest=0.0))
-    assert left[0] < middle[0] < right[0]
-    assert middle[0] - left[0] == pytest.approx(right[0] - middle[0])
-    assert left[1] - middle[1] == pytest.approx(2 * (left[1] - right[1])), "400 is twice as high as 200"
-    (_, first), (_, second) = points(line_chart([(1, 3.0), (2, 3.0)], "optimizer step", "loss"))
-    assert first == second
 
 
 def test_long_runs_are_thinned_and_no_slow_batch_is_lost() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import pytest
@@ -30,12 +29,6 @@ def test_steps_without_a_loss_count_nothing(outputs: object) -> None:
     losses = Losses()
     losses.add(1, outputs)
     assert losses.curve() == []
-
-
-def test_a_loss_of_nan_stays_nan() -> None:
-    losses = Losses()
-    losses.add(1, torch.tensor([math.inf]))
-    assert losses.curve() == [(1, math.inf)]
 
 
 @pytest.mark.parametrize("window", [1, 2])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_eff.core import allocator
 from lightning_eff.kernels import devices
@@ -46,16 +46,6 @@ def test_rates_medians_and_shares_are_exact(clock: SimpleNamespace) -> None:
         "data_wait_share": 2.5 / 16,
         "num_batches": 5,
     }
-
-
-def test_percentiles_and_what_is_none(clock: SimpleNamespace) -> None:
-    measured = Throughput()
-    for seconds in (*range(1, 11), 1000):
-        clock.now += seconds
-        measured.finish_batch(1, 0, wait_s=1.5 * seconds)
-    summary = measured.summary()
-    assert (summary["batch_time_p90_s"], summary["batch_time_s"]) == (10.0, 6.0)
-    assert (summary["tokens_per_s"], summary["data_wait_share"]) == (None, 1.0), "waits are at most all"
 
 
 @pytest.mark.parametrize("kind", [PassThroughProfiler, SimpleProfiler])
@@ -177,53 +167,14 @@ def test_samples_and_tokens_of_nested_batches(batch: object, expected: tuple[int
     assert samples_and_tokens(batch) == expected
 
 
-PRODUCT = 2 * 5 * 10 * 10
-"""One matrix product of the layer below: five samples, ten channels in and out."""
-
-
-def make_training() -> tuple[nn.Linear, torch.optim.Optimizer, Tensor]:
-    torch.manual_seed(0)
-    layer = nn.Linear(10, 10, bias=False)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    return layer, optimizer, torch.randn(5, 10)
-
-
-def train(probe: Probe | None, num_batches: int) -> nn.Linear:
-    """Train as the Meter does: count until the probe is done."""
-    layer, optimizer, x = make_training()
-    for step in range(num_batches):
-        probing = probe is not None and not probe.is_done(step)
-        if probing:
-            probe.begin((x, {"none": None}), layer, [optimizer])
-        optimizer.zero_grad()
-        layer(x).relu().sum().backward()
-        optimizer.step()
-        if probing:
-            probe.end()
-    return layer
-
-
-def test_flops_are_of_the_first_batch_and_bytes_of_two_steps() -> None:
-    alone, recorder = Probe(), Recorder()
-    probe = Probe(recorder)
-    train(alone, 4)
-    counted = train(probe, 4)
-    assert (alone.flops, alone.num_batches) == (2 * PRODUCT, 1)
-    assert (probe.flops, probe.num_batches) == (2 * PRODUCT, 2)
-    # In the second backward: the three weights, input, relu's gradient, the loss and its own gradient.
-    assert recorder.peak_bytes == 3 * 400 + 2 * 200 + 2 * 4
-    assert torch.equal(train(None, 4).weight, counted.weight), "counting changes nothing"
-
-
 def test_closed_in_the_middle_of_a_batch_it_counts_no_more() -> None:
-    layer, optimizer, x = make_training()
-    recorder = Recorder()
+    layer, x, recorder = nn.Linear(10, 10, bias=False), torch.randn(5, 10), Recorder()
     probe = Probe(recorder)
-    probe.begin(x, layer, [optimizer])
+    probe.begin(x, layer, [])
     y = layer(x)
     probe.close()
     probe.close()
     z = layer(x)
-    assert (probe.num_batches, probe.flops, recorder.flops) == (0, 0, PRODUCT)
+    assert (probe.num_batches, probe.flops, recorder.flops) == (0, 0, 2 * 5 * 10 * 10)
     assert recorder.now_bytes == 400 + 200 + 200
-    assert torch.equal(y, z)
+    assert torch.equal(y, z), "counting changes nothing"

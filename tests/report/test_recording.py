@@ -53,19 +53,6 @@ def test_freed_storages_are_subtracted_and_the_peak_stays() -> None:
     assert live.now_bytes == 0
 
 
-def test_only_what_is_inside_or_added_counts() -> None:
-    x, live = torch.zeros(10), LiveBytes()
-    with live:
-        y = x * 2
-        _ = x.view(10)
-    assert live.now_bytes == 80, "a view of it is the first that is seen"
-    live.add([x, x.view(2, 5), None, "no tensor", 3, nn.Parameter(torch.zeros(5))])
-    assert (live.now_bytes, live.peak_bytes) == (80, 100)
-    outside = torch.zeros(10)
-    assert live.now_bytes == 80
-    assert len((y, outside)) == 2
-
-
 class Net(nn.Module):
     """Two layers around an activation."""
 

@@ -1,13 +1,12 @@
-"""Memory and communication of DeepSpeed's ZeRO per device.
+"""Memory of DeepSpeed's ZeRO per device.
 
-It deviates from the ZeRO papers; the counts here follow its source (0.19.8):
+It deviates from the ZeRO papers; the bytes here follow its source (0.19.8):
 
-- Stages 1 and 2 all-reduce gradients (`use_multi_rank_bucket_allreduce`) and then drop those of other ranks.
-- They keep float32 weights for the optimizer besides the model's, even if those are float32; stage 3 does so
-  for 16-bit models.
-- Stage 3 does not shard tensors of at most 100,000 elements; it gathers them once per step.
+- Stages 1 and 2 keep float32 weights for the optimizer besides the model's, even if those are float32;
+  stage 3 does so for 16-bit models.
+- Stage 3 does not shard tensors of at most 100,000 elements.
 - It frees a weight after its forward only if more than 1e9 elements are used before its backward, so smaller
-  models are gathered once per micro-batch, and are then complete on each device.
+  models are complete on each device.
 - Buckets have 5e8 elements, however small the model; stage 2 with overlap has two of them.
 
 Source: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py and partitioned_param_coordinator.py
@@ -19,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from lightning_eff.core.text import human_count
 from lightning_eff.report.model_weights import ModelWeights, Weight
-from lightning_eff.report.sharding import RING, DeviceShare, Sharding
+from lightning_eff.report.sharding import DeviceShare, Sharding
 
 FLOAT32 = 4
 """Bytes."""
@@ -31,6 +30,7 @@ class ZeroMemory(Sharding):
 
     Args:
         compute_itemsize: Bytes per element of the model as DeepSpeed casts it.
+        reduce_itemsize: Bytes per element of a gradient as it is sent.
         accumulate_itemsize: Bytes per element of a gradient as it is kept.
         optimizer_on_host: Whether optimizer state and float32 weights are on the host.
         weights_on_host: Whether the weights' shards are; stage 3.
@@ -66,8 +66,9 @@ class ZeroMemory(Sharding):
             return super().shards(model, devices)
         return [(weight, -(-weight.numel // devices)) for weight in model.weights]
 
-    def share(self, model: ModelWeights, devices: int, micro_batches: int) -> DeviceShare:
+    def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
         """Implement `Sharding`."""
+        del accumulates  # gradients are reduced in buckets, or kept as the stage has them
         size = self.compute_itemsize
         has_copies = self.stage < 3 or size != FLOAT32 or self.optimizer_on_host or self.weights_on_host
         share = self.kept(
@@ -80,16 +81,13 @@ class ZeroMemory(Sharding):
         total = sum(weight.numel for weight in model.trained)
         local = sum(shard for weight, shard in self.shards(model, devices) if weight.trained)
         if self.stage == 3:
-            return self._stage_3(model, share, devices, micro_batches)
+            return self._stage_3(model, share, devices, total, local)
         buckets = self.num_buckets * self.bucket * (self.accumulate_itemsize if self.stage == 1 else size)
         if self.stage == 2 and self.all_reduce:
             buckets += min(self.bucket, total) * self.reduce_itemsize  # flattened once more
-        # Stage 1 reduces once per step, stage 2 once per micro-batch. Then updated slices are all-gathered.
-        reductions = (micro_batches if self.stage == 2 else 1) * (2 if self.all_reduce else 1)
-        sent = self.sent(model, devices, lambda weight: int(weight.trained), reductions)
         if not self.optimizer_on_host:
             step = local * (FLOAT32 + (size if size != FLOAT32 else 0))
-            return replace(share, buffers=max(buckets, step), sent=sent)
+            return replace(share, buffers=max(buckets, step))
         largest = max((weight.numel for weight in model.trained), default=0) * size
         return replace(
             share,
@@ -97,16 +95,12 @@ class ZeroMemory(Sharding):
             optimizer=0,
             buffers=buckets + largest,
             host=share.optimizer + local * (FLOAT32 + 2 * size) + largest,
-            sent=sent,
         )
 
     def _stage_3(
-        self, model: ModelWeights, share: DeviceShare, devices: int, micro_batches: int
+        self, model: ModelWeights, share: DeviceShare, devices: int, total: int, local: float
     ) -> DeviceShare:
         size = self.compute_itemsize
-        total = sum(weight.numel for weight in model.trained)
-        local = sum(shard for weight, shard in self.shards(model, devices) if weight.trained)
-        unsharded = sum(weight.numel for weight in model.weights if weight.numel <= self.persistent) * size
         step = min(local, self.step_elements) * FLOAT32
         weights, host = share.weights - model.buffers_bytes, 0.0
         if self.weights_on_host:
@@ -114,23 +108,12 @@ class ZeroMemory(Sharding):
         if self.optimizer_on_host:
             host += share.gradients + share.optimizer + local * FLOAT32
             share, step = replace(share, gradients=0, optimizer=0), 0
-        # Layers whose weights stay gathered from forward to backward: the last ones. Between forward and
-        # backward of a layer each later layer runs twice.
-        kept: set[int] = set()
-        later = 0
-        for layer in sorted({weight.layer for weight in model.weights}, reverse=True):
-            if 2 * later < self.reuse:
-                kept.add(layer)
-            later += sum(weight.numel for weight in model.weights if weight.layer == layer)
-
-        def gathers(weight: Weight) -> int:
-            again = 1 if weight.layer in kept else 2
-            return 1 if weight.numel <= self.persistent else micro_batches * again
-
-        sharded = [weight for weight in model.weights if weight.numel > self.persistent]
-        rest = [weight.numel for weight in sharded if weight.layer not in kept]
-        at_once = min(sum(rest), max(rest, default=0) + self.prefetch)
-        gathered = size * (at_once + sum(weight.numel for weight in sharded if weight.layer in kept))
+        unsharded = sum(weight.numel for weight in model.weights if weight.numel <= self.persistent) * size
+        sharded = [weight.numel for weight in model.weights if weight.numel > self.persistent]
+        # The last weights stay gathered from forward to backward, between which what follows runs twice.
+        # Beside them: the one that is used, and what is prefetched.
+        at_once = self.reuse // 2 + 2 * max(sharded, default=0) + self.prefetch
+        gathered = size * min(sum(sharded), at_once)
         scattered = min(self.bucket, total) * self.reduce_itemsize * (1 + 1 / devices)  # input and output
         return replace(
             share,
@@ -139,7 +122,6 @@ class ZeroMemory(Sharding):
             # Gathered weights are free when gradients are scattered and at the step: only the excess counts.
             buffers=self.bucket * size + max(0, step - gathered, scattered - gathered),
             host=host,
-            sent=self.sent(model, devices, gathers, micro_batches),
         )
 
     def assumptions(self) -> list[str]:
@@ -159,4 +141,4 @@ class ZeroMemory(Sharding):
             lines.append("gradients are all-reduced, as DeepSpeed does by default, not reduce-scattered")
         if self.not_counted:
             lines.append(f"effects of these options are not counted: {', '.join(self.not_counted)}")
-        return [*lines, RING]
+        return lines
