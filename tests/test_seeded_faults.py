@@ -18,7 +18,7 @@ LOOP, TWO, CUT = (
 )
 STEP = f"{LOOP}::test_a_step_is_that_of_the_window_as_one_batch"
 WHOLE = f"{CUT}::test_the_step_is_that_of_the_full_batch"
-TRACE = f"{CUT}::test_running_out_in_a_later_step_leaves_no_trace"
+TRACE = f"{CUT}::test_running_out_in_any_step_leaves_no_trace"
 WINDOWS = f"{CUT}::test_windows_of_cut_batches_are_exact_too"
 TOGETHER = f"{TWO}::test_two_ranks_step_as_one_would_on_all_samples"
 

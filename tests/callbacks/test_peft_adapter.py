@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +27,8 @@ from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.gradient_check import GradientCheck
 from tests.support.adapters import METHODS, Exact
 from tests.support.models import Deep, Net, make_loader, make_trainer
+from tests.support.techniques import SGD, plain_loop
 
-SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 WIDE = ["blocks.0.linear", "blocks.1.linear", "blocks.2.linear"]  # square, as some methods want them
 NEARLY = {"hra", "randlora"}
 """Products with rotations that are the identity but for rounding."""
@@ -49,22 +48,14 @@ def plain_config(method: str, options: dict[str, Any]) -> Any:
     return kind(target_modules=WIDE, **feedforward, **zero, **options)
 
 
-def plain_loop(model: Exact, method: str, options: dict[str, Any], num_steps: int) -> list[float]:
-    """PEFT as its documentation has it, without Lightning and without ours: the independent reference."""
+def adapt_by_hand(model: Exact, method: str, options: dict[str, Any]) -> Exact:
+    """As PEFT's documentation has it, without ours."""
     config = plain_config(method, options)
     if method in ("lora", "ia3", "oft", "loha", "lokr", "hra"):
         peft.inject_adapter_in_model(config, model)
     else:
         peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](model, config, adapter_name="default")
-    optimizer, losses = SGD([p for p in model.parameters() if p.requires_grad]), list[float]()
-    while len(losses) < num_steps:
-        for x, y in make_loader():
-            loss = F.cross_entropy(model(x.double()), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    return losses[:num_steps]
+    return model
 
 
 @pytest.mark.parametrize("named", list(METHODS))
@@ -84,7 +75,7 @@ def test_every_method_begins_at_the_model_as_it_was_and_trains_like_a_plain_loop
     technique = PeftAdapter(**keywords)  # finds the adapters, and leaves them
     make_trainer(callbacks=[technique], max_steps=20).fit(ours, make_loader())
     torch.manual_seed(3)
-    expected = plain_loop(plain, method, options, 20)
+    expected = plain_loop(adapt_by_hand(plain, method, options), "64-true", 20)
     assert ours.losses == pytest.approx(expected, rel=1e-10)
     reference = dict(plain.named_parameters())
     for name, parameter in ours.named_parameters():

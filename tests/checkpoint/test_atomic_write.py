@@ -235,7 +235,7 @@ def unlimited() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unlimited")
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", DISK_ERRORS)
 def test_a_disk_error_is_raised_and_the_old_file_is_unchanged(
     name: str, asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -85,17 +84,6 @@ def test_a_failure_comes_where_its_batch_would_have_come(monkeypatch: pytest.Mon
     assert seen == [0, 1, 2, 3]
 
 
-def test_beside_the_training_everyone_has_an_iterator_of_the_loaders_own() -> None:
-    loader = prefetched(Source(9), 3)
-    batches = iter(loader)
-    assert [int(next(batches)) for _ in range(4)] == [0, 1, 2, 3]
-    assert [int(batch) for batch in loader] == list(range(9))
-    assert [int(batch) for batch in batches] == [4, 5, 6, 7, 8]
-    assert next(batches, "end") == next(batches, "end") == "end"
-    loader.end()
-    assert [int(batch) for batch in loader] == list(range(9))
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stateful_loaders_state_is_that_of_the_last_batch_handed_out(num_workers: int) -> None:
     def make() -> StatefulDataLoader:
@@ -145,32 +133,6 @@ class Stream(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
-
-
-@pytest.mark.parametrize("own_workers", [0, 1])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_other_workers_draw_from_the_random_state_what_the_loaders_own_would(
-    own_workers: int, persistent: bool
-) -> None:
-    """Also where something draws between the iterator and its first batch."""
-    draws = []
-    for tune in (False, True):
-        torch.manual_seed(0)
-        plain = DataLoader(TensorDataset(torch.arange(6)), shuffle=True, num_workers=own_workers)
-        tuned = copy.copy(plain) if tune else None
-        if tuned is not None:
-            object.__setattr__(tuned, "num_workers", 1)
-            object.__setattr__(tuned, "prefetch_factor", 2)
-            object.__setattr__(tuned, "persistent_workers", persistent)
-        loader = PrefetchLoader(plain, tuned)
-        seen = []
-        for _ in range(3):
-            batches = iter(loader)
-            between = torch.rand(1).item()
-            seen.append(([int(batch[0]) for batch in batches], between, torch.rand(1).item()))
-        loader.end()
-        draws.append(seen)
-    assert draws[0] == draws[1]
 
 
 class FakeStream:
