@@ -10,7 +10,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.empty_cache import EmptyCache
@@ -331,25 +330,6 @@ def test_few_pairs_are_refused() -> None:
             refused.append((one, other))
     assert refused == [("gradient_checkpointing selective", "torch_compile")]
     assert len(PAIRS) > 60
-
-
-@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
-@pytest.mark.parametrize("first", [True, False])
-def test_averaged_weights_are_those_of_a_run_without_techniques(
-    deep: Callable[..., Deep], tmp_path: Any, first: bool
-) -> None:
-    """Lightning's WeightAveraging copies the model, before or after the changes have been queued."""
-    results = []
-    for techniques in ([], [GradientCheckpointing(), TorchCompile(backend="aot_eager")]):
-        averaging = WeightAveraging()
-        callbacks = [averaging, *techniques] if first else [*techniques, averaging]
-        model = deep(dropout=0.0)
-        trainer = make_trainer(default_root_dir=tmp_path, callbacks=callbacks, max_steps=-1, max_epochs=2)
-        trainer.fit(model, make_loader())
-        results.append(model)
-    plain, ours = results
-    assert_equal(ours, plain, plain.losses, rtol=1e-5)
-    assert not torch.equal(plain.first.weight, deep(dropout=0.0).first.weight)
 
 
 def test_no_effect_is_said(deep: Callable[..., Deep], tmp_path: Any) -> None:

@@ -49,8 +49,6 @@ def x(*shape: int) -> Tensor:
 BATCHES: dict[str, Any] = {
     "tensor": x(3),
     "tuple": (x(3), x()),
-    "list": [x(3), x()],
-    "dict": {"x": x(3), "y": x()},
     "nested": {"x": {"a": x(2), "b": (x(), x(1))}, "scale": 2.0, "task": "copy", "none": None},
     "default": defaultdict(list, x=x(3)),
     "user dict": Encoding(x=x(3), y=x()),
@@ -60,7 +58,6 @@ BATCHES: dict[str, Any] = {
     "targets without tensors": (x(2), [{"label": i} for i in range(B)]),
     "one value for all": {"x": x(2), "temperature": torch.tensor(0.5)},
     "numpy": {"x": np.arange(B * 2).reshape(B, 2)},
-    "two loaders of dicts": [{"x": x(3)}, {"x": x(2)}],
     "two loaders": {"a": [x(3), x()], "b": [x(2), x()]},
     "a size": {"x": x(2), "size": torch.Size((B, B))},
     "unset field": Unset(x(2)),
@@ -138,28 +135,17 @@ def test_slices_are_views_and_containers_are_new() -> None:
     [
         ((torch.ones(4), torch.ones(3)), "batch[0] has 4, batch[1] has 3"),
         ([(torch.ones(4, 3), torch.ones(4)), (torch.ones(6, 3), torch.ones(6))], "batch[1][1] has 6"),
-        (
-            {"a": (torch.ones(4, 3), torch.ones(4)), "b": (torch.ones(1, 3), torch.ones(1))},
-            "batch.a[1] has 4",
-        ),
-        ([(torch.ones(3, 2), torch.ones(7))] * 5, "batch[0][0] has 3, batch[0][1] has 7"),
         ({"tokens": torch.ones(1, 8, dtype=torch.long), "mask": torch.ones(8, 8)}, "batch.tokens has 1"),
         (
             {"y": torch.ones(2), "images": [torch.ones(3, 4), torch.ones(3, 5)]},
             "batch.y has 2, batch.images[0] has 3",
         ),
         ({"x": torch.ones(1, 3, 8, 8), "mean": [0.1, 0.2, 0.3]}, "batch.mean has 3"),
-        ({"x": torch.ones(4), "text": ["a", "b"]}, "batch.x has 4, batch.text has 2"),
         ({"x": torch.ones(4), "graph": object()}, "batch.graph has type object, which only a splitter"),
         ({"scale": 1.0}, "no tensor and no list"),
-        ({"x": torch.ones(4, 7), "mask": torch.ones(1, 7)}, "batch.mask has 1"),
         # Fields of texts as DataLoader collates them, or rows; samples whose tensors happen to agree.
         ([("a", "b", "c"), ("d", "e", "f")], "batch has 2"),
         ([(torch.full((3, 4), i), i) for i in range(B)], "batch is a list of samples with tensors"),
-        (
-            [{"image": torch.ones(3, 4), "label": torch.tensor(i)} for i in range(B)],
-            "batch is a list of samples",
-        ),
         (([torch.ones(3, 4)] * B, [{"boxes": torch.ones(3, 4)}] * B), "batch[1] is a list of samples"),
         (torch.ones(0, 3), "no sample"),
     ],
