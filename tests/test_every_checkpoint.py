@@ -29,11 +29,11 @@ from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.precision.auto import AutoPrecision
 from tests.support import models
 from tests.support.models import Deep, make_trainer
+from tests.support.techniques import SGD
 
 NUM_SAMPLES, BATCH = 20, 4
 EPOCH = NUM_SAMPLES // BATCH
 NUM_STEPS = 2 * EPOCH
-SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 SCHEDULE = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.8)
 
 
