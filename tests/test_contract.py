@@ -10,7 +10,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.empty_cache import EmptyCache
@@ -262,7 +261,16 @@ def prepared(deep: Callable[..., Deep], cases: list[Case], dropout: float) -> De
     return model
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
+VARIANTS = {
+    *("gradient_checkpointing every_n", "gradient_checkpointing offload", "durable", "auto bf16-true")
+}
+"""Another case of the same technique meets the others in the tests that are not slow."""
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [pytest.param(*pair, marks=[pytest.mark.slow] if VARIANTS & {*pair} else []) for pair in PAIRS],
+)
 def test_every_pair_trains_like_a_plain_loop_or_is_refused(
     one: str, other: str, deep: Callable[..., Deep], tmp_path: Any
 ) -> None:
@@ -319,37 +327,6 @@ def test_few_pairs_are_refused() -> None:
             refused.append((one, other))
     assert refused == [("gradient_checkpointing selective", "torch_compile")]
     assert len(PAIRS) > 60
-
-
-def test_the_order_of_the_list_changes_nothing(deep: Callable[..., Deep], tmp_path: Any) -> None:
-    results = []
-    for order in itertools.permutations(("gradient_checkpointing full", "torch_compile", "optimizer_choice")):
-        model = deep()
-        callbacks = [CASES[name].make() for name in order]
-        make_trainer(default_root_dir=tmp_path, callbacks=callbacks, max_steps=5).fit(model, make_loader())
-        results.append([*model.parameters()])
-        assert all(callback.outcome().effective for callback in callbacks)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
-@pytest.mark.parametrize("first", [True, False])
-def test_averaged_weights_are_those_of_a_run_without_techniques(
-    deep: Callable[..., Deep], tmp_path: Any, first: bool
-) -> None:
-    """Lightning's WeightAveraging copies the model, before or after the changes have been queued."""
-    results = []
-    for techniques in ([], [GradientCheckpointing(), TorchCompile(backend="aot_eager")]):
-        averaging = WeightAveraging()
-        callbacks = [averaging, *techniques] if first else [*techniques, averaging]
-        model = deep(dropout=0.0)
-        trainer = make_trainer(default_root_dir=tmp_path, callbacks=callbacks, max_steps=-1, max_epochs=2)
-        trainer.fit(model, make_loader())
-        results.append(model)
-    plain, ours = results
-    assert_equal(ours, plain, plain.losses, rtol=1e-5)
-    assert not torch.equal(plain.first.weight, deep(dropout=0.0).first.weight)
 
 
 def test_no_effect_is_said(deep: Callable[..., Deep], tmp_path: Any) -> None:

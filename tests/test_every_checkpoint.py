@@ -23,19 +23,17 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.core.errors import CheckpointError
 from lightning_eff.precision.auto import AutoPrecision
 from tests.support import models
 from tests.support.models import Deep, make_trainer
+from tests.support.techniques import SGD
 
 NUM_SAMPLES, BATCH = 20, 4
 EPOCH = NUM_SAMPLES // BATCH
 NUM_STEPS = 2 * EPOCH
-SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 SCHEDULE = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.8)
 
 
@@ -214,27 +212,6 @@ def test_a_precision_changes_at_the_checkpoint_and_nowhere_else(
         assert_same(model, plain_loop(first, second), exact=True)
         results.append(model.first.weight)
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(results, 2))
-
-
-def test_adapted_and_full_checkpoints_reject_each_other_by_name(
-    deep: Callable[..., Deep], tmp_path: Path
-) -> None:
-    path = tmp_path / "one.ckpt"
-    plain, adapter = [EmptyCache(every_n_steps=1)], [PeftAdapter()]
-    for saved, loaded, error, words in (
-        (adapter, plain, RuntimeError, r"Missing key.*first\.weight.*Unexpected key.*first\.lora_A"),
-        ([PeftAdapter(save_base=True)], plain, RuntimeError, r"Unexpected key.*first\.lora_A"),
-        (plain, adapter, CheckpointError, "it holds no adapter, only the model.*try: base_checkpoint=PATH"),
-    ):
-        trainer = make_trainer(callbacks=saved, max_epochs=1, max_steps=-1)
-        trainer.fit(deep(), make_small_loader())
-        trainer.save_checkpoint(path)
-        model = deep()
-        with pytest.raises(error, match=f"(?s){words}"):
-            make_trainer(callbacks=loaded, max_epochs=2, max_steps=-1).fit(
-                model, make_small_loader(), ckpt_path=path
-            )
-        assert model.losses == []
 
 
 def make_small_loader() -> Any:

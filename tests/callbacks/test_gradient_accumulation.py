@@ -143,10 +143,8 @@ def test_several_loaders_are_refused(net: Callable[..., Net]) -> None:
         ({}, "global_batch_size=None"),
         ({"global_batch_size": 8, "schedule": {0: 8}}, "global_batch_size=8"),
         ({"schedule": {1: 8}}, "sizes by epoch or step, from 0 on"),
-        ({"schedule": [8, 16]}, r"schedule=\[8, 16\]: expected a mapping"),
         ({"schedule": {0: 0}}, r"schedule={0: 0}: expected a mapping \(a whole"),
         ({"schedule": {0: 8, -1: 8}}, r"schedule={0: 8, -1: 8}: expected a mapping"),
-        ({"global_batch_size": True}, "global_batch_size=True"),
         ({"global_batch_size": 8, "schedule_by": "batch"}, "one of epoch, step"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +14,10 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
-from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.core.optimization.first_gradients import GradientError
@@ -28,8 +26,8 @@ from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.gradient_check import GradientCheck
 from tests.support.adapters import METHODS, Exact
 from tests.support.models import Deep, Net, make_loader, make_trainer
+from tests.support.techniques import SGD, plain_loop
 
-SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 WIDE = ["blocks.0.linear", "blocks.1.linear", "blocks.2.linear"]  # square, as some methods want them
 NEARLY = {"hra", "randlora"}
 """Products with rotations that are the identity but for rounding."""
@@ -49,22 +47,14 @@ def plain_config(method: str, options: dict[str, Any]) -> Any:
     return kind(target_modules=WIDE, **feedforward, **zero, **options)
 
 
-def plain_loop(model: Exact, method: str, options: dict[str, Any], num_steps: int) -> list[float]:
-    """PEFT as its documentation has it, without Lightning and without ours: the independent reference."""
+def adapt_by_hand(model: Exact, method: str, options: dict[str, Any]) -> Exact:
+    """As PEFT's documentation has it, without ours."""
     config = plain_config(method, options)
     if method in ("lora", "ia3", "oft", "loha", "lokr", "hra"):
         peft.inject_adapter_in_model(config, model)
     else:
         peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](model, config, adapter_name="default")
-    optimizer, losses = SGD([p for p in model.parameters() if p.requires_grad]), list[float]()
-    while len(losses) < num_steps:
-        for x, y in make_loader():
-            loss = F.cross_entropy(model(x.double()), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    return losses[:num_steps]
+    return model
 
 
 @pytest.mark.parametrize("named", list(METHODS))
@@ -84,7 +74,7 @@ def test_every_method_begins_at_the_model_as_it_was_and_trains_like_a_plain_loop
     technique = PeftAdapter(**keywords)  # finds the adapters, and leaves them
     make_trainer(callbacks=[technique], max_steps=20).fit(ours, make_loader())
     torch.manual_seed(3)
-    expected = plain_loop(plain, method, options, 20)
+    expected = plain_loop(adapt_by_hand(plain, method, options), "64-true", 20)
     assert ours.losses == pytest.approx(expected, rel=1e-10)
     reference = dict(plain.named_parameters())
     for name, parameter in ours.named_parameters():
@@ -181,13 +171,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": None}, "target_modules=None: expected all-linear, or names of layers"),
     ({"method": "lorra"}, r"method='lorra': .* did you mean 'lora'"),
     ({"method": "xlora"}, "needs PEFT's own wrapper or training loop"),
-    ({"method": "adalora"}, "needs PEFT's own wrapper or training loop"),
     ({"options": {"task_type": "SEQ_CLS"}}, "options.task_type='SEQ_CLS': .* in modules_to_save"),
     ({"method": "boft"}, "PEFT builds a CUDA extension for it"),
     ({"method": "oft", "options": {"oft_block_size": 4, "r": 3}}, r"options=\{.*PEFT rejects it: "),
     ({"options": {"lora_alfa": 3}}, r"options.lora_alfa=3: .* did you mean 'lora_alpha'"),
     ({"options": {"r": "eight"}}, r"options.r='eight': expected a whole number"),
-    ({"options": {"r": True}}, r"options.r=True: expected a whole number"),
     ({"options": {"target_modules": ["a"]}}, "pass target_modules to PeftAdapter itself, not inside options"),
     ({"options": {"lora_alpha": 0}}, r"options.lora_alpha=0: expected a number other than 0"),
     ({"options": "r=8"}, r"options='r=8': expected a mapping"),
@@ -204,9 +192,7 @@ def test_wrong_settings_are_refused_before_there_is_a_model(wrong: dict[str, Any
 UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": ["first", "secnd"]}, r"target_modules='secnd': .* did you mean 'second'"),
     ({"target_modules": "all_linear"}, "PEFT rejects it: .*all_linear.* not found"),
-    ({"target_modules": "("}, r"target_modules='\(': .*PEFT rejects it: .*unterminated"),
     ({"target_modules": ["dropout"]}, "PEFT rejects it: .* is not supported"),
-    ({"options": {"r": 0}}, "peft_adapter.method='lora': .* PEFT rejects it: .*positive"),
     ({"unused": ["xx*"]}, "peft_adapter.unused='xx.*': expected a pattern of parameter names"),
     ({"modules_to_save": ["hed"]}, "modules_to_save='hed'"),
     ({"options": {"exclude_modules": ["hed"]}}, r"peft_adapter\.options\.exclude_modules=.hed."),
@@ -295,65 +281,40 @@ def test_what_unfreezes_the_base_is_refused() -> None:
             make_trainer(callbacks=[PeftAdapter(), other]).fit(Deep(), make_loader())
 
 
-@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning")
-def test_tile_comes_after_adapters_and_compile_last() -> None:
-    tiled = TritonGemm(min_features=8)
-    compiled = TorchCompile(backend="aot_eager")
-    technique = PeftAdapter()
-    model, plain = Deep(dropout=0.0), Deep(dropout=0.0)
-    plain.load_state_dict(model.state_dict())
+def test_the_layers_under_adapters_are_swapped() -> None:
     kinds: list[type] = []
 
     class Look(pl.Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             kinds.append(type(pl_module.first.base_layer))
 
-    torch.manual_seed(3)
-    make_trainer(callbacks=[compiled, tiled, technique, Look()], max_steps=5).fit(model, make_loader())
-    torch.manual_seed(3)
-    make_trainer(callbacks=[PeftAdapter()], max_steps=5).fit(plain, make_loader())
+    model = Deep()
+    make_trainer(callbacks=[TritonGemm(min_features=8), PeftAdapter(), Look()], max_steps=1).fit(
+        model, make_loader()
+    )
     assert kinds == [linear.TritonLinear]
     assert type(model.first.base_layer) is nn.Linear
-    assert model.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
-def test_recomputed_blocks_train_their_adapters(policy: str) -> None:
+@pytest.mark.parametrize("name", ["dora", "ia3", "vera", "oft", "hra"])
+def test_recomputed_blocks_train_their_adapters(name: str) -> None:
     """To the bit; some methods (OFT, HRA) add in place to a product that `selective` would keep."""
-    named = ("lora", "dora", "ia3", "vera", "oft", "hra") if policy == "selective" else ("lora",)
-    for method, options in (METHODS[name] for name in named):
-        results = []
-        for others in ([], [GradientCheckpointing(policy=policy)]):
-            model, adapter = exact(), PeftAdapter(method=method, options=options, target_modules=WIDE)
-            make_trainer(callbacks=[*others, adapter], max_steps=5).fit(model, make_loader())
-            results.append(model.losses)
-        assert results[0] == results[1], method
+    method, options = METHODS[name]
+    results = []
+    for others in ([], [GradientCheckpointing(policy="selective")]):
+        model, adapter = exact(), PeftAdapter(method=method, options=options, target_modules=WIDE)
+        make_trainer(callbacks=[*others, adapter], max_steps=5).fit(model, make_loader())
+        results.append(model.losses)
+    assert results[0] == results[1]
 
 
-def llama() -> Any:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=64, attn_implementation="eager",
-        )
-    )  # fmt: skip
-
-
-SMALL = {"vocab_size": 32, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
-SMALL |= {"bos_token_id": 0, "eos_token_id": 0}
-
-
-def gpt2() -> Any:
-    return GPT2LMHeadModel(GPT2Config(**SMALL))
-
-
-@pytest.mark.parametrize(("make", "num_layers"), [(llama, 14), (gpt2, 8)])
 @pytest.mark.parametrize("method", ["lora", "ia3"])
-def test_a_hugging_face_model_as_a_part(make: Any, num_layers: int, method: str) -> None:
-    model = nn.ModuleDict({"net": make()})
+def test_a_hugging_face_model_as_a_part(method: str) -> None:
+    """GPT-2's layers are none of torch's."""
+    sizes = {"vocab_size": 32, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    model = nn.ModuleDict({"net": GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))})
     names = adapt(model, method=method)
-    assert len(names) == num_layers, "all but the head"
-    assert not any("lm_head" in name for name in names)
+    assert len(names) == 8, "all but the head"
     ids = torch.arange(8)[None]
     model["net"](input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_eff.callbacks._compilation import Compilations
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
 from lightning_eff.callbacks.torch_compile import TorchCompile, compile_in_place
 from lightning_eff.core.compiled_call import is_compiled
@@ -53,6 +54,19 @@ def test_the_number_of_graphs_does_not_grow_with_the_depth(deep: Callable[..., D
     assert outcome.numbers["compile_s"] > 0.0
 
 
+def test_only_what_is_compiled_meanwhile_is_counted_and_the_backward_graphs_time_too() -> None:
+    function = torch.compile(torch.square, backend="aot_eager", dynamic=False)
+    seen = Compilations()
+    function(torch.ones(2))
+    with seen.counting():
+        y = function(torch.ones(3, requires_grad=True))
+        forward_s = seen.elapsed_s
+        y.sum().backward()
+        assert seen.elapsed_s > forward_s > 0.0
+    function(torch.ones(4))
+    assert (seen.graphs, seen.recompilations, sum(seen.graph_breaks.values())) == (1, 1, 0)
+
+
 def test_a_reset_of_the_compiler_during_the_run_does_no_harm() -> None:
     class Resets(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -70,7 +84,8 @@ def test_a_short_last_batch_makes_one_more_graph_and_no_third(
     loader = make_loader(num_samples=11, batch_size=4)
     plain = fit(deep(dropout=0.0), loader=loader, max_steps=9)
     model = fit(deep(dropout=0.0), callback, *others, loader=loader, max_steps=9)
-    assert callback.outcome().numbers["graphs"] == 2
+    numbers = callback.outcome().numbers
+    assert (numbers["graphs"], numbers["recompilations"]) == (2, 1)
     assert model.losses == pytest.approx(plain.losses, rel=1e-5)
 
 

@@ -136,17 +136,19 @@ def killed(path: Path, num_kills: int, seed: int) -> list[int]:
     return loaded
 
 
-def test_after_random_kills_the_newest_checkpoint_loads(tmp_path: Path) -> None:
-    assert len(killed(tmp_path / "last.ckpt", 10, seed=1)) == 11
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tmpdir", ["/dev/shm", None])
-def test_after_a_hundred_kills_with_any_temporary_folder(
-    tmpdir: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("num_kills", "tmpdir"),
+    [(10, None), pytest.param(50, "/dev/shm", marks=SLOW), pytest.param(50, None, marks=SLOW)],
+)
+def test_after_random_kills_the_newest_checkpoint_loads(
+    num_kills: int, tmpdir: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whatever the folder of temporary files is."""
     monkeypatch.setattr(tempfile, "tempdir", tmpdir)
-    assert len(killed(tmp_path / "last.ckpt", 50, seed=2)) == 51
+    assert len(killed(tmp_path / "last.ckpt", num_kills, seed=num_kills)) == num_kills + 1
 
 
 def test_temporary_files_of_living_writers_and_other_files_stay(tmp_path: Path) -> None:
@@ -235,7 +237,7 @@ def unlimited() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unlimited")
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", DISK_ERRORS)
 def test_a_disk_error_is_raised_and_the_old_file_is_unchanged(
     name: str, asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

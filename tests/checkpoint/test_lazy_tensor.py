@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -14,9 +13,6 @@ from torch import nn
 from lightning_eff.checkpoint.lazy_tensor import (
     LazyShardedTensor,
     from_shards,
-    map_tensors,
-    materialize,
-    split_shards,
 )
 from lightning_eff.core.errors import CheckpointError
 
@@ -86,25 +82,3 @@ def test_rows_are_views_of_their_shard(first: int, end: int) -> None:
 def test_missing_or_foreign_rows_are_rejected(shards: Any) -> None:
     with pytest.raises(CheckpointError, match=r"rows of a tensor of shape .5, 2. are missing or do not fit"):
         from_shards(FULL.to("meta"), shards)
-
-
-def test_tensors_are_mapped_with_their_paths() -> None:
-    value = OrderedDict(x=FULL, items=({"a": 1}, [FULL]))
-    seen: list[str] = []
-    new = map_tensors(value, lambda path, tensor: seen.append(path) or tensor * 2)
-    assert seen == ["['x']", "['items'][1][0]"]
-    assert type(new) is OrderedDict
-    assert new["items"][0] == {"a": 1}
-    assert torch.equal(value["x"], FULL), "the one before is as it was"
-
-
-def test_tied_tensors_are_split_once_and_stay_tied() -> None:
-    one, other = FULL.clone(), FULL.clone()
-    rest, rows = split_shards({"a": one, "b": [one, other]}, lambda tensor: (0, tensor))
-    assert list(rows) == ["['a']", "['b'][1]"]
-    assert rest["a"] is rest["b"][0]
-    assert rest["a"].is_meta
-    value = lazy()
-    full = materialize({"a": value, "b": (value, 3)})
-    assert full["a"] is full["b"][0]
-    assert type(full["a"]) is torch.Tensor

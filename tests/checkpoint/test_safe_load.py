@@ -79,8 +79,3 @@ def index(path: Path, **changes: Any) -> None:
     good = {"format": sharded.FORMAT, "version": sharded.VERSION, "token": "0" * 16}
     good |= {"parts": ["a" * 64], "divided": [], "checkpoint": {}}
     write_with_digest(path / sharded.INDEX, lambda file: torch.save(good | changes, file))
-
-
-def test_a_checkpoint_without_a_version_is_rejected(tiny: list[str], command: Command) -> None:
-    torch.save({"state_dict": {}, "global_step": 1}, "a.ckpt")
-    refused(command, "ckpt_path='a.ckpt': expected a checkpoint of a Trainer", *tiny, "ckpt_path=a.ckpt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, split_shards
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.config import ckpt_path
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
-from tests.support.models import make_trainer
 from tests.support.ranks import is_equal
 
 NUM_RANKS = 3
@@ -93,26 +92,6 @@ def test_a_sharded_checkpoint_loads_as_full_tensors(num_ranks: int, tmp_path: Pa
     assert found["list"][1][1] is found["list"][0]
 
 
-def test_any_number_of_ranks_reads_its_rows(tmp_path: Path) -> None:
-    """Saved by three ranks, loaded by one, two and four."""
-    path = tmp_path / "a.ckpt"
-    save(path)
-    found = sharded.lazy_checkpoint(sharded.verified_index(path))
-    for name, expected in checkpoint()["state_dict"].items():
-        value = found["state_dict"][name]
-        if not expected.ndim:
-            assert type(value) is Tensor
-            continue
-        assert isinstance(value, LazyShardedTensor)
-        for num_ranks in (1, 2, 4):
-            cuts = [rows_of(rank, num_ranks)(expected) for rank in range(num_ranks)]
-            for first, rows in cuts:
-                assert torch.equal(value.rows(first, first + len(rows)), rows)
-        assert value.shape == expected.shape
-        assert value.numel() == expected.numel()
-        assert len(value.shards) == len([r for r in range(3) if len(rows_of(r, 3)(expected)[1])])
-
-
 def test_every_flipped_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     save(path)
@@ -166,13 +145,10 @@ def hostile(path: Path, **changes: Any) -> None:
     ("changes", "message"),
     [
         ({"token": "../../precious00"}, "does not list its shards"),
-        ({"token": 3}, "does not list its shards"),
-        ({"parts": []}, "does not list its shards"),
         ({"parts": [1, 2, 3]}, "does not list its shards"),
         ({"divided": [3]}, "does not list its shards"),
         ({"checkpoint": [1]}, "does not list its shards"),
         ({"version": 2}, "not an index of version 1, but of version 2"),
-        ({"version": True, "format": "x"}, "not an index of version 1"),
         ({"format": "else"}, "not an index of version 1"),
         ({"checkpoint": {"state_dict": {"few": torch.empty(3, device="meta")}}}, "few.*of shape .3,."),
         ({"checkpoint": {"state_dict": {"few": torch.empty((), device="meta")}}}, "rows of a tensor"),
@@ -225,7 +201,7 @@ def test_code_is_never_loaded(tmp_path: Path) -> None:
     assert touched.exists(), "negative control"
 
 
-def steps(patch: pytest.MonkeyPatch, at: int) -> Iterator[int]:
+def kill_at(patch: pytest.MonkeyPatch, at: int) -> None:
     """Raise before the step of a save that has this number: each fsync, rename, removal and new file."""
     done = 0
 
@@ -244,7 +220,6 @@ def steps(patch: pytest.MonkeyPatch, at: int) -> Iterator[int]:
     # A killed process removes nothing either: so do all steps after the first that raised.
     patch.setattr(Path, "unlink", counted(Path.unlink))
     patch.setattr(Path, "rmdir", counted(Path.rmdir))
-    yield at
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -256,7 +231,7 @@ def test_a_kill_at_any_step_leaves_the_previous_checkpoint(first: bool, tmp_path
         if not first:
             save(path, checkpoint(1.0), num_ranks=2)
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
-            next(steps(patch, at))
+            kill_at(patch, at)
             save(path, checkpoint(2.0), num_ranks=2)
             ends.add("done")
         if not path.exists() or not sharded.is_sharded_checkpoint(path):
@@ -422,17 +397,6 @@ def test_a_run_resumes_from_a_sharded_checkpoint_only(tmp_path: Path) -> None:
         assert names(path) == [name]
     with pytest.raises(ConfigError, match=r"a folder without index\.ckpt: an incomplete save, or not"):
         ckpt_path.find_checkpoint(str(tmp_path), tmp_path)
-
-
-def test_a_folder_must_be_intact_and_leave_steps_to_do(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    token = save(path)
-    ckpt_path.check_something_left(path, make_trainer(max_steps=4))
-    with pytest.raises(ConfigError, match="expected more than the 3 steps that"):
-        ckpt_path.check_something_left(path, make_trainer(max_steps=3))
-    sharded.shard_path(path, token, 2, NUM_RANKS).unlink()
-    with pytest.raises(ConfigError, match=f"part-{token}-2-of-3.ckpt is missing"):
-        ckpt_path.check_something_left(path, make_trainer(max_steps=4))
 
 
 def test_a_base_checkpoint_may_be_a_folder(tmp_path: Path) -> None:

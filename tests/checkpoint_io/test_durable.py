@@ -84,18 +84,6 @@ def test_a_run_with_top_k_and_last_resumes_to_the_same_bits(
     assert names(tmp_path / "stock") == names(tmp_path / "whole"), "top-k keeps the same ones as stock"
 
 
-def test_the_outcome_counts_saves_and_removals(net: Callable[..., Net], tmp_path: Path) -> None:
-    io = Durable()
-    assert io.outcome().did == "nothing saved or loaded"
-    (tmp_path / ".durable-3333333333333333.tmp").touch()
-    fit(tmp_path, net(), io, max_steps=4, save_last=None, save_top_k=1)
-    assert io.outcome().effective
-    size = sum(path.stat().st_size for path in tmp_path.glob("*.ckpt"))
-    assert io.outcome().numbers["saved_bytes"] >= size
-    assert "saved once, " in io.outcome().did
-    assert "removed 1 left by dead processes" in io.outcome().did
-
-
 def test_a_save_after_the_run_and_weights_only(net: Callable[..., Net], tmp_path: Path) -> None:
     io = Durable(asynchronous=True)
     trainer = make_trainer(plugins=[io], max_steps=2)
@@ -136,31 +124,27 @@ def hostile(path: Path, victim: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["a file", "a checkpoint", "a folder", "beside"])
+@pytest.mark.parametrize("place", ["../precious", "../precious/", "notes.txt"])
 def test_a_checkpoint_cannot_choose_what_is_deleted(
-    kind: str, net: Callable[..., Net], tmp_path: Path
+    place: str, net: Callable[..., Net], tmp_path: Path
 ) -> None:
-    run, victim = tmp_path / "run", tmp_path / "precious"
+    """Neither a file or folder elsewhere nor a file beside it."""
+    run = tmp_path / "run"
     fit(run, net(), Durable(), max_steps=4, save_top_k=1)
-    if kind == "a file":
-        victim.write_text("mine")
-    elif kind == "a checkpoint":
-        Durable().save_checkpoint({"x": 1}, victim)
-    elif kind == "a folder":
+    victim = run / place
+    if place.endswith("/"):
         victim.mkdir()
         (victim / "thesis.txt").write_text("mine")
     else:
-        victim = run / "notes.txt"
         victim.write_text("mine")
-    path = hostile(run / "last.ckpt", "notes.txt" if kind == "beside" else "../precious")
-    for io, stays in ((Durable(), True), (TorchCheckpointIO(), False)):
-        if stays:
-            with pytest.warns(CheckpointWarning, match="(precious|notes.txt) is not removed: it "):
-                fit(run, net(), io, max_steps=8, save_top_k=1, save_last=None, resume=path)
-            assert io.outcome().numbers["num_kept"] == 1
-        else:
-            fit(run, net(), io, max_steps=8, save_top_k=1, save_last=None, resume=path)
-        assert victim.exists() == stays, "with stock Lightning it is gone: the negative control"
+    path = hostile(run / "last.ckpt", place.rstrip("/"))
+    io = Durable()
+    with pytest.warns(CheckpointWarning, match="(precious|notes.txt) is not removed: it "):
+        fit(run, net(), io, max_steps=8, save_top_k=1, save_last=None, resume=path)
+    assert io.outcome().numbers["num_kept"] == 1
+    assert victim.exists()
+    fit(run, net(), TorchCheckpointIO(), max_steps=8, save_top_k=1, save_last=None, resume=path)
+    assert not victim.exists(), "with stock Lightning it is gone: the negative control"
 
 
 def test_only_own_files_are_removed(tmp_path: Path) -> None:
@@ -261,21 +245,6 @@ def test_an_error_in_the_thread_is_raised_once_at_the_next_save_load_or_end(
     io.save_checkpoint({"x": 4}, tmp_path / "new.ckpt")
     io.teardown()
     assert (tmp_path / "new.ckpt").exists()
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_ends_the_run_with_that_error(
-    asynchronous: bool, net: Callable[..., Net], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    fit(tmp_path, net(), Durable(), max_steps=2)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    monkeypatch.setattr("os.write", full)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        fit(tmp_path, net(), Durable(asynchronous=asynchronous), max_steps=8)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_under_fabric(tmp_path: Path) -> None:
@@ -382,7 +351,3 @@ def test_a_recipe_resumes_from_the_newest_valid_checkpoint_and_cleans_up(
     assert "checkpoint_io/durable" in err
     assert "baseline/one/checkpoints/.durable-0123456789abcdef.tmp, left by a run that died" in err
     assert names(one) == ["step-2.ckpt"]
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    code, _, err = command(*words, f"ckpt_path={damaged}", "trainer.max_steps=5")
-    assert code == 2
-    assert "expected a checkpoint of tensors and plain values" in err

@@ -16,10 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.commands._bench import gemm_timing
 from lightning_eff.commands._bench.gemm_problem import Case, Problem
-from lightning_eff.kernels import dispatch, linear, matmul, operator
+from lightning_eff.kernels import operator
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.matmul import gemm
-from lightning_eff.kernels.operands import Operands
 from lightning_eff.kernels.reference import ACTIVATIONS
 from lightning_eff.kernels.tile_configs import CONFIGS
 from tests.support.linear_layers import Tied, swapped, trained
@@ -108,35 +107,6 @@ def test_checkpointing_keeps_a_product(monkeypatch: pytest.MonkeyPatch, x: Tenso
     recompute(model, policy="selective", blocks=["0"])
     model(x).sum().backward()
     assert counts["launch"] == 3, "forward and two gradients"
-
-
-def test_a_gemm_decides_once_who_computes_it(monkeypatch: pytest.MonkeyPatch, x: Tensor, w: Tensor) -> None:
-    """A layer has three GEMMs a step: one in its forward pass, two in its backward pass."""
-    counts = Counter[str]()
-    for module in (matmul, linear):
-        count(monkeypatch, counts, module, "check_operands")
-    for owner, name in (
-        *((matmul, "autocast"), (dispatch, "decide"), (Operands, "shape"), (operator, "launch")),
-    ):
-        count(monkeypatch, counts, owner, name)
-    names = ("autocast", "check_operands", "decide", "launch", "shape")
-    layer = TritonLinear(6, 5, activation="silu", backend="triton")
-    layer.accumulation = Accumulation()
-    for dtype in (None, None, torch.bfloat16):
-        counts.clear()
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            y = layer(torch.randn(2, 4, 6, requires_grad=True))
-        with layer.accumulation.open():
-            y.sum().backward()
-        assert counts == dict.fromkeys(names, 3)
-    assert layer.accumulation.num_added == 2
-    counts.clear()
-    matmul.gemm(x.detach(), w.detach(), backend="torch")
-    assert counts == dict.fromkeys(names[:3], 1)
-    counts.clear()
-    matmul.gemm(x.detach(), w, backend="triton").sum().backward()
-    # The gradient's one GEMM is computed by our kernels because the forward pass was.
-    assert counts == dict.fromkeys(names[:3], 1) | {"launch": 2, "shape": 2}
 
 
 def test_training_by_the_kernels() -> None:

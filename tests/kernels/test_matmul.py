@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_eff.kernels import reference
 from lightning_eff.kernels.matmul import gemm
-from lightning_eff.kernels.reference import ACTIVATION_GRADIENTS, ACTIVATIONS
+from lightning_eff.kernels.reference import ACTIVATIONS
 
 
 def random(*size: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -59,13 +59,6 @@ def test_gradients_of_all_arguments(activation: str | None) -> None:
 
     assert torch.autograd.gradcheck(call, tensors)
     assert torch.autograd.gradgradcheck(call, tensors)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_gradient_of_an_activation_is_that_of_autograd(activation: str) -> None:
-    at, grad = random(3, 4).requires_grad_(), random(4, 3).T
-    ACTIVATIONS[activation](at).backward(grad)
-    torch.testing.assert_close(ACTIVATION_GRADIENTS[activation](grad, at.detach()), at.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,7 +122,6 @@ def test_autocast_is_that_of_torch() -> None:
     ("keywords", "error", "words"),
     [
         ({"b": random(9, 2)}, ValueError, r"gemm of a \[3, 4\] and b \[9, 2\]"),
-        ({"b": random(9, 2), "alpha": 0.0}, ValueError, "gemm of a"),
         ({"b": random(4, 2, dtype=torch.float32)}, TypeError, "expected one dtype"),
         ({"a": torch.ones(3, 4, dtype=torch.int64)}, TypeError, "of float64, float32"),
         ({"a": random(2, 3, 4), "b": random(5, 4, 2)}, ValueError, "cannot be broadcast"),
@@ -143,10 +135,8 @@ def test_autocast_is_that_of_torch() -> None:
         ({"out_dtype": torch.int32}, TypeError, "out_dtype=torch.int32: expected float64, float32"),
         ({"out": random(2, 3)}, ValueError, r"out is torch.float64 \[2, 3\]"),
         ({"out": random(1, 2).expand(3, 2)}, ValueError, "no two elements share memory"),
-        ({"out": random(6).as_strided((3, 2), (1, 1))}, ValueError, "no two elements share memory"),
         ({"alpha": 2j}, TypeError, "complex"),
         ({"a": random(3, 4).requires_grad_(), "out": random(3, 2)}, RuntimeError, "has no gradient"),
-        ({"bias": random(2).requires_grad_(), "out": random(3, 2)}, RuntimeError, "has no gradient"),
         ({"out": random(3, 2).requires_grad_()}, RuntimeError, "has no gradient"),
     ],
 )

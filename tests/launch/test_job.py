@@ -86,30 +86,16 @@ def test_tasks_that_fit_are_not() -> None:
     check_tasks({"devices": [0, 1]}, Launch("torchrun", 0, 2, 2))
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        (
-            TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"},
-            "trainer.devices='auto': expected 2: torchrun started 2",
-        ),
-        (SLURM, "trainer.devices='auto': expected 2: slurm started 4 processes, 2 of them on this machine"),
-    ],
-)
 def test_train_refuses_before_anything_is_built(
-    environment: dict[str, str],
-    message: str,
-    tiny: list[str],
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for key, value in environment.items():
+    for key, value in (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr("lightning_eff.run.build", lambda *_, **__: pytest.fail("it was built"))
     monkeypatch.setattr("lightning_eff.commands.train.end_with_parent", lambda: None)
     code, _, err = command("train", "baseline", *tiny)
     assert code == 2
-    assert message in err
+    assert "trainer.devices='auto': expected 2: torchrun started 2" in err
     assert "try: trainer.devices=2" in err
     assert not Path("outputs").exists()
 

@@ -29,10 +29,10 @@ from tests.support.ranks import is_equal, run_two_ranks
 
 STEPS = 5
 # micro-batch size, batches a window, weighted, clipping
-EXACT = [(3, 1, True, None), ("auto", 1, False, 0.05), (3, 2, True, 0.05), ("auto", 2, False, None)]
-EXACT += [(None, 2, True, None), (None, 3, True, 0.05), (None, 5, False, 0.05)]
+EXACT = [("auto", 1, False, 0.05), (3, 2, True, 0.05), ("auto", 2, False, None)]
+EXACT += [(None, 3, True, 0.05), (None, 5, False, None)]
 SHARDED = [(3, 1, True, None), (3, 2, True, 0.05), (3, 2, False, None)]
-FAULTS = [("forward", 0), ("backward", 2), ("backward", 4), ("update", 1)]
+FAULTS = [("forward", 0), ("backward", 4), ("update", 1)]
 TWO_RANKS = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
 
 
@@ -215,11 +215,11 @@ def rejected() -> str:
 def main(folder: str) -> None:
     results: dict[str, Any] = {"exact": [exact(*case) for case in EXACT]}
     swapped = [TritonGemm(min_features=1), TritonGemm(min_features=1)]
-    results["swapped"] = [exact(*case, layer) for case, layer in zip(EXACT[2:4], swapped, strict=True)]
+    results["swapped"] = [exact(*case, layer) for case, layer in zip(EXACT[1:3], swapped, strict=True)]
     results["added"] = [layer.outcome().numbers["added_in_place"] for layer in swapped]
     results["adapted"] = adapted(2)
     results["faults"] = [with_fault(*case) for case in FAULTS]
-    results["found"] = [found(limits) for limits in ((3, 5), (9, 2), (20, 20))]
+    results["found"] = [found(limits) for limits in ((9, 2), (20, 20))]
     results["plain"] = [run(None, weighted=False), run(MicroBatch(), weighted=False)]
     results["unused"] = [unused([]), unused([MicroBatch()])]
     results["own"] = [own_loop(size) for size in (None, 2, "auto")]
@@ -253,7 +253,7 @@ def test_two_ranks_step_as_one_would_on_all_samples(ranks: list[dict[str, Any]],
 def test_layers_that_add_their_gradients_leave_ddp_its_own(ranks: list[dict[str, Any]]) -> None:
     """What DDP averages in the backward pass goes through autograd; what comes before it need not."""
     for rank in ranks:
-        for ours, theirs in zip(rank["swapped"], rank["exact"][2:4], strict=True):
+        for ours, theirs in zip(rank["swapped"], rank["exact"][1:3], strict=True):
             for one, other in zip(ours["weights"], theirs["weights"], strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
             assert ours["ddp"] == theirs["ddp"]
@@ -288,10 +288,10 @@ def test_a_rank_that_runs_out_of_memory_leaves_no_trace(ranks: list[dict[str, An
     )
 
 
-@pytest.mark.parametrize("case", range(3))
+@pytest.mark.parametrize("case", range(2))
 def test_find_agrees_on_what_fits_everywhere(ranks: list[dict[str, Any]], case: int) -> None:
     results = [rank["found"][case] for rank in ranks]
-    assert [result["ours"]["size"] for result in results] == [[3, 2, 8][case]] * 2
+    assert [result["ours"]["size"] for result in results] == [[2, 8][case]] * 2
     assert results[0]["trials"] == results[1]["trials"]
     for result in results:
         assert is_equal(result["ours"], result["reference"])

@@ -135,8 +135,6 @@ class Measures(pl.LightningModule):
     ("callbacks", "fault"),
     [
         ([MicroBatch(micro_batch_size=5)], Fault()),
-        ([MicroBatch(micro_batch_size=1)], Fault()),
-        ([MicroBatch()], Fault("forward", limit=5)),
         ([MicroBatch()], Fault("forward", limit=5, at=9)),
         ([GradientAccumulation(global_batch_size=2 * BATCH), MicroBatch()], Fault("forward", at=1)),
         ([GradientAccumulation(global_batch_size=2 * BATCH), MicroBatch(micro_batch_size=5)], Fault()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from torchmetrics import CatMetric, MeanMetric
 
 from lightning_eff.microbatching.atomic_update import atomic_update
 from lightning_eff.microbatching.snapshot import OptimizerSnapshot, StepSnapshot
+from tests.support.ranks import is_equal
 
 CPU = torch.device("cpu")
 
@@ -24,17 +24,23 @@ class Model(nn.Module):
         self.layer = nn.Linear(3, 2)
         self.norm = nn.BatchNorm1d(2)
         self.register_buffer("table", torch.zeros(3))
+        self.register_buffer("mu", None)
+        self.register_buffer("links", torch.eye(3).to_sparse())
+        with torch.inference_mode():
+            self.register_buffer("best", torch.ones(2))
         self.mean, self.rows = MeanMetric(), CatMetric()
         self.own = torch.Generator().manual_seed(1)
-        self.count, self.seen = 0, [1.0]
+        self.count, self.seen, self.ema = 0, [1.0], 0.0
 
 
 def state(model: Model) -> list[Any]:
     numbers = [torch.rand(2), torch.rand(2, generator=model.own)]
     plain = [random.random(), float(np.random.rand())]
     metrics = [float(model.mean.compute()), model.rows.compute()]
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    return [*numbers, *buffers, plain, metrics, model.count, list(model.seen), sorted(vars(model))]
+    buffers = dict(model.named_buffers())
+    values = [buffer.to_dense().clone() for buffer in buffers.values()]
+    plain += [model.count, model.ema]
+    return [*numbers, *values, plain, metrics, list(model.seen), list(buffers), sorted(vars(model))]
 
 
 def change(model: Model) -> None:
@@ -45,7 +51,10 @@ def change(model: Model) -> None:
     model.rows(torch.tensor([5.0]))
     torch.rand(2, generator=model.own)
     random.random(), np.random.rand()
+    model.mu = torch.ones(3)
+    model.register_buffer("late", torch.ones(1))
     model.count += 1
+    model.ema = 0.9 * model.ema + 1.0
     model.seen.append(2.0)
     model.fresh = 1
 
@@ -63,8 +72,7 @@ def test_everything_is_restored_as_often_as_requested() -> None:
         change(model)
         change(model)
         snapshot.restore()
-        for one, other in zip(state(model), expected, strict=True):
-            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        assert is_equal(state(model), expected)
 
 
 def test_a_replaced_buffer_is_restored() -> None:
@@ -88,14 +96,26 @@ def test_a_change_of_a_buffer_that_cannot_be_copied_is_an_error() -> None:
         snapshot.restore()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "SGD", "NAdam"])
+class Counting(torch.optim.SGD):
+    """Counts in its groups, keeps lists, and changes gradients in place, as some libraries' optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        group = self.param_groups[0]
+        group["step"] = group.get("step", 0) + 1
+        for parameter in group["params"]:
+            parameter.grad.add_(parameter.detach(), alpha=0.1 / group["step"])
+            self.state[parameter].setdefault("history", []).append(float(parameter.grad.norm()))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam, Counting])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_an_update_is_undone(name: str, steps: int) -> None:
+def test_an_update_is_undone(kind: Any, steps: int) -> None:
     results = []
     for undone in (False, True):
         torch.manual_seed(0)
         layer = nn.Linear(3, 2)
-        optimizer = getattr(torch.optim, name)(layer.parameters(), lr=0.1)
+        optimizer = kind(layer.parameters(), lr=0.1)
         layer(torch.ones(1, 3)).sum().backward()
         for _ in range(steps):
             optimizer.step()
@@ -105,9 +125,8 @@ def test_an_update_is_undone(name: str, steps: int) -> None:
             optimizer.step()
             before.restore()
         optimizer.step()
-        results.append([*layer.parameters(), optimizer.param_groups[0]["lr"], len(optimizer.state)])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        results.append([*layer.parameters(), optimizer.state_dict()])
+    assert is_equal(*results)
 
 
 class Fails(torch.optim.SGD):
@@ -135,26 +154,3 @@ def test_a_closure_is_evaluated_once_though_the_update_is_tried_twice() -> None:
     assert optimizer.times == 2
     with atomic_update(optimizer, torch.device("meta"), is_first=False):  # as on a GPU after the first update
         assert "step" not in vars(optimizer)
-
-
-def test_an_optimizer_that_evaluates_its_closure_several_times_does_so() -> None:
-    results = []
-    for wrapped in (False, True):
-        torch.manual_seed(0)
-        layer = nn.Linear(3, 1)
-        lbfgs = torch.optim.LBFGS(layer.parameters(), max_iter=4)
-        calls: list[int] = []
-
-        def closure(layer: nn.Linear = layer, lbfgs: Any = lbfgs, calls: list[int] = calls) -> torch.Tensor:
-            calls.append(1)
-            lbfgs.zero_grad()
-            loss = (layer(torch.ones(2, 3)) - 1.0).square().sum()
-            loss.backward()
-            return loss
-
-        with atomic_update(lbfgs, CPU, is_first=True) if wrapped else nullcontext():
-            lbfgs.step(closure)
-        assert "step" not in vars(lbfgs)
-        results.append((len(calls), layer.weight.detach()))
-    assert results[0][0] == results[1][0] > 1
-    assert torch.equal(results[0][1], results[1][1])

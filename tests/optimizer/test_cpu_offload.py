@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +9,8 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from torch import nn
 
-from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.core.errors import ConflictWarning, NoEffectWarning
+from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.optimizer.cpu_offload import CpuOffload
-from tests.support.models import Net, make_loader, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:CpuOffload does nothing here")
 
@@ -86,31 +81,6 @@ def test_what_others_write_to_a_parameter_is_where_the_next_step_begins() -> Non
     optimizer.step()
     assert torch.equal(layer.weight.detach(), torch.full((4, 4), 5.0))
     assert torch.equal(layer.bias.detach(), bias), "it has no gradient"
-
-
-def test_clipping_accumulation_and_schedules_work_as_with_the_plain_optimizer(
-    net: Callable[..., Net], tmp_path: Path
-) -> None:
-    results = []
-    for factory in (CpuOffload, functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)):
-        model = net()
-        choice = OptimizerChoice(
-            optimizer=functools.partial(factory, lr=0.05, weight_decay=0.1),
-            scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2),
-        )
-        trainer = make_trainer(
-            callbacks=[choice], max_steps=8, accumulate_grad_batches=2, gradient_clip_val=0.01
-        )
-        if factory is CpuOffload:
-            with pytest.warns(ConflictWarning, match="optimizer/cpu_offload with device cpu"):
-                trainer.fit(model, make_loader())
-        else:
-            trainer.fit(model, make_loader())
-        results.append(model)
-    ours, plain = results
-    assert ours.losses == plain.losses
-    for left, right in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(left, right)
 
 
 @pytest.mark.filterwarnings("default:CpuOffload does nothing here")

@@ -48,8 +48,6 @@ MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
         ),
         ({"config": {"gradient_clipping": 1.0}}, "set by trainer.gradient_clip_val"),
         ({"config": {"train_batch_size": 8}}, "set by data.batch_size"),
-        ({"config": {"bf16": {"enabled": True}}}, "set by trainer.precision or precision="),
-        ({"config": {"optimizer": {"type": "Adam"}}}, "set by optimizer="),
         ({"config": {"zero_optimization": {"stage": 1}}}, "set by strategy.stage"),
         (
             {"config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}},

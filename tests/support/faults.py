@@ -97,7 +97,6 @@ class StatefulModel(pl.LightningModule):
         self.losses: list[float] = []
         self.count = 0
         self.logged: list[dict[str, float]] = []
-        self.live: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y, w = batch["x"], batch["y"], batch["w"]

