@@ -1,9 +1,9 @@
 """Resume a run as if it had not been stopped: the same order of samples, the same random numbers.
 
-Lightning saves weights, optimizers and counters, but no random state and not what a loader has handed out: a
-resumed run sees other samples, some of them twice, and other dropout. This callback saves both, on every rank,
-with each checkpoint, and restores both before the first batch. Batches that were trained on are skipped by
-their indices; with workers they are loaded again and dropped, since samples may draw random numbers there.
+Lightning saves weights, optimizers and counters, but no random state and not what a loader has handed out:
+a resumed run sees other samples, some of them twice, and other dropout. This callback saves both, for every
+rank, with each checkpoint, and restores both before the first batch. Batches that were trained on are skipped
+by their indices; with workers they are loaded again and dropped, since samples may draw random numbers there.
 
 Validation during training leaves the random states as it found them: a resumed run does not repeat the
 validation behind which it was saved.
@@ -20,50 +20,79 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_eff.callbacks._exact_resume import position
-from lightning_eff.callbacks._exact_resume.resumable_loader import ResumableRun
+from lightning_eff.callbacks._exact_resume.resumable_loader import ResumableLoader
+from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.checkpoint_stamp import KEY, nested_dict
+from lightning_eff.core.checkpoint_stamp import KEY
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome
 
-STATE = "positions"
+POSITIONS = "positions"
+"""Key of the positions of all ranks, in the stamp of a checkpoint."""
 
 
 class ExactResume(Managed):
     """Save and restore the order of samples and all random states.
 
     Args:
-        workers: `replay` loads the batches of workers again that were trained on, and drops them: exact, also
-            with random augmentation. `fast` skips them: other augmentations until the epoch's end.
+        workers: `replay` loads the batches of workers again that were trained on, and drops them: exact,
+            also with random augmentation. `fast` skips them: other augmentations until the epoch's end.
+        changed_data: `refuse` or `continue` in the middle of an epoch whose dataset has another length now,
+            or batches another size.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[ExactResume()], logger=False, accelerator="cpu")
     """
 
     @check_arguments
-    def __init__(self, *, workers: Literal["replay", "fast"] = "replay") -> None:
+    def __init__(
+        self,
+        *,
+        workers: Literal["replay", "fast"] = "replay",
+        changed_data: Literal["refuse", "continue"] = "refuse",
+    ) -> None:
         self.workers = workers
+        self.changed_data = changed_data
         self._run = ResumableRun()
-        self._did = ""
-        self._group: Any = self
+        self._resumed_step: int | None = None
+        self._not_saved = ""
+        self._previous: Any = self
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self._run = ResumableRun(trainer.strategy.root_device, replays=self.workers == "replay")
-        self._did, self._group = "", self
-        self.cleanup.callback(self._run.unwrap)
-        observe = dataloaders.add_loader_transform(trainer, lambda loader: self._wrap(loader, trainer))
-        self.cleanup.callback(observe)
+        run = self._run = ResumableRun(
+            trainer.strategy.root_device,
+            replays=self.workers == "replay",
+            refuses_changes=self.changed_data == "refuse",
+            rank=trainer.global_rank,
+            num_ranks=trainer.world_size,
+        )
+        run.num_ahead = lambda: len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))  # noqa: SLF001
+        self._resumed_step, self._not_saved, self._previous = None, "", self
+        self.cleanup.callback(run.unwrap)
+        self.cleanup.callback(
+            dataloaders.add_loader_transform(
+                trainer, lambda loader: self._observe(loader, trainer), position=-1
+            )
+        )
+        self.cleanup.callback(dataloaders.add_loader_transform(trainer, run.wrap, position=1))
         self._isolate(trainer.fit_loop.epoch_loop.val_loop)
+
+    def _observe(self, loader: Any, trainer: pl.Trainer) -> Any:
+        combined = trainer.fit_loop._combined_loader  # noqa: SLF001 - the previous one, while loaders are made
+        if combined is not self._previous:
+            self._run.unwrap()
+            self._previous = combined
+        return self._run.observe(loader)
 
     def _isolate(self, validation: Any) -> None:
         """Let validation during training leave the random states as it finds them."""
@@ -79,55 +108,93 @@ class ExactResume(Managed):
         validation.run = run
         self.cleanup.callback(delattr, validation, "run")
 
-    def _wrap(self, loader: Any, trainer: pl.Trainer) -> Any:
-        combined = trainer.fit_loop._combined_loader  # noqa: SLF001 - the one before, while loaders are made
-        if combined is not self._group:
-            self._run.unwrap()
-            self._group = combined
-        resumable = self._run.wrap(loader)
-        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-            resumable.observe_sampler(loader)
-        return resumable
-
     @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        if trainer.state.fn != "fit" or not self._run.loaders:
-            return
-        fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
-        own = self._run.position(
-            num_ahead=len(getattr(fetcher, "batches", ())),
-            is_over=trainer.fit_loop.epoch_loop.batch_progress.is_last_batch,
-        )
-        checkpoint[KEY][STATE] = _of_all_ranks(position.pack(own), trainer)
+        if trainer.state.fn == TrainerFn.FITTING and self._run.loaders:
+            is_over = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+            packed = position.pack(self._run.position(is_over=is_over))
+            checkpoint[KEY][POSITIONS] = _of_all_ranks(packed, trainer.strategy)
 
     @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        packed = nested_dict(checkpoint, KEY).get(STATE)
-        step = checkpoint.get("global_step", 0)
+        packed = checkpoint.get(KEY, {}).get(POSITIONS)
+        self._resumed_step = int(checkpoint.get("global_step", 0))
         if packed is None:
-            self._did = f"resumed at step {step}: not exact, the checkpoint has no random states"
+            self._not_saved = "the checkpoint has neither random states nor the position in the data"
         else:
-            self._run.pending = position.unpack(packed[trainer.global_rank])
-            self._did = f"resumed at step {step}: order and random states as saved"
-        rank_zero_info(self._did)
+            self._run.resume([position.unpack(row) for row in packed])
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        run, loop = self._run, trainer.fit_loop
+        if run.pending is not None and not run.is_begun:
+            # The loaders were made before the checkpoint was read: for the number of steps, say.
+            iter(loop._data_fetcher)  # noqa: SLF001 # pyright: ignore[reportArgumentType]
+        if run.num_remaining:
+            # Lightning counts the batches of the epoch that were trained on; so many as are not left.
+            done = int(loop.max_batches) - max(run.num_remaining)
+            current = loop.epoch_loop.batch_progress.current
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(current, name, done - (current.ready - getattr(current, name)))
+        if self._resumed_step is not None:
+            rank_zero_info(self.outcome().did)
 
     def outcome(self) -> Outcome:
-        """Return whether the run was resumed, and what of it is not exact."""
-        return Outcome(did=self._did or "saves the order of samples and the random states of each rank")
+        """Return whether the run was resumed, and what of it is not as saved."""
+        if self._resumed_step is None:
+            return Outcome(did="checkpoints keep the order of samples and the random states of each rank")
+        differs = [self._not_saved] if self._not_saved else list(dict.fromkeys(self._run.inexact))
+        did = f"not exact: {'; '.join(differs)}" if differs else "order and random states as saved"
+        texts = [f"resumed at step {self._resumed_step}: {did}", *dict.fromkeys(self._run.did)]
+        return Outcome(did="; ".join(texts), effective=not self._not_saved)
 
 
-def _of_all_ranks(own: torch.Tensor, trainer: pl.Trainer) -> torch.Tensor:
+def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> ResumableLoader:
+    """Return a loader with `state_dict` and `load_state_dict`, for loops of one's own, under Fabric too.
+
+    Example:
+        >>> import torch
+        >>> loader = resumable(DataLoader(range(8), batch_size=2, shuffle=True))
+        >>> first = iter(loader)
+        >>> batch, state = next(first), loader.state_dict()
+        >>> rest = [batch.tolist() for batch in first]
+        >>> loader.load_state_dict(state)
+        >>> [batch.tolist() for batch in loader] == rest
+        True
+    """
+    run = ResumableRun(replays=workers == "replay")
+    return StandaloneLoader(run.observe(loader), run)
+
+
+class StandaloneLoader(ResumableLoader):
+    """A loader whose state is its position and the random states of this process."""
+
+    def __init__(self, loader: Any, run: ResumableRun) -> None:
+        super().__init__(loader, run)
+        run.loaders.append(self)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        packed = position.pack(self.run.position(is_over=self.is_over))
+        return {"position": packed, "own": super().state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict["own"])
+        self.run.resume([position.unpack(state_dict["position"])])
+
+
+def _of_all_ranks(own: torch.Tensor, strategy: Any) -> torch.Tensor:
     """Return the bytes of each rank, a row each, padded."""
-    if trainer.world_size == 1:
+    if strategy.world_size == 1:
         return own[None]
-    device, strategy = trainer.strategy.root_device, trainer.strategy
-    sizes = strategy.all_gather(torch.tensor(own.numel(), device=device))
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
-    padded[: own.numel()] = own.to(device)
+    sizes = strategy.all_gather(torch.tensor(own.numel(), device=strategy.root_device))
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=strategy.root_device)
+    padded[: own.numel()] = own.to(strategy.root_device)
     return strategy.all_gather(padded).cpu()

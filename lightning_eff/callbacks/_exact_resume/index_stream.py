@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_eff.callbacks._exact_resume.random_states import RandomStates
@@ -15,8 +14,8 @@ from lightning_eff.callbacks._exact_resume.random_states import RandomStates
 class IndexStream:
     """A loader's batch sampler; a pass may begin behind its first batches without loading them.
 
-    A loader asks for the pass before it draws the seed of its workers, and for the first indices after it: the
-    random states at both moments are needed to draw the same order again.
+    A loader asks for the pass before it draws the seed of its workers, and for the first indices after it:
+    the random states at both moments are needed to draw the same order again.
 
     Args:
         sampler: The loader's batch sampler, or its sampler where it does not batch.
@@ -69,8 +68,3 @@ class IndexStream:
 
 def _same(sampler: Any) -> Any:
     return sampler
-
-
-def attribute(loader: DataLoader[Any]) -> str:
-    """Return the name of the loader's attribute that its passes take indices from."""
-    return "sampler" if loader.batch_sampler is None else "batch_sampler"

@@ -44,7 +44,7 @@ def restore(
     if "numpy" in states:
         words, gauss = _words(states["numpy"])
         has_gauss = int(gauss is not None)
-        np.random.set_state(("MT19937", words[:-1], int(words[-1]), has_gauss, gauss or 0.0))  # noqa: NPY002
+        np.random.set_state(("MT19937", words[:-1], int(words[-1]), has_gauss, gauss or 0.0))
     if "device" in states and device is not None and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states["device"], device)
     for index, generator in enumerate(generators):
