@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test test-full check format stubs setup clean
+.PHONY: run test test-full test-random check format stubs setup clean
 
 run: setup  ## train the main recipe and print the efficiency report
 	$(BIN)/lightning-eff train lm
@@ -11,8 +11,11 @@ run: setup  ## train the main recipe and print the efficiency report
 test: setup  ## the tests that every change must pass
 	$(BIN)/python -m pytest -m "not slow"
 
-test-full: setup .venv/triton-3.6  ## all tests
-	$(BIN)/python -m pytest
+test-full: setup .venv/triton-3.6  ## all tests, and more generated examples of each property
+	$(BIN)/python -m pytest --hypothesis-profile=full
+
+test-random: setup  ## the tests in another order each time: none depends on what another left
+	$(BIN)/python -m pytest -m "not slow" -p randomly --randomly-dont-reset-seed
 
 check: setup .venv/check.stamp  ## format, lint, types, import directions
 	$(BIN)/ruff format --check .

@@ -31,10 +31,10 @@ from lightning_eff.optimizer.muon import Muon
 from lightning_eff.report.live_bytes import LiveBytes, state_bytes
 
 
-def optional(module: str, name: str, **keywords: Any) -> Callable[..., Any] | None:
+def optional(module: str, name: str) -> Callable[..., Any] | None:
     """Return a factory of a library's optimizer, None where the library is missing."""
     try:
-        return functools.partial(getattr(importlib.import_module(module), name), lr=1e-4, **keywords)
+        return functools.partial(getattr(importlib.import_module(module), name), lr=1e-4)
     except ModuleNotFoundError:
         return None
 
@@ -51,7 +51,6 @@ def factories() -> dict[str, Callable[..., Any] | None]:
         "sgd": functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
         "adafactor": functools.partial(torch.optim.Adafactor, lr=1e-4),
         "muon": functools.partial(Muon, lr=1e-4),
-        "galore": optional("lightning_eff.optimizer.galore", "GaLore", rank=32),
         "lion": optional("pytorch_optimizer", "Lion"),
         "schedule_free": optional("schedulefree", "AdamWScheduleFree"),
         "adamw_8bit_bnb": optional("bitsandbytes.optim", "AdamW8bit"),

@@ -37,7 +37,6 @@ PUBLIC = {
     "compile_in_place": "lightning_eff.callbacks.torch_compile",
     "explain_tiles": "lightning_eff.kernels.tiles",
     "gemm": "lightning_eff.kernels.matmul",
-    "gemm_logsumexp": "lightning_eff.kernels.matmul",
     "predict": "lightning_eff.planner.prediction",
     "predict_step": "lightning_eff.planner.prediction",
     "recompute": "lightning_eff.callbacks.gradient_checkpointing",
@@ -64,6 +63,8 @@ def public_names() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":  # for `import *`
+        return list(public_names())
     module_name = public_names().get(name)
     if module_name is None:
         import difflib

@@ -22,16 +22,13 @@ from lightning_eff.core.model_surgery import Stage as Stage
 from lightning_eff.core.model_surgery import apply as apply
 from lightning_eff.kernels.linear import TritonLinear as TritonLinear
 from lightning_eff.kernels.matmul import gemm as gemm
-from lightning_eff.kernels.matmul import gemm_logsumexp as gemm_logsumexp
 from lightning_eff.kernels.tiles import explain_tiles as explain_tiles
 from lightning_eff.microbatching.fabric import ExactGradient as ExactGradient
 from lightning_eff.monitors.efficiency_report import EfficiencyReport as EfficiencyReport
 from lightning_eff.monitors.gradient_check import GradientCheck as GradientCheck
 from lightning_eff.monitors.progress import Progress as Progress
-from lightning_eff.monitors.text_losses import TextLosses as TextLosses
 from lightning_eff.monitors.text_sample import TextSample as TextSample
 from lightning_eff.optimizer.cpu_offload import CpuOffload as CpuOffload
-from lightning_eff.optimizer.galore import GaLore as GaLore
 from lightning_eff.optimizer.in_backward import InBackward as InBackward
 from lightning_eff.optimizer.muon import Muon as Muon
 from lightning_eff.planner.prediction import predict as predict

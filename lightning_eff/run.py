@@ -33,6 +33,7 @@ from lightning_eff.config.ckpt_path import (
 )
 from lightning_eff.core import model_surgery, rules
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
+from lightning_eff.core.log_filters import ignore_library_messages
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 
@@ -44,16 +45,7 @@ CONSTRUCTOR_ERRORS = (ValueError, TypeError, FileNotFoundError, Misconfiguration
 
 @dataclass
 class Run:
-    """Everything that one `fit` needs.
-
-    Args:
-        trainer: With all techniques.
-        model: With the configured optimizer.
-        data: The training data.
-        run_dir: The run's folder.
-        ckpt_path: Checkpoint that the run resumes from.
-        values: The config it was built from.
-    """
+    """Everything that one `fit` needs, built from the config `values`."""
 
     trainer: pl.Trainer
     model: pl.LightningModule
@@ -71,15 +63,9 @@ class Run:
                     log.info("removed %s, left by a run that died while saving", path)
             self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / RESOLVED).write_text(yaml.safe_dump(dict(self.values), sort_keys=False))
-        with warnings.catch_warnings():
-            # A resumed run writes to a folder of its own, and leaves the old run's checkpoints alone.
-            warnings.filterwarnings("ignore", "The dirpath has changed from")
-            # Lightning 2.6.6 checks an empty batch in a way that torch 2.13 deprecates.
-            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-            # DeepSpeed 0.19.8 calls it by the name that torch 2.13 deprecates.
-            warnings.filterwarnings("ignore", r"`torch.distributed.all_gather_into_tensor` is deprecated")
-            callbacks_of(self.trainer).append(_LastStepCheckpoint(self.run_dir / "checkpoints"))
-            self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path, weights_only=True)
+        callbacks_of(self.trainer).append(_LastStepCheckpoint(self.run_dir / "checkpoints"))
+        ignore_library_messages()
+        self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path, weights_only=True)
         if self.trainer.fit_loop.total_batch_idx < 0:
             text = "the run trained on nothing: its data has no batches"
             raise UsageError(text)
@@ -88,10 +74,7 @@ class Run:
 
 
 class _LastStepCheckpoint(Checkpoint):
-    """Saves a checkpoint of the last step, whatever schedule the other callbacks save by.
-
-    Lightning moves callbacks of this base class to the end, and the report is written after them.
-    """
+    """Saves a checkpoint of the last step, after all others (by its base class) and before the report."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -107,12 +90,7 @@ class _LastStepCheckpoint(Checkpoint):
 
 @keep_overrides()
 def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
-    """Instantiate a checked config; nothing is written.
-
-    Args:
-        values: From `config.compose_recipe`.
-        recipe: Its name, under which `ckpt_path=last` looks for the newest checkpoint.
-        run_dir: The run's folder.
+    """Instantiate a checked config; nothing is written. `ckpt_path=last` is the recipe's newest checkpoint.
 
     Raises:
         ConfigError: A constructor rejects a value, or the checkpoint does not exist.
@@ -144,16 +122,10 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
 def model_without_memory(
     values: Mapping[str, Any], adapted_by: pl.Trainer | None = None
 ) -> pl.LightningModule:
-    """Instantiate only the model, on the meta device: its layers can be inspected, but not run.
+    """Instantiate only the model, on the meta device, with the adapters of `adapted_by` inserted.
 
-    What it prints goes to the standard error; its warnings are ignored, because it does not train.
-
-    Args:
-        values: From `config.compose_recipe`.
-        adapted_by: A Trainer whose adapters are inserted, without the values of their base.
-
-    Raises:
-        ConfigError, UsageError: As in `build`; and whatever the class raises for tensors without values.
+    What it prints goes to the standard error; its warnings are ignored, because it does not train. It raises
+    what `build` does, and whatever its class raises for tensors without values.
     """
     with torch.device("meta"), redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -170,13 +142,7 @@ def model_without_memory(
 def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
     """Instantiate a run's model on the CPU, with its base and fresh adapters, to load a checkpoint into.
 
-    A base that was quantized in the run is quantized here too.
-
-    Args:
-        values: The config that the run was built from, checked.
-
-    Raises:
-        ConfigError, UsageError, EnvironmentLacksError: As in `build`.
+    A base that was quantized in the run is quantized here too. It raises what `build` does.
     """
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     adapter = {k: v for k, v in (values.get("callbacks") or {}).items() if k == "peft_adapter"}

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from lightning_utilities.core import rank_zero
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -28,7 +32,19 @@ os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 os.environ.pop("PL_GLOBAL_SEED", None)
 adopt_orphans()
+# Deadlines would be assertions on wall time, and a database would be left behind.
+settings.register_profile("fast", max_examples=25, derandomize=True, deadline=None, database=None)
+settings.register_profile("full", max_examples=1000, deadline=None, database=None)
+settings.load_profile("fast")  # `make test-full` says --hypothesis-profile=full
 LOGGERS = ("lightning", "lightning.fabric", "lightning.pytorch", "lightning_eff.config.composition", "torch")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let no test draw other numbers because of the tests before it; fixtures of modules come after this."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +79,15 @@ def net() -> Callable[..., Net]:
 def deep() -> Callable[..., Deep]:
     """Return a maker of models with repeated blocks."""
     return _maker(Deep)
+
+
+@pytest.fixture(scope="module")
+def frozen_heap() -> Iterator[None]:
+    """Let garbage collections visit what was made since: all of PyTorch's objects take a second each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def _maker(kind: type[Net]) -> Callable[..., Any]:

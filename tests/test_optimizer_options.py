@@ -30,7 +30,6 @@ pytestmark = [
 WIDTH = 128
 """Then a block's matrix has more than 4096 values, from which on the 8-bit optimizers quantize."""
 OVERRIDES = {
-    "galore": ["optimizer.rank=4", "optimizer.update_proj_gap=3", "optimizer.rest=[second.*]"],
     "muon": ["optimizer.rest=[second.*]"],
     "schedule_free": ["optimizer.warmup_steps=2"],
     "lion": ["optimizer.lr=1e-3"],
@@ -43,7 +42,6 @@ BYTES_PER_PARAMETER = {
     "adafactor": (0.0, 0.3),
     "muon": (4.0, 4.7),
     "lion": (4.0, 4.0),
-    "galore": (0.0, 2.5),
     "schedule_free": (8.0, 8.0),
     "in_backward": (8.0, 8.01),
     "cpu_offload": (8.0, 8.01),
@@ -84,13 +82,6 @@ def library_optimizers(name: str, model: Deep) -> list[Any]:
         muon = torch.optim.Muon(hidden, lr=node["lr"], adjust_lr_fn="match_rms_adamw", **decay)
         rest = [{"params": outer, **decay}, {"params": vectors, **plain}]
         return [muon, torch.optim.AdamW(rest, lr=node["lr"], betas=(0.9, 0.95), fused=True)]
-    if name == "galore":
-        import pytorch_optimizer
-
-        projection = {key: node.pop(key) for key in ("rank", "update_proj_gap", "scale")}
-        low = {"params": hidden, **projection, "projection_type": "std", **decay}
-        groups = [low, {"params": outer, **decay}, {"params": vectors, **plain}]
-        return [pytorch_optimizer.GaLore(groups, eps=1e-8, **node)]
     if name in ("in_backward", "cpu_offload"):
         return [torch.optim.AdamW(groups, lr=node["lr"], betas=(0.9, 0.95), fused=True)]
     node["_target_"] = option(name)["_target_"]
@@ -128,11 +119,11 @@ def fit(name: str, model: nn.Module, folder: Path, **keywords: Any) -> Any:
     return choice, trainer
 
 
-def test_trains_to_the_bit_like_the_librarys_own_loop(
+def test_trains_to_the_bit_like_the_librarys_own_loop_with_so_many_bytes_of_state(
     name: str, deep: Callable[..., Deep], tmp_path: Path
 ) -> None:
     ours = deep(width=WIDTH)
-    choice, _ = fit(name, ours, tmp_path, max_steps=12)
+    choice, trainer = fit(name, ours, tmp_path, max_steps=12)
     theirs = deep(width=WIDTH)
     losses, optimizers = bare_loop(name, theirs, 12)
     assert ours.losses == losses
@@ -141,22 +132,14 @@ def test_trains_to_the_bit_like_the_librarys_own_loop(
     held = choice.outcome().numbers["state_bytes"]
     assert sum(held.values()) == sum(sum(state_bytes(optimizer).values()) for optimizer in optimizers)
     assert choice.outcome().effective is (name != "cpu_offload"), "here the state is on the CPU anyway"
-
-
-def test_has_so_many_bytes_of_state_and_another_result_than_sgd(
-    name: str, deep: Callable[..., Deep], tmp_path: Path
-) -> None:
-    model = deep(width=WIDTH)
-    choice, trainer = fit(name, model, tmp_path, max_steps=3)
+    assert "on cpu" in choice.outcome().did
     if name in BYTES_PER_PARAMETER:
-        matrices = [layer.linear.weight for layer in model.blocks]
-        state = trainer.optimizers[0].state
+        matrices = [layer.linear.weight for layer in ours.blocks]
         picked = torch.optim.SGD(matrices)
-        picked.state.update({p: state[p] for p in matrices})
+        picked.state.update({p: trainer.optimizers[0].state[p] for p in matrices})
         share = sum(state_bytes(picked).values()) / sum(p.numel() for p in matrices)
         low, high = BYTES_PER_PARAMETER[name]
         assert low <= share <= high
-    assert "on cpu" in choice.outcome().did
 
 
 def laid_open(value: Any) -> Any:
@@ -173,7 +156,7 @@ def test_saved_and_resumed_it_has_the_same_state_and_goes_on_alike(
 ) -> None:
     """With a schedule, so that its rates must come back too; the file holds tensors and plain values."""
     plain: Any = {"width": WIDTH, "dropout": 0.0}
-    whole, first, second = deep(**plain), deep(**plain), deep(**plain)
+    whole, second = deep(**plain), deep(**plain)
 
     def schedule(optimizer: Any) -> WarmupDecay:
         return WarmupDecay(optimizer, total_steps=20, warmup_steps=3)
@@ -194,5 +177,4 @@ def test_saved_and_resumed_it_has_the_same_state_and_goes_on_alike(
     states = [laid_open(t.optimizers[0].state_dict()) for t in (trainer, resumed)]
     torch.testing.assert_close(states[1]["state"], states[0]["state"], rtol=0, atol=0)
     assert states[1]["param_groups"] == states[0]["param_groups"]
-    assert first.losses == []
-    assert not torch.equal(next(first.parameters()), next(second.parameters()))
+    assert not torch.equal(next(deep(**plain).parameters()), next(second.parameters()))

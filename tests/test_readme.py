@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_eff.commands._parser import parse
 from lightning_eff.comparison import subprocess_trial
 from lightning_eff.comparison.result_table import MEASURED, TrialResult
+from lightning_eff.config.composition import recipe_app
+from lightning_eff.config.recipes import RecipePath
 from tests.support.command_line import TINY, Command
 from tests.support.models import make_trainer
 
@@ -138,6 +141,26 @@ def write_own_data(tiny_llama: Path) -> None:
     Path("talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 120)
 
 
+def test_every_command_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words, options and overrides are checked as before a run; `test_every_command_runs` takes a minute."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_files()
+    for words in commands():
+        options = parse(words[1:]) if words[0] == "lightning-eff" else None
+        if options is None or "recipe" not in options:
+            continue
+        overrides = [word for word in options.overrides if not word.startswith("device=")]
+        with recipe_app(options.recipe, overrides, RecipePath.of(options.config_dir)) as app:
+            if "-m" in words:
+                app.check_sweep()
+            else:
+                app.check()
+    for name in ("my_project", "compare_mine"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.slow
 def test_every_command_runs(
     tiny: list[str], tiny_llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,18 +176,15 @@ def test_every_command_runs(
         if words[1] == "compare":
             extra = ["--steps", "6", *([] if "--only" in words else ["--only", "baseline"]), *tiny]
         if words[1] == "train" and "--cfg" not in words:
-            uses_numbers = "numbers" in words or "data=numbers" in words
             given = {word.partition("=")[0] for word in words}
-            extra = (
-                own_data if uses_numbers else [word for word in tiny if word.partition("=")[0] not in given]
-            )
+            extra = [word for word in tiny if word.partition("=")[0] not in given]
             if {"full_finetune", "qlora"} & {*words}:
                 extra = [*own_data, "trainer.max_steps=2", "trainer.limit_val_batches=1"]
+            if {"numbers", "data=numbers"} & {*words}:
+                extra = [*own_data, "trainer.max_steps=2"]
             if "ckpt_path=last" in words:
                 extra.append("trainer.max_steps=60")
                 words.remove("trainer.max_steps=320")
-        if "data=numbers" in words:
-            extra.append("trainer.max_steps=2")
         code, out, err = command(*words[1:], *extra)
         assert code == 0, (words, err)
         assert out or err

@@ -40,23 +40,17 @@ MORE = {"fast": ["callbacks.torch_compile.backend=aot_eager"], "low_memory": ["t
 """What else makes a recipe small: no C++ is built, and a window of four micro-batches passes twice."""
 NAMES = [entry.name for entry in catalog.recipes()]
 ON_TWO_RANKS = ("zero2", "zero3_offload", "fsdp2")
-"""Lightning starts their second process with this one's command line."""
+"""In tests/launch/test_stop.py."""
 
 
-def test_there_are_recipes() -> None:
+def test_recipes_say_what_they_are_in_a_flat_list_of_options() -> None:
     assert {"lm", "baseline", "images", "low_memory", "fast", "full_finetune", "lora", "qlora"} <= set(NAMES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_recipe_says_what_it_is(name: str) -> None:
-    assert catalog.yaml_header(catalog.RECIPES / f"{name}.yaml").endswith(".")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_recipe_is_a_flat_list_of_options(name: str) -> None:
-    defaults = yaml.safe_load((catalog.RECIPES / f"{name}.yaml").read_text())["defaults"]
-    assert defaults[-1] == "_self_"
-    assert not any("override callbacks" in str(line) for line in defaults)
+    for name in NAMES:
+        path = catalog.RECIPES / f"{name}.yaml"
+        assert catalog.yaml_header(path).endswith("."), name
+        defaults = yaml.safe_load(path.read_text())["defaults"]
+        assert defaults[-1] == "_self_", name
+        assert not any("override callbacks" in str(line) for line in defaults), name
 
 
 @pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
@@ -80,22 +74,6 @@ def test_recipe_trains_two_steps(
     assert {".hydra", "efficiency.json", "report.html", "metrics"} <= {
         path.name for path in run_dir.iterdir()
     }
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "zero2" else pytest.param(name, marks=pytest.mark.slow) for name in ON_TWO_RANKS]
-)
-def test_recipe_trains_two_steps_on_two_ranks(name: str, tiny: list[str]) -> None:
-    words = [sys.executable, "-m", "lightning_eff", "train", name, *tiny, "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout)
-    assert (report["status"], report["num_steps"]) == ("finished", 2)
-    assert report["measured"]["world_size"] == 2
-    strategy = "strategy/fsdp2" if name == "fsdp2" else "strategy/deepspeed_zero"
-    assert strategy in json.dumps(report["ledger"])
-    (run_dir,) = Path("outputs", name).iterdir()
-    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-2.ckpt"]
 
 
 @pytest.mark.slow
@@ -171,7 +149,7 @@ def test_lora_begins_at_the_newest_base_and_is_exported(
     assert command("train", "lm", *tiny)[0] == 0
     code, _, err = command("train", "lora", *tiny, "trainer.max_steps=4")
     assert code == 0, err
-    assert "Nats per token, before -> after: prose" in err
+    assert "Nats per token: train loss" in err
     (base,) = Path("outputs", "lm").glob("*/checkpoints/*.ckpt")
     (adapter,) = Path("outputs", "lora").glob("*/checkpoints/*.ckpt")
     before = torch.load(base, weights_only=True)["state_dict"]

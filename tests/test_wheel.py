@@ -35,6 +35,7 @@ def test_wheel_holds_configs_types_and_licence(wheel: Path) -> None:
     assert not any(name.startswith(("tests/", "conf/", "recipes/")) for name in names)
 
 
+@pytest.mark.slow
 def test_installed_wheel_trains_a_recipe_from_any_folder(
     wheel: Path, text_cache: Path, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from lightning_eff import EmptyCache, ExactGradient, TritonLinear, gemm
 def use() -> None:
     """Use public names as their types allow; pyright fails where an ignored error is none."""
     emptied: EmptyCache = EmptyCache(every_n_steps=5)
-    assert_type(emptied.every_n_steps, int | None)
+    assert_type(emptied.every_n_steps, int)
     assert_type(gemm(torch.ones(2, 3), torch.ones(3, 4)), torch.Tensor)
     layer: nn.Module = TritonLinear(8, 8)
     ExactGradient(layer, micro_batch_size=2)

@@ -12,7 +12,6 @@ this one's at its initial values. For Fabric, or a loop of your own: `strip_base
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,48 +22,23 @@ from torch import Tensor, nn
 
 from lightning_eff.adapters.base_fingerprint import Fingerprint, format_names, split_state
 from lightning_eff.adapters.inject import peft_config_of
+from lightning_eff.adapters.methods import settings_of
 from lightning_eff.adapters.quantized import quantized_prefixes
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.shards import full_shape, is_sharded
 
 CHECKPOINT_KEY = "peft_adapter"
 """Where a checkpoint keeps the method's config and the base's fingerprint."""
-FREE_FIELDS = {
-    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
-    *("exclude_modules", "feedforward_modules", "layers_pattern", "layers_to_transform", "modules_to_save"),
-    *("target_modules", "target_parameters"),  # the keys of the state dict show the layers
-    *("rank_pattern", "total_step", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight"),
-    *("ephemeral_gpu_offload", "lora_dropout", "module_dropout", "rank_dropout", "runtime_config"),
-}
-"""Fields of a method's config that may change when training is resumed; so may those of initial values."""
 NO_ADAPTER = (
     "it holds no adapter, only the model\n"
     "  try: base_checkpoint=PATH of PeftAdapter in place of ckpt_path=PATH, to train an adapter on it"
 )
 
 
-def adapter_settings(model: nn.Module) -> dict[str, Any]:
-    """Return the fields of a method's config that decide what its adapters compute, in plain types."""
-    config = peft_config_of(model)
-    settings = {
-        key: value
-        for key, value in (config.to_dict() if config is not None else {}).items()
-        if key not in FREE_FIELDS and not key.startswith("init")
-        if isinstance(value, (str, int, float, bool, dict, list))
-    }
-    return json.loads(json.dumps(settings, default=str))  # enums and keys become strings
-
-
 def strip_base(
     model: nn.Module, checkpoint: dict[str, Any], fingerprint: Fingerprint, *, save_base: bool = False
 ) -> None:
-    """Remove the frozen base from a checkpoint, and add its fingerprint.
-
-    Args:
-        model: With adapters.
-        checkpoint: Has the model's state under `state_dict`; changed in place.
-        fingerprint: Caches digests; one for each model.
-        save_base: Leave the base in.
+    """Remove the frozen base from a checkpoint, in place, and add its fingerprint.
 
     Raises:
         CheckpointError: The adapter cannot be saved: its tensors are empty, or merged into the base.
@@ -84,7 +58,7 @@ def strip_base(
     if not save_base:
         checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in base}
     record = None if save_base else fingerprint.record(model)
-    checkpoint[CHECKPOINT_KEY] = {"settings": adapter_settings(model), "base": record}
+    checkpoint[CHECKPOINT_KEY] = {"settings": settings_of(peft_config_of(model)), "base": record}
 
 
 def check_adapter(
@@ -106,7 +80,7 @@ def check_adapter(
     """
     state, stamp = _checked_state(checkpoint), checkpoint.get(CHECKPOINT_KEY)
     stamp = stamp if isinstance(stamp, dict) else {}
-    _check_settings(adapter_settings(model), stamp.get("settings"))
+    _check_settings(settings_of(peft_config_of(model)), stamp.get("settings"))
     base, rest = split_state(model)
     trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
     has_base = stamp.get("base") is None
@@ -142,11 +116,6 @@ def load_adapter(
     model: nn.Module, checkpoint: Mapping[str, Any], fingerprint: Fingerprint | None = None
 ) -> None:
     """Load an adapter, or a full model with adapters, into a model that has its base and new adapters.
-
-    Args:
-        model: With adapters.
-        checkpoint: Read from a file.
-        fingerprint: Caches digests; None for a new one.
 
     Raises:
         CheckpointError: It does not fit; nothing was assigned.
@@ -210,7 +179,6 @@ def _check_tensors(
     unexpected: list[str],
     model: str = "this model with its adapter",
 ) -> None:
-    """Raise an error that names missing and unexpected tensors, and those of another shape."""
     shapes = [
         f"{name} {tuple(state[name].shape)} for {tuple(full_shape(value))}"
         for name, value in expected.items()

@@ -1,9 +1,8 @@
 """Fingerprint of a frozen base: it ties an adapter to the base that it was trained on.
 
 An adapter is a difference, and noise on another base; no key or shape shows that, since they are the same for
-all models of an architecture. The fingerprint is a SHA-256 over name, dtype, shape and SHA-256 of each frozen
-tensor in the order of the names, so it is the same on each device. The first characters of the tensors' own
-digests are kept with it, so that an error can name the tensors that differ.
+all models of an architecture. The fingerprint is, by name, the dtype, the shape and the first 64 bits of the
+SHA-256 of each frozen tensor, so it is the same on each device, and an error can name what differs.
 
 Hashing reads all frozen bytes once, in up to eight threads, through host memory, and again only when PyTorch
 counts a change of a tensor in place. Changes through `.data` are not counted. A tensor of another dtype is
@@ -29,7 +28,6 @@ from lightning_eff.core.shards import full_shape, full_tensor, is_sharded
 
 NUM_THREADS = 8
 NUM_DIGEST_CHARACTERS = 16
-"""Characters of a tensor's SHA-256 that are kept: 64 bits suffice to find the tensors that differ."""
 MAX_NAMES = 3
 FLOAT_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 
@@ -92,27 +90,20 @@ class Fingerprint:
 
     def record(self, module: nn.Module) -> dict[str, Any]:
         """Return the fingerprint in plain types, as a checkpoint keeps it."""
-        total, tensors = self._hash(module, {})
-        return {"sha256": total, "tensors": tensors}
+        return {"tensors": self._hash(module, {})}
 
     def check(self, module: nn.Module, record: Any) -> None:
-        """Compare a module's frozen tensors with a fingerprint; the module is not changed.
-
-        Args:
-            module: Has the base.
-            record: From a checkpoint, so it may be anything.
+        """Compare a module's frozen tensors with a fingerprint from a checkpoint, which may be anything.
 
         Raises:
             CheckpointError: It is another base; the first tensors that differ are named.
         """
         expected: Any = record.get("tensors") if isinstance(record, dict) else None
         texts = [text for pair in expected.items() for text in pair] if isinstance(expected, dict) else [None]
-        if not all(isinstance(text, str) for text in texts) or not isinstance(record.get("sha256"), str):
+        if not all(isinstance(text, str) for text in texts):
             text = "it holds an adapter without the fingerprint of its base"
             raise CheckpointError(text)
-        total, tensors = self._hash(module, expected)
-        if total == record["sha256"]:
-            return
+        tensors = self._hash(module, expected)
         names = {*tensors, *expected}
         others = sorted(name for name in names if tensors.get(name) != expected.get(name))
         if others and not self.exact:
@@ -124,40 +115,39 @@ class Fingerprint:
             if is_rounding and any(not name.startswith(quantized) for name in tensors):
                 self.others = others
                 return
-        text = (
-            f"it holds an adapter for another base: {format_names(others)} of {len(names)} frozen tensors "
-            f"differ (fingerprint {str(record['sha256'])[:12]!a})\n"
-            "  try: callbacks.peft_adapter.base_checkpoint=PATH of its base, or its model.name and seed"
-        )
-        raise CheckpointError(text)
+        if others:
+            differ = f"{format_names(others)} of {len(names)} frozen tensors differ"
+            text = (
+                f"it holds an adapter for another base: {differ}\n"
+                "  try: callbacks.peft_adapter.base_checkpoint=PATH of its base, or its model.name and seed"
+            )
+            raise CheckpointError(text)
 
-    def _hash(self, module: nn.Module, recorded: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-        """Return the SHA-256 of all tensors, and by plain name each one's layout and start of its digest.
+    def _hash(self, module: nn.Module, recorded: Mapping[str, str]) -> dict[str, str]:
+        """Return each frozen tensor's `dtype[shape]` and start of its digest, by plain name.
 
-        The layout is `dtype[shape]`, in the recorded dtype if both are floating-point of more than 8 bits.
+        In the recorded dtype if both are floating-point of more than 8 bits.
         """
         base = {name: value for name, value in split_state(module)[0].items() if isinstance(value, Tensor)}
         parameters = base | dict(module.named_parameters(remove_duplicate=False))
-        names, dtypes, layouts = sorted(base), dict[str, torch.dtype](), dict[str, str]()
-        for name, value in base.items():
+
+        def layout_and_digest(name: str) -> str:
+            value = base[name]
             is_wide = value.is_floating_point() and value.dtype.itemsize > 1
             saved = recorded.get(plain_name(name), "").partition("[")[0] if is_wide else ""
-            dtypes[name] = FLOAT_DTYPES.get(saved, value.dtype)
+            dtype = FLOAT_DTYPES.get(saved, value.dtype)
             shape = ",".join(str(n) for n in full_shape(value))
-            layouts[name] = f"{str(dtypes[name]).removeprefix('torch.')}[{shape}]"
+            digest = self._digest(name, value, parameters[name], dtype)[:NUM_DIGEST_CHARACTERS]
+            return f"{str(dtype).removeprefix('torch.')}[{shape}] {digest}"
 
-        def digest(name: str) -> str:
-            return self._digest(name, base[name], parameters[name], dtypes[name])
-
+        names = sorted(base)
         if any(is_sharded(value) for value in base.values()):
             # Gathering a sharded tensor is a collective of all ranks: one after the other, in one order.
-            digests = {name: digest(name) for name in names}
+            texts = [layout_and_digest(name) for name in names]
         else:
             with ThreadPoolExecutor(NUM_THREADS) as pool:
-                digests = dict(zip(names, pool.map(digest, names), strict=True))
-        lines = sorted(f"{plain_name(name)} {layouts[name]} {digests[name]}\n" for name in names)
-        tensors = {plain_name(n): f"{layouts[n]} {digests[n][:NUM_DIGEST_CHARACTERS]}" for n in names}
-        return hashlib.sha256("".join(lines).encode()).hexdigest(), tensors
+                texts = list(pool.map(layout_and_digest, names))
+        return {plain_name(name): text for name, text in zip(names, texts, strict=True)}
 
     def _digest(self, name: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> str:
         """Return the SHA-256 of a tensor's values in a dtype, from the cache if it did not change.

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from peft import PeftConfig, get_peft_model_state_dict
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file, save_model
@@ -25,11 +25,9 @@ from lightning_eff.adapters.inject import (
     ADAPTER_NAME,
     TUNER,
     adapted_layers,
-    ignore_peft_warnings,
     peft_config_of,
     plain_module,
     replace_modules,
-    tuner_of,
     wrapped_layers,
 )
 from lightning_eff.adapters.methods import name_of_method, peft_rejects
@@ -43,20 +41,11 @@ IN_PEFT_MODEL = "base_model.model."
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Write a model's adapters as PEFT does.
-
-    Args:
-        model: With adapters.
-        folder: Gets `adapter_config.json` and `adapter_model.safetensors`.
+    """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT does.
 
     Raises:
         ConfigError: Trained tokens belong to an embedding with a tied weight.
     """
-    peft_model = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
-    if peft_model is not None:
-        with ignore_peft_warnings():
-            peft_model.save_pretrained(str(folder))
-        return
     prefix, part = _exported_part(model)
     for name, layer in wrapped_layers(model).items():
         has_tokens = any(isinstance(module, TrainableTokensLayer) for module in layer.modules())
@@ -67,12 +56,12 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
     config = _exported_config(model, prefix, part)
     # PEFT's function expects a PeftModel: its names, and its config
     wrapper: Any = nn.Module()
-    wrapper.base_model, wrapper.peft_config = tuner_of(model), {ADAPTER_NAME: config}
+    wrapper.base_model, wrapper.peft_config = model.__dict__[TUNER], {ADAPTER_NAME: config}
     state = get_peft_model_state_dict(wrapper, save_embedding_layers=False)
-    named = {
-        name.replace(f"{IN_PEFT_MODEL}{prefix}", IN_PEFT_MODEL, 1): value for name, value in state.items()
+    tensors = {
+        name.replace(f"{IN_PEFT_MODEL}{prefix}", IN_PEFT_MODEL, 1): value.detach().clone().contiguous()
+        for name, value in state.items()
     }
-    tensors = {name: value.detach().clone().contiguous() for name, value in named.items()}
     config.inference_mode = True
     kind = {"base_model_class": type(part).__name__, "parent_library": type(part).__module__}
     config.save_pretrained(str(folder), auto_mapping_dict=kind if config.task_type is None else None)
@@ -82,10 +71,7 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
 def merge_adapters(model: nn.Module) -> list[str]:
     """Merge adapters into their layers, which become the model's own again.
 
-    An adapted layer with a tied weight gets a weight of its own.
-
-    Returns:
-        The names of weights that were one before, and are several now.
+    An adapted layer with a tied weight gets its own. Returns the names of weights that were one before.
 
     Raises:
         ConfigError: The method cannot be merged, or the base is quantized.
@@ -98,14 +84,11 @@ def merge_adapters(model: nn.Module) -> list[str]:
             "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), DIR).merge_and_unload()",
         ]
         raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=remedies)
-    if any(isinstance(module, PeftModel) for module in model.modules()):
-        allowed = f"adapters of layers: {method} adds virtual tokens, which belong to no weight"
-        raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=["without --merge"])
     before = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     wrappers = wrapped_layers(model)
     for layer in wrappers.values():
         untie(model, layer)
-    tuner: Any = tuner_of(model)
+    tuner: Any = model.__dict__[TUNER]
     try:
         with plain_module(model), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Model with `tie_word_embeddings=True`")  # untied above
@@ -124,11 +107,9 @@ def merge_adapters(model: nn.Module) -> list[str]:
 
 
 def save_full_model(model: nn.Module, folder: Path) -> None:
-    """Write a model without adapters: a folder that transformers loads if it is made of one of its models.
+    """Write a model without adapters as safetensors, tied weights once.
 
-    Args:
-        model: Tied weights are written once; a config that ties weights that differ is changed.
-        folder: Gets `model.safetensors`, and for a Hugging Face model its config and tokenizer.
+    A Hugging Face model gets its config, changed where it ties weights that differ, and its tokenizer.
     """
     _, part = _exported_part(model)
     if not isinstance(part, PreTrainedModel):
@@ -175,7 +156,6 @@ def _exported_config(model: nn.Module, prefix: str, part: nn.Module) -> PeftConf
         pattern = getattr(config, key, None)
         if isinstance(pattern, Mapping):
             relative = {str(name).removeprefix(prefix): value for name, value in pattern.items()}
-            # AdaLoRA's unused ranks are zeros in tensors of full rank, which its pattern would cut off
-            setattr(config, key, None if config.peft_type == "ADALORA" else relative)
+            setattr(config, key, relative)
     config.base_model_name_or_path = part.__dict__.get("name_or_path") or None
     return config

@@ -6,7 +6,7 @@ here: a layer that a model has under two names is replaced under both, and the f
 layer, which bypasses adapters in evaluation, is switched off.
 
 Why not `get_peft_model`: it renames each key of the model, and the PeftModel is no LightningModule. Its inner
-part, the tuner, stays reachable (`tuner_of`): it merges adapters, and allocates AdaLoRA's ranks.
+part, the tuner, stays reachable as the model's `peft_tuner`: it merges adapters.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import dataclasses
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
-from peft import PeftConfig, PeftModel, PeftType, PromptLearningConfig, get_peft_model
+from peft import PeftConfig, PeftType
 from peft.functional import cast_adapter_dtype
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
@@ -25,17 +24,10 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_eff.adapters.methods import (
-    FOR_QUANTIZED,
-    RESERVED,
-    method_error,
-    name_of_method,
-    peft_rejects_config,
-)
+from lightning_eff.adapters.methods import FOR_QUANTIZED, method_error, name_of_method, settings_of
 from lightning_eff.adapters.module_tree import outermost
 from lightning_eff.adapters.quantized import bitsandbytes_flag, is_quantized
 from lightning_eff.adapters.targets import resolve_targets
-from lightning_eff.core.errors import ConfigError
 
 ADAPTER_NAME = "default"
 """PEFT's own name for the first adapter of a model."""
@@ -46,8 +38,8 @@ PEFT_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost adapted layers, or the PeftModel around a part, by name."""
-    return outermost(model, lambda _, module: isinstance(module, (BaseTunerLayer, PeftModel)))
+    """Return the outermost adapted layers, by name."""
+    return outermost(model, lambda _, module: isinstance(module, BaseTunerLayer))
 
 
 def wrapped_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -55,25 +47,10 @@ def wrapped_layers(model: nn.Module) -> dict[str, nn.Module]:
     return outermost(model, lambda _, module: isinstance(module, WRAPPERS))
 
 
-def tuner_of(model: nn.Module) -> BaseTuner:
-    """Return PEFT's tuner of a model whose layers have adapters.
-
-    Raises:
-        ConfigError: The adapters were not inserted by `inject_adapters`.
-    """
-    if TUNER not in model.__dict__:
-        allowed = "a model whose adapters PeftAdapter or `adapt` inserted"
-        raise ConfigError(key="method", value=name_of_method(peft_config_of(model)), allowed=allowed)
-    return model.__dict__[TUNER]
-
-
 def peft_config_of(model: nn.Module) -> PeftConfig | None:
     """Return the config that a model's adapters were made with; None without adapters."""
     configs = getattr(model, "peft_config", None)
-    if not isinstance(configs, dict):
-        wrapper = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
-        configs = wrapper.peft_config if wrapper is not None else {}
-    config = configs.get(ADAPTER_NAME)
+    config = configs.get(ADAPTER_NAME) if isinstance(configs, dict) else None
     return config if isinstance(config, PeftConfig) else None
 
 
@@ -95,33 +72,32 @@ def inject_adapters(
         ConfigError: No layer is targeted, or the method cannot adapt one, or the model has other adapters.
     """
     if adapted_layers(model):
-        _reject_other_adapters(model, config)
+        present = peft_config_of(model)
+        if settings_of(present) != settings_of(config):
+            there = name_of_method(present) or "an unknown method"
+            raise method_error(config, f"a model without other adapters: this one has some, of {there}")
         return {}
     config = dataclasses.replace(config)
     valueless = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if valueless and not on_meta:
         # Materializing calls `reset_parameters`, which draws random values for lora_B, zero at the start.
         raise method_error(config, f"a model with values: {valueless[0]} is on the meta device")
-    if isinstance(config, PromptLearningConfig):
-        return _wrap_for_prompts(model, config)
-    tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(config.peft_type)]
-    targets = resolve_targets(model, config, tuner_class)
+    targets = resolve_targets(model, config)
     quantized = next((name for name, layer in targets.items() if is_quantized(layer)), None)
     if quantized is not None and name_of_method(config) not in FOR_QUANTIZED:
         allowed = f"a method for quantized layers such as {quantized}: {', '.join(FOR_QUANTIZED)}"
         raise method_error(config, allowed, "precision=frozen_bf16")
     try:
         with plain_module(model):
-            tuner = tuner_class(model, config, adapter_name=ADAPTER_NAME)
+            tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(config.peft_type)]
+            tuner: BaseTuner = tuner_class(model, config, adapter_name=ADAPTER_NAME)
     except PEFT_ERRORS as error:
-        raise peft_rejects_config(config, error) from error
+        reason = " ".join(str(error).split())
+        raise method_error(config, f"a config that PEFT accepts; PEFT rejects it: {reason}") from error
     names = [name for name, _ in (*tuner.named_parameters(), *tuner.named_buffers())]
     outside = [name for name in names if not name.startswith("model.")]
     if outside:  # no optimizer and no checkpoint would include them
         raise method_error(config, f"a method whose tensors are all in layers, unlike {outside[0]}")
-    # PEFT 0.21 gives the rank that AdaLoRA divides by a gradient if the layer is in float64.
-    for rank in (p for name, p in model.named_parameters() if ".ranknum." in name):
-        rank.requires_grad = False
     _replace_all_names(model)
     if upcast:
         cast_adapter_dtype(model, ADAPTER_NAME)
@@ -160,21 +136,6 @@ def plain_module(model: nn.Module) -> Generator[None]:
         attributes.update(hidden)
 
 
-def _reject_other_adapters(model: nn.Module, config: PeftConfig) -> None:
-    """Reject a config that differs from that of the model's adapters."""
-    present = peft_config_of(model)
-    if present is None or present.peft_type != config.peft_type:
-        method = name_of_method(present) or "of an unknown method"
-        raise method_error(config, f"a model without adapters; this one has some, {method}")
-    # resolved per model, set by the run, or without effect on the layers
-    ignored = {*RESERVED, "total_step", "rank_pattern", "feedforward_modules", "task_type"}
-    existing = present.to_dict()
-    for key, wanted in config.to_dict().items():
-        if key not in ignored and wanted != existing.get(key):
-            allowed = f"{existing.get(key)!r}, as in the adapters that the model has"
-            raise ConfigError(key=f"options.{key}", value=wanted, allowed=allowed)
-
-
 def _replace_all_names(model: nn.Module) -> None:
     """Put an adapted layer under all names that the model has for it, and in the path of evaluation too."""
     new: dict[nn.Module, nn.Module] = {}
@@ -195,24 +156,3 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> Non
         for name, child in list(parent.__dict__["_modules"].items()):  # named_children skips second names
             if child in new and not isinstance(parent, WRAPPERS):
                 setattr(parent, name, new[child])
-
-
-def _wrap_for_prompts(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module]:
-    """Wrap the one Hugging Face model in a module in a PeftModel, which prepends virtual tokens."""
-    found = list(outermost(model, lambda _, module: isinstance(module, PreTrainedModel)))
-    if len(found) != 1 or not found[0]:
-        allowed = "a method for any layers, for example lora; this one needs exactly one Hugging Face model"
-        raise method_error(config, f"{allowed} as a part, and found {len(found)}")
-    if config.task_type is None:
-        allowed = "a task, for example CAUSAL_LM: PEFT forms the inputs by it"
-        remedy = "callbacks.peft_adapter.options={task_type: CAUSAL_LM, num_virtual_tokens: 8}"
-        raise ConfigError(key="options.task_type", value=None, allowed=allowed, remedies=[remedy])
-    model.requires_grad_(requires_grad=False)
-    part: Any = model.get_submodule(found[0])
-    try:
-        with ignore_peft_warnings():
-            wrapped = get_peft_model(part, config, adapter_name=ADAPTER_NAME)
-    except PEFT_ERRORS as error:
-        raise peft_rejects_config(config, error) from error
-    model.set_submodule(found[0], wrapped)
-    return {found[0]: wrapped}

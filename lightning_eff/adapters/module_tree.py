@@ -23,13 +23,7 @@ NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
 
 def outermost(model: nn.Module, matches: Callable[[str, nn.Module], bool]) -> dict[str, nn.Module]:
-    """Return the modules of a model, itself included, that match and are not inside another match, by name.
-
-    Example:
-        >>> model = nn.Sequential(nn.Sequential(nn.Sequential()), nn.ReLU())
-        >>> list(outermost(model, lambda name, module: bool(name) and isinstance(module, nn.Sequential)))
-        ['0']
-    """
+    """Return the modules of a model, itself included, that match and are inside no other match, by name."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():  # parents come before their children
         is_inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
@@ -39,10 +33,10 @@ def outermost(model: nn.Module, matches: Callable[[str, nn.Module], bool]) -> di
 
 
 def check_module_names(key: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Check that each name is a known module's name, or the end of one.
+    """Check that each name in the setting `key` is a known module's name, or the end of one.
 
     Raises:
-        ConfigError: A name matches no module; `key` is the setting that holds the names.
+        ConfigError: A name matches no module.
     """
     modules = list(known)
     for name in names:
@@ -104,19 +98,10 @@ def untie(model: nn.Module, part: nn.Module) -> None:
 
 
 def modules_without(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are not skipped, by name.
-
-    Args:
-        model: With or without adapters.
-        skip_modules: Names, or ends of names, of modules that are skipped with all modules in them.
+    """Yield the modules that are neither named (by ends of names) nor inside of one that is, by name.
 
     Raises:
         ConfigError: A name matches no module.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-        >>> [name for name, _ in modules_without(model, ["1"])]
-        ['', '0']
     """
     modules = {plain_name(name) for name, _ in model.named_modules() if name}
     check_module_names("precision.skip_modules", skip_modules, modules)
@@ -143,13 +128,7 @@ def linear_layers(model: nn.Module, skip_modules: Sequence[str]) -> dict[str, nn
 
 
 def matrices(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the frozen matrices, and the biases of their layers, by name.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)).requires_grad_(False)
-        >>> [name for name, _ in matrices(model, [])]
-        ['0.weight', '0.bias']
-    """
+    """Yield the frozen matrices, and the biases of their layers, by name."""
     for name, module in modules_without(model, skip_modules):
         own = dict(module.named_parameters(recurse=False))
         if isinstance(module, NORMS) or all(parameter.ndim < 2 for parameter in own.values()):

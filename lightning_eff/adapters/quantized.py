@@ -17,12 +17,7 @@ BITSANDBYTES_FLAGS = {"Linear4bit": "is_loaded_in_4bit", "Linear8bitLt": "is_loa
 
 
 def bitsandbytes_flag(layer: nn.Module) -> str | None:
-    """Return the attribute that PEFT looks for on a model with such a layer; None for other layers.
-
-    Example:
-        >>> bitsandbytes_flag(nn.Linear(2, 2)) is None
-        True
-    """
+    """Return the attribute that PEFT looks for on a model with such a layer; None for other layers."""
     for base in type(layer).__mro__:
         if base.__module__.partition(".")[0] == "bitsandbytes" and base.__name__ in BITSANDBYTES_FLAGS:
             return BITSANDBYTES_FLAGS[base.__name__]
@@ -40,12 +35,7 @@ def quantized_prefixes(model: nn.Module) -> tuple[str, ...]:
 
 
 def num_weights(parameter: Tensor) -> int:
-    """Return how many weights a parameter holds: with 4 bits, a byte holds two.
-
-    Example:
-        >>> num_weights(nn.Linear(3, 4).weight)
-        12
-    """
+    """Return how many weights a parameter holds: with 4 bits, a byte holds two."""
     state: Any = getattr(parameter, "quant_state", None)
     return math.prod(state.shape) if state is not None else parameter.numel()
 
@@ -62,12 +52,6 @@ def quantization_tensors(parameter: Tensor) -> list[Tensor]:
 
 
 def storage_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return the bytes of parameters and their scales; memory that several of them share counts once.
-
-    Example:
-        >>> layer = nn.Linear(3, 4)
-        >>> storage_bytes([layer.weight, layer.weight, layer.bias])
-        64
-    """
+    """Return the bytes of parameters and their scales; memory that several of them share counts once."""
     tensors = [t for parameter in parameters for t in (parameter, *quantization_tensors(parameter))]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

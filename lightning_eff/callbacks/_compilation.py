@@ -24,21 +24,17 @@ class Compilations:
     graph_breaks: Counter[str] = field(default_factory=Counter[str])  # by reason
     elapsed_s: float = 0.0  # wall time of tracing and compiling, backward graphs included
     _began_s: float = 0.0
-    _graphs_before: int = 0
-    _breaks_before: Counter[str] = field(default_factory=Counter[str])
 
     @contextmanager
     def counting(self) -> Generator[None]:
         """Count what is compiled inside."""
-        self._graphs_before = counters["stats"]["unique_graphs"]
-        self._breaks_before = Counter(counters["graph_break"])
+        self._before = counters["stats"]["unique_graphs"], Counter(counters["graph_break"])
         callback_handler.register_start_callback(self._on_start)
         callback_handler.register_end_callback(self._on_end)
         try:
             yield
         finally:
-            self.graphs = counters["stats"]["unique_graphs"] - self._graphs_before
-            self.graph_breaks = Counter(counters["graph_break"]) - self._breaks_before
+            self._count()
             with suppress(ValueError):  # `torch.compiler.reset()` has removed them
                 callback_handler.remove_start_callback(self._on_start)
                 callback_handler.remove_end_callback(self._on_end)
@@ -51,5 +47,9 @@ class Compilations:
 
     def _on_end(self, _: CallbackArgs) -> None:
         self.elapsed_s += time.perf_counter() - self._began_s
-        self.graphs = counters["stats"]["unique_graphs"] - self._graphs_before
-        self.graph_breaks = Counter(counters["graph_break"]) - self._breaks_before
+        self._count()
+
+    def _count(self) -> None:
+        graphs, breaks = self._before
+        self.graphs = counters["stats"]["unique_graphs"] - graphs
+        self.graph_breaks = Counter(counters["graph_break"]) - breaks

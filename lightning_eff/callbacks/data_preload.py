@@ -1,25 +1,26 @@
-"""Have training batches ready: a measured number of workers, and batches that are prefetched to the device.
+"""Have training batches ready: a measured number of workers, and batches on the GPU ahead of use.
 
 Workers make samples in processes of their own. They halve the wait for slow samples and multiply the time of
-tiny ones, so their number is measured on the loader's own samples before training; 0 is a possible result. On
-a GPU a thread then copies batches to the device on a side stream while the previous step computes. On a CPU
-it prefetches while the step computes, if there are no workers and samples wait for a disk or a network.
-Batches and bytes that are ready are limited. The data and their order stay the same: samplers and random
-draws of the training are untouched, and a stateful loader's position is that of the last batch handed out.
+tiny ones, so their number is measured on the loader's own samples before training; 0 is a possible result.
+Batches that workers made are copied to a GPU on a side stream while the previous step computes. The data and
+their order stay the same: samplers and random draws of the training are untouched, and a stateful loader's
+position is that of the last batch handed out.
+
+Why no thread that fetches ahead: its samples would draw random numbers in between the training's, and
+workers do the same for any sample that is slow enough to matter.
 
 Costs: host memory for each worker and device memory for the batches that are ready; a few seconds of
     measuring at the start, on some of the dataset's samples (`num_workers=2`, say, measures nothing).
-    Samples, and samplers that draw one by one, draw other random numbers where workers or a thread fetch
-    ahead; streams and stateful loaders keep the workers that they have, and are not prefetched.
+    Samples, and samplers that draw one by one, draw other random numbers where workers fetch ahead; streams
+    and stateful loaders keep the workers that they have.
 Conflicts: none. Hooks that move batches themselves (`transfer_batch_to_device`, `on_before_batch_transfer`)
-    are honoured: batches are then prefetched and not moved.
+    are honoured: batches are then not moved ahead.
 Source: prefetching as in NVIDIA's Apex and DALI; https://docs.pytorch.org/docs/stable/data.html
 """
 
 from __future__ import annotations
 
 import copy
-import time
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -30,18 +31,14 @@ from typing_extensions import override
 
 from lightning_eff.callbacks._data_preload import worker_trials
 from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, StatefulPrefetchLoader, is_stateful
-from lightning_eff.callbacks._data_preload.prefetch_iterator import PrefetchSettings
 from lightning_eff.callbacks._data_preload.worker_trials import WorkerChoice
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import Count, CountOrZero, Positive, check_arguments
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome
-from lightning_eff.core.text import human_bytes
 
 TRANSFER_HOOKS = ("transfer_batch_to_device", "on_before_batch_transfer")
 """Hooks that must be called before a batch is on the device."""
-MIN_IDLE_S = 1e-3
-"""Time that a batch waits, for a disk or a network, below which a thread is not worth it."""
 
 
 class DataPreload(Managed):
@@ -54,8 +51,7 @@ class DataPreload(Managed):
             the dataset in between do not reach them.
         pin_memory: Page-locked host memory, from which copies to a GPU overlap with computing; None is true
             on a GPU alone.
-        num_batches_ahead: Batches that are prefetched, and on a GPU moved.
-        max_bytes_ahead: Bytes of these batches; one is allowed whatever its size. None for no limit.
+        num_batches_ahead: Batches of workers that are on the GPU before they are asked for.
         max_measure_s: Seconds that measuring may take, the start of workers not counted.
 
     Raises:
@@ -76,8 +72,7 @@ class DataPreload(Managed):
         prefetch_factor: Count = 2,
         persistent_workers: bool = False,
         pin_memory: bool | None = None,
-        num_batches_ahead: CountOrZero = 2,
-        max_bytes_ahead: Count | None = 268435456,
+        num_batches_ahead: CountOrZero = 1,
         max_measure_s: Positive = 4.0,
     ) -> None:
         self.num_workers = num_workers
@@ -85,7 +80,6 @@ class DataPreload(Managed):
         self.persistent_workers = persistent_workers
         self.pin_memory = pin_memory
         self.num_batches_ahead = num_batches_ahead
-        self.max_bytes_ahead = max_bytes_ahead
         self.max_measure_s = max_measure_s
         self._reset()
 
@@ -93,11 +87,11 @@ class DataPreload(Managed):
         self._loaders: list[PrefetchLoader] = []
         self._choices: list[WorkerChoice | None] = []
         """How the workers of each loader were chosen; None for a loader that is left as it is."""
+        self._nums_workers: list[int] = []
         self._measured: dict[Any, WorkerChoice | None] = {}
         self._final: Outcome | None = None
         self._epoch = 0
         self._transfer_hook = self._not_measured = ""
-        self._validation_s = self._validation_began_s = 0.0
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -118,9 +112,9 @@ class DataPreload(Managed):
         if trainer.current_epoch != self._epoch:
             for earlier in self._loaders:  # Lightning replaces them
                 earlier.end()
-            self._loaders, self._choices = [], []
+            self._loaders, self._choices, self._nums_workers = [], [], []
         self._epoch = trainer.current_epoch
-        device, precision = trainer.strategy.root_device, str(trainer.precision)
+        device = trainer.strategy.root_device
         choice = self._choose(loader, trainer)
         num_workers = getattr(loader, "num_workers", 0) if choice is None else choice.num_workers
         tuned = None
@@ -138,25 +132,19 @@ class DataPreload(Managed):
             }
             for name, value in values.items():
                 object.__setattr__(tuned, name, value)  # DataLoader.__setattr__ forbids some once it is made
-        is_moved = device.type == "cuda" and not self._transfer_hook
-        if num_workers > 0:  # workers prefetch themselves, and their batches have only to be moved
-            is_ahead = is_moved
-        elif choice is None or (precision.endswith("-true") and precision != "32-true"):
-            # A stream may depend on the training, and these precisions set a default dtype of all threads.
-            is_ahead = False
-        else:
-            is_ahead = is_moved or choice.idle_s >= MIN_IDLE_S
-        settings = PrefetchSettings(
-            num_batches=self.num_batches_ahead if is_ahead else 0,
-            max_bytes=self.max_bytes_ahead,
-            device=device if is_moved and self.num_batches_ahead else None,
+        # What this process makes is not fetched ahead: its random draws would mix with the training's.
+        is_ahead = device.type == "cuda" and num_workers > 0 and not self._transfer_hook
+        kind = StatefulPrefetchLoader if is_stateful(loader) else PrefetchLoader
+        prepared = kind(
+            loader,
+            tuned,
+            num_ahead=self.num_batches_ahead if is_ahead else 0,
+            device=device if is_ahead and self.num_batches_ahead else None,
             limit=lambda: trainer.num_training_batches,
         )
-        kind = StatefulPrefetchLoader if is_stateful(loader) else PrefetchLoader
-        prepared = kind(loader, settings, tuned)
-        prepared.stats.num_workers = num_workers
         self._loaders.append(prepared)
         self._choices.append(choice)
+        self._nums_workers.append(num_workers)
         return prepared
 
     def _choose(self, loader: Any, trainer: pl.Trainer) -> WorkerChoice | None:
@@ -169,7 +157,7 @@ class DataPreload(Managed):
             return None
         if isinstance(self.num_workers, int):
             self._not_measured = "set by num_workers"
-            return WorkerChoice(self.num_workers, {}, 0.0)
+            return WorkerChoice(self.num_workers, {})
         key = (type(loader.dataset), loader.batch_size)  # alike loaders, and those of later epochs, once
         if key in self._measured:
             return self._measured[key]
@@ -187,18 +175,6 @@ class DataPreload(Managed):
         return self._measured[key]
 
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._validation_began_s = time.perf_counter()
-        for loader in self._loaders:
-            loader.pause()
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._validation_s += time.perf_counter() - self._validation_began_s
-        for loader in self._loaders:
-            loader.pause(paused=False)
-
-    @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for loader in self._loaders:
             loader.close()  # the next iteration is the next epoch's
@@ -208,55 +184,30 @@ class DataPreload(Managed):
         for loader in self._loaders:
             loader.end()
         self._final = self.outcome()
-        self._loaders, self._choices = [], []
+        self._loaders = []
 
     def outcome(self) -> Outcome:
-        """Return what was chosen, its measurements, and the fraction of the time spent waiting for data."""
+        """Return what was chosen, and its measurements."""
         if self._final is not None:
             return self._final
         if not self._loaders:
             return Outcome(did="no training data yet", effective=False)
-        stats = [loader.stats for loader in self._loaders]
         texts: list[str] = []
-        for loader, choice in zip(stats, self._choices, strict=True):
-            text = "1 worker" if loader.num_workers == 1 else f"{loader.num_workers} workers"
+        for loader, count, choice in zip(self._loaders, self._nums_workers, self._choices, strict=True):
+            text = "1 worker" if count == 1 else f"{count} workers"
             if choice is not None and choice.seconds_per_batch:
-                tried = [f"{s * 1e3:.2f} ms with {count}" for count, s in choice.seconds_per_batch.items()]
+                tried = [f"{s * 1e3:.2f} ms with {n}" for n, s in choice.seconds_per_batch.items()]
                 text += f" (a batch takes {', '.join(tried)})"
                 text += f", no more: {choice.reason}" if choice.reason else ""
             else:
                 text += f", not measured: {self._not_measured}"
-            if loader.draws:
-                text += "; not prefetched: samples draw random numbers in this process"
-            elif loader.num_ahead:
-                text += f"; up to {human_bytes(loader.max_ready_bytes)} ready"
+            text += "; batches on the GPU ahead of use" if loader.num_ahead else ""
             texts.append(text)
         parts = list(dict.fromkeys(texts))
-        waits = self._wait_fractions()
-        if waits is not None:
-            estimate = f"estimate without preloading: {waits[0]:.1%}"
-            parts.append(f"{waits[1]:.1%} of the time waiting for data ({estimate})")
         if self._transfer_hook:
             parts.append(f"not moved ahead: {self._transfer_hook} moves batches itself")
         numbers = {
-            "num_workers": [loader.num_workers for loader in stats],
-            "seconds_per_batch": [c.seconds_per_batch if c else {} for c in self._choices],
-            "max_ready_bytes": max(loader.max_ready_bytes for loader in stats),
-            "data_wait_share_before": waits[0] if waits else None,
-            "data_wait_share": waits[1] if waits else None,
+            "num_workers": self._nums_workers,
+            "seconds_per_batch": [choice.seconds_per_batch if choice else {} for choice in self._choices],
         }
-        is_effective = any(loader.num_workers > 0 or loader.num_ahead > 0 for loader in stats)
-        return Outcome(did="; ".join(parts), effective=is_effective, numbers=numbers)
-
-    def _wait_fractions(self) -> tuple[float, float] | None:
-        """Return the fraction of the time spent waiting: estimated without preloading, and measured."""
-        stats = [loader.stats for loader in self._loaders]
-        num_taken = min((loader.num_taken for loader in stats), default=0)
-        if num_taken < 3 or not all(c is not None and c.seconds_per_batch for c in self._choices):
-            return None
-        first, last = min(s.first_taken_s for s in stats), max(s.last_taken_s for s in stats)
-        waited_s = sum(loader.wait_s for loader in stats)
-        total_s = max(1e-9, last - first - self._validation_s)
-        # Alone, each batch after the first would be waited for in full; the rest of the time stays the same.
-        alone_s = sum(c.seconds_per_batch[0] for c in self._choices if c is not None) * (num_taken - 1)
-        return alone_s / (alone_s + max(0.0, total_s - waited_s)), min(1.0, waited_s / total_s)
+        return Outcome(did="; ".join(parts), effective=any(self._nums_workers), numbers=numbers)

@@ -2,15 +2,12 @@
 
 The allocator keeps freed memory in blocks of the sizes that were requested. When sizes change (ragged
 batches, validation, another process on the GPU) these blocks no longer fit, and a run fails with memory to
-spare. Emptying the cache returns them: every n optimizer steps, or when needed, which is when the cache holds
-more than a fraction of the device's memory or the allocator had to flush it on its own. Then the ranks decide
-together. The cache is emptied between two steps, when activations are freed. On the CPU it is glibc's heap.
+spare. Emptying the cache every n optimizer steps returns them. It is emptied between two steps, when
+activations are freed. On the CPU it is glibc's heap.
 
 Costs: the next step must request memory from the driver again, up to about 10 % of the time when done every
-    step; milliseconds are logged. Checking the need takes one all-reduce of a flag every
-    `check_every_n_steps` with several ranks.
-Conflicts: none. With CUDA, `expandable_segments:True` prevents most of what this repairs; the outcome says
-    so.
+    step; milliseconds are logged.
+Conflicts: none. With CUDA, `PYTORCH_ALLOC_CONF=expandable_segments:True` prevents most of what this repairs.
 Source: `torch_empty_cache_steps` of Hugging Face's Trainer;
     https://docs.pytorch.org/docs/stable/notes/cuda.html
 """
@@ -27,8 +24,8 @@ import torch
 from typing_extensions import override
 
 from lightning_eff.core import allocator
-from lightning_eff.core.arguments import Count, Fraction, check_arguments
-from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.arguments import Count, check_arguments
+from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome
 from lightning_eff.core.text import human_bytes
@@ -69,14 +66,10 @@ class EmptyCache(Managed):
     """Empty the allocator's cache between optimizer steps.
 
     Args:
-        every_n_steps: Optimizer steps between two emptyings; None to empty only when needed.
-        max_cached_fraction: Empty when the cache holds more than this fraction of the device's memory (0 to
-            1) beyond what the last emptying could not return, or when the allocator flushed it on its own;
-            None to empty only every n steps.
-        check_every_n_steps: Optimizer steps between two checks of `max_cached_fraction`.
+        every_n_steps: Optimizer steps between two emptyings.
 
     Raises:
-        ConfigError: A number is outside its range, or both ways are switched off.
+        ConfigError: `every_n_steps` is no whole number of at least 1.
 
     Warns:
         NoEffectWarning: The device has no cache to empty, or a full fit never emptied it.
@@ -85,44 +78,23 @@ class EmptyCache(Managed):
         >>> trainer = pl.Trainer(callbacks=[EmptyCache(every_n_steps=50)], logger=False, accelerator="cpu")
         >>> EmptyCache(every_n_steps=0)
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: every_n_steps=0: expected a whole number of at least 1, or None
+        lightning_eff.core.errors.ConfigError: every_n_steps=0: expected a whole number of at least 1
     """
 
     @check_arguments
-    def __init__(
-        self,
-        *,
-        every_n_steps: Count | None = 100,
-        max_cached_fraction: Fraction | None = None,
-        check_every_n_steps: Count = 10,
-    ) -> None:
-        if every_n_steps is None and max_cached_fraction is None:
-            path = "callbacks.empty_cache"
-            raise ConfigError(
-                key="every_n_steps",
-                value=None,
-                allowed="a number of steps, since max_cached_fraction is None too",
-                remedies=[f"{path}.every_n_steps=100", f"{path}.max_cached_fraction=0.3"],
-            )
+    def __init__(self, *, every_n_steps: Count = 100) -> None:
         self.every_n_steps = every_n_steps
-        self.max_cached_fraction = max_cached_fraction
-        self.check_every_n_steps = check_every_n_steps
         self._released: list[Released] = []
         self._is_active = False
         self._last_step = 0
-        self._unreturnable_bytes = 0
-        self._num_alloc_retries = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         device = trainer.strategy.root_device
         self._last_step = trainer.global_step
         self._released.clear()
-        self._unreturnable_bytes = 0
         self._is_active = allocator.has_cache(device)
-        if self._is_active:
-            self._num_alloc_retries = allocator.allocator_state(device).num_alloc_retries
-        else:
+        if not self._is_active:
             text = f"EmptyCache has no effect here: the allocator of {device} has no cache to empty"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
 
@@ -134,22 +106,10 @@ class EmptyCache(Managed):
         if step == last or not self._is_active:
             return
         self._last_step = step
-        device, every, check = trainer.strategy.root_device, self.every_n_steps, self.check_every_n_steps
-        is_due = every is not None and step // every > last // every
-        if not is_due and self.max_cached_fraction is not None and step // check != last // check:
-            state = allocator.allocator_state(device)
-            grown_bytes = state.cached_bytes - self._unreturnable_bytes
-            is_needed = grown_bytes > self.max_cached_fraction * allocator.total_bytes(device)
-            is_needed = is_needed or state.num_alloc_retries > self._num_alloc_retries
-            # All ranks take part, at the same steps; all empty if one of them needs to.
-            is_due = trainer.strategy.reduce_boolean_decision(is_needed, all=False)
-        if not is_due:
+        if step // self.every_n_steps == last // self.every_n_steps:
             return
-        released = release(device)
+        released = release(trainer.strategy.root_device)
         self._released.append(released)
-        after = allocator.allocator_state(device)
-        self._unreturnable_bytes = after.cached_bytes
-        self._num_alloc_retries = after.num_alloc_retries
         metrics = {
             "eff/empty_cache_returned_bytes": float(released.returned_bytes),
             "eff/empty_cache_ms": released.elapsed_s * 1e3,
@@ -169,11 +129,9 @@ class EmptyCache(Managed):
         if times:
             often = "once" if times == 1 else f"{times} times"
             did = f"emptied {often}, returned {human_bytes(returned_bytes)} in {elapsed_s * 1e3:.0f} ms"
-            if self._num_alloc_retries and not allocator.uses_expandable_segments():
-                did += "; no cached block fitted: set PYTORCH_ALLOC_CONF=expandable_segments:True"
         else:
-            names = ("every_n_steps", "max_cached_fraction")
-            options = [f"{name}={value}" for name in names if (value := getattr(self, name)) is not None]
-            did = f"never emptied ({', '.join(options)}, {steps} step{'s' * (steps != 1)} so far)"
+            did = (
+                f"never emptied (every_n_steps={self.every_n_steps}, {steps} step{'s' * (steps != 1)} so far)"
+            )
         numbers = {"times": times, "returned_bytes": returned_bytes, "elapsed_s": elapsed_s}
         return Outcome(did=did, effective=times > 0, numbers=numbers)

@@ -142,9 +142,8 @@ class GradientAccumulation(Managed):
                 allowed=f"a multiple of {unit} (batches of {batch_size}{ranks}): {' or '.join(multiples)}",
                 remedies=[f"{override}={multiple}" for multiple in multiples if self.schedule is None],
             )
-        numbers = list(dict.fromkeys(self._accumulate_grad_batches.values()))
-        batches = "batch" if numbers == [1] else "batches"
-        self._description = f"{' then '.join(map(str, numbers))} {batches} of {batch_size} a step"
+        numbers = " then ".join(map(str, dict.fromkeys(self._accumulate_grad_batches.values())))
+        self._description = f"{numbers} batch{'es' * (numbers != '1')} of {batch_size} a step"
         self._description += f" on each of {world_size} ranks" if world_size > 1 else ""
         self._set_current(trainer)
         return loader

@@ -8,9 +8,8 @@ everything that the step has changed (random states, buffers, metrics) is restor
 again in half the size. The result equals to the bit that of a run with this size from the start. The size is
 saved in checkpoints.
 
-`find` runs several sizes before the first step, with an optimizer step each, and restores everything: the
-`largest` that fits, or the `fastest`. `search()` does so again during training, for example after layers were
-unfrozen.
+`find` runs several sizes before the first step, with an optimizer step each, and restores everything; the
+largest that fits is used. `search()` does so again during training, for example after layers were unfrozen.
 
 Costs: a micro-batch that is too small for the device is slow. `auto` keeps a copy of random states and
     buffers each step, the batches of a window, and parameters, gradients and optimizer state in host memory
@@ -28,31 +27,22 @@ Source: learned from Composer's device_train_microbatch_size; what Lightning's o
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_eff.core import dataloaders
-from lightning_eff.core.arguments import BelowOne, Count, accepts, check_arguments, check_value
+from lightning_eff.core.arguments import BelowOne, Count, accepts, check_arguments
 from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
-from lightning_eff.kernels import known_layers
 from lightning_eff.microbatching import lightning_loop
-from lightning_eff.microbatching.micro_batch_runner import SizeSearch
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, resolve_multiple
-from lightning_eff.microbatching.size_search import FoundSize, Objective
 from lightning_eff.microbatching.splitting import Splitter
 
 FIXED_SIZE = "callbacks.micro_batch.micro_batch_size=8"
-
-
-def explain(device: str) -> str:
-    """Return which sizes suit a device: multiples by dtype, and tokens that fill it."""
-    return known_layers.explain_micro_batches(device)
 
 
 class MicroBatch(Managed):
@@ -60,12 +50,11 @@ class MicroBatch(Managed):
 
     Args:
         micro_batch_size: Samples of a micro-batch on one device; `auto` begins with the full batch.
-        find: Search for a size before the first step, with `auto`: `largest` or `fastest`; None does not.
+        find: Search for the largest size that fits before the first step, with `auto`.
         headroom: Fraction of the device's memory that `find` leaves free at the peak, on devices that report
             it.
         multiple_of: Sizes above it that `auto` and `find` choose are its multiples; its own `auto` is
             that of the device's tensor cores in the run's precision (8 in 16 bits), and 1 on a CPU.
-        grow_after_n_steps: Double the size after so many steps without an out-of-memory error; None never.
         splitter: Splits a batch in place of the built-in rules, `splitter(batch, micro_batch_size)`.
 
     Raises:
@@ -86,27 +75,22 @@ class MicroBatch(Managed):
         self,
         *,
         micro_batch_size: Literal["auto"] | Count = "auto",
-        find: Objective | None = None,
+        find: bool = False,
         headroom: BelowOne = 0.1,
         multiple_of: Literal["auto"] | Count = 1,
-        grow_after_n_steps: Count | None = None,
         splitter: Splitter | None = None,
     ) -> None:
         self.micro_batch_size = micro_batch_size
         self.find = find
         self.headroom = headroom
         self.multiple_of = multiple_of
-        self.grow_after_n_steps = grow_after_n_steps
         self.splitter = splitter
-        for name, value in (("find", find), ("grow_after_n_steps", grow_after_n_steps)):
-            if micro_batch_size != "auto" and value is not None:
-                allowed = f"null with micro_batch_size={micro_batch_size}, which is fixed"
-                remedies = ["callbacks.micro_batch.micro_batch_size=auto"]
-                raise ConfigError(name, value, allowed=allowed, remedies=remedies)
+        if micro_batch_size != "auto" and find:
+            allowed = f"false with micro_batch_size={micro_batch_size}, which is fixed"
+            remedies = ["callbacks.micro_batch.micro_batch_size=auto"]
+            raise ConfigError(key="find", value=find, allowed=allowed, remedies=remedies)
         self.is_auto = micro_batch_size == "auto"  # the size changes when memory runs out
         self._initial_size: int | None = None
-        self._rounding = ""
-        self._found: FoundSize | None = None
         self._size: MicroBatchSize | None = None
         self._loop: lightning_loop.ExactStep | None = None
 
@@ -150,7 +134,6 @@ class MicroBatch(Managed):
         if stage != "fit":
             return
         super().setup(trainer, pl_module, stage)
-        self._found = None
         self._initial_size = self.current_size if self.is_auto else None  # of an earlier fit or a checkpoint
         device = trainer.strategy.root_device
         dtype = matmul_dtype(str(trainer.precision_plugin.precision), device.type)
@@ -159,10 +142,8 @@ class MicroBatch(Managed):
             is_auto=self.is_auto,
             splitter=self.splitter,
             multiple_of=resolve_multiple(self.multiple_of, device, dtype),
-            grow_after_n_steps=self.grow_after_n_steps,
+            headroom=self.headroom,
         )
-        name = str(dtype).removeprefix("torch.")
-        self._rounding = f"sizes in multiples of {self._size.multiple_of} ({name} on {device.type})"
         self._loop = lightning_loop.install(trainer)
         self._loop.micro_batch_size = self._size
         self.cleanup.callback(lightning_loop.uninstall, trainer)
@@ -173,23 +154,19 @@ class MicroBatch(Managed):
         dataloaders.restore_loader_state(trainer)
         if self._size is not None and self.is_auto:
             self._size.current = self._initial_size  # a checkpoint was loaded after `setup`
-        if self.find is not None and self._initial_size is None:
-            self.search(self.find)
+        if self.find and self._initial_size is None:
+            self.search()
 
-    def search(self, objective: str = "largest") -> None:
+    def search(self) -> None:
         """Search for a size before the next step; call it while training, from a callback or the module.
-
-        Args:
-            objective: `largest` or `fastest`.
 
         Raises:
             ConfigError: The size is fixed, or no training is running.
         """
         if self._loop is None or not self.is_auto:
-            allowed = "a running training with micro_batch_size=auto"
-            raise ConfigError(key="search", value=objective, allowed=allowed)
-        check_value("search", objective, Objective)
-        self._loop.search = SizeSearch(objective, self.headroom, on_found=partial(setattr, self, "_found"))
+            allowed = "called in a running training with micro_batch_size=auto"
+            raise ConfigError(key="search", value=self.micro_batch_size, allowed=allowed)
+        self._loop.is_search_due = True
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -209,7 +186,7 @@ class MicroBatch(Managed):
 
     def outcome(self) -> Outcome:
         """Return how batches were split, and how often memory ran out."""
-        size, found = self._size, self._found
+        size = self._size
         if size is None:
             return Outcome(did="no training data yet", effective=False)
         parts = [
@@ -217,23 +194,22 @@ class MicroBatch(Managed):
             f"{size.num_split} batch{'es' * (size.num_split != 1)} split",
         ]
         if self.multiple_of == "auto":
-            parts.append(self._rounding)
+            parts.append(f"sizes in multiples of {size.multiple_of}")
         if size.halvings:
             often = "once" if len(size.halvings) == 1 else f"{len(size.halvings)} times"
             sizes = [size.halvings[0].before, *(halving.after for halving in size.halvings)]
             parts.append(f"out of memory {often}: {' -> '.join(map(str, sizes))}")
-        trials = found.trials if found is not None else ()
-        if found is not None:
-            num_trials = f"{len(trials)} trial{'s' * (len(trials) != 1)}"
-            parts.append(f"found {found.micro_batch_size} in {num_trials}")
+        if any(size.tried.values()):
+            found = max(tried for tried, fits in size.tried.items() if fits)
+            parts.append(f"found {found} in {len(size.tried)} trial{'s' * (len(size.tried) != 1)}")
         return Outcome(
             did="; ".join(parts),
-            effective=bool(size.num_split or size.halvings or found),
+            effective=bool(size.num_split or size.halvings or size.tried),
             numbers={
                 "micro_batch_size": size.current,
                 "multiple_of": size.multiple_of,
                 "batches_cut": size.num_split,
                 "out_of_memory": [[h.before, h.after, h.reason] for h in size.halvings],
-                "trials": [[t.micro_batch_size, t.fits, t.seconds_per_sample] for t in trials],
+                "trials": [[tried, fits] for tried, fits in size.tried.items()],
             },
         )

@@ -1,11 +1,11 @@
 """Use the configured optimizer instead of the module's own, without weight decay on norms and biases.
 
-In a plain Trainer the module's groups and its schedule stay, unless another schedule is given. A recipe's
-`optimizer` and `scheduler` groups use this callback too. It also does what some optimizers need besides
-`step`: those that train at other weights than they evaluate at (schedule-free ones) are switched around
-validation, checkpoints and the end of the run. Gradients are freed at the end of a step instead of after the
-next forward pass, which lowers the peak by one buffer of the parameters' size; not if other code could read
-them in between.
+In a plain Trainer the module's groups stay; a schedule of its own must be given again, since it is bound to
+the optimizer that is replaced. A recipe's `optimizer` and `scheduler` groups use this callback too. It also
+does what some optimizers need besides `step`: those that train at other weights than they evaluate at
+(schedule-free ones) are switched around validation, checkpoints and the end of the run. Gradients are freed
+at the end of a step instead of after the next forward pass, which lowers the peak by one buffer of the
+parameters' size; not if other code could read them in between.
 
 Costs: none; the optimizer's own.
 Conflicts: modules with manual optimization, refused: they step the optimizers that they made themselves.
@@ -29,9 +29,9 @@ from typing_extensions import override
 from lightning_eff.core import dataloaders
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.optimization.build import SchedulerFactory, attach
-from lightning_eff.core.optimization.composite import ADAMW, FreesGradients, OptimizerFactory, PerParameter
-from lightning_eff.core.optimization.factories import factory_keywords, optimizer_classes, state_layout
+from lightning_eff.core.optimization.build import SchedulerFactory, configure
+from lightning_eff.core.optimization.composite import FreesGradients, OptimizerFactory
+from lightning_eff.core.optimization.factories import factory_keywords, optimizer_classes
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import PACKAGE, SCHEDULE, Facts, Outcome, Technique
 from lightning_eff.core.text import human_bytes
@@ -54,10 +54,11 @@ class OptimizerChoice(Managed):
 
     Args:
         optimizer: Called with parameter groups; a recipe uses its `optimizer` group instead.
-        scheduler: Called with the optimizer, stepped after each of its steps; None keeps the module's own.
+        scheduler: Called with the optimizer, stepped after each of its steps; None is a constant rate.
 
     Raises:
-        ConfigError: No optimizer is given, or the module optimizes manually.
+        ConfigError: No optimizer is given, the module optimizes manually, or has a schedule of its own and
+            none is given.
         ConflictError: The optimizer cannot work with something else in the run.
 
     Example:
@@ -102,16 +103,20 @@ class OptimizerChoice(Managed):
 
         Args:
             module: The module to train.
-            keep_own: Keep the groups of its own optimizer, and its schedule unless there is another.
+            keep_own: Keep the groups of its own optimizer.
         """
         if self._is_attached:
             return
+        if not module.automatic_optimization:
+            fault = f"{type(module).__name__} uses manual optimization, so its optimizer cannot be replaced"
+            raise ConfigError(key="", value=fault, allowed="a module with automatic_optimization=True")
         is_kept = keep_own and is_overridden("configure_optimizers", module)
         own = module.configure_optimizers if is_kept else None
         self._is_attached = True
         self.cleanup.callback(setattr, self, "_is_attached", False)  # noqa: FBT003 - setattr's own argument
         self._restore_later(module, "configure_optimizers")
-        attach(module, self.optimizer, self.scheduler, keep=own)
+        configured: Any = functools.partial(configure, module, self.optimizer, self.scheduler, own)
+        module.configure_optimizers = configured
 
     def _restore_later(self, owner: Any, name: str) -> None:
         attributes = vars(owner)
@@ -212,24 +217,6 @@ class OptimizerChoice(Managed):
             _ = optimizer.train() if train else optimizer.eval()
         if hasattr(optimizer, "pause"):
             optimizer.pause(paused=paused)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        if self._built is None:
-            return {}
-        return {"optimizer": state_layout(self._built)}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another optimizer, before any of it is loaded."""
-        kinds = optimizer_classes(self.optimizer)
-        if kinds and issubclass(kinds[0], PerParameter):  # the state is that of the optimizer inside
-            kinds = kinds[1:] or optimizer_classes(ADAMW)
-        saved, ours = state_dict.get("optimizer", ""), state_layout(kinds[0]) if kinds else ""
-        if saved and ours and saved != ours:
-            allowed = f"{saved}, with which the checkpoint was saved: another optimizer cannot use its state"
-            remedy = "ckpt_path=PATH of a run with this optimizer, or the option that makes the other one"
-            raise ConfigError(key="optimizer", value=ours, allowed=allowed, remedies=[remedy])
 
     def outcome(self) -> Outcome:
         """Return which optimizer runs, over how many tensors, and how many bytes its state takes."""

@@ -1,20 +1,19 @@
 """Train small adapters in a frozen model: LoRA and PEFT's other methods, by PEFT's names.
 
-Each targeted layer gets an adapter in place, and all other parameters are frozen. Every method here except
-those of virtual tokens starts as the identity, so the first step sees the unchanged model. Trained
-parameters, and with them gradients, optimizer state and what data parallelism sends, shrink to about 1 % of
-the model. `all-linear` targets every linear layer, the head included unless a Hugging Face model names its
-head. Methods of virtual tokens (`prompt_tuning`, ...) need one Hugging Face model as a part of the module,
-which is wrapped, and its task: `options={"task_type": "CAUSAL_LM", "num_virtual_tokens": 8}`. AdaLoRA
-allocates ranks once per optimizer step, by default over the steps of the run. Checkpoints hold what is
+Each targeted layer gets an adapter in place, and all other parameters are frozen. Every method here starts as
+the identity, so the first step sees the unchanged model. Trained parameters, and with them gradients,
+optimizer state and what data parallelism sends, shrink to about 1 % of the model. `all-linear` targets every
+linear layer, the head included unless it is a Hugging Face model's output embedding. Checkpoints hold what is
 trained, and a fingerprint of the base, by which another base is rejected.
+
+Why only methods that change layers: those of virtual tokens need PEFT's wrapper around one Hugging Face
+model, and AdaLoRA a loop that allocates ranks between gradients and step.
 
 Costs: the adapters' own matrix products in both passes; activations are the same. Keys of adapted layers
     contain `base_layer`. `modules_to_save` keeps a second copy of those modules. The first save or load
     reads the frozen base once, for its SHA-256.
 Conflicts: optimizers that project gradients themselves, weight averaging, callbacks that freeze and
-    unfreeze; a `-true` precision of the Trainer's casts adapters too. AdaLoRA needs unscaled gradients that
-    exist after the step: no 16-mixed, no optimizer in the backward pass.
+    unfreeze; a `-true` precision of the Trainer's casts adapters too.
 Source: https://huggingface.co/docs/peft; Hu et al. 2021, https://arxiv.org/abs/2106.09685
 """
 
@@ -26,18 +25,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from peft import AdaLoraConfig
 from torch import nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.adapters.adalora import RankSchedule
 from lightning_eff.adapters.adapter_checkpoint import AdapterCheckpointHooks
 from lightning_eff.adapters.inject import adapted_layers, inject_adapters
-from lightning_eff.adapters.methods import Targets, make_config, method_rules
+from lightning_eff.adapters.methods import Targets, make_config
 from lightning_eff.adapters.module_tree import is_in_module
 from lightning_eff.adapters.quantized import num_weights
-from lightning_eff.adapters.targets import task_heads
 from lightning_eff.checkpoint import stored_weights
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import StrPath, check_arguments
@@ -45,11 +40,36 @@ from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError, parameters_have
-from lightning_eff.core.technique import NEW_PARAMETERS, TRANSFORM, Facts, Outcome, name_of
+from lightning_eff.core.technique import (
+    NEW_PARAMETERS,
+    PLACES_STATE,
+    TRANSFORM,
+    Facts,
+    Outcome,
+    Rule,
+    Verdict,
+    name_of,
+)
 from lightning_eff.core.text import human_bytes
 
 OWN_CHECKPOINTS = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 """Strategies that write checkpoints themselves, base included; ours with `whole_checkpoints` do not."""
+CONFLICTS = (
+    Rule(
+        name="lightning/BaseFinetuning",
+        reason="it unfreezes layers that the adapters keep frozen",
+        remedies=("remove it",),
+    ),
+    *(
+        Rule(
+            name=rule.name,
+            reason="the strategy writes checkpoints itself, and they include the frozen base",
+            verdict=Verdict.WARNED,
+        )
+        for rule in PLACES_STATE
+        if rule.name.startswith("lightning/")
+    ),
+)
 
 
 def adapt(
@@ -64,7 +84,7 @@ def adapt(
     """Put adapters into a model and freeze the rest; for Fabric, or a loop of your own.
 
     The model is any module, before its optimizer is built; one with these adapters is left as it is. Other
-    arguments and errors are those of `PeftAdapter`; `adalora` needs its `total_step` among the options.
+    arguments and errors are those of `PeftAdapter`.
 
     Returns:
         The new adapted layers, by name.
@@ -84,11 +104,10 @@ class PeftAdapter(Managed):
     """Train adapters in place of the model's own parameters.
 
     Args:
-        method: PEFT's name of it: `lora`, `adalora`, `ia3`, `vera`, `oft`, `loha`, `lokr`, ...
-        target_modules: `all-linear`, names of layers or the ends of names, a regular expression for full
-            names, or None for PEFT's default for a Hugging Face model.
-        modules_to_save: Names, or ends of names, of modules that are trained in full, for example a new head;
-            the option `task_type` adds the head that PEFT trains for that task.
+        method: PEFT's name of it: `lora`, `ia3`, `vera`, `oft`, `loha`, `lokr`, ...
+        target_modules: `all-linear`, names of layers or the ends of names, or a regular expression for full
+            names; None only with the option `target_parameters`.
+        modules_to_save: Names, or ends of names, of modules that are trained in full, for example a new head.
         options: Fields of the method's config by PEFT's names: `{"r": 16, "use_dora": true}`.
         autocast_adapter_dtype: Keep adapters of half-precision layers in float32.
         unused: Patterns of names of trainable parameters that need no gradient in the first step.
@@ -135,28 +154,16 @@ class PeftAdapter(Managed):
         self._first = FirstGradients(remedy=remedy, unused=unused or ())
         self._adapted: dict[str, nn.Module] = {}
         self._num_trained = self._num_parameters = self._trained_bytes = 0
-        self._schedule: RankSchedule | None = None
-        self._saved_ranks: Mapping[str, Any] | None = None
         self._trainer: pl.Trainer | None = None
         self._hooks: AdapterCheckpointHooks | None = None
         self._config()  # for its errors
 
     def _config(self) -> Any:
-        options: Any = self.options or {}
-        if self.method == "adalora" and "total_step" not in options:
-            steps, trainer = 1e9, self._trainer  # a placeholder until the run's number is known
-            if trainer is not None and trainer.training:
-                steps = trainer.estimated_stepping_batches
-            if not 0 < steps < float("inf"):
-                allowed = "the number of optimizer steps, since this run has no end"
-                remedy = "callbacks.peft_adapter.options.total_step=1000"
-                raise ConfigError(key="options.total_step", value=None, allowed=allowed, remedies=[remedy])
-            options = {"total_step": int(steps), **options}
-        return make_config(self.method, options, self.target_modules, self.modules_to_save)
+        return make_config(self.method, self.options or {}, self.target_modules, self.modules_to_save)
 
     def facts(self) -> Facts:
-        """Return that parameters are added, and what the method cannot be combined with."""
-        return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=method_rules(self.method))
+        """Return that parameters are added, and what unfreezes or saves the base."""
+        return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=CONFLICTS)
 
     def trainable_modules(self, model: nn.Module, names: Iterable[str]) -> set[str]:
         """Return the modules that will be trained in full, or are inside one; adapters freeze the others."""
@@ -164,8 +171,7 @@ class PeftAdapter(Managed):
             return model_surgery.trained_modules(model, names)
         saved = self.modules_to_save or ()
         saved = [saved] if isinstance(saved, str) else saved
-        heads = task_heads(model, (self.options or {}).get("task_type"))
-        return {name for name in names if is_in_module(name, [*saved, *heads])}
+        return {name for name in names if is_in_module(name, saved)}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -178,8 +184,7 @@ class PeftAdapter(Managed):
     def changes(self, *, base: bool = True) -> list[tuple[Stage, model_surgery.ModelChange]]:
         """Return the changes of the model between `configure_model` and the restore of a checkpoint.
 
-        Args:
-            base: Load the base's values too; a model of fake tensors needs none.
+        Without `base` the base's values are not loaded: a model of fake tensors needs none.
         """
         loads = [(Stage.LOAD, self._load_base)] if base and self.base_checkpoint is not None else []
         return [*loads, (Stage.ADAPT, self._apply)]
@@ -192,9 +197,8 @@ class PeftAdapter(Managed):
 
     def _apply(self, model: nn.Module) -> int:
         try:
-            config = self._config()
             new = inject_adapters(
-                model, config, upcast=self.autocast_adapter_dtype, on_meta=self._trainer is None
+                model, self._config(), upcast=self.autocast_adapter_dtype, on_meta=self._trainer is None
             )
             self._first.check_patterns(model)
         except ConfigError as error:
@@ -206,14 +210,12 @@ class PeftAdapter(Managed):
         self._trained_bytes = sum(p.numel() * p.element_size() for p in trained)
         strategy: Any = self._trainer.strategy if self._trainer is not None else None
         has_own_checkpoints = isinstance(strategy, OWN_CHECKPOINTS)
-        self._hooks = self._schedule = None
+        self._hooks = None
         if isinstance(model, pl.LightningModule) and (
             not has_own_checkpoints or getattr(strategy, "whole_checkpoints", False)
         ):
             self._hooks = AdapterCheckpointHooks.attach(model)
             self._hooks.save_base = self.save_base
-        if isinstance(config, AdaLoraConfig):
-            self._schedule = RankSchedule(model, config.total_step)
         return len(new)
 
     @override
@@ -227,32 +229,6 @@ class PeftAdapter(Managed):
             raise GradientError(text)
         self._first.watch(pl_module, trainer.optimizers)
         self.cleanup.callback(self._first.remove_hooks)
-        schedule = self._schedule
-        if schedule is None:
-            return
-        if self._saved_ranks:
-            schedule.load_state_dict(self._saved_ranks)
-            self._saved_ranks = None
-        for optimizer in trainer.optimizers:
-            stepped: Any = getattr(optimizer, "optimizer", optimizer)
-            # Lightning 2.6 counts this step after the hook
-            handle = stepped.register_step_post_hook(lambda *_: schedule.allocate(trainer.global_step))
-            self.cleanup.callback(handle.remove)
-
-    @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        if self._schedule is not None:
-            self._schedule.add_penalty()
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"ranks": self._schedule.state_dict()} if self._schedule is not None else {}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved_ranks = state_dict.get("ranks")
 
     def outcome(self) -> Outcome:
         """Return the number of adapted layers, and the fraction of the parameters that is trained."""
@@ -261,9 +237,7 @@ class PeftAdapter(Managed):
         did = f"{self.method} in {num_layers} layer{'' if num_layers == 1 else 's'}"
         did += f"; {trained:,} of {total:,} parameters trained"
         did += f" ({trained / total:.2%}, {human_bytes(self._trained_bytes)})" if total else ""
-        ranks = self._schedule.ranks() if self._schedule is not None else []
-        did += f"; {sum(ranks)} ranks in use, {min(ranks)} to {max(ranks)} per layer" if ranks else ""
         saved = self._hooks.num_saved if self._hooks is not None and not self.save_base else 0
         did += f"; saved {'once' if saved == 1 else f'{saved} times'}, without the base" if saved else ""
-        numbers = {"layers": list(self._adapted), "trained": trained, "parameters": total, "ranks": ranks}
+        numbers = {"layers": list(self._adapted), "trained": trained, "parameters": total}
         return Outcome(did=did, effective=bool(self._adapted), numbers=numbers)

@@ -92,10 +92,6 @@ def _resolve(model: nn.Module, target: str, blocks: BlockSelector) -> dict[str, 
     if target == "blocks":
         return dict(model_surgery.select_blocks(model, blocks))
     if target == "forward":
-        if type(model).forward is pl.LightningModule.forward:
-            names = ", ".join(name for name, _ in model.named_children())
-            allowed = f"another part: this module has no forward of its own, its children are {names}"
-            raise ConfigError(key="target", value=target, allowed=allowed)
         return {target: model.forward if isinstance(model, pl.LightningModule) else model}
     part: Any = model
     for name in target.split("."):

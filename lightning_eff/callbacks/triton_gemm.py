@@ -29,16 +29,15 @@ from typing_extensions import override
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.dtypes import layer_matmul_dtype, matmul_dtype
-from lightning_eff.core.errors import NoEffectWarning
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.shards import full_shape
-from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict
-from lightning_eff.kernels import dispatch, known_layers
-from lightning_eff.kernels.language import INTERPRETED
+from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict, name_of
+from lightning_eff.kernels import dispatch
+from lightning_eff.kernels.gemm_kernels import INTERPRETED
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.tile_configs import Shape
-from lightning_eff.kernels.tiles import explain_tiles
 from lightning_eff.microbatching import lightning_loop
 
 
@@ -85,11 +84,6 @@ def unswap(layer: TritonLinear) -> None:
         layer.__dict__.pop(name, None)
     if type(layer) is TritonLinear:  # a class derived from it since stays: torch's parametrizations make one
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def explain(device: str) -> str:
-    """Explain which tiles the layers of known models get on a device, and what is lost there."""
-    return "\n\n".join(str(explain_tiles(*size, device=device)) for size in known_layers.LAYERS)
 
 
 class TritonGemm(Managed):
@@ -160,15 +154,14 @@ class TritonGemm(Managed):
             self.cleanup.callback(lambda: [unswap(layer) for layer in self._swapped.values()])
             self.cleanup.callback(model_surgery.restore, pl_module)  # pushed last, so undone first
 
-    def layers_of(self, model: nn.Module) -> dict[str, TritonLinear]:
-        """Convert the layers of a model that the options select, and return them by name."""
-        return swap(
-            model, min_features=self.min_features, blocks=self.blocks, backend=self.backend,
-            accumulation=self._accumulation if self.accumulate else None,
-        )  # fmt: skip
-
     def _apply(self, model: nn.Module) -> int:
-        new = self.layers_of(model)
+        try:
+            new = swap(
+                model, min_features=self.min_features, blocks=self.blocks, backend=self.backend,
+                accumulation=self._accumulation if self.accumulate else None,
+            )  # fmt: skip
+        except ConfigError as error:
+            raise error.under(name_of(self).replace("/", ".")) from error
         self._swapped |= new
         if not self._swapped:
             text = (
@@ -209,20 +202,26 @@ class TritonGemm(Managed):
         may_add = may_add and not isinstance(trainer.strategy, lightning_loop.ScalesGradients)
         return self._accumulation.open() if may_add else nullcontext()
 
-    def outcome(self) -> Outcome:
-        """Report how many layers were converted, who computes them, and how many gradients were added."""
-        backends: dict[str, str] = {}
+    def gemms(self) -> dict[str, Shape]:
+        """Return the forward GEMM of each converted layer that has run, by name."""
+        found: dict[str, Shape] = {}
         for name, rows in self._rows.items():
             weight = self._swapped[name].weight
             n, k = full_shape(weight)
-            shape = Shape.packed(max(rows, 1), n, k, layer_matmul_dtype(weight.dtype, self._dtype))
-            backends[name] = dispatch.describe_backend(shape, self._device, self.backend)
+            found[name] = Shape.packed(max(rows, 1), n, k, layer_matmul_dtype(weight.dtype, self._dtype))
+        return found
+
+    def outcome(self) -> Outcome:
+        """Report how many layers were converted, who computes them, and how many gradients were added."""
+        backends = {
+            name: dispatch.describe_backend(shape, self._device, self.backend)
+            for name, shape in self.gemms().items()
+        }
         counts = {backend: list(backends.values()).count(backend) for backend in backends.values()}
         added = self._accumulation.num_added
+        by = "; ".join(f"{count} by {backend}" for backend, count in counts.items())
         did = f"{len(self._swapped)} linear layer{'s' * (len(self._swapped) != 1)} swapped"
-        did += (
-            f": {'; '.join(f'{count} by {backend}' for backend, count in counts.items())}" if counts else ""
-        )
+        did += f": {by}" if by else ""
         did += f"; {added} weight gradient{'s' * (added != 1)} added in place" if self.accumulate else ""
         ours = self.backend == "triton" or any(not backend.startswith("torch's") for backend in counts)
         numbers = {"layers": backends, "added_in_place": added}

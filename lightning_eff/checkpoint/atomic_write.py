@@ -56,34 +56,22 @@ class Written:
     num_bytes: int
 
 
-def write_with_digest(
-    path: Path, fill: Callable[[Any], object], locks: contextlib.ExitStack | None = None
-) -> Written:
-    """Replace a file by one that `torch.save` writes and that carries its SHA-256.
-
-    Args:
-        path: The file.
-        fill: Called with a file object; writes the checkpoint to it.
-        locks: Holds the new file's lock until it is closed, to mark an unfinished save; None for no lock.
+def write_with_digest(path: Path, fill: Callable[[Any], object]) -> Written:
+    """Replace a file by one with its SHA-256, which `fill` writes to a file object as `torch.save` does.
 
     Raises:
         CheckpointError: As `atomic_replace`.
         OSError: The disk failed (also where torch raised its own error for it); `path` is as it was.
     """
-    writer: DigestWriter | None = None
-    try:
-        with atomic_replace(path) as fd:
-            writer = DigestWriter(fd)
-            if locks is not None:
-                locks.callback(os.close, os.dup(fd))  # flock belongs to the open file: a dup keeps it
+    with atomic_replace(path) as fd:
+        writer = DigestWriter(fd)
+        try:
             fill(writer)
-            digest = writer.finish()
-    except RuntimeError as error:
-        cause = writer and writer.error
-        if cause is None:
-            raise
-        raise cause from error
-    return Written(digest, writer.num_bytes)
+        except RuntimeError as error:
+            if writer.error is None:
+                raise
+            raise writer.error from error
+        return Written(writer.finish(), writer.num_bytes)
 
 
 @contextlib.contextmanager
@@ -91,8 +79,7 @@ def atomic_replace(path: Path) -> Generator[int]:
     """Yield the descriptor of a file that replaces `path` when the block ends and is removed if it raises.
 
     Raises:
-        CheckpointError: `path` exists and is not a checkpoint; or the file was replaced, but syncing its
-            folder failed.
+        CheckpointError: `path` exists and is not a checkpoint; or it was replaced, but not its folder synced.
         OSError: The disk failed; `path` is as it was.
     """
     if os.path.lexists(path) and not path.is_symlink():  # a link is replaced itself, not its target
@@ -138,12 +125,7 @@ def atomic_replace(path: Path) -> Generator[int]:
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Generator[Path]:
-    """Yield an empty folder that is renamed to `folder` when the block ends and is removed if it raises.
-
-    Raises:
-        FileExistsError: `folder` exists; it is not touched.
-        OSError: The disk failed.
-    """
+    """Yield an empty folder that becomes the new `folder` when the block ends and is removed if it raises."""
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
     make_folder(folder.parent)
@@ -151,18 +133,11 @@ def atomic_folder(folder: Path) -> Generator[Path]:
     temporary.mkdir(mode=0o700)
     try:
         yield temporary
-        for path in [*temporary.rglob("*"), temporary]:
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(fd) if path.is_file() else _sync_folder(fd)
-            finally:
-                os.close(fd)
         temporary.chmod(0o777 & ~_umask())
         temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync_folder(folder.parent)
 
 
 def make_folder(folder: Path) -> None:
@@ -174,48 +149,39 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_temporary_files(folder: Path) -> list[Path]:
-    """Remove the temporary files of dead writers and return their paths; a living writer's file stays."""
+    """Remove and return the temporary files of dead writers; a living writer's file stays."""
     removed: list[Path] = []
     with contextlib.suppress(OSError):
         for path in list(folder.iterdir()):
             if not TEMPORARY.fullmatch(path.name) or not path.is_file() or path.is_symlink():
                 continue
-            with contextlib.suppress(OSError), exclusive_lock(path):
-                path.unlink()
-                removed.append(path)
+            with contextlib.suppress(OSError):
+                fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+                    removed.append(path)
+                finally:
+                    os.close(fd)
     return removed
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path, *, ignore_missing_locks: bool = False) -> Generator[None]:
-    """Hold the lock of a file whose writer has ended.
-
-    Args:
-        path: The file.
-        ignore_missing_locks: Continue without a lock where the file system has none.
-
-    Raises:
-        OSError: Its writer lives, or the system fails.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+def writer_lock(folder: Path) -> Generator[None]:
+    """Keep a temporary file in a folder until the block ends, which shows others that it is written to."""
+    fd, path = _open_temporary(folder)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if not (ignore_missing_locks and error.errno in _NO_LOCKS):
-                raise
         yield
     finally:
         os.close(fd)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def save_error(path: Path, cause: OSError, fill: Callable[[Any], object]) -> CheckpointError:
     """Return the error for a save that failed: cause, bytes needed and free, what is left, remedy.
 
-    Args:
-        path: Where the checkpoint was to be.
-        cause: The system's error.
-        fill: Writes the checkpoint to a file object; called again to measure its size.
+    `fill` writes the checkpoint to a file object, here to measure its size.
     """
     sizes: list[int] = []
     # torch 2.13 ignores what `write` returns.

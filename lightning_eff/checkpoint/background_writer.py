@@ -11,36 +11,26 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """Run jobs in order in one thread, which starts with the first job.
-
-    Example:
-        >>> jobs, done = BackgroundWriter(), []
-        >>> _ = jobs.add(lambda: done.append(1)), jobs.add(lambda: done.append(2))
-        >>> jobs.wait(end=True)
-        >>> done
-        [1, 2]
-    """
+    """Run jobs in order in one thread, which starts with the first job."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
 
-    def add(self, job: Callable[[], None], *, on_success: bool = False) -> None:
-        """Run `job` after those before it.
-
-        Args:
-            job: Called without arguments.
-            on_success: Run it only if none of the pending jobs failed, and at once if none is pending.
-        """
-        before = list(self._pending) if on_success else []
-        if on_success and not before:
-            job()
-            return
+    def add(self, job: Callable[[], None]) -> None:
+        """Run a job after those before it."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint_writer")
             atexit.register(self._log_errors)
-        run = self._pool.submit(lambda: None if any(future.exception() for future in before) else job())
-        self._pending.append(run)
+        self._pending.append(self._pool.submit(job))
+
+    def add_if_successful(self, job: Callable[[], None]) -> None:
+        """Run a job if none of the pending ones fails; at once if none is pending."""
+        before = list(self._pending)
+        if before:
+            self.add(lambda: None if any(future.exception() for future in before) else job())
+        else:
+            job()
 
     def wait(self, *, end: bool = False) -> None:
         """Wait for all jobs, then raise the first error, once; with `end` the thread ends too."""

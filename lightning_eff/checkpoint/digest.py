@@ -13,15 +13,12 @@ nor names.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
-import stat
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,18 +31,13 @@ FIRST_BYTES = b"PK\x03\x04"
 END_RECORD = b"PK\x05\x06"
 NUM_END_BYTES = 22
 """Length of an archive's last record without a comment; its last two bytes are the comment's length."""
-_KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFCHR: "character device", stat.S_IFBLK: "block device"}
 _CHUNK_BYTES = 1 << 22
 _UNZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError)
 """Errors that `zipfile` raises about a damaged archive."""
 
 
 class DigestWriter:
-    """File object for `torch.save`: hash what is written and append the digest as the archive's comment.
-
-    Args:
-        fd: An open file.
-    """
+    """File object for `torch.save`: hash what is written, and append the digest as the archive's comment."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -56,7 +48,7 @@ class DigestWriter:
         self.error: OSError | None = None
         """Why the file could not be written; torch raises its own RuntimeError instead of it."""
 
-    def write(self, data: bytes | memoryview) -> int:
+    def write(self, data: bytes | memoryview) -> None:
         """Write `data`, except the last bytes, which may be the archive's end record."""
         if len(data) < _CHUNK_BYTES:
             self._buffer += data
@@ -64,21 +56,15 @@ class DigestWriter:
                 self._write_out(self._buffer[:-NUM_END_BYTES])
                 del self._buffer[:-NUM_END_BYTES]
         else:
-            view = memoryview(data)
             self._write_out(self._buffer)
-            self._write_out(view[:-NUM_END_BYTES])
-            self._buffer = bytearray(view[-NUM_END_BYTES:])
-        return len(data)
+            self._write_out(memoryview(data)[:-NUM_END_BYTES])
+            self._buffer = bytearray(data[-NUM_END_BYTES:])
 
     def flush(self) -> None:
         """Do nothing: `finish` writes the end."""
 
     def finish(self) -> str:
-        """Write the archive's comment and return the SHA-256 in it.
-
-        Raises:
-            CheckpointError: What was written is not a zip archive without a comment.
-        """
+        """Write the archive's comment and return the SHA-256 in it."""
         end = bytes(self._buffer[-NUM_END_BYTES:])
         if not end.startswith(END_RECORD) or end[-2:] != b"\0\0":
             text = "torch.save did not write a zip archive without a comment, as torch 2.13 does"
@@ -89,33 +75,21 @@ class DigestWriter:
         return digest
 
     def _write_out(self, data: bytes | bytearray | memoryview) -> None:
-        """Write `data` in chunks; full chunks are hashed in the thread meanwhile (both release the GIL)."""
-        view = memoryview(data)
-        with ThreadPoolExecutor(1) as pool:  # starts its thread at the first full chunk
-            for start in range(0, len(view), _CHUNK_BYTES):
-                chunk = view[start : start + _CHUNK_BYTES]
-                hashing = pool.submit(self._hash.update, chunk) if len(view) >= _CHUNK_BYTES else None
-                try:
-                    written = 0
-                    while written < len(chunk):
-                        written += os.write(self._fd, chunk[written:])
-                except OSError as error:
-                    self.error = error
-                    raise
-                finally:
-                    self._hash.update(chunk) if hashing is None else hashing.result()
-                    self.num_bytes += len(chunk)
+        self._hash.update(data)
+        self.num_bytes += len(data)
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:
+            self.error = error
+            raise
 
 
 def verify(file: IO[bytes]) -> str | None:
-    """Read a checkpoint file once and compare it with its digest.
+    """Read a checkpoint file once, compare it with its digest, rewind it and return the digest.
 
-    Args:
-        file: Open for reading; rewound afterwards.
-
-    Returns:
-        The digest; None for a file of stock torch, which has none. Its CRC-32s were compared instead, which
-        cover the values only.
+    None for a file of stock torch, which has none: its CRC-32s were compared, which cover the values only.
 
     Raises:
         CheckpointError: The file is damaged, cut off, or not a checkpoint.
@@ -138,16 +112,7 @@ def verify(file: IO[bytes]) -> str | None:
             text = f"it is damaged: its SHA-256 is {found.hexdigest()[:12]}..., expected {digest[:12]}..."
             raise CheckpointError(text)
     elif is_archive and tail[-NUM_END_BYTES:].startswith(END_RECORD) and tail.endswith(b"\0\0"):
-        file.seek(0)
-        try:
-            with zipfile.ZipFile(file) as archive:
-                damaged = archive.testzip()
-        except _UNZIP_ERRORS as error:
-            text = f"it is damaged: {error}"
-            raise CheckpointError(text) from error
-        if damaged is not None:
-            text = f"it is damaged: the CRC-32 of its entry {damaged!r} is wrong"
-            raise CheckpointError(text)
+        _check_crcs(file)
     else:
         text = "it is cut off or not a checkpoint" if is_archive or not size else "it is not a checkpoint"
         raise CheckpointError(text)
@@ -155,13 +120,18 @@ def verify(file: IO[bytes]) -> str | None:
     return digest
 
 
-def check_regular(path: Path) -> None:
-    """Check that a path is a readable regular file; its content is not read.
-
-    Raises:
-        CheckpointError, FileNotFoundError: As `read_with`.
-    """
-    read_with(path, lambda _: None)
+def _check_crcs(file: IO[bytes]) -> None:
+    """Raise an error for an archive with an entry whose CRC-32 is wrong."""
+    file.seek(0)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except _UNZIP_ERRORS as error:
+        text = f"it is damaged: {error}"
+        raise CheckpointError(text) from error
+    if damaged is not None:
+        text = f"it is damaged: the CRC-32 of its entry {damaged!r} is wrong"
+        raise CheckpointError(text)
 
 
 def read_with(path: Path, reader: Callable[[IO[bytes]], Any]) -> Any:
@@ -177,37 +147,17 @@ def read_with(path: Path, reader: Callable[[IO[bytes]], Any]) -> Any:
     except FileNotFoundError as error:
         text = f"checkpoint {path}: there is no such file"
         raise FileNotFoundError(text) from error
-    except IsADirectoryError as error:
-        text = f"checkpoint {path} is not loaded: it is a folder, not a file"
-        raise CheckpointError(text) from error
     except (OSError, CheckpointError) as error:
         text = f"checkpoint {path} is not loaded: {error}"
         raise CheckpointError(text) from error
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading; opening a FIFO would block, and a device may never end.
-
-    Raises:
-        CheckpointError: It is not a regular file.
-        OSError: It cannot be opened.
-
-    Example:
-        >>> open_regular(Path("/dev/zero"))
-        Traceback (most recent call last):
-        lightning_eff.core.errors.CheckpointError: it is a character device, not a regular file
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        kind = stat.S_IFMT(os.fstat(fd).st_mode)
-        if kind == stat.S_IFREG:
-            return os.fdopen(os.dup(fd), "rb")
-    finally:
-        os.close(fd)
-    if kind == stat.S_IFDIR:
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    text = f"it is a {_KINDS.get(kind, 'special file')}, not a regular file"
-    raise CheckpointError(text)
+    """Open a regular file for reading; opening a FIFO would block, and a device may never end."""
+    if path.exists() and not path.is_file():
+        text = f"it is {'a folder' if path.is_dir() else 'not a regular file'}"
+        raise CheckpointError(text)
+    return path.open("rb")
 
 
 def has_digest(path: Path) -> bool:

@@ -53,15 +53,12 @@ def lightning_module_state_dict(self: Any) -> dict[str, Any]:
     `meta`.
     """
     sharded: ShardedState = self.sharded_state()
-    known: dict[int, Tensor] = {}
+    known: dict[int, Tensor] = {}  # tied tensors are gathered once
     state: dict[str, Any] = {}
     for name, value in self.lightning_module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
-            if id(value) not in known:  # tied tensors are gathered once
-                known[id(value)] = _kept(sharded.full_tensor(value), keep=self.is_global_zero)
-            state[name] = known[id(value)]
-        else:
-            state[name] = value
+        if isinstance(value, Tensor) and id(value) not in known:
+            known[id(value)] = _kept(sharded.full_tensor(value), keep=self.is_global_zero)
+        state[name] = known.get(id(value), value)
     return state
 
 
@@ -82,19 +79,16 @@ def load_model_state_dict(
     keys = _IncompatibleKeys([n for n in own if n not in state], [n for n in state if n not in everything])
     for hook in vars(module)["_load_state_dict_post_hooks"].values():  # as torch 2.13's load_state_dict does
         hook(module, keys)  # may remove keys: adapters' checkpoints lack the base model
-    if strict and (keys.missing_keys or keys.unexpected_keys):
-        text = (
-            f"the checkpoint does not fit the model: {len(keys.missing_keys)} missing keys "
-            f"({keys.missing_keys[:3]}), {len(keys.unexpected_keys)} unexpected keys "
-            f"({keys.unexpected_keys[:3]})"
-        )
-        raise CheckpointError(text)
+    problems = [f"missing {name[:200]!a}" for name in keys.missing_keys] if strict else []
+    problems += [f"unexpected {name[:200]!a}" for name in keys.unexpected_keys] if strict else []
     common = [name for name in own if name in state]
     for name in common:
         saved_shape, shape = tuple(state[name].shape), tuple(full_shape(own[name]))
-        if saved_shape != shape:
-            text = f"the checkpoint does not fit the model: {name} has shape {saved_shape}, expected {shape}"
-            raise CheckpointError(text)
+        problems += [f"{name} has shape {saved_shape}, expected {shape}"] if saved_shape != shape else []
+    if problems:
+        text = f"the checkpoint does not fit the model: {'; '.join(problems[:6])}"
+        text += f", and {len(problems) - 6} more" if len(problems) > 6 else ""
+        raise CheckpointError(text)
     for name in common:  # all ranks in the same order: loading may be a collective
         sharded.load_tensor(own[name], state[name])
 

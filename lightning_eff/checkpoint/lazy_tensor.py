@@ -12,12 +12,12 @@ that renames or copies tensors would lose them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_map_only, tree_map_with_path
 from typing_extensions import override
 
 from lightning_eff.core.errors import CheckpointError
@@ -62,20 +62,15 @@ class LazyShardedTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        def unwrap(_: str, value: Tensor) -> Tensor:
-            if not isinstance(value, LazyShardedTensor):
-                return value
+        def unwrap(value: LazyShardedTensor) -> Tensor:
             return value.outline if func in _NEED_NO_VALUES else value.full_tensor()
 
-        return func(*map_tensors(tuple(args), unwrap), **map_tensors(dict(kwargs or {}), unwrap))
+        given: Any = tree_map_only(LazyShardedTensor, unwrap, (tuple(args), dict(kwargs or {})))
+        return func(*given[0], **given[1])
 
 
 def from_shards(outline: Tensor, shards: Iterable[RowShard]) -> LazyShardedTensor:
-    """Return the tensor with this outline and these rows.
-
-    Args:
-        outline: Shape and dtype of the full tensor, on `meta`.
-        shards: In any order; those of ranks without rows are empty.
+    """Return the tensor with an outline (on `meta`) and rows from shards in any order.
 
     Raises:
         CheckpointError: The shards do not cover the tensor's rows exactly once.
@@ -104,14 +99,10 @@ def from_shards(outline: Tensor, shards: Iterable[RowShard]) -> LazyShardedTenso
 def split_shards(
     checkpoint: Any, shard_of: Callable[[Tensor], RowShard | Tensor]
 ) -> tuple[Any, dict[str, RowShard]]:
-    """Move the sharded tensors out of a checkpoint.
+    """Return a checkpoint with outlines in place of its sharded tensors, and this rank's rows by path.
 
-    Args:
-        checkpoint: Not changed.
-        shard_of: Returns this rank's rows of a sharded tensor, and any other tensor in full.
-
-    Returns:
-        The checkpoint with outlines, the same one for a tensor under several names; and the rows by path.
+    `shard_of` returns this rank's rows of a sharded tensor, and any other tensor in full. A tensor under
+    several names has one outline, and its rows are under the first.
     """
     known: dict[int, Tensor] = {}
     shards: dict[str, RowShard] = {}
@@ -143,29 +134,13 @@ def materialize(value: Any, device: Any = "cpu") -> Any:
     return map_tensors(value, full)
 
 
-def map_tensors(value: Any, change: Callable[[str, Tensor], Any], path: str = "") -> Any:
-    """Return `value` with its tensors changed; containers without a changed tensor stay the same objects.
-
-    Args:
-        value: Nested dictionaries, lists and tuples.
-        change: Called with each tensor's path, as a Python subscript, and the tensor.
-        path: Of `value`.
+def map_tensors(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
+    """Return a copy of nested containers; `change` gets each tensor's path, as a subscript, and the tensor.
 
     Example:
         >>> map_tensors({"a": [torch.ones(1), 2]}, lambda path, _: path)
         {'a': ["['a'][0]", 2]}
     """
-    if isinstance(value, Tensor):
-        return change(path, value)
-    if isinstance(value, dict):
-        new = {key: map_tensors(item, change, f"{path}[{key!r}]") for key, item in value.items()}
-        if all(new[key] is item for key, item in value.items()):
-            return value
-        changed = copy.copy(value)  # keeps the class, such as OrderedDict
-        changed.update(new)
-        return changed
-    if type(value) in (list, tuple):
-        items = [map_tensors(item, change, f"{path}[{index}]") for index, item in enumerate(value)]
-        is_same = all(new is old for new, old in zip(items, value, strict=True))
-        return value if is_same else type(value)(items)
-    return value
+    return tree_map_with_path(
+        lambda path, leaf: change(keystr(path), leaf) if isinstance(leaf, Tensor) else leaf, value
+    )

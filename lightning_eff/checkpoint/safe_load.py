@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError  # the exception only: nothing is unpickled here
 from typing import IO, Any
 
 import torch
-from packaging.version import InvalidVersion, Version
 
 from lightning_eff.core.errors import CheckpointError
 
@@ -19,26 +17,18 @@ UNREADABLE = (RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, 
 
 
 def load_plain(file: IO[bytes] | Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """Return the content of a file.
+    """Return the content of a file that is verified already: torch accepts most files with a flipped bit.
 
     Args:
-        file: Verified already: torch accepts most files with a flipped bit.
+        file: Open, or a path.
         map_location: Device of the tensors.
         mmap: Map the file, so that only the tensors in use are read; `file` must be a path.
 
     Raises:
-        CheckpointError: It holds other objects, torch cannot read it, or its Lightning version is invalid.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a.ckpt"
-        >>> torch.save({"path": path}, path)
-        >>> load_plain(path)
-        Traceback (most recent call last):
-        lightning_eff.core.errors.CheckpointError: it holds a pathlib...
+        CheckpointError: It holds other objects, or torch cannot read it.
     """
     try:
-        content: Any = torch.load(file, map_location=map_location, weights_only=True, mmap=mmap)
+        return torch.load(file, map_location=map_location, weights_only=True, mmap=mmap)
     except UNREADABLE as error:
         found = re.search(r"GLOBAL ([\w.]{1,100}) was not an allowed", str(error))  # text of torch 2.13
         if found:
@@ -48,27 +38,4 @@ def load_plain(file: IO[bytes] | Path, *, map_location: Any = "cpu", mmap: bool 
             )
         else:
             text = f"torch cannot read it ({str(error).splitlines()[0][:200] if str(error) else error!r})"
-        raise CheckpointError(text) from error
-    check_version(content)
-    return content
-
-
-def check_version(content: Any) -> None:
-    """Reject a checkpoint with an invalid Lightning version, which would end `fit` with a traceback.
-
-    Raises:
-        CheckpointError: The version is invalid.
-
-    Example:
-        >>> check_version([1])
-        >>> check_version({LIGHTNING_VERSION: "2.6.6"})
-        >>> check_version({LIGHTNING_VERSION: "banana"})
-        Traceback (most recent call last):
-        lightning_eff.core.errors.CheckpointError: its pytorch-lightning_version 'banana' is not ...
-    """
-    version: Any = content.get(LIGHTNING_VERSION, "0") if isinstance(content, Mapping) else "0"
-    try:
-        Version(version)
-    except (InvalidVersion, TypeError) as error:
-        text = f"its {LIGHTNING_VERSION} {str(version)[:60]!r} is not a version"
         raise CheckpointError(text) from error

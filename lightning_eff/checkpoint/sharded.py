@@ -9,11 +9,15 @@ Every file is written by `torch.save`, carries its own SHA-256 (digest.py), appe
 (atomic_write.py), and holds only tensors and plain values. A save (sharded_write.py) writes shards under new
 names, then replaces the index, then removes the shards that it does not name. So at any moment the index
 names the complete shards of one save, and an interrupted save leaves the previous checkpoint intact. The next
-save or start removes the files that no index names, unless a writer still holds their locks. A folder without
-an index is not a checkpoint.
+save or start removes the files that no index names, unless a writer still holds the folder's lock. A folder
+without an index is not a checkpoint.
 
 The index holds no file names, since text from a checkpoint must never become a path: names follow from a
 token of 16 hexadecimal digits and the number of shards.
+
+Why not torch.distributed.checkpoint: its metadata is a pickle, which runs code when it is loaded, and it
+replaces no checkpoint in one step. Why not safetensors shards with their JSON index: they hold neither the
+loops' and optimizers' plain values nor digests, and would be a second format beside the single file's.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from torch import Tensor
 
 from lightning_eff.checkpoint.digest import read_with, verify
 from lightning_eff.checkpoint.lazy_tensor import RowShard, from_shards, map_tensors
-from lightning_eff.checkpoint.safe_load import check_version, load_plain
+from lightning_eff.checkpoint.safe_load import load_plain
 from lightning_eff.core.errors import CheckpointError
 
 INDEX = "index.ckpt"
@@ -37,15 +41,11 @@ VERSION = 1
 SHARD_FILE = re.compile(r"part-[0-9a-f]{16}-[0-9]{1,6}-of-[0-9]{1,6}\.ckpt")
 _TOKEN = re.compile(r"[0-9a-f]{16}")
 OTHER_FORMATS = {
-    ".metadata": "torch.distributed.checkpoint, which runs code when it is loaded\n"
-    "  try: python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER, if FSDPStrategy wrote it\n"
-    "  try: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE, for its weights",
-    "checkpoint": "DeepSpeed by Lightning, which runs code when it is loaded\n"
-    "  try: lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict(FOLDER, FILE)",
-    "latest": "DeepSpeed, which runs code when it is loaded\n"
-    "  try: python FOLDER/zero_to_fp32.py FOLDER DIR, for its weights",
+    ".metadata": "torch.distributed.checkpoint",
+    "checkpoint": "DeepSpeed by Lightning",
+    "latest": "DeepSpeed",
 }
-"""A file that marks the folder of another format, the format's name, and how to convert it to one file."""
+"""A file that marks the folder of another format, and the format's name."""
 
 
 @runtime_checkable
@@ -60,21 +60,13 @@ class CheckpointListener(Protocol):
 
 @dataclass(frozen=True)
 class Index:
-    """Content of an index file.
-
-    Args:
-        folder: The checkpoint.
-        token: Of the save.
-        digests: The SHA-256 of each shard, by rank.
-        checkpoint: All that is not sharded, with outlines of the tensors that are.
-        sharded: Paths of the first appearances of sharded tensors.
-    """
+    """Content of an index file."""
 
     folder: Path
-    token: str
-    digests: tuple[str, ...]
-    checkpoint: dict[str, Any]
-    sharded: frozenset[str]
+    token: str  # of the save
+    digests: tuple[str, ...]  # the SHA-256 of each shard, by rank
+    checkpoint: dict[str, Any]  # all that is not sharded, with outlines of the tensors that are
+    sharded: frozenset[str]  # paths of the first appearances of sharded tensors
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
@@ -83,10 +75,11 @@ def is_sharded_checkpoint(path: Path) -> bool:
 
 
 def describe_folder(path: Path) -> str:
-    """Describe a folder without an index, with the ways to convert it if its format is known."""
-    found = [text for name, text in OTHER_FORMATS.items() if (path / name).exists()]
-    if found:
-        return f"a folder in the format of {found[0]}".replace("FOLDER", str(path))
+    """Describe a folder without an index, by the format of another library if it has one."""
+    for name, library in OTHER_FORMATS.items():
+        if (path / name).exists():
+            text = f"a folder in the format of {library}, which runs code when it is loaded"
+            return f"{text}\n  try: the library's own script that converts it to one file"
     return f"a folder without {INDEX}: an incomplete save, or not a checkpoint"
 
 
@@ -113,9 +106,7 @@ def read_index(path: Path) -> Index:
         if verify(file) is None:
             text = "it has no SHA-256"
             raise CheckpointError(text)
-        loaded = load_plain(file)
-        check_version(loaded.get("checkpoint") if isinstance(loaded, dict) else None)
-        return loaded
+        return load_plain(file)
 
     loaded = read_with(path / INDEX, content)
     loaded = loaded if isinstance(loaded, dict) else {}

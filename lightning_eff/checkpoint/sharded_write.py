@@ -13,10 +13,10 @@ import torch
 from lightning_eff.checkpoint.atomic_write import (
     TEMPORARY,
     Written,
-    exclusive_lock,
     make_folder,
     remove_temporary_files,
     write_with_digest,
+    writer_lock,
 )
 from lightning_eff.checkpoint.digest import has_digest
 from lightning_eff.checkpoint.lazy_tensor import RowShard
@@ -31,12 +31,14 @@ from lightning_eff.checkpoint.sharded import (
 )
 from lightning_eff.core.errors import CheckpointError
 
-MAX_LOCKS = 64
-"""Shards locked at a time during clean-up; a process may have about 1,000 open files."""
 
+@contextlib.contextmanager
+def new_save(path: Path) -> Generator[str]:
+    """Make the folder to save to, and yield the save's token; one process does this for all ranks.
 
-def prepare(path: Path) -> str:
-    """Make the folder to save to and return a new token; a link is replaced itself, not its target.
+    Until the block ends, no clean-up takes shards in the folder for leftovers. Then those that the index does
+    not name are removed: of the save before, or of this one if it failed. A link is replaced itself, not its
+    target.
 
     Raises:
         CheckpointError: A file or a folder with other content exists; it is not touched.
@@ -54,44 +56,24 @@ def prepare(path: Path) -> str:
             text = f"checkpoint {path} was not saved: a folder of that name holds other files ({others[0]!a})"
             raise CheckpointError(text)
     make_folder(path)
-    return secrets.token_hex(8)
+    try:
+        with writer_lock(path):
+            yield secrets.token_hex(8)
+    finally:
+        with contextlib.suppress(OSError):
+            clean_up(path)
 
 
-@contextlib.contextmanager
-def write_shard(
-    path: Path, token: str, rank: int, num_ranks: int, rows: Mapping[str, RowShard]
-) -> Generator[Written]:
-    """Write a rank's shard; it is removed if the block raises, unless an index names it.
-
-    Its lock is held within the block, so that no clean-up takes it for a leftover.
-
-    Raises:
-        OSError: The disk failed.
-    """
-    target = shard_path(path, token, rank, num_ranks)
-    with contextlib.ExitStack() as locks:
-        content = {"token": token, "rows": {key: list(shard) for key, shard in rows.items()}}
-        written = write_with_digest(target, lambda file: torch.save(content, file), locks)
-        try:
-            yield written
-        except BaseException:
-            if token_of(path) != token:
-                with contextlib.suppress(OSError):
-                    target.unlink()
-            raise
+def write_shard(path: Path, token: str, rank: int, num_ranks: int, rows: Mapping[str, RowShard]) -> Written:
+    """Write the rows of a rank."""
+    content = {"token": token, "rows": {key: list(shard) for key, shard in rows.items()}}
+    return write_with_digest(shard_path(path, token, rank, num_ranks), lambda file: torch.save(content, file))
 
 
 def write_index(
     path: Path, token: str, digests: Iterable[str], checkpoint: Mapping[str, Any], sharded: Iterable[str]
 ) -> Written:
-    """Make the shards of a save the checkpoint, in one step.
-
-    Args:
-        path: The folder.
-        token: Of the save.
-        digests: Of its shards, by rank.
-        checkpoint: All that is not sharded, with outlines.
-        sharded: Paths of sharded tensors.
+    """Make the shards of a save, whose digests are listed by rank, the checkpoint, in one step.
 
     Raises:
         CheckpointError: A shard is missing, as on a disk that ranks do not share.
@@ -109,53 +91,29 @@ def write_index(
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, its index first, so that a kill leaves no partial checkpoint; other files stay.
-
-    Raises:
-        OSError: The disk failed.
-    """
+    """Remove a checkpoint, its index first, so that a kill leaves no partial checkpoint; other files stay."""
     (path / INDEX).unlink()
-    for file in list(path.iterdir()):
-        if SHARD_FILE.fullmatch(file.name) and not file.is_symlink() and file.is_file():
-            file.unlink(missing_ok=True)  # another rank may be cleaning up
+    for file in _shards_in(path):
+        file.unlink(missing_ok=True)  # another rank may be cleaning up
     remove_temporary_files(path)
     with contextlib.suppress(OSError):  # other files are left in it
         path.rmdir()
 
 
-def clean_up(path: Path, *, just_saved: bool = False) -> list[Path]:
-    """Remove leftovers: files that no index names and no writer holds, then the folder if it is empty.
-
-    Args:
-        path: The folder.
-        just_saved: Whether a save has just ended: then older shards go even where a file system has no locks.
-
-    Returns:
-        The removed files.
-    """
+def clean_up(path: Path) -> list[Path]:
+    """Remove what no index names from a folder that nothing writes to, then the folder if it is empty."""
+    # In this order: a save that began before the list was made still has its lock, or has its index now.
+    shards = _shards_in(path)
     removed = remove_temporary_files(path)
+    if any(TEMPORARY.fullmatch(file.name) for file in path.iterdir()):
+        return removed
     token = token_of(path)
-    shards = sorted(
-        file
-        for file in path.iterdir()
-        if SHARD_FILE.fullmatch(file.name) and not file.is_symlink() and file.is_file()
-    )
-    unnamed = [file for file in shards if f"-{token}-" not in file.name and has_digest(file)]
-    for start in range(0, len(unnamed), MAX_LOCKS):
-        with contextlib.ExitStack() as locks:
-            locked: list[Path] = []
-            for file in unnamed[start : start + MAX_LOCKS]:
-                with contextlib.suppress(OSError):
-                    locks.enter_context(exclusive_lock(file, ignore_missing_locks=just_saved))
-                    locked.append(file)
-            # A writer holds its locks until its index is written, so only now the index is final for these.
-            token = token_of(path)
-            if token is None and (path / INDEX).exists():
-                break  # a damaged index: the user decides about the shards that it names
-            for file in locked:
-                if f"-{token}-" not in file.name:
-                    file.unlink()
-                    removed.append(file)
+    if token is None and (path / INDEX).exists():
+        return removed  # a damaged index: the user decides about the shards that it names
+    for file in shards:
+        if f"-{token}-" not in file.name and has_digest(file):
+            file.unlink(missing_ok=True)
+            removed.append(file)
     if removed and token is None:
         with contextlib.suppress(OSError):
             path.rmdir()
@@ -163,14 +121,15 @@ def clean_up(path: Path, *, just_saved: bool = False) -> list[Path]:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove files of dead writers from a folder of checkpoints and from its checkpoint folders.
-
-    Returns:
-        The removed files.
-    """
+    """Remove and return files of dead writers in a folder of checkpoints and in its checkpoint folders."""
     removed = remove_temporary_files(folder)
     with contextlib.suppress(OSError):
         for path in sorted(folder.glob("*.ckpt")):
             if path.is_dir() and not path.is_symlink():
                 removed += clean_up(path)
     return removed
+
+
+def _shards_in(path: Path) -> list[Path]:
+    files = sorted(file for file in path.iterdir() if SHARD_FILE.fullmatch(file.name))
+    return [file for file in files if file.is_file() and not file.is_symlink()]

@@ -75,19 +75,13 @@ def checkpoint(path: Path) -> dict[str, Any]:
 
 
 def weights(path: Path) -> Mapping[str, Any]:
-    """Return the weights of a checkpoint or of a `.safetensors` file.
-
-    Raises:
-        CheckpointError: The file cannot be read.
-        FileNotFoundError: It does not exist.
-    """
+    """Return the weights of a checkpoint or of a `.safetensors` file; errors as in `checkpoint`."""
     if path.suffix != ".safetensors":
         state = checkpoint(path).get("state_dict")
         return state if isinstance(state, dict) else {}
-    digest.check_regular(path)
     try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
+        return digest.read_with(path, lambda _: load_file(path))
+    except SafetensorError as error:
         text = f"checkpoint {path} is not loaded: {error}"
         raise CheckpointError(text) from error
 
@@ -95,10 +89,7 @@ def weights(path: Path) -> Mapping[str, Any]:
 def load_base(model: nn.Module, path: Path, *, key: str) -> int:
     """Load the weights of a model that has no adapters yet; return the number of tensors.
 
-    Args:
-        model: As it was when they were saved.
-        path: The checkpoint; or a folder of runs, for its newest intact checkpoint.
-        key: The setting that names it.
+    `path` is a checkpoint, or a folder of runs, for its newest intact one; `key` the setting that names it.
 
     Raises:
         ConfigError: The file is missing, damaged, or of another model; nothing was assigned.

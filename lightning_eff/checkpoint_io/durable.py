@@ -12,9 +12,8 @@ With `asynchronous` the state is serialized into memory at the call and written 
 time. A removal waits for the save before it and is skipped if that failed. An error is raised at the next
 save, load or end of the run.
 
-Costs: SHA-256 at each save and load (0.25 to 2 GB/s; a save hashes and writes in parallel where there is a
-    second core), and waiting for the disk. `asynchronous` takes both off the run, for the checkpoint's size
-    in host memory.
+Costs: SHA-256 at each save and load (0.25 to 2 GB/s), and waiting for the disk. `asynchronous` takes both off
+    the run at a save, for the checkpoint's size in host memory.
 Conflicts: FSDP2's checkpoint folders are written by its ranks at the call, also with `asynchronous`; they are
     verified, loaded and removed here like files. Folders of other formats are not touched. Paths with a
     protocol (`s3://`) are rejected. POSIX systems only. `AsyncCheckpointIO` around it works, but removes the
@@ -206,14 +205,14 @@ class Durable(CheckpointIO):
             if not has_digest and self.require_digest:
                 text = "it has no SHA-256, and require_digest=True\n  try: checkpoint_io.require_digest=false"
                 raise CheckpointError(text)
-            self._statistics.num_verified += has_digest
-            self._statistics.num_without_digest += not has_digest
-            if not has_digest:
-                text = f"checkpoint {target} has no SHA-256 (stock Lightning writes none): its CRC-32s "
-                warnings.warn(f"{text}were compared", CheckpointWarning, stacklevel=2)
             state = load_plain(file, map_location="cpu" if map_location is None else map_location)
             if has_digest:
+                self._statistics.num_verified += 1
                 self._own_files.add(_resolve_folder(target))
+            else:
+                self._statistics.num_without_digest += 1
+                text = f"checkpoint {target} has no SHA-256 (stock Lightning writes none): its CRC-32s "
+                warnings.warn(f"{text}were compared", CheckpointWarning, stacklevel=2)
             return state
 
         return digest.read_with(target, load)
@@ -222,28 +221,16 @@ class Durable(CheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint of this plugin, after the saves before it; other files stay, with a warning."""
         target = _local(path)
-        self._writer.add(lambda: self._remove(target), on_success=True)
+        self._writer.add_if_successful(lambda: self._remove(target))
 
     def _remove(self, target: Path) -> None:
         if not os.path.lexists(target):
             return
-        reason = ""
         try:
-            path = _resolve_folder(target)
-            is_link, is_folder = path.is_symlink(), sharded.is_sharded_checkpoint(path)
-            is_own = path in self._own_files
-            # A foreign checkpoint may have named the file, so Lightning's request alone is no reason.
-            if path.parent not in self._own_folders and not is_own:
-                reason = "it lies outside the folders that this run saves to"
-            elif is_link:
-                is_local = path.readlink().name == str(path.readlink())
-                reason = "" if is_local else "it is a link to another folder"
-            elif path.is_dir() and not is_folder:
-                reason = "it is a folder that another strategy wrote"
-            elif not is_own and not digest.has_digest(path / sharded.INDEX if is_folder else path):
-                reason = "it was not written by this plugin"
+            reason = self._reason_to_keep(_resolve_folder(target))
             if not reason:
-                sharded_write.remove(target) if is_folder and not is_link else target.unlink()
+                is_folder = target.is_dir() and not target.is_symlink()
+                sharded_write.remove(target) if is_folder else target.unlink()
         except OSError as error:
             text = f"checkpoint {target} was not removed: {error.strerror}"
             raise CheckpointError(text) from error
@@ -252,6 +239,19 @@ class Durable(CheckpointIO):
             warnings.warn(f"{target} is not removed: {reason}", CheckpointWarning, stacklevel=2)
         else:
             self._statistics.num_removed += 1
+
+    def _reason_to_keep(self, path: Path) -> str:
+        """Say why a file is not removed: a foreign checkpoint may have named it in Lightning's request."""
+        is_own, is_folder = path in self._own_files, sharded.is_sharded_checkpoint(path)
+        if path.parent not in self._own_folders and not is_own:
+            return "it lies outside the folders that this run saves to"
+        if path.is_symlink():
+            is_local = path.readlink().name == str(path.readlink())
+            return "" if is_local else "it is a link to another folder"
+        if path.is_dir() and not is_folder:
+            return "it is a folder that another strategy wrote"
+        is_own = is_own or digest.has_digest(path / sharded.INDEX if is_folder else path)
+        return "" if is_own else "it was not written by this plugin"
 
     def _clean_up(self, folder: Path) -> None:
         if folder not in self._cleaned:

@@ -12,42 +12,21 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
-from lightning_eff.commands._shared import VerbParser, known_device, print_json
+from lightning_eff.commands._shared import check_device, print_json
 from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, EnvironmentLacksError
 from lightning_eff.core.text import text_table
 
 if TYPE_CHECKING:
     import torch
 
-    from lightning_eff.kernels.bench import Comparison
-
-USAGE = """lightning-eff bench [--quick] [--tune] [--explain DEVICE] [--shapes M,N,K[;...]] [--dtype NAME]
-                    [--out DIR] [--json]
-
-  bench                            linear layers of language models on a GPU; without one, torch's library
-                                   on this CPU, with and without our call around it
-  bench --quick                    a few small shapes
-  bench --tune                     measure every config that fits; `gemm` chooses by that from now on
-  bench --explain h200             measure nothing: which tile each shape would get there, and what is lost;
-                                   h100, h200, a100, rtx4090, b200 or cpu
-  bench --shapes '4096,4096,4096'  your own layers: tokens, output features, input features; each is three
-                                   GEMMs, forward (nt), gradient of the input (nn) and of the weight (tn)
-  bench --dtype fp16               bf16 (default), fp16 or fp32 operands; a CPU is timed in fp32
-  bench --out DIR                  write gemm.json (raw numbers) and gemm.md (this table) there, and
-                                   gemm.jsonl case by case
-  bench --json                     print the raw numbers on the standard output
-
-Each candidate is compared with float64 before it is timed. Exit code 1 when one is incorrect, 3 when --tune
-finds no GPU."""
+    from lightning_eff.commands._bench.gemm_timing import Comparison
 
 OPERAND_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ROUND_MS, QUICK_ROUND_MS = 20, 2
 SMALL = ((256, 768, 768), (256, 3072, 768), (256, 768, 3072))
 """GPT-2's layers, small enough for a CPU: tokens, output features, input features."""
-CASE_BY_CASE = "gemm.jsonl"
-"""File with one line per case, written as they are measured, so that an interrupted run keeps them."""
 NO_KERNELS = (
-    "This says nothing about the speed of our kernels, which need a GPU: {reason}.\n"
+    "This says nothing about the speed of our kernels, which need a GPU.\n"
     "Timed: torch's library on this CPU, with and without our call around it."
 )
 TWO_METHODS = (
@@ -56,17 +35,17 @@ TWO_METHODS = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the verb."""
-    options = _parse(arguments)
     if options.explain is not None:
         return _explain(options)
     import torch
 
+    from lightning_eff.commands._bench import gemm_timing
     from lightning_eff.core import machine
-    from lightning_eff.kernels import bench, dispatch
+    from lightning_eff.kernels import dispatch
 
-    reason = bench.why_no_kernels()
+    reason = gemm_timing.why_no_kernels()
     if options.tune and reason:
         text = (
             f"bench --tune: {reason}; it needs an NVIDIA GPU, torch for CUDA, and Triton\n"
@@ -75,17 +54,18 @@ def main(arguments: Sequence[str]) -> int:
         raise EnvironmentLacksError(text)
     device = torch.device("cpu") if reason else torch.device("cuda", torch.cuda.current_device())
     environment = {
-        "command": shlex.join(["lightning-eff", "bench", *arguments]),
+        "command": shlex.join(["lightning-eff", "bench", *options.arguments]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **machine.machine_info(device),
         "triton": machine.package_version("triton"),
     }
-    environment |= {} if reason else {"clocks before": machine.gpu_clocks(device)}
-    comparisons = _measure(options, device)
+    environment |= {"no kernels": reason} if reason else {"clocks before": machine.gpu_clocks(device)}
+    comparisons = _measure(options, device, environment)
     environment |= {} if reason else {"clocks after": machine.gpu_clocks(device)}
-    _report(comparisons, environment, reason, options)
+    numbers = _save(comparisons, environment, options.out)
+    sys.stdout.write(numbers if options.json else _table(comparisons, environment))
     if options.tune:
-        fastest = bench.fastest_by_bucket(comparisons)
+        fastest = gemm_timing.fastest_by_bucket(comparisons)
         path = dispatch.save_choices(dispatch.identity(device), fastest)
         choices = "1 choice" if len(fastest) == 1 else f"{len(fastest)} choices"
         sys.stderr.write(f"saved {choices} in {path}; processes that start now use them\n")
@@ -93,30 +73,8 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_OK if is_correct else EXIT_FAILED
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = VerbParser("bench", "--quick", "--tune")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--explain")
-    parser.add_argument("--dtype", choices=tuple(OPERAND_DTYPES), default="bf16")
-    parser.add_argument("--shapes", type=_layers, default=[])
-    return parser.parse_word(arguments, max_words=0)
-
-
-def _layers(text: str) -> list[tuple[int, ...]]:
-    """Read `M,N,K;M,N,K`.
-
-    Raises:
-        argparse.ArgumentTypeError: It is something else.
-    """
-    layers = [tuple(number.strip() for number in layer.split(",")) for layer in text.split(";")]
-    if not all(len(layer) == 3 and all(n.isdecimal() and int(n) for n in layer) for layer in layers):
-        message = f"expected M,N,K[;M,N,K...], whole numbers of at least 1, not {text!r}"
-        raise argparse.ArgumentTypeError(message)
-    return [tuple(map(int, layer)) for layer in layers]
-
-
 def _explain(options: argparse.Namespace) -> int:
-    device = known_device("--explain ", options.explain)
+    device = check_device("--explain", options.explain)
     import torch
 
     from lightning_eff.kernels.known_layers import LAYERS
@@ -132,11 +90,13 @@ def _explain(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _measure(options: argparse.Namespace, device: torch.device) -> list[Comparison]:
-    """Measure one case after another, with progress on stderr, and append each to a file of `--out`."""
+def _measure(
+    options: argparse.Namespace, device: torch.device, environment: dict[str, Any]
+) -> list[Comparison]:
+    """Measure one case after another, with progress on stderr."""
     import torch
 
-    from lightning_eff.kernels import bench, gemm_problem
+    from lightning_eff.commands._bench import gemm_problem, gemm_timing
 
     on_gpu = device.type == "cuda"
     dtype = getattr(torch, OPERAND_DTYPES[options.dtype]) if on_gpu else torch.float32
@@ -145,54 +105,54 @@ def _measure(options: argparse.Namespace, device: torch.device) -> list[Comparis
     else:
         layers = options.shapes or SMALL
         cases = gemm_problem.cases_of(layers, layers, dtype)
-    path = options.out / CASE_BY_CASE if options.out is not None else None
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("", encoding="utf-8")
     comparisons: list[Comparison] = []
     round_ms = QUICK_ROUND_MS if options.quick else ROUND_MS
     for number, case in enumerate(cases, 1):
         sys.stderr.write(f"{number}/{len(cases)} {case}\n")
-        comparisons.append(bench.compare(case, device, round_ms=round_ms, every_config=options.tune))
-        if path is not None:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(comparisons[-1].as_dict()) + "\n")
+        comparisons.append(gemm_timing.compare(case, device, round_ms=round_ms, every_config=options.tune))
+        _save(comparisons, environment, options.out)
     return comparisons
 
 
-def _report(
-    comparisons: Sequence[Comparison], environment: dict[str, Any], reason: str, options: argparse.Namespace
-) -> None:
-    """Print what was measured as a table or as JSON, and write both into `--out`."""
-    # Geometric means of the plain cases' ratios; a case that was not timed is left out.
+def _save(comparisons: Sequence[Comparison], environment: dict[str, Any], folder: Path | None) -> str:
+    """Return the raw numbers as JSON, and write them into a folder."""
+    rows = [comparison.as_dict() for comparison in comparisons]
+    raw = {"environment": environment, "means": _means(comparisons), "rows": rows}
+    numbers = json.dumps(raw, indent=1) + "\n"
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "gemm.json").write_text(numbers, encoding="utf-8")
+    return numbers
+
+
+def _means(comparisons: Sequence[Comparison]) -> dict[str, float]:
+    """Return the geometric means of the plain cases' ratios; a case that was not timed is left out."""
     plain = [each for each in comparisons if each.case.kind == "plain"]
     ratios = {
         "best config": [each.ratio(each.best_config or "") for each in plain],
         "gemm": [each.ratio("gemm") for each in plain],
     }
     timed = {name: [ratio for ratio in values if ratio] for name, values in ratios.items()}
-    means = {name: geometric_mean(values) for name, values in timed.items() if values}
-    rows = [comparison.as_dict() for comparison in comparisons]
-    raw = {"environment": environment, "no_kernels": reason, "means": means, "rows": rows}
+    return {name: geometric_mean(values) for name, values in timed.items() if values}
+
+
+def _table(comparisons: Sequence[Comparison], environment: dict[str, Any]) -> str:
+    is_cpu = "no kernels" in environment
     header = ["M x N x K", "dtype", "library ms", "gemm ms", "ratio", "computed by"]
-    header += [] if reason else ["library TFLOP/s", "best config", "ms", "ratio"]
+    header += [] if is_cpu else ["library TFLOP/s", "best config", "ms", "ratio"]
     sections = [
-        NO_KERNELS.format(reason=reason) if reason else TWO_METHODS,
+        NO_KERNELS if is_cpu else TWO_METHODS,
         "\n".join(f" {key}: {value}" for key, value in environment.items()),
         text_table(header, [_cells(comparison)[: len(header)] for comparison in comparisons]),
     ]
+    means = _means(comparisons)
     sections += [f" geometric mean of the ratios of {name}: {mean:.3f}" for name, mean in means.items()]
     for comparison in comparisons:
         for name, result in comparison.results.items():
             if not result.is_correct:
                 why = result.refusal or f"its error is {result.error:.3g} times what is allowed"
                 sections.append(f" INCORRECT, not timed: {name} for {comparison.case}: {why}")
-    numbers, text = json.dumps(raw, indent=1) + "\n", "\n\n".join(sections) + "\n"
-    sys.stdout.write(numbers if options.json else text)
-    if options.out is not None:
-        page = f"# The tiled GEMM and torch's library\n\n```text\n{text}```\n"
-        (options.out / "gemm.json").write_text(numbers, encoding="utf-8")
-        (options.out / "gemm.md").write_text(page, encoding="utf-8")
+    return "\n\n".join(sections) + "\n"
 
 
 def _cells(comparison: Comparison) -> list[str]:

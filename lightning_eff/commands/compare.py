@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import json
 import shlex
 import shutil
@@ -13,11 +12,13 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
+from datetime import datetime
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.commands._shared import VerbParser, print_json
+from lightning_eff.commands._parser import parse
+from lightning_eff.commands._shared import print_json
 from lightning_eff.comparison.result_table import (
     BASELINE,
     MEASURED,
@@ -49,45 +50,19 @@ from lightning_eff.core.errors import (
 )
 from lightning_eff.report.summary import json_safe
 
-USAGE = """lightning-eff compare RECIPE [overrides] [options]
-
-  lightning-eff compare lm                               no technique, each one alone, lm itself, all combined
-  lightning-eff compare lm data.batch_size=4             lm with another batch, the same in every row
-  lightning-eff compare lm --only torch_compile,micro_batch
-  lightning-eff compare lm --row 'optimizer=muon +callbacks=micro_batch'
-                                                         with a row of your own, on top of the baseline
-
-Each trial trains a few steps in a process of its own, with the same seed, data and global batch; each round
-runs all of them. A trial that hangs or fails gets a row with the reason, and the others continue. After an
-interruption, the same command continues.
-
-options:
-  --steps N               optimizer steps of a trial (8)
-  --rounds N              number of times that each trial runs (3); the fastest counts
-  --limit-s N             seconds after which a trial is killed (180); after a third it starts no more steps
-  --only NAME,...         these rows besides the baseline; * matches anything
-  --row 'OVERRIDES'       a row of your own; may be repeated
-  --fresh                 measure everything anew; otherwise earlier measurements are reused
-  --config-dir DIR        a folder of your own with groups and recipes, or a package of options: pkg://NAME
-  --json                  print the rows as JSON on the standard output
-  --debug                 full tracebacks"""
-
 RESULT_FILE, PAGE_FILE = "compare.json", "compare.html"
 OWN_GROUPS = ("callbacks", "precision", "strategy")
 """Groups that a row sets itself; the user's settings of them hold for the recipe as it is."""
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the verb."""
-    options = _parse(arguments)
     values = compose_recipe(options.recipe, options.overrides, RecipePath.of(options.config_dir)).values
-    # The folder is named by the settings: the same command finds its results again.
-    settings = [options.recipe, options.overrides, options.steps, [str(d) for d in options.config_dir]]
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
-    folder = (Path(values["output_root"]) / "compare" / f"{options.recipe}-{digest}").resolve()
-    if options.fresh:
-        shutil.rmtree(folder / "rounds", ignore_errors=True)
-    comparison = TrialRounds(folder, options.limit_s)
+    now = datetime.now().astimezone()
+    folder = (
+        Path(values["output_root"]) / "compare" / f"{options.recipe}_{now:%Y-%m-%d_%H-%M-%S-%f}"
+    ).resolve()
+    comparison = TrialRounds(folder / "runs", options.limit_s)
     started = time.monotonic()
     try:
         _measure(options, values, comparison)
@@ -97,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         reports = [result.report for result in comparison.results.get(BASELINE, []) if result.report]
         content = json_safe({
             "recipe": options.recipe,
-            "command": shlex.join(["lightning-eff", "compare", *arguments]),
+            "command": shlex.join(["lightning-eff", "compare", *options.arguments]),
             "steps": options.steps,
             "rounds": options.rounds,
             "environment": reports[0].get("environment", {}) if reports else {},
@@ -114,21 +89,6 @@ def main(arguments: Sequence[str]) -> int:
         lines = [comparison_table(rows), f" {describe_noise(rows)}", f"{summary}; {folder / PAGE_FILE}"]
         sys.stdout.writelines(f"{line}\n" for line in lines if line.strip())
     return EXIT_OK if any(row.status == MEASURED for row in rows) else EXIT_FAILED
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = VerbParser("compare", "--fresh")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--limit-s", type=float, default=180.0)
-    parser.add_argument("--only")
-    parser.add_argument("--row", action="append", default=[])
-    options = parser.parse_recipe(arguments)
-    limits = {"steps": (options.steps, 6), "rounds": (options.rounds, 1), "limit-s": (options.limit_s, 1)}
-    for name, (value, least) in limits.items():
-        if value < least:
-            parser.error(f"--{name} {value:g}: at least {least}")
-    return options
 
 
 def _measure(options: argparse.Namespace, values: dict[str, Any], comparison: TrialRounds) -> None:
@@ -159,7 +119,7 @@ def _measure(options: argparse.Namespace, values: dict[str, Any], comparison: Tr
 
 
 def _selected(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the baseline, the trials that `--only` names, and the user's own on top of the baseline."""
+    """Return the trials that `--only` names, with the baseline, and the user's own on top of it."""
     trials = single_technique_trials(values)
     if options.only is not None:
         kept = {BASELINE}
@@ -177,7 +137,7 @@ def _selected(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, 
 
 
 def _overrides(options: argparse.Namespace, own: Sequence[str]) -> list[str]:
-    """Return the overrides of a trial: the user's, its own, and those that all trials share."""
+    """Return the user's overrides, the trial's own, and those that all trials share."""
     seconds = int(options.limit_s * TRAINING_FRACTION)  # of a Trainer, whole ones
     shared = [f"trainer.max_steps={options.steps}", f"trainer.max_time={{seconds:{seconds}}}"]
     later = merge_overrides(own, [*shared, "trainer.limit_val_batches=0", "logger=none"])
@@ -212,4 +172,4 @@ def train_recipe(words: Sequence[str], folder: Path) -> int:
     from lightning_eff.commands.train import main
 
     with (folder / REPORT_FILE).open("w", encoding="utf-8") as report, redirect_stdout(report):
-        return main([*words, f'hydra.run.dir="{folder / "run"}"', "--json"])
+        return main(parse(["train", *words, f'hydra.run.dir="{folder / "run"}"', "--json"]))

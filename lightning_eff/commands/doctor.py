@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 
-from lightning_eff.commands._shared import VerbParser, print_json
+from lightning_eff.commands._shared import print_json
 from lightning_eff.core.errors import EXIT_ENVIRONMENT, EXIT_OK
 from lightning_eff.core.text import text_table
 
-USAGE = """lightning-eff doctor [--json]
 
-Exit code 3 when something does not work, 0 otherwise; a note is something that could be better."""
-
-
-def main(arguments: Sequence[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the verb."""
-    options = VerbParser("doctor").parse_word(arguments, max_words=0)
     from lightning_eff.report.installation import inspect_machine
 
     findings = inspect_machine()

@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.commands._shared import VerbParser, print_json
+from lightning_eff.commands._shared import print_json
 from lightning_eff.core.errors import (
     EXIT_OK,
     CheckpointError,
     ConfigError,
+    UsageError,
     check_path,
     suggest_name,
 )
 from lightning_eff.core.text import human_bytes
 
-USAGE = """lightning-eff export RUN [options]
 
-  lightning-eff export outputs/lora/2026-11-21_10-00-00-000000    the adapter of that run
-  lightning-eff export lora                                       of the recipe's newest run
-  lightning-eff export lora --merge                               the model with the adapter merged in
-  lightning-eff export lm                                         of a run without adapters: its weights
-
-PEFT and transformers load the files without this package: PeftModel.from_pretrained(base, DIR),
-AutoModelForCausalLM.from_pretrained(DIR), safetensors.torch.load_model(model, DIR/model.safetensors).
-
-options:
-  --merge                 the merged model instead of the adapter
-  --checkpoint WHICH      last (the newest complete one), best (by what the run monitored) or a path
-  --out DIR               a new folder under the output root; otherwise RUN/export/adapter or RUN/export/model
-  --output-root DIR       folder of the runs (outputs)
-  --json                  print the written files as JSON
-  --debug                 full tracebacks"""
-
-
-def main(arguments: Sequence[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the verb."""
-    parser = VerbParser("export", "--merge")
-    parser.add_argument("--checkpoint", default="last")
-    parser.add_argument("--out")
-    parser.add_argument("--output-root", default="outputs")
-    options = parser.parse_word(arguments)
     if not options.word:
-        parser.error("which run? a folder, or a recipe's name for its newest run")
+        text = "export: which run? a folder, or a recipe's name for its newest run"
+        raise UsageError(text)
     named = {"--output-root": options.output_root, "RUN": options.word, "--checkpoint": options.checkpoint}
     for key, value in named.items():
         check_path(key, value)

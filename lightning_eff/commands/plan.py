@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import argparse
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -10,39 +10,19 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_eff.commands._shared import VerbParser, known_device, print_json
+from lightning_eff.commands._shared import check_device, print_json
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath, listed_options
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
-from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, ConfigError, UsageError, root_cause_line
-from lightning_eff.core.text import WIDTH, text_table
+from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, UsageError
+from lightning_eff.core.text import WIDTH, line_width, text_table
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_eff.planner.advised_recipe import Compose
-    from lightning_eff.planner.linear_layers import LinearLayers
-
-USAGE = """lightning-eff plan RECIPE [overrides] [options]
-
-  lightning-eff plan lm                                     what is on, who set it, and the memory of a step
-  lightning-eff plan lm device=rtx4090                      on another device: h100, h200, a100, b200, cpu
-  lightning-eff plan lm '+callbacks=gradient_checkpointing' with overrides, as for train
-  lightning-eff plan lm '+callbacks=triton_gemm'          which linear layers the Triton kernel takes here
-  lightning-eff plan lm '+callbacks=triton_gemm' device=h200
-                                                            and on that device
-  lightning-eff plan zero3_offload                          and the memory of each of 1 to 1,024 devices
-  lightning-eff plan lm strategy=ddp trainer.devices=8 trainer.accelerator=cpu
-                                                            the same for DDP, on a machine without 8 GPUs
-
-Exit code 5 when a combination is refused, 3 when this machine lacks something; both with a remedy.
-
-options:
-  --config-dir DIR        a folder of your own with groups and recipes, or a package of options: pkg://NAME
-  --advice                try techniques that save memory, and the largest micro-batch that fits (a minute)
-  --json                  print the rows as JSON on the standard output
-  --debug                 full tracebacks"""
+    from lightning_eff.planner.advice import Compose
+    from lightning_eff.planner.prediction import Prediction
 
 GROUP_OF = {"callbacks/optimizer_choice": "optimizer"}
 """Techniques that a recipe sets through a group of another name."""
@@ -71,18 +51,15 @@ class PlanRow:
     remedies: list[str] = field(default_factory=list[str])
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     # `device=NAME` looks like an override, and is none.
-    devices = [word.partition("=")[2] for word in arguments if word.startswith("device=")]
-    parser = VerbParser("plan", "--advice")
-    options = parser.parse_recipe([word for word in arguments if not word.startswith("device=")])
+    devices = [word.partition("=")[2] for word in options.overrides if word.startswith("device=")]
+    options.overrides = [word for word in options.overrides if not word.startswith("device=")]
     if len(devices) > 1:
         text = f"plan: expected one device, not {len(devices)}: {', '.join(devices)}"
         raise UsageError(text)
-    device = ""
-    if devices:
-        device = known_device("device=", devices[0])
+    device = check_device("device", devices[0]) if devices else ""
     path = RecipePath.of(options.config_dir)
     composed = compose_recipe(options.recipe, options.overrides, path)
     from lightning_eff.core.rules import raise_rejected
@@ -102,9 +79,11 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print_json({"recipe": options.recipe, "rows": [asdict(row) for row in rows]} | content)
     else:
-        wrap = functools.partial(textwrap.fill, width=WIDTH, subsequent_indent="  ", break_long_words=False)
-        lines = "\n\n".join(sections).splitlines()  # the tables fit already
-        sys.stdout.write("\n".join(wrap(line) if len(line) > WIDTH else line for line in lines) + "\n")
+        width = line_width(WIDTH) or WIDTH
+        for line in "\n\n".join(sections).splitlines():
+            fits = len(line) <= width  # as the lines of tables do already
+            wrapped = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False)
+            sys.stdout.write(f"{line if fits else wrapped}\n")
     raise_rejected(findings)
     if isinstance(error, PRE_RUN_ERRORS):
         raise error  # as `train` would
@@ -119,22 +98,21 @@ def _predict(
     Returns:
         The sections of the report, the same as plain values, and why the step could not be predicted.
     """
-    from lightning_eff.planner.advice import Advice, advise
-    from lightning_eff.planner.advised_recipe import AdvisedRecipe
+    from lightning_eff.planner.advice import Advice, AdvisedRecipe, advise
     from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
-    from lightning_eff.planner.dry_run import dry_run, resolve_precision
+    from lightning_eff.planner.dry_run import dry_run
     from lightning_eff.planner.sharding import sharding_table_of
 
-    division, layers = sharding_table_of(values, trainer), _layers(values, trainer, device)
+    division = sharding_table_of(values, trainer)
     memory = DeviceMemory.of(device, trainer.strategy.root_device)
-    prediction = dry_run(resolve_precision(values, memory))
+    prediction = dry_run(values, is_cuda=memory.is_cuda)
+    layers, layers_text = _layers(trainer, prediction, device)
     expected = MemoryForecast(prediction, memory, unsharded=bool(division.shares))
     if division.shares and expected.peak is not None:
         division = replace(division, passing_bytes=expected.peak.passing_bytes)
     sections = [str(expected)]
     content: dict[str, Any] = {
-        "layers": [asdict(row) for row in layers.rows],
-        "layers_about": layers.about,
+        "layers": layers,
         "division": division.rows(),
         "division_about": division.about,
         "division_assumed": division.assumed,
@@ -143,38 +121,30 @@ def _predict(
     if compose is not None:
         sys.stderr.write(" simulating techniques, for about a minute at most\n")
         with redirect_stdout(sys.stderr):
-            recipe = AdvisedRecipe.of(compose, memory)
-            advice = Advice(reason="the data gives no batch") if recipe is None else advise(recipe)
+            reason = prediction.reason
+            advice = Advice(reason=reason) if reason else advise(AdvisedRecipe.of(compose, memory))
         sections.append(str(advice))
         content["advice"] = asdict(advice)
-    sections += [str(section) for section in (layers, division) if section.about]
+    sections += [text for text in (layers_text, str(division)) if text]
     if trainer.world_size in division.shares:
         sections.append(division.verdict(trainer.world_size, memory.free_bytes, memory.name))
     return sections, content, prediction.error
 
 
-def _layers(values: dict[str, Any], trainer: pl.Trainer, device: str) -> LinearLayers:
-    """Return the linear layers that a technique takes, from a model on the meta device."""
+def _layers(trainer: pl.Trainer, prediction: Prediction, device: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the linear layers that a technique replaces, as rows and as text."""
     from lightning_eff.core.rules import trainer_components
     from lightning_eff.core.technique import name_of
-    from lightning_eff.planner import linear_layers
-    from lightning_eff.run import model_without_memory
+    from lightning_eff.planner.linear_layers import ReplacesLinearLayers, layer_rows, layer_table
 
-    takers = [c for c in trainer_components(trainer) if isinstance(c, linear_layers.ReplacesLinearLayers)]
-    if not takers:
-        return linear_layers.LinearLayers()
-    try:
-        model = model_without_memory(values)
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything, and the plan goes on
-        reason = root_cause_line(error).splitlines()[0]
-        text = f"linear layers: the model cannot be built without memory: {reason}"
-        return linear_layers.LinearLayers(text)
-    where = linear_layers.LayerTarget.of(device, trainer.strategy.root_device, str(trainer.precision))
-    name, rows = name_of(takers[0]), linear_layers.input_rows(values)
-    try:
-        return linear_layers.describe_layers(takers[0], name, model, where, rows)
-    except ConfigError as error:
-        raise error.under(name.replace("/", ".")) from error
+    takers = [each for each in trainer_components(trainer) if isinstance(each, ReplacesLinearLayers)]
+    if not takers or prediction.peak is None:
+        return [], ""
+    name = name_of(takers[0])
+    rows = layer_rows(prediction.gemms, takers[0].backend, device, trainer.strategy.root_device)
+    if not rows:
+        return [], f"{name} replaces no linear layer of this model"
+    return rows, f"linear layers of {name}\n{layer_table(rows)}"
 
 
 def _judge(

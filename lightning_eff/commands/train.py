@@ -8,14 +8,14 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_eff.commands._shared import VerbParser, print_json
-from lightning_eff.config.composition import RecipeApp, compose_recipe, recipe_app
+from lightning_eff.commands._shared import print_json
+from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath
 from lightning_eff.config.resolution import resolve_config
@@ -31,50 +31,21 @@ from lightning_eff.core.errors import (
     root_cause_line,
 )
 from lightning_eff.core.remedies import keep_overrides
-from lightning_eff.launch.job import Launch, check_sweep, check_tasks, num_ranks, shared_run_dir
-from lightning_eff.launch.watch import STOPPED, end_with_parent, train_in_subprocess, write_torchrun_error
-
-USAGE = """lightning-eff train RECIPE [overrides] [options]
-
-  lightning-eff train lm                                         a recipe as it is
-  lightning-eff train lm trainer.max_steps=50 precision=fp32     with overrides
-  lightning-eff train lm 'callbacks=[]'                          without callbacks
-  lightning-eff train lm -m 'callbacks=[],[empty_cache]'         one run for each
-  lightning-eff train lm ckpt_path=last trainer.max_steps=400    resume from the newest checkpoint
-  lightning-eff train images model._target_=my_project.Net model.width=3
-                                                                 your own model, from the current folder
-
-options:
-  -m, --multirun          one run for each combination of comma-separated values
-  -c, --cfg job|all       print the composed config and stop (--resolve, --package PATH)
-  -i, --info [WHAT]       print Hydra's information on the config and stop
-  --config-dir DIR        a folder of your own with groups and recipes, or a package of options: pkg://NAME
-  --json                  print the efficiency report as JSON on the standard output
-  --debug                 full tracebacks"""
+from lightning_eff.launch.job import RUN_DIR, Launch, check_sweep, check_tasks, num_ranks, shared_run_dir
+from lightning_eff.launch.ranks import STOPPED, end_with_parent, error_log, run_ranks, tell_parent
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the verb."""
-    parser = VerbParser("train", "--resolve")
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    parser.add_argument("--package", "-p")
-    topics = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
-    parser.add_argument("--info", "-i", nargs="?", const="all", choices=topics)
-    options = parser.parse_recipe(arguments)
     launch = Launch.of()
-    end_with_parent(torchrun=launch.by == "torchrun")
-    command_line = sys.argv[:]
-    sys.argv[:] = [sys.argv[0], "train", *arguments]  # with which Lightning starts the other ranks
+    if launch.by == "torchrun":
+        end_with_parent()
     try:
         return _train(options, launch)
     except BaseException as error:
-        is_failure = exit_code(error) not in (EXIT_OK, *STOPPED)
-        if is_failure and write_torchrun_error(launch, error) and launch.rank:
+        if exit_code(error) not in (EXIT_OK, *STOPPED) and tell_parent(error):
             error.__dict__["is_reported"] = True
         raise
-    finally:
-        sys.argv[:] = command_line
 
 
 def _train(options: argparse.Namespace, launch: Launch) -> int:
@@ -82,18 +53,22 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
         check_sweep(launch, options.recipe, options.overrides, as_json=options.json)
     path = RecipePath.of(options.config_dir)
     with recipe_app(options.recipe, options.overrides, path) as app:
+        if (options.cfg or options.info) and not options.multirun:
+            app.check()
+            app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
+            return EXIT_OK  # without a handler for logs: Hydra adds one, and would print twice
         _configure_logging(launch)  # imports Lightning: not for a recipe that does not exist
         job = _Job(app.recipe, app.path, app.chain)
         if options.multirun:
             app.check_sweep()
             app.sweep(job)
-        elif options.cfg or options.info:
-            app.check()
-            app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
-            return EXIT_OK
         else:
-            run_dir = job.prepare(app, options.overrides)
-            app.run(job, run_dir, save_config=not launch.rank)
+            composed = app.check()
+            if _starts_ranks(composed.values):
+                job.reports.append(job.run_ranks(composed.values, options.overrides, composed.run_dir))
+            else:
+                run_dir = job.prepare(app, composed, options.overrides)
+                app.run(job, run_dir, save_config=not launch.rank)
     if options.json and not launch.rank:
         print_json(job.reports[0] if len(job.reports) == 1 else {"rows": job.reports})
     for failure in job.failures[1:]:
@@ -104,19 +79,26 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
 
 
 def _configure_logging(launch: Launch) -> None:
-    """Print each message once: on rank 0, and not by Lightning's handler in addition to the root's."""
+    """Print each message once: on rank 0, by the root's handler and not by Lightning's too."""
     form = f"rank {launch.rank}: %(message)s" if launch.rank else "%(message)s"
     logging.basicConfig(level=logging.ERROR if launch.rank else logging.WARNING, format=form)
     logging.getLogger("lightning_eff").setLevel(logging.WARNING if launch.rank else logging.INFO)
     import lightning
 
     logging.getLogger(lightning.__name__).handlers.clear()
+    if launch.rank or RUN_DIR in os.environ:  # composed by another process, which has said so
+        logging.getLogger("lightning_eff.config.resolution").setLevel(logging.ERROR)
     if launch.rank:
         library = ("lightning", "lightning.fabric", "lightning.pytorch", "torch")
-        for name in (*library, "lightning_eff.config.resolution"):
+        for name in library:
             logging.getLogger(name).setLevel(logging.ERROR)
         for category in (NoEffectWarning, ConflictWarning, SlowPathWarning):
             warnings.simplefilter("ignore", category)
+
+
+def _starts_ranks(values: Mapping[str, Any]) -> bool:
+    """Return whether a run has several ranks, which nobody has started."""
+    return not Launch.of().by and num_ranks(values["trainer"]) > 1
 
 
 class _Job:
@@ -135,9 +117,13 @@ class _Job:
         self._memory = host_memory.host_memory_limit()
         self._home_pid = os.getpid()
 
-    def prepare(self, app: RecipeApp, overrides: Sequence[str]) -> Path:
-        """Compose, check and build the only run before Hydra creates its folder; return the folder."""
-        composed = app.check()
+    def run_ranks(self, values: Mapping[str, Any], overrides: Sequence[str], folder: Path) -> dict[str, Any]:
+        """Run each rank in a process of its own, which composes its config once more; return the report."""
+        words = [self.recipe, *overrides, *self.path.options()]
+        return run_ranks(words, folder, values["trainer"])
+
+    def prepare(self, app: RecipeApp, composed: Composed, overrides: Sequence[str]) -> Path:
+        """Build the only run before Hydra creates its folder; return the folder."""
         from lightning_eff import run  # takes seconds: after everything that is rejected without it
 
         launch = Launch.of()
@@ -174,8 +160,9 @@ class _Job:
         try:
             self.reports.append(self._run(cfg, overrides, folder))
         except BaseException as error:  # noqa: BLE001 - Hydra would print its own frames around Ctrl-C too
-            if exit_code(error) != EXIT_OK and not error.__dict__.get("is_reported"):
-                path = folder / "error.log"
+            path = error_log(folder, Launch.of().rank)
+            is_new = not (error.__dict__.get("is_reported") or path.exists())  # else a rank has written it
+            if exit_code(error) != EXIT_OK and is_new:
                 path.write_text("".join(traceback.format_exception(error)))
                 error.__dict__["error_log"] = str(path)
             self.failures.append(self._explain(error, overrides))
@@ -184,21 +171,18 @@ class _Job:
 
     def _run(self, cfg: DictConfig, overrides: list[str], folder: Path) -> dict[str, Any]:
         from lightning_eff import run
-        from lightning_eff.launch.supervisor import RankSupervisor
+        from lightning_eff.launch.stop import ended_together
 
         launch, prepared = Launch.of(), self._prepared
         self._prepared = None  # the run's tensors have no other owner
         if prepared is None:
             values = resolve_config(cfg, parse_overrides(overrides), self.chain)
             check_tasks(values["trainer"], launch)
-            if launch.num_tasks is None and num_ranks(values["trainer"]) > 1:
-                # Lightning starts the other ranks with the command line of rank 0, which is the sweep's: this
-                # run gets a process with a command line of its own, and composes its config there once more.
-                here = f'hydra.run.dir="{folder}"'
-                return train_in_subprocess(self.recipe, [*overrides, here], self.path.options(), folder)
+            if _starts_ranks(values):
+                return self.run_ranks(values, overrides, folder)
             self._memory = host_memory.host_memory_limit()
             prepared = run.build(values, recipe=self.recipe, run_dir=folder)
-        with RankSupervisor(prepared.trainer, prepared.run_dir, launch):
+        with ended_together(prepared.trainer, prepared.run_dir, launch):
             return prepared.fit()
 
     def _explain(self, error: BaseException, overrides: Sequence[str]) -> BaseException:

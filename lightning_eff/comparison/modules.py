@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import inspect
 import json
-import pickle  # to distinguish values: nothing is unpickled here
+import pickle  # to find out what cannot reach another process: nothing is unpickled here
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,6 @@ def compare(
     rounds: int = 3,
     limit_s: float = 180.0,
     seed: int = 1,
-    folder: str | Path | None = None,
 ) -> list[ComparisonRow]:
     """Train a module for a few steps under each set of Trainer keywords; return one row of figures for each.
 
@@ -48,7 +44,6 @@ def compare(
         rounds: Number of times that each trial runs.
         limit_s: Seconds after which a trial is killed; after a third it starts no more steps.
         seed: Of each process before it builds.
-        folder: For the results; results in it are reused. None for a temporary one.
 
     Raises:
         ConfigError: `max_steps` or `rounds` is too small, or `build` cannot be called in another process.
@@ -61,30 +56,21 @@ def compare(
     for key, value, least in (("max_steps", max_steps, 6), ("rounds", rounds, 1)):
         if value < least:
             raise ConfigError(key=key, value=value, allowed=f"at least {least}")
-    max_time = {"seconds": limit_s * TRAINING_FRACTION}
-    planned: list[Trial] = []
-    for name, own in {BASELINE: {}, **trials}.items():
-        keywords = {"max_steps": max_steps, **own}
-        train = functools.partial(train_module, build, {"max_time": max_time, **keywords}, seed)
-        planned.append(Trial(name, [f"digest={_digest(build, keywords, seed)}"], train))
-    temporary = tempfile.TemporaryDirectory(prefix="compare-") if folder is None else nullcontext(folder)
-    with temporary as results:
+    shared = {"max_time": {"seconds": limit_s * TRAINING_FRACTION}, "max_steps": max_steps}
+    planned = [
+        Trial(name, [], functools.partial(train_module, build, {**shared, **own}, seed))
+        for name, own in {BASELINE: {}, **trials}.items()
+    ]
+    try:
+        pickle.dumps([trial.train for trial in planned])
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        allowed = f"a function of a module or script, and keywords that another process can receive ({error})"
+        raise ConfigError(key="build", value=getattr(build, "__qualname__", build), allowed=allowed) from None
+    with tempfile.TemporaryDirectory(prefix="compare-") as results:
         comparison = TrialRounds(Path(results), limit_s)
         for number in range(1, rounds + 1):
             comparison.run_round(number, planned)
         return comparison.table_rows()
-
-
-def _digest(build: Callable[..., Any], keywords: Mapping[str, Any], seed: int) -> str:
-    """Return a digest of what a trial runs, with the source file of `build`: other code has other results."""
-    try:
-        content = pickle.dumps((build, dict(keywords), seed))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        allowed = f"a function of a module or script, and keywords that another process can receive ({error})"
-        raise ConfigError(key="build", value=getattr(build, "__qualname__", build), allowed=allowed) from None
-    with suppress(TypeError, OSError):  # a builtin has no file
-        content += Path(inspect.getfile(getattr(build, "func", build))).read_bytes()
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def train_module(

@@ -22,13 +22,7 @@ SLOW_FIRST_BATCH_S = 5.0
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The outcome of one trial in one round, from one process.
-
-    Args:
-        status: `measured`, `not run` or `failed`.
-        reason: Why it was not measured, in one line.
-        report: The efficiency report; empty unless measured.
-    """
+    """The outcome of one trial in one round: status, why it was not measured, and the efficiency report."""
 
     status: str
     reason: str = ""
@@ -37,18 +31,16 @@ class TrialResult:
 
 @dataclass
 class ComparisonRow:
-    """A row of the table; a figure that is missing is None.
+    """A row of the table; ratios are to the baseline, and a figure that is missing is None.
 
     Args:
         technique: Name of the trial.
         status: `measured`, `not run` or `failed`.
         reason: Why it was not measured, or a remark.
-        overrides: Those that turn the recipe into this trial; a digest if a script compares.
+        overrides: Those that turn the recipe into this trial.
         samples_per_s: Of the fastest round.
         samples_per_s_spread: How much slower the slowest round was.
-        speed_ratio: To the baseline.
         peak_bytes: Live bytes on a CPU, `max_memory_allocated` on a GPU.
-        peak_ratio: To the baseline.
         losses: Step and loss.
         loss: Mean over the last quarter of the steps.
         loss_difference: To the baseline, over the last quarter of the steps that both have.
@@ -80,7 +72,6 @@ def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialRes
         return ComparisonRow(name, last.status, last.reason, overrides)
 
     def figures(key: str) -> list[Any]:
-        """Return a figure of each round that has it."""
         return [value for result in measured if (value := result.report["measured"].get(key))]
 
     rates = figures("samples_per_s")
@@ -101,7 +92,7 @@ def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialRes
 
 
 def _remark(name: str, results: Sequence[TrialResult], ledger: Sequence[Mapping[str, Any]]) -> str:
-    """Return which rounds failed, or which techniques had no effect; empty if there is neither."""
+    """Return which rounds failed, or which techniques had no effect."""
     failed = [result.reason for result in results if result.status == FAILED]
     if failed:
         return f"{len(failed)} of {len(results)} rounds failed: {failed[0]}"
@@ -145,12 +136,7 @@ def comparison_table(rows: Sequence[ComparisonRow]) -> str:
 
 
 def describe_noise(rows: Sequence[ComparisonRow]) -> str:
-    """Return a sentence on how much rounds of the same trial differ; empty if nothing was measured.
-
-    Example:
-        >>> describe_noise([ComparisonRow("x", MEASURED, samples_per_s=10.0, samples_per_s_spread=2.0)])
-        'Rounds of a trial differ by 20% here (median): smaller differences in speed are noise.'
-    """
+    """Return a sentence on how much rounds of the same trial differ; empty if nothing was measured."""
     rates = [(row.samples_per_s, row.samples_per_s_spread) for row in rows if row.samples_per_s]
     spreads = [spread / rate for rate, spread in rates if spread is not None]
     if spreads:

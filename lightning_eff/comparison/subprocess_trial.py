@@ -42,16 +42,7 @@ TrainTrial = Callable[[Path], int]
 
 
 def run(train: TrainTrial, *, folder: Path, limit_s: float) -> TrialResult:
-    """Run a trial in a process of its own.
-
-    Args:
-        train: Called with `folder`; must be picklable.
-        folder: Created if needed; what the process prints goes to a file there.
-        limit_s: Seconds after which the process is killed.
-
-    Raises:
-        KeyboardInterrupt: The user has stopped the comparison; the process is killed first.
-    """
+    """Call `train(folder)` in a process that is killed after `limit_s` seconds, and on Ctrl-C."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -62,12 +62,7 @@ def bare_trial(values: Mapping[str, Any], override: str = "", technique: str = "
 
 
 def global_batch_size(values: Mapping[str, Any]) -> int:
-    """Return the samples of an optimizer step on all devices, 0 if the data has no `batch_size`.
-
-    Example:
-        >>> global_batch_size({"trainer": {"accumulate_grad_batches": 4}, "data": {"batch_size": 8}})
-        32
-    """
+    """Return the samples of an optimizer step on all devices, 0 if the data has no `batch_size`."""
     batch_size = values["data"].get("batch_size")
     if not isinstance(batch_size, int):
         return 0
@@ -86,29 +81,20 @@ def num_ranks(values: Mapping[str, Any]) -> int:
 
 def helpful(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return which techniques are faster or smaller than the baseline at the same loss, the best first."""
-    helped: list[ComparisonRow] = []
+    helped: dict[str, float] = {}
     for row in rows:
+        speed, peak = row.speed_ratio or 1.0, row.peak_ratio or 1.0
         is_same = row.loss is None or abs(row.loss_difference or 0.0) <= SAME_LOSS * abs(row.loss)
-        is_better = (row.speed_ratio or 1.0) > FASTER or (row.peak_ratio or 1.0) < SMALLER
-        if row.status == MEASURED and not row.reason and is_same and is_better:
-            helped.append(row)
-    helped.sort(key=lambda row: (row.peak_ratio or 1.0) / (row.speed_ratio or 1.0))
-    return [row.technique for row in helped if row.technique not in (BASELINE, AS_IT_IS)]
+        has_effect = row.status == MEASURED and not row.reason and row.technique not in (BASELINE, AS_IT_IS)
+        if has_effect and is_same and (speed > FASTER or peak < SMALLER):
+            helped[row.technique] = peak / speed
+    return sorted(helped, key=helped.__getitem__)
 
 
 def combine_trials(helped: Sequence[list[str]], is_allowed: Callable[[list[str]], bool]) -> list[str] | None:
-    """Return one trial of all that helped alone: the best first, and each further one that is allowed.
+    """Return one trial of all that helped alone, the best first, and each further one that the rules allow.
 
-    Args:
-        helped: Trials of one technique each, the most helpful first.
-        is_allowed: Whether the rules accept a combination.
-
-    Returns:
-        The combination; None if it would repeat one of `helped`.
-
-    Example:
-        >>> combine_trials([["callbacks=[a]"], ["precision=b"]], lambda trial: True)
-        ['callbacks=[a]', 'precision=b']
+    None if it would repeat one of `helped`, which has a trial for each technique, the most helpful first.
     """
     best = next(iter(helped), [])
     for trial in helped[1:]:

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning_eff.adapters import adapter_checkpoint as adapter_state
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.checkpoint import sharded
-from lightning_eff.checkpoint.digest import check_regular, read_with, verify
+from lightning_eff.checkpoint.digest import read_with, verify
 from lightning_eff.checkpoint.safe_load import LIGHTNING_VERSION, load_plain
 from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.config.strict_yaml import read_yaml
@@ -25,18 +25,10 @@ RESOLVED = "resolved.yaml"
 
 
 def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
-    """Return the checkpoint to resume from.
-
-    Args:
-        ckpt_path: None for none, a path, or `last` for the newest complete one below `folder`.
-        folder: Where the runs of one recipe lie.
+    """Return the checkpoint to resume from: a path, or `last` for the newest complete one below `folder`.
 
     Raises:
         ConfigError: There is none.
-
-    Example:
-        >>> find_checkpoint(None, Path("outputs/lm")) is None
-        True
     """
     if ckpt_path is None:
         return None
@@ -66,10 +58,6 @@ def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str,
 
     Raises:
         ConfigError: The base is not a path, or damaged.
-
-    Example:
-        >>> with_base({"callbacks": {}}, None)
-        {'callbacks': {}}
     """
     base = _base_in(values)
     if base is None:
@@ -104,7 +92,7 @@ def _read_without_tensors(path: Path, key: str, value: str) -> Any:
     """Return a checkpoint's content, its digest verified, with tensors on the meta device."""
     try:
         if key == BASE and path.suffix == ".safetensors":
-            return check_regular(path)  # it has no digest; stored_weights.py reads it
+            return read_with(path, lambda _: None)  # it has no digest; stored_weights.py reads it
         if path.is_dir():
             return sharded.verified_index(path).checkpoint
         read_with(path, verify)
@@ -136,18 +124,17 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
         )
         raise CheckpointError(text)
     counts = {key: count for key, count in saved.items() if isinstance(count, int)}
-    step, limit = counts.get("global_step", 0), trainer.max_steps
-    if 0 <= limit <= step:
-        allowed = f"more than the {step} steps that {path} has already trained"
-        remedies = [f"trainer.max_steps={2 * step}"]
-        raise ConfigError(key="trainer.max_steps", value=limit, allowed=allowed, remedies=remedies)
-    epochs, max_epochs = counts.get("epoch", 0) + 1, trainer.max_epochs
     progress = nested_dict(saved, "loops", "fit_loop", "epoch_loop.batch_progress")
-    is_mid_epoch = not progress.get("is_last_batch", True)
-    if limit == -1 and max_epochs is not None and 0 <= max_epochs <= epochs and not is_mid_epoch:
-        allowed = f"more than the {epochs} epochs that {path} has already trained"
-        remedies = [f"trainer.max_epochs={2 * epochs}"]
-        raise ConfigError(key="trainer.max_epochs", value=max_epochs, allowed=allowed, remedies=remedies)
+    by_epochs = trainer.max_steps == -1 and progress.get("is_last_batch", True)  # a whole epoch was trained
+    done = {"steps": counts.get("global_step", 0), "epochs": counts.get("epoch", 0) + 1}
+    for unit, limit in {
+        "steps": trainer.max_steps,
+        "epochs": trainer.max_epochs if by_epochs else None,
+    }.items():
+        if limit is not None and 0 <= limit <= done[unit]:
+            allowed = f"more than the {done[unit]} {unit} that {path} has already trained"
+            key = f"trainer.max_{unit}"
+            raise ConfigError(key, limit, allowed=allowed, remedies=[f"{key}={2 * done[unit]}"])
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:

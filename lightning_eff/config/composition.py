@@ -78,13 +78,9 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class Composed:
-    """A recipe with its overrides, composed and checked.
+    """A recipe with its overrides, composed and checked: plain, resolved values.
 
-    Args:
-        values: Plain dictionaries, lists and numbers, resolved: what is instantiated.
-        run_dir: The run's folder, absolute, not created yet.
-        has_default_run_dir: Whether the folder is named by the time of day, and not by the user.
-        chain: The recipe and the recipes that it builds on.
+    The run's folder is absolute and not created yet; by default it is named by the time of day.
     """
 
     values: dict[str, Any]
@@ -95,11 +91,6 @@ class Composed:
 
 def compose_recipe(recipe: str, overrides: Sequence[str], path: RecipePath | None = None) -> Composed:
     """Compose and check one run; nothing is created or instantiated.
-
-    Args:
-        recipe: Name of a file in recipes/ or in a folder of `path`, without its suffix.
-        overrides: In Hydra's grammar, without sweeps.
-        path: Folders of the user's own.
 
     Raises:
         UsageError: Hydra cannot compose it: an unknown recipe, option or key, or a malformed override.
@@ -112,13 +103,11 @@ def compose_recipe(recipe: str, overrides: Sequence[str], path: RecipePath | Non
 
 @contextmanager
 def recipe_app(recipe: str, overrides: Sequence[str], path: RecipePath | None = None) -> Generator[RecipeApp]:
-    """Start Hydra for one recipe, also inside a job of another Hydra app.
-
-    The arguments are those of `compose_recipe`; the overrides may be a sweep's.
-    """
+    """Start Hydra for one recipe, also inside a job of another Hydra app; the overrides may be a sweep's."""
     path = path or RecipePath()
-    parsed = parse_overrides([*overrides, *path.overrides(recipe)])
+    parsed = parse_overrides(overrides)
     chain = read_chain(recipe, path, parsed)
+    parsed += parse_overrides(path.overrides(recipe))
     register()
     # Hydra allows one app and one config at a time: those of an outer job are put aside.
     outer_hydra, outer_config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
@@ -158,7 +147,7 @@ class RecipeApp:
         return self._check(self.config(), self._parsed, run_dir)
 
     def config(self) -> DictConfig:
-        """Return the run's config as Hydra composed it."""
+        """Return the config as Hydra composed it."""
         if self._cfg is None:
             self._cfg = self._compose(self._lines)
         return self._cfg
@@ -233,7 +222,6 @@ class _SharedLoader:
         vars(loader)["load_configuration"] = self
 
     def compose(self, recipe: str, overrides: list[str], mode: RunMode) -> DictConfig:
-        """Compose, and keep the result for Hydra."""
         # The class's method: a bound one would be this object after a launcher has pickled it.
         load: Any = type(self._loader).load_configuration
         cfg: DictConfig = load(self._loader, recipe, overrides, mode, from_shell=False)
@@ -245,7 +233,7 @@ class _SharedLoader:
         return cfg
 
     def __call__(self, config_name: str, overrides: list[str], run_mode: RunMode, **_: bool) -> DictConfig:
-        """Return what was composed for a check, or compose what a sweeper plugin has chosen."""
+        # What was composed for a check, or what a sweeper plugin has chosen since.
         cfg = self._composed.get((config_name, *overrides))
         cfg = self.compose(config_name, overrides, run_mode) if cfg is None else cfg
         return copy.deepcopy(cfg)  # Hydra changes the config that it runs, and a sweep may repeat a job

@@ -17,11 +17,7 @@ WRITTEN_NAMES = ("name", "version", "filename", "sub_dir")
 
 
 def check_inside(key: str, value: str, root: Path) -> None:
-    """Reject a path that is not below `root` once symbolic links are followed.
-
-    Raises:
-        ConfigError: It is elsewhere, or not a path.
-    """
+    """Reject a path that is not below `root` once symbolic links are followed."""
     check_path(key, value)
     resolved = Path(value).resolve()
     if not resolved.is_relative_to(root):
@@ -30,11 +26,7 @@ def check_inside(key: str, value: str, root: Path) -> None:
 
 
 def check_folders(values: Mapping[str, Any], root: Path) -> None:
-    """Reject folders outside `root`, names that lead out of their folder, and a root without write access.
-
-    Raises:
-        ConfigError: The config has one of these; the error names its key.
-    """
+    """Reject folders outside `root`, names that lead out of their folder, and a root without write access."""
     check_path("output_root", root)
     for path, key, value in walk_leaves(values):
         if not isinstance(value, str):

@@ -1,8 +1,7 @@
-"""Check the classes in Hydra's own section: only plugins, callbacks and log handlers are allowed."""
+"""Check Hydra's own section: it may name installed plugins and a sweeper's sampler, and no other class."""
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,57 +16,37 @@ from lightning_eff.config.validate import walk_leaves
 from lightning_eff.core.errors import ConfigError, suggest_name
 
 HYDRA_PLUGINS: Mapping[str, type[Plugin]] = {"hydra.launcher": Launcher, "hydra.sweeper": Sweeper}
-HYDRA_BASES = {
-    "hydra.callbacks": "hydra.experimental.callback.Callback",
-    "hydra.sweeper.sampler": "optuna.samplers.BaseSampler",
-}
-"""Base class of the remaining classes in Hydra's section, by their path."""
+SAMPLER, SAMPLER_BASE = "hydra.sweeper.sampler", "optuna.samplers.BaseSampler"
+LOG_CLASSES = re.compile(r"hydra\.(job|hydra)_logging\.(handlers|formatters|filters)\.")
+"""What Python's logging builds of the classes that it is told, or writes to a file."""
 _MAKES_A_MAPPING = re.compile(r"\$\{(?!(now|hydra|oc\.env|python_version):|[\w.@/\[\]]+\})")
 """An interpolation whose resolver may return a mapping, and so a `_target_`; the excluded ones do not."""
 
 
 def check_hydra(section: Any) -> None:
-    """Check the classes in Hydra's own section, not resolved: plugins, callbacks and log handlers.
+    """Check the classes in Hydra's own section, which is not resolved yet.
 
     Raises:
-        ConfigError: A class has another base or is not expected there, depends on a resolver, or a log
-            configuration names a factory.
+        ConfigError: A class is not expected there, is no plugin, or depends on a resolver.
     """
-    callbacks = section.get("callbacks") or {}
-    if not isinstance(callbacks, Mapping):
-        raise ConfigError(key="hydra.callbacks", value=callbacks, allowed="callbacks by name")
-    nodes = {f"hydra.callbacks.{name}": node for name, node in callbacks.items() if node is not None}
-    nodes |= {path: section.get(path.rpartition(".")[2]) for path in HYDRA_PLUGINS}
-    for path, node in nodes.items():
-        _check_target(path, node.get("_target_") if isinstance(node, Mapping) else node)
-    for path, key, value in walk_leaves(section, "hydra"):
-        owner = path.removesuffix("._target_")
-        if key == "_target_" and owner not in nodes:
-            _check_target(owner, value)
-        elif isinstance(value, str) and _MAKES_A_MAPPING.match(value):
-            raise ConfigError(path, value, allowed="a value, or the name of one in ${}")
-        if not path.startswith(("hydra.job_logging", "hydra.hydra_logging")):
-            continue
-        if key == "()":
-            raise ConfigError(path, value, allowed="no factory in a log configuration")
-        if key == "class" and not issubclass(resolve_class(path, value), logging.Handler):
-            raise ConfigError(path, value, allowed="a class derived from logging.Handler")
-        if key == "filename" and not re.fullmatch(r"\$\{hydra\.runtime\.output_dir\}/[^/]+", str(value)):
-            allowed = "a file ${hydra.runtime.output_dir}/NAME in the run's folder"
-            raise ConfigError(path, value, allowed=allowed)
-
-
-def _check_target(path: str, target: object) -> None:
-    key, kind = f"{path}._target_", HYDRA_PLUGINS.get(path)
-    if kind is not None:
+    for name, kind in HYDRA_PLUGINS.items():
+        node = section.get(name.rpartition(".")[2])
+        target = node.get("_target_") if isinstance(node, Mapping) else node
         known = [f"{plugin.__module__}.{plugin.__name__}" for plugin in Plugins.instance().discover(kind)]
         if target not in known:
             hint = suggest_name(str(target), known)
             allowed = f"a {kind.__name__} that is installed as a Hydra plugin; {hint}"
+            key = f"{name}._target_"
             raise ConfigError(key, target, allowed=allowed)
-        return
-    base = HYDRA_BASES.get(re.sub(r"^hydra\.callbacks\.[^.]+$", "hydra.callbacks", path))
-    if base is None:
-        raise ConfigError(key, target, allowed="no class here")
-    if not issubclass(resolve_class(path, target), resolve_class(path, base)):
-        raise ConfigError(key, target, allowed=f"a class derived from {base}")
+    for path, key, value in walk_leaves(section, "hydra"):
+        owner = path.removesuffix("._target_")
+        if isinstance(value, str) and _MAKES_A_MAPPING.match(value):
+            raise ConfigError(path, value, allowed="a value, or the name of one in ${}")
+        if LOG_CLASSES.match(path) or (key == "_target_" and owner not in (*HYDRA_PLUGINS, SAMPLER)):
+            raise ConfigError(path, value, allowed="no class here")
+        if (
+            key == "_target_"
+            and owner == SAMPLER
+            and not issubclass(resolve_class(owner, value), resolve_class(owner, SAMPLER_BASE))
+        ):
+            raise ConfigError(path, value, allowed=f"a class derived from {SAMPLER_BASE}")

@@ -40,28 +40,6 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
-def recipe_and_overrides(verb: str, words: Sequence[str]) -> tuple[str, list[str]]:
-    """Split the words after a verb and its options.
-
-    Raises:
-        UsageError: There is an unknown option, no recipe, or more than one.
-
-    Example:
-        >>> recipe_and_overrides("train", ["seed=2", "lm", "~callbacks"])
-        ('lm', ['seed=2', '~callbacks'])
-    """
-    unknown = [word for word in words if word.startswith("-")]
-    if unknown:
-        text = f"{verb}: unknown option {unknown[0]!r}; lightning-eff {verb} --help lists the options"
-        raise UsageError(text)
-    recipes = [word for word in words if "=" not in word and not word.startswith("~")]
-    if len(recipes) != 1:
-        found = f"one recipe, not {len(recipes)}: {' '.join(recipes)}" if recipes else "a recipe"
-        text = f"{verb}: expected {found}; lightning-eff ls lists the recipes"
-        raise UsageError(text)
-    return recipes[0], [word for word in words if word != recipes[0]]
-
-
 def allow_new_keys(
     overrides: Sequence[Override], *, listed: Collection[str] = MULTI_CHOICE_GROUPS
 ) -> list[str]:
@@ -75,10 +53,8 @@ def allow_new_keys(
         listed: Groups of several options that the recipe lists; the others get `+`.
 
     Example:
-        >>> allow_new_keys(parse_overrides(["trainer.max_time=00:01:00:00", "seed=3", "~callbacks"]))
-        ['++trainer.max_time=00:01:00:00', 'seed=3', '~callbacks']
-        >>> allow_new_keys(parse_overrides(["callbacks=[a]"]), listed=[])
-        ['+callbacks=[a]']
+        >>> allow_new_keys(parse_overrides(["trainer.max_time=00:01:00:00", "callbacks=[a]"]), listed=[])
+        ['++trainer.max_time=00:01:00:00', '+callbacks=[a]']
     """
     lines: list[str] = []
     for item in overrides:

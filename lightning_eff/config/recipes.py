@@ -2,66 +2,44 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
-from omegaconf import ListConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from lightning_eff.config.strict_yaml import MAX_DEPTH, YamlDocument, file_error, is_file, read_yaml
+from lightning_eff.config.strict_yaml import MAX_DEPTH, file_error, is_file, read_yaml
 from lightning_eff.core.catalog import CONF, RECIPES
 from lightning_eff.core.errors import ConfigError, UsageError, check_path, suggest_name
 
-PACKAGE, FOLDER = "pkg://", "file://"
-"""How Hydra's search path marks a Python package, which Hydra imports, and a folder."""
+FOLDER = "file://"
+"""How Hydra's search path marks a folder."""
 SEARCH_PATH = "hydra.searchpath"
 
 
 @dataclass(frozen=True)
 class RecipePath:
-    """Where recipes and options are searched: the user's folders first, then this package's.
-
-    Args:
-        folders: Folders from `--config-dir`.
-        packages: Python packages from `--config-dir`, as `pkg://NAME`.
-    """
+    """Where recipes and options are searched: the user's folders first, then this package's."""
 
     folders: tuple[Path, ...] = ()
-    packages: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, entries: Sequence[str]) -> RecipePath:
-        """Return the path for the values of `--config-dir`; all of them must exist.
-
-        Raises:
-            UsageError: A folder or package does not exist.
-            ConfigError: A value is not a path.
-        """
-        packages = tuple(entry for entry in entries if entry.startswith(PACKAGE))
-        folders = [entry for entry in entries if entry not in packages]
-        for package in packages:
-            try:  # imports the package's parents, not the package itself
-                spec = importlib.util.find_spec(package.removeprefix(PACKAGE).replace("/", "."))
-            except (ImportError, ValueError):
-                spec = None
-            if spec is None or spec.submodule_search_locations is None:
-                text = f"--config-dir {package}: no such package"
+        """Return the path for the values of `--config-dir`, which must be existing folders."""
+        for entry in entries:
+            check_path("--config-dir", entry)
+            if not Path(entry).is_dir():
+                text = f"--config-dir {entry}: no such folder"
                 raise UsageError(text)
-        for folder in folders:
-            check_path("--config-dir", folder)
-            if not Path(folder).is_dir():
-                text = f"--config-dir {folder}: no such folder"
-                raise UsageError(text)
-        return cls(tuple(Path(folder).resolve() for folder in folders), packages)
+        return cls(tuple(Path(entry).resolve() for entry in entries))
 
     def options(self) -> list[str]:
         """Return the command-line options that stand for this path."""
-        entries = [*map(str, self.folders), *self.packages]
-        return [word for entry in entries for word in ("--config-dir", entry)]
+        return [word for folder in self.folders for word in ("--config-dir", str(folder))]
 
     def names(self) -> list[str]:
         """Return the names of all recipes."""
@@ -73,9 +51,8 @@ class RecipePath:
         return next(found, RECIPES)
 
     def overrides(self, recipe: str) -> list[str]:
-        """Return the override that adds the remaining folders and packages to Hydra's search path."""
+        """Return the override that adds the remaining folders to Hydra's search path."""
         others = [f"{FOLDER}{folder}" for folder in self.folders if folder != self.folder_of(recipe)]
-        others += self.packages
         return [f"{SEARCH_PATH}={json.dumps(others)}"] if others else []
 
 
@@ -85,7 +62,7 @@ class RecipeChain:
 
     Args:
         recipes: Name and defaults list of each; a later choice of a group comes first.
-        missing: Each file that is listed but does not exist, with FILE:LINE of the entry.
+        missing: FILE:LINE of each entry that names no file.
     """
 
     recipes: Sequence[tuple[str, Sequence[Any]]] = ()
@@ -99,16 +76,11 @@ class RecipeChain:
 
 
 def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()) -> RecipeChain:
-    """Read the files that Hydra is going to compose.
-
-    Args:
-        recipe: Its name.
-        path: Where it is searched.
-        overrides: The options that these choose are read too.
+    """Read the files that Hydra is going to compose, options that the overrides choose among them.
 
     Raises:
         UsageError: There is no such recipe; a file cannot be read, or builds on itself, with file and line.
-        ConfigError: Hydra's search path has a package that the user did not name.
+        ConfigError: It sets Hydra's search path, which may name packages: Hydra would import them.
     """
     overrides = list(overrides)
     main = path.folder_of(recipe)
@@ -117,63 +89,54 @@ def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()
         hint = " (--config-dir DIR adds a folder of your own)" if not path.folders else ""
         text = f"recipe {recipe!r} does not exist: {suggest_name(recipe, path.names())}{hint}"
         raise UsageError(text)
+    walk = _Walk([main, CONF, RECIPES, *path.folders])
     searched = [item.value() for item in overrides if item.key_or_group == SEARCH_PATH]
-    documents: dict[Path, YamlDocument] = {}
     if is_file(primary):
-        documents[primary] = read_yaml(primary, expect_mapping=True)
-        content = OmegaConf.create(documents[primary].content)
-        selected = OmegaConf.select(content, SEARCH_PATH)  # with interpolations resolved, as in Hydra
-        searched.append(list(selected) if isinstance(selected, ListConfig) else selected)
-    folders = [main, CONF, RECIPES]
-    for entry in [entry for entries in searched if isinstance(entries, list) for entry in entries]:
-        folder = Path(str(entry).removeprefix(FOLDER))
-        check_path(SEARCH_PATH, folder)
-        if not folder.is_dir() and entry not in path.packages:
-            allowed = "folders, or packages that --config-dir names: Hydra imports a package that it searches"
-            remedies = [f"--config-dir {entry}"] if str(entry).startswith(PACKAGE) else []
-            raise ConfigError(SEARCH_PATH, entry, allowed=allowed, remedies=remedies)
-        folders.append(folder)
+        content = OmegaConf.create(walk.read(primary, expect_mapping=True).content)
+        searched.append(OmegaConf.select(content, SEARCH_PATH))  # with interpolations resolved, as in Hydra
+    for value in searched:
+        if value is not None:
+            raise ConfigError(SEARCH_PATH, value, allowed="nothing here: --config-dir DIR adds a folder")
     chosen = [
         f"{item.key_or_group}/{name}"
         for item in overrides
         for name in _as_list(item.value())
         if isinstance(name, str) and "." not in item.key_or_group
     ]
-    walk = _Walk(folders, documents)
     visited = [pair for name in (recipe, *chosen) for pair in walk.visit(name)]
-    recipes = [(name, [entry for _, entry in doc.defaults]) for name, doc in visited if "/" not in name]
+    recipes = [(name, [entry for _, entry in defaults]) for name, defaults in visited if "/" not in name]
     return RecipeChain(recipes, walk.missing)
 
 
-@dataclass(frozen=True)
 class _Walk:
     """Reads files and the files in their defaults lists, each once, from folders in search order."""
 
-    folders: Sequence[Path]
-    documents: Mapping[Path, YamlDocument]
-    done: set[str] = field(default_factory=set[str])
-    missing: dict[str, str] = field(default_factory=dict[str, str])
+    def __init__(self, folders: list[Path]) -> None:
+        self.folders = folders
+        self.missing: dict[str, str] = {}
+        self.read = cache(read_yaml)
+        self._done: set[str] = set()
 
     def visit(
         self, name: str, ancestors: tuple[str, ...] = (), listed_at: str | None = None
-    ) -> Iterator[tuple[str, YamlDocument]]:
-        """Yield a file and the files that it lists, last entry first; nothing for one that does not exist."""
+    ) -> Iterator[tuple[str, Sequence[tuple[int, Any]]]]:
+        """Yield each file's name and defaults list, last entry first; nothing for one that does not exist."""
         files = (folder / f"{name.removesuffix('.yaml')}.yaml" for folder in self.folders)
         file = next((candidate for candidate in files if is_file(candidate)), None)
         if file is None and listed_at is not None:
             self.missing[name] = listed_at
-        if file is None or name in self.done:
+        if file is None or name in self._done:
             return
-        document = self.documents.get(file) or read_yaml(file, expect_mapping="/" not in name)
-        yield name, document
+        defaults = self.read(file, expect_mapping="/" not in name).defaults
+        yield name, defaults
         ancestors = (*ancestors, name)
-        for line, entry in reversed(document.defaults):
+        for line, entry in reversed(defaults):
             for child in _files_of(entry, name.rpartition("/")[0]):
                 if child in ancestors or len(ancestors) > MAX_DEPTH:
                     cycle = " -> ".join([*ancestors[-3:], child])
                     raise file_error(file, line, f"defaults that never end: {cycle}")
                 yield from self.visit(child, ancestors, f"{file}:{line}")
-        self.done.add(name)
+        self._done.add(name)
 
 
 def _as_list(value: Any) -> list[Any]:

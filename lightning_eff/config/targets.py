@@ -26,8 +26,6 @@ def resolve_class(path: str, target: object) -> type:
         EnvironmentLacksError: It belongs to a package that is not installed, or its module needs one.
 
     Example:
-        >>> resolve_class("model", "torch.nn.Linear").__name__
-        'Linear'
         >>> resolve_class("model", "os.system")
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: model._target_='os.system': expected a class, ...

@@ -112,9 +112,6 @@ def _check_trainer(trainer: Any) -> None:
 def foreign_keys(path: str, target: object, keys: Iterable[object]) -> list[str]:
     """Return those of `keys` that are not parameters of a class.
 
-    Raises:
-        ConfigError: `target` does not name a class.
-
     Example:
         >>> foreign_keys("model", "torch.nn.Linear", ["in_features", "vocab_size", "_target_"])
         ['vocab_size']

@@ -86,11 +86,6 @@ def check_value(key: str, value: object, hint: Any, *, none: str = "None") -> No
 
     Raises:
         ConfigError: The annotation does not accept it.
-
-    Example:
-        >>> check_value("stage", 4, Literal[1, 2, 3])
-        Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: stage=4: expected one of 1, 2, 3
     """
     if not accepts(hint, value):
         raise ConfigError(key, value, allowed=describe(hint, none=none))
@@ -100,12 +95,6 @@ def accepts(hint: Any, value: Any) -> bool:
     """Return whether an annotation accepts a value: numbers also of NumPy, for a float also whole ones.
 
     A bool is no number, and a list is a tuple too, since YAML has none.
-
-    Example:
-        >>> [accepts(Count, value) for value in (1, 0, True, "1")]
-        [True, False, False, False]
-        >>> accepts(Mapping[int, Count], {0: 4, 1: -4})
-        False
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
@@ -144,8 +133,6 @@ def describe(hint: Any, *, none: str = "None") -> str:
     """Return in words what an annotation accepts.
 
     Example:
-        >>> describe(Literal["mean", "max"] | None)
-        'one of mean, max, or None'
         >>> describe(Literal["auto"] | Count)
         "'auto', or a whole number of at least 1"
         >>> describe(Mapping[CountOrZero, Count])

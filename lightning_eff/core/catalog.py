@@ -22,13 +22,9 @@ CONF, RECIPES, CONSTRAINTS = (
 
 @dataclass(frozen=True)
 class Entry:
-    """A recipe or an option, as it is named on the command line.
+    """A recipe (`lm`), a technique, which has a module of its name (`callbacks/empty_cache`), or an option.
 
-    Args:
-        name: `lm` for a recipe, `callbacks/empty_cache` for an option of a group.
-        kind: `recipe`, `technique` (it has a module of the same name) or `option`.
-        summary: One line.
-        use: The argument or command to type.
+    `use` is the argument or command to type.
     """
 
     name: str
@@ -40,13 +36,6 @@ class Entry:
 def module_docstring(module: Path) -> str:
     """Return a module's docstring without importing it."""
     return ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
-
-
-def has_explanation(entry: Entry) -> bool:
-    """Return whether an entry's module defines `explain(device)`, without importing it."""
-    module = PACKAGE / f"{entry.name}.py"
-    body = ast.parse(module.read_text(encoding="utf-8")).body if module.exists() else []
-    return any(isinstance(node, ast.FunctionDef) and node.name == "explain" for node in body)
 
 
 def verbs() -> dict[str, str]:

@@ -30,8 +30,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.optimization.factories import state_layout
-from lightning_eff.core.optimization.kept_schedule import SCHEDULE_KEYS
+from lightning_eff.core.optimization.factories import SCHEDULE_KEYS, state_layout
 from lightning_eff.core.technique import Technique, name_of, non_default_config
 
 KEY = "lightning_eff"
@@ -67,12 +66,7 @@ def load_stamp(
 
 
 def add_plugin_stamp(checkpoint: dict[str, Any], plugin: object) -> dict[str, Any]:
-    """Return a checkpoint of Lightning whose stamp names a plugin, which may be the only technique.
-
-    Args:
-        checkpoint: Not changed.
-        plugin: A technique without access to the Trainer.
-    """
+    """Return a checkpoint of Lightning whose stamp names a plugin too, which may be the only technique."""
     if "pytorch-lightning_version" not in checkpoint:
         return checkpoint
     stamp = nested_dict(checkpoint, KEY)
@@ -143,12 +137,7 @@ def _join_few(parts: Sequence[str]) -> str:
 
 
 def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = None) -> None:
-    """Check that saved optimizer states belong to the optimizers of this run.
-
-    Args:
-        optimizers: The optimizers of this run.
-        states: Their states in the checkpoint.
-        kinds: Their classes, where the checkpoint names them.
+    """Check that saved states belong to the optimizers of this run, by their classes where these are named.
 
     Raises:
         ConfigError: Number, classes, groups or numbers of parameters differ.
@@ -200,9 +189,7 @@ def _technique_configs(objects: Iterable[object]) -> dict[str, dict[str, Any]]:
 def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
     """Mark an epoch that `max_steps` ended as still running; a second call changes nothing.
 
-    Args:
-        trainer: About to restore its loops.
-        checkpoint: The state of its loops is changed in place; content of other types is left unchanged.
+    The state of the loops in `checkpoint` is changed in place; content of other types is left unchanged.
     """
     loop = nested_dict(checkpoint, "loops", "fit_loop")
     epochs, batches, inner = (

@@ -36,11 +36,7 @@ MAX_VALUE_CHARACTERS = 300
 
 
 class HasRemedies:
-    """Mixin of errors whose remedies can be pasted, by users of recipes and of a plain Trainer.
-
-    Args:
-        text: Lines of the message; those that begin with `try:` are remedies, written as overrides.
-    """
+    """Mixin of errors whose remedies, lines that begin with `try:`, can be pasted in recipe and Python."""
 
     def __init__(self, text: str) -> None:
         super().__init__(format_remedies(text))  # pyright: ignore[reportCallIssue] - a mixin in front of an exception
@@ -54,11 +50,6 @@ class ConfigError(HasRemedies, ValueError):
         value: Its value.
         allowed: Description of the values that are accepted.
         remedies: Up to three settings to paste instead.
-
-    Example:
-        >>> raise ConfigError(key="every_n_steps", value=-1, allowed="a whole number of at least 1, or None")
-        Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: every_n_steps=-1: expected a whole number ...
     """
 
     exit_code = EXIT_CONFIG
@@ -103,12 +94,7 @@ PRE_RUN_ERRORS = (ConfigError, UsageError, ConflictError, EnvironmentLacksError)
 
 
 class RankError(Exception):
-    """A rank failed and ended all others; the text names rank and cause in one line.
-
-    Args:
-        text: The line.
-        exit_code: Exit code of the rank that ended first.
-    """
+    """A rank failed and ended all others; one line names rank and cause, and the exit code is that rank's."""
 
     def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(text)
@@ -144,16 +130,7 @@ class SlowPathWarning(UserWarning):
 
 
 def legacy_package_error(name: str) -> ConflictError:
-    """Return the error for a Trainer of the legacy package.
-
-    Args:
-        name: Class of the callback or plugin that was passed to it.
-
-    Example:
-        >>> raise legacy_package_error("EmptyCache")
-        Traceback (most recent call last):
-        lightning_eff.core.errors.ConflictError: EmptyCache: this Trainer comes from the package ...
-    """
+    """Return the error for a Trainer of the legacy package; `name` is what was passed to it."""
     text = f"{name}: this Trainer comes from the package {LEGACY}, which lightning_eff does not support"
     return ConflictError(f"{text}: import lightning.pytorch instead")
 
@@ -162,12 +139,8 @@ def suggest_name(word: str, known: Iterable[str]) -> str:
     """Return a half-sentence for an unknown name: similar names, or all known ones.
 
     Example:
-        >>> suggest_name("epochs", ["max_epochs", "max_steps", "min_epochs"])
-        "did you mean 'max_epochs' or 'min_epochs'?"
-        >>> suggest_name("emty_cache", ["empty_cache", "mixed"])
-        "did you mean 'empty_cache'?"
-        >>> suggest_name("x", ["bf16_mixed", "fp32"])
-        'there are: bf16_mixed, fp32'
+        >>> suggest_name("emty_cache", ["empty_cache", "mixed"]), suggest_name("x", ["bf16_mixed", "fp32"])
+        ("did you mean 'empty_cache'?", 'there are: bf16_mixed, fp32')
     """
     options = sorted(set(known))
     # Options with a part that begins like the word: at the front first, then those with fewer parts.
@@ -183,11 +156,7 @@ def suggest_name(word: str, known: Iterable[str]) -> str:
 
 
 def check_path(key: str, path: str | Path) -> None:
-    """Check that the system can look up a path, which need not exist.
-
-    Raises:
-        ConfigError: It cannot: the path is too long, for example, or has a null byte.
-    """
+    """Reject a path that the system cannot look up: too long, for example, or with a null byte."""
     try:
         os.stat(path)  # noqa: PTH116 - pathlib would normalize it
     except (FileNotFoundError, NotADirectoryError):
@@ -223,8 +192,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     Example:
         >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
         True
-        >>> is_out_of_memory(RuntimeError("shape '[2, 3]' is invalid for input of size 5"))
-        False
     """
     seen: set[int] = set()  # an error may be its own cause's cause
     while error is not None and id(error) not in seen:
@@ -238,12 +205,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def root_cause_line(error: BaseException) -> str:
-    """Return the first line of an error, with its class; the full text of an error of this package.
-
-    Example:
-        >>> root_cause_line(KeyError("loss"))
-        "KeyError: 'loss'"
-    """
+    """Return the first line of an error, with its class; the full text of an error of this package."""
     text = str(error)
     if hasattr(error, "exit_code"):
         return text

@@ -37,10 +37,7 @@ class HostMemoryLimit:
 
 
 def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
-    """Return the limit with the least free memory.
-
-    Args:
-        root: Folder that has `proc` and `sys`.
+    """Return the limit with the least free memory; `root` has `proc` and `sys`.
 
     Example:
         >>> host_memory_limit().num_bytes <= installed_bytes()

@@ -1,13 +1,13 @@
-"""Filters for log messages of libraries that a user of the command line can do nothing about.
+"""Messages of libraries that a user of the command line can do nothing about: left out here and nowhere else.
 
-A message is matched by its logger and its beginning; all other messages of these loggers are kept.
+A log message is matched by its logger and its beginning, a warning by its beginning; all others are kept.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
+import warnings
 
 IGNORED_MESSAGES = {
     # torchao 0.18.0: binaries for GPUs and Python versions other than these, which no option of ours calls
@@ -18,15 +18,27 @@ IGNORED_MESSAGES = {
     "bitsandbytes.backends.cpu.ops": r"Failed to load CPU gemm_4bit_forward from kernels-community: ",
 }
 """Loggers, and the pattern of the messages to drop."""
+IGNORED_WARNINGS = (
+    # A resumed run writes to a folder of its own, and leaves the old run's checkpoints alone.
+    "The dirpath has changed from",
+    # Lightning 2.6.6 checks an empty batch in a way that torch 2.13 deprecates.
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    # DeepSpeed 0.19.8 calls it by the name that torch 2.13 deprecates.
+    r"`torch.distributed.all_gather_into_tensor` is deprecated",
+)
 
 
-@functools.cache
-def ignore_import_messages() -> None:
-    """Drop these messages from now on; calling it again has no effect.
+def ignore_library_messages() -> None:
+    """Drop these messages in this process from now on; calling it again has no effect.
 
     Example:
-        >>> ignore_import_messages()
+        >>> ignore_library_messages()
     """
-    for name, pattern in IGNORED_MESSAGES.items():
-        begins = re.compile(pattern).match
-        logging.getLogger(name).addFilter(lambda record, begins=begins: begins(record.getMessage()) is None)
+    for name in IGNORED_MESSAGES:
+        logging.getLogger(name).addFilter(_is_kept)
+    for pattern in IGNORED_WARNINGS:
+        warnings.filterwarnings("ignore", pattern)
+
+
+def _is_kept(record: logging.LogRecord) -> bool:
+    return re.match(IGNORED_MESSAGES[record.name], record.getMessage()) is None

@@ -62,11 +62,7 @@ def gpu_clocks(device: torch.device) -> str:
 
 
 def machine_facts(device_type: str) -> dict[str, str]:
-    """Return what this machine has that rules may mention, description by name.
-
-    Args:
-        device_type: Of the device that the model is trained on.
-    """
+    """Return what this machine has that rules may mention, for a type of device; description by name."""
     compiler = find_compiler(device_type)
     facts = {"machine/compiler": f"the compiler {compiler}"} if compiler else {}
     for name in ("bfloat16", "float16"):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from fnmatch import fnmatchcase
@@ -117,9 +116,7 @@ class _ConfigureModelPatch:
 
     def configure_model(self) -> None:
         self.original()
-        # DeepSpeedZeRO may shard weights when they are constructed; in this context it does not.
-        with getattr(self.trainer.strategy, "surgery_context", nullcontext)():
-            apply(self.module, self.changes)
+        apply(self.module, self.changes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _ConfigureModelPatch:
         """Copy the module (weight averaging does, for example), but neither the Trainer nor its callbacks."""

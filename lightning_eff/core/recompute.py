@@ -164,71 +164,59 @@ class HostOffload:
     """Called with every tensor that is now on the host: for forecasts of what a device would hold."""
 
     moved_bytes: int = field(default=0, init=False)
-    _waiting: list[weakref.ref[_Offloaded]] = field(default_factory=list, init=False)
+    _waiting: list[weakref.ref[_OnHost]] = field(default_factory=list, init=False)
     _stream: torch.cuda.Stream | None = field(default=None, init=False)
 
-    def pack(self, tensor: Tensor) -> _Offloaded | Tensor:
+    def pack(self, tensor: Tensor) -> _OnHost | Tensor:
         """Return a tensor that autograd saves as one on the host."""
         if not tensor.is_floating_point():
             return tensor  # masks and positions are small, and shared by all blocks
         self.moved_bytes += tensor.nbytes
-        is_cuda = tensor.device.type == "cuda"
-        if is_cuda and self._stream is None:
-            self._stream = torch.cuda.Stream(tensor.device)
-        offloaded = _Offloaded(tensor, self._stream if is_cuda else None)
+        if tensor.device.type == "cuda":
+            stream = self._stream = self._stream or torch.cuda.Stream(tensor.device)
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(stream):
+                host.copy_(tensor.detach(), non_blocking=True)
+            tensor.record_stream(stream)  # its memory must not be reused before the copy is done
+        else:
+            host = tensor.detach().to("cpu", copy=True)
+            for observe in HostOffload.observers:
+                observe(host)
+        packed = _OnHost(host, tensor.device)
         self._waiting = [reference for reference in self._waiting if reference() is not None]
-        self._waiting.append(weakref.ref(offloaded))
-        return offloaded
+        self._waiting.append(weakref.ref(packed))
+        return packed
 
-    def unpack(self, packed: _Offloaded | Tensor) -> Tensor:
+    def unpack(self, packed: _OnHost | Tensor) -> Tensor:
         """Return it on its device, and begin to copy the one that the backward pass needs next."""
         if isinstance(packed, Tensor):
             return packed
-        tensor = packed.fetch()
+        back, packed.back = self._copy_back(packed), None
+        if self._stream is not None:
+            current = torch.cuda.current_stream(packed.device)
+            current.wait_stream(self._stream)
+            back.record_stream(current)
         # Prefetch what was packed before it: the backward pass goes in the opposite direction.
         while self._waiting and self._waiting.pop()() is not packed:
             pass
         previous = self._waiting[-1]() if self._waiting else None
         if previous is not None:
-            previous.start()
-        return tensor
-
-
-class _Offloaded:
-    """One tensor on the host."""
-
-    def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None) -> None:
-        self._device = tensor.device
-        self._stream = stream
-        self._back: Tensor | None = None
-        if stream is None:
-            self._host = tensor.detach().to("cpu", copy=True)
-            for observe in HostOffload.observers:
-                observe(self._host)
-            return
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self._host.copy_(tensor.detach(), non_blocking=True)
-        tensor.record_stream(stream)  # its memory must not be reused before the copy is done
-
-    def start(self) -> None:
-        """Start to copy the tensor back, without waiting for it."""
-        if self._back is not None:
-            return
-        if self._stream is None:
-            self._back = self._host.to(self._device, copy=True)
-            return
-        with torch.cuda.stream(self._stream):
-            self._back = self._host.to(self._device, non_blocking=True)
-
-    def fetch(self) -> Tensor:
-        """Return the tensor on its device, ready for the current stream."""
-        self.start()
-        back, self._back = self._back, None
-        assert back is not None  # noqa: S101 - start() made it
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            back.record_stream(current)
+            self._copy_back(previous)
         return back
+
+    def _copy_back(self, packed: _OnHost) -> Tensor:
+        """Start to copy a tensor back, if that is not done yet, without waiting for it."""
+        if packed.back is None:
+            with torch.cuda.stream(self._stream):  # no stream on a CPU
+                packed.back = packed.host.to(packed.device, non_blocking=True, copy=True)
+        return packed.back
+
+
+@dataclass(eq=False)
+class _OnHost:
+    """One tensor on the host, and its copy on the device while that is awaited."""
+
+    host: Tensor
+    device: torch.device
+    back: Tensor | None = None

@@ -43,13 +43,7 @@ from lightning_eff.core.technique import (
 
 @dataclass(frozen=True, kw_only=True)
 class RuleFinding:
-    """One rule that applies.
-
-    Args:
-        technique: Name of the technique that states the rule.
-        rule: The rule.
-        found: Description of what it excludes and was present; empty for a need that is not met.
-    """
+    """A rule that applies, and who states it; `found` is what it excludes, empty for a need not met."""
 
     technique: str
     rule: Rule
@@ -71,12 +65,6 @@ def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleF
     Args:
         objects: Callbacks, plugins and strategy, of this package or not.
         run: Facts of the run and the machine, description by name; one that is not known yet is absent.
-
-    Example:
-        >>> from lightning.pytorch.callbacks import BatchSizeFinder
-        >>> from lightning_eff.callbacks.empty_cache import EmptyCache
-        >>> [finding.rule.verdict.value for finding in check_rules([BatchSizeFinder(), EmptyCache()], {})]
-        ['refused']
     """
     components = list(objects)
     present = dict(run)
@@ -112,12 +100,7 @@ def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleF
 
 
 def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> dict[str, str]:
-    """Return what is known about a run so far, description by name.
-
-    Args:
-        trainer: As it was constructed, or already running.
-        module: The module that it trains; None while that is not known.
-    """
+    """Return what is known about a run so far, description by name; the module may not be known yet."""
     strategy: Any = trainer.strategy
     device = strategy.root_device.type
     ddp = ddp_options(strategy)
@@ -191,10 +174,8 @@ def raise_rejected(findings: Iterable[RuleFinding]) -> None:
         lacks = all(finding.rule.name.startswith("machine/") for finding in refused)
         error = EnvironmentLacksError if lacks else ConflictError
         # Of one finding all remedies, of several the first of each, so that each is seen.
-        lines = [
-            line for finding in refused for line in str(finding).splitlines()[: 2 if refused[1:] else None]
-        ]
-        raise error("\n".join(lines))
+        shown = None if len(refused) == 1 else 2
+        raise error("\n".join(line for each in refused for line in str(each).splitlines()[:shown]))
 
 
 def reject_legacy_trainer(
@@ -215,11 +196,6 @@ def plugin_repr(self: object) -> str:
 
     A Trainer of the package `pytorch_lightning` rejects it before any code of this package runs, and quotes
     this text in its error.
-
-    Example:
-        >>> from lightning_eff.checkpoint_io.durable import Durable
-        >>> Durable()
-        <lightning_eff.Durable, for a Trainer of lightning.pytorch and not of pytorch_lightning>
     """
     return f"<{PACKAGE}.{type(self).__name__}, for a Trainer of lightning.pytorch and not of {LEGACY}>"
 

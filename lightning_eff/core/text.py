@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
+import shutil
+import sys
 from collections.abc import Sequence
-from itertools import zip_longest
 
 WIDTH = 100
-"""Characters of a line of `plan`."""
+"""Characters of a line of `plan` where the output is no terminal."""
 
 
 def human_bytes(num_bytes: float) -> str:
@@ -38,16 +38,18 @@ def human_count(count: float) -> str:
     return f"{count:.1f}P"
 
 
-def text_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: int = 1, width: int | None = None
-) -> str:
-    """Return a table whose columns are aligned, two spaces apart; line breaks in cells become spaces.
+def line_width(width: int | None = None) -> int | None:
+    """Return the columns of the terminal; `width` where the standard output is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else width
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
+    """Return a table of plain text whose lines fit the terminal; long cells are wrapped.
 
     Args:
         header: Titles of the columns.
         rows: Cells.
-        indent: Spaces before each line.
-        width: Characters of a line at most: the widest columns are wrapped; None for any number.
+        width: Characters of a line where the standard output is no terminal; None for any number.
 
     Example:
         >>> print(text_table(["name", "n"], [["a", "1"], ["long", "22"]]))
@@ -55,17 +57,16 @@ def text_table(
          a     1
          long  22
     """
-    table = [[" ".join(cell.splitlines()) for cell in line] for line in [header, *rows]]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    while width and indent + sum(widths) + 2 * (len(widths) - 1) > width:
-        widths[widths.index(max(widths))] -= 1
-    lines: list[str] = []
-    for cells in table:
-        wrapped = [
-            textwrap.wrap(cell, size, break_on_hyphens=False) or [""]
-            for cell, size in zip(cells, widths, strict=True)
-        ]
-        for parts in zip_longest(*wrapped, fillvalue=""):
-            line = "  ".join(part.ljust(size) for part, size in zip(parts, widths, strict=True))
-            lines.append(" " * indent + line.rstrip())
-    return "\n".join(lines)
+    from rich.console import Console  # here: `--help` and completion print no table
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1))
+    for title in header:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*(" ".join(cell.splitlines()) for cell in row))
+    limit = line_width(width) or sum(len(cell) + 2 for row in [header, *rows] for cell in row)
+    console = Console(width=limit, color_system=None, markup=False, emoji=False, highlight=False)
+    with console.capture() as printed:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in printed.get().splitlines())

@@ -7,34 +7,21 @@ tokenizer that `PythonSource` has trained, so that a model of that text can be a
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
-from torch.utils.data import DataLoader
+from tokenizers import Tokenizer
 from typing_extensions import override
 
-from lightning_eff.data.python_source import PythonSource, write_cache_entry
+from lightning_eff.data.python_source import PythonSource
 
 
 class PythonProse(PythonSource):
-    """The topics of Python's help as (inputs, targets), integer tensors [batch_size, context_length].
+    """The topics of Python's help as (inputs, targets); the arguments are those of `PythonSource`."""
 
-    Args:
-        context_length: Tokens in a sequence.
-        vocab_size: Number of BPE tokens of the source's tokenizer, 257 to 65536.
-        batch_size: Sequences per batch of the loader, per rank.
-        num_workers: DataLoader worker processes; windows are cheap to read, so 0 is fastest.
-        val_fraction: Fraction of the topics, and of the source's files, for validation, up to 0.5.
-        cache_dir: Folder for the tokenizer and the token files.
-        source_dir: Folder of the source that the tokenizer is trained on; None for the standard library.
-
-    Raises:
-        ValueError: A number is outside its range.
-        FileNotFoundError: `source_dir` is not a folder, or, raised in `prepare_data`, has no Python files.
-    """
+    _kind = "python_prose"
 
     @functools.cached_property
     def source(self) -> PythonSource:
@@ -46,10 +33,7 @@ class PythonProse(PythonSource):
     def prepare_data(self) -> None:
         self.source.prepare_data()
         self.source.setup("fit")
-        folder, _ = self._locate()
-        if not folder.is_dir():
-            texts = [topics[name] for name in sorted(topics)]
-            write_cache_entry(folder, texts, self.source.tokenizer, self.val_fraction)
+        super().prepare_data()
 
     @override
     def setup(self, stage: str) -> None:
@@ -57,14 +41,13 @@ class PythonProse(PythonSource):
         super().setup(stage)
 
     @override
-    def _locate(self) -> tuple[Path, list[Path]]:
-        """Return the cache entry for these articles in the tokens of that source."""
-        source, files = self.source._locate()  # noqa: SLF001 - its own base class
-        digest = hashlib.sha256(source.name.encode())
-        for name, text in sorted(topics.items()):
-            digest.update(f"{name} {len(text)} {text}".encode())
-        return Path(self.cache_dir) / f"python_prose-{digest.hexdigest()[:16]}", files
+    def _read_texts(self) -> dict[str, str]:
+        return dict(sorted(topics.items()))
 
-    def texts(self) -> dict[str, DataLoader[Any]]:
-        """Return the validation windows of both texts, by name."""
-        return {"prose": self.val_dataloader(), "Python source": self.source.val_dataloader()}
+    @override
+    def _cache_file(self, texts: Mapping[str, str]) -> Path:
+        return super()._cache_file({"tokenizer": self.source.tokenizer.to_str(), **texts})
+
+    @override
+    def _make_tokenizer(self, texts: Sequence[str]) -> Tokenizer:
+        return self.source.tokenizer

@@ -1,71 +1,38 @@
 """Real text that every machine has: the source of Python's own standard library, about 13 MB.
 
-The files of the standard library are split by file into training and validation (so that no file is in both),
-encoded by a byte-level BPE that is trained on the training files (Sennrich et al. 2016), and stored as two
-flat arrays of 16-bit tokens that are read through memory maps. They are cached under a name that contains the
-hash of the text and of the settings: another Python patch version has other source, hence another cache
-entry.
+Its files are split by file into training and validation, and encoded by a byte-level BPE that is trained on
+the training files (Sennrich et al. 2016). Tokenizer and tokens are one file of the cache, which is read
+through a memory map; its name contains the hash of the text and of the settings: another Python patch version
+has other source, hence another file.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import itertools
 import logging
 import os
-import shutil
 import sysconfig
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
+
+from lightning_eff.data.corpus.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
 )
-FORMAT = 1
-"""Version of the layout of the cached files; increase it with every change."""
-
-
-class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Adjacent windows of `context_length` tokens; the target of a position is the token after it.
-
-    Args:
-        path: File of unsigned 16-bit tokens; mapped when the first window is read, so that DataLoader workers
-            share its pages.
-        context_length: Tokens in a window.
-    """
-
-    def __init__(self, path: Path, *, context_length: int) -> None:
-        self.path = path
-        self.context_length = context_length
-        num_tokens = path.stat().st_size // 2
-        self._num_windows = (num_tokens - 1) // context_length
-        self._tokens: np.ndarray[Any, Any] | None = None
-
-    def __len__(self) -> int:
-        return self._num_windows
-
-    @override
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < self._num_windows:
-            msg = f"window {index} of {self._num_windows}"
-            raise IndexError(msg)
-        if self._tokens is None:
-            self._tokens = np.memmap(self.path, dtype=np.uint16, mode="r")
-        start = index * self.context_length
-        window = torch.from_numpy(self._tokens[start : start + self.context_length + 1].astype(np.int64))
-        return window[:-1], window[1:]
+FORMAT = 2
+"""Version of the cached file; increase it with every change."""
 
 
 class PythonSource(pl.LightningDataModule):
@@ -77,13 +44,15 @@ class PythonSource(pl.LightningDataModule):
         batch_size: Sequences per batch of the loader, per rank.
         num_workers: DataLoader worker processes; windows are cheap to read, so 0 is fastest.
         val_fraction: Fraction of the files for validation, up to 0.5: one in `round(1 / val_fraction)`.
-        cache_dir: Folder for the tokenizer and the token files.
+        cache_dir: Folder for the tokenizer and the tokens.
         source_dir: Folder that is searched for `*.py` instead of the standard library.
 
     Raises:
         ValueError: A number is outside its range.
         FileNotFoundError: `source_dir` is not a folder, or, raised in `prepare_data`, has no Python files.
     """
+
+    _kind = "python_source"
 
     def __init__(
         self,
@@ -117,7 +86,8 @@ class PythonSource(pl.LightningDataModule):
         self.val_fraction = val_fraction
         self.cache_dir = cache_dir
         self.source_dir = source_dir
-        self._folder: Path | None = None
+        self.tokens: Mapping[str, Tensor] = {}
+        """The tokens of each split, each text behind a separator; known after `setup`."""
         self.tokenizer: Tokenizer
         """The byte-level BPE of the text; known after `setup`."""
         self.unigram_entropy: float
@@ -125,12 +95,66 @@ class PythonSource(pl.LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        folder, files = self._locate()
-        if folder.is_dir():
+        texts = self._read_texts()
+        file = self._cache_file(texts)
+        if file.is_file():
             return
-        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-        text = "training a tokenizer of %d tokens on %d files, cached in %s"
-        log.info(text, self.vocab_size, len(files), folder)
+        every = round(1 / self.val_fraction)
+        splits = {"train": [t for i, t in enumerate(texts.values()) if i % every]}
+        splits["val"] = list(texts.values())[::every]
+        log.info("tokenizing %d texts with %d tokens, cached in %s", len(texts), self.vocab_size, file)
+        tokenizer = self._make_tokenizer(splits["train"])
+        tokenizer.encode_special_tokens = True  # the separator's name in a text is encoded as text
+        separator = tokenizer.token_to_id("<|file|>")
+        cached: dict[str, Any] = {"tokenizer": tokenizer.to_str()}
+        for split, chosen in splits.items():
+            tokens = ([separator, *encoding.ids] for encoding in tokenizer.encode_batch(chosen))
+            cached[split] = torch.tensor(list(itertools.chain.from_iterable(tokens)))
+        size = tokenizer.get_vocab_size()
+        train, val = (cached[split].bincount(minlength=size).double() for split in ("train", "val"))
+        # One is added to each training frequency, so that no token has probability 0.
+        cached["unigram_entropy"] = float(-(val * ((train + 1) / (train + 1).sum()).log()).sum() / val.sum())
+        with write_whole(file) as sink:
+            torch.save(cached, sink)
+
+    @override
+    def setup(self, stage: str) -> None:
+        if self.tokens:
+            return
+        texts = self._read_texts()
+        file = self._cache_file(texts)
+        if not file.is_file():
+            msg = f"{file} does not exist: call prepare_data() before setup()"
+            raise RuntimeError(msg)
+        cached: dict[str, Any] = torch.load(file, mmap=True, weights_only=True)
+        self.tokenizer = Tokenizer.from_str(cached["tokenizer"])
+        self.tokenizer.encode_special_tokens = True  # as for the tokens
+        self.unigram_entropy = cached["unigram_entropy"]
+        self.tokens = {split: cached[split] for split in ("train", "val")}
+        counts = [len(tokens) for tokens in self.tokens.values()]
+        text = "%d texts in %s: %d training tokens, %d validation tokens"
+        log.info(text, len(texts), file.name, *counts)
+
+    def _read_texts(self) -> dict[str, str]:
+        """Return the texts by name, in order."""
+        source = Path(self.source_dir) if self.source_dir else Path(sysconfig.get_path("stdlib"))
+        files: list[Path] = []
+        for folder, names, found in os.walk(source):
+            names[:] = set(names) - SKIPPED_FOLDERS  # os.walk visits what is left in the list
+            files += [Path(folder) / name for name in found if name.endswith(".py")]
+        files = sorted(file for file in files if file.is_file())
+        if len(files) < 2:
+            msg = f"{source}: found {len(files)} Python files, at least 2 are needed, one for validation"
+            raise FileNotFoundError(msg)
+        return {str(f.relative_to(source)): f.read_text(encoding="utf-8", errors="replace") for f in files}
+
+    def _cache_file(self, texts: Mapping[str, str]) -> Path:
+        digest = hashlib.sha256(f"{FORMAT} {self.vocab_size} {self.val_fraction}".encode())
+        for name, text in texts.items():
+            digest.update(f"{name} {len(text)} {text}".encode())
+        return Path(self.cache_dir) / f"{self._kind}-{digest.hexdigest()[:16]}.pt"
+
+    def _make_tokenizer(self, texts: Sequence[str]) -> Tokenizer:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -140,63 +164,18 @@ class PythonSource(pl.LightningDataModule):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        train_texts = split_texts(texts, self.val_fraction)["train"]
-        tokenizer.train_from_iterator(train_texts, trainer, length=len(train_texts))
+        tokenizer.train_from_iterator(texts, trainer, length=len(texts))
         if tokenizer.get_vocab_size() < self.vocab_size:
             text = "the text is so short that it gives %d tokens; the rest of vocab_size=%d is never used"
             log.warning(text, tokenizer.get_vocab_size(), self.vocab_size)
-        write_cache_entry(folder, texts, tokenizer, self.val_fraction)
+        return tokenizer
 
     @override
-    def setup(self, stage: str) -> None:
-        if self._folder is None:
-            folder, _ = self._locate()
-            if not folder.is_dir():
-                msg = f"{folder} does not exist: call prepare_data() before setup()"
-                raise RuntimeError(msg)
-            self._folder = folder
-            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            self.tokenizer.encode_special_tokens = True  # as for the token files
-            facts = json.loads((folder / "facts.json").read_text())
-            self.unigram_entropy = float(facts["unigram_entropy"])
-            text = "text of %d files, %d bytes, hash %s: %d training tokens, %d validation tokens"
-            counts, digest = facts["tokens"], folder.name.rpartition("-")[2]
-            log.info(text, facts["files"], facts["bytes"], digest, counts["train"], counts["val"])
-
-    def _locate(self) -> tuple[Path, list[Path]]:
-        """Return the cache entry of the current text, and the files of that text."""
-        source = Path(self.source_dir) if self.source_dir else Path(sysconfig.get_path("stdlib"))
-        files: list[Path] = []
-        for folder, names, found in os.walk(source):
-            names[:] = sorted(set(names) - SKIPPED_FOLDERS)  # os.walk visits what is left in the list
-            paths = [Path(folder) / name for name in found if name.endswith(".py")]
-            files += [path for path in paths if path.is_file()]
-        files.sort()
-        if len(files) < 2:
-            plural = "" if len(files) == 1 else "s"
-            msg = f"{source} has {len(files)} Python file{plural}: at least 2 are needed, one for validation"
-            raise FileNotFoundError(msg)
-        digest = hashlib.sha256(f"{FORMAT} {self.vocab_size} {self.val_fraction}".encode())
-        for file in files:
-            content = file.read_bytes()
-            digest.update(f"{file.relative_to(source)} {len(content)} ".encode())
-            digest.update(content)
-        return Path(self.cache_dir) / f"python_source-{digest.hexdigest()[:16]}", files
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the tokenizer and the token files; known after `setup`."""
-        if self._folder is None:
-            msg = "PythonSource has no folder yet: call prepare_data() and setup() first"
-            raise RuntimeError(msg)
-        return self._folder
-
-    @override
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return self._loader("train", shuffle=True)
 
     @override
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return self._loader("val", shuffle=False)
 
     def example_batch(self) -> tuple[Tensor, Tensor]:
@@ -204,67 +183,18 @@ class PythonSource(pl.LightningDataModule):
         size = (self.batch_size, self.context_length)
         return torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
 
-    def _loader(self, split: str, *, shuffle: bool) -> DataLoader[tuple[Tensor, Tensor]]:
-        windows = TokenWindows(self.folder / f"{split}.bin", context_length=self.context_length)
-        if len(windows) == 0:
-            msg = (
-                f"the {split} text is shorter than one window of context_length={self.context_length} tokens"
-            )
+    def _loader(self, split: str, *, shuffle: bool) -> DataLoader[tuple[Tensor, ...]]:
+        if len(self.tokens[split]) <= self.context_length:
+            length = self.context_length
+            msg = f"the {split} text is shorter than one window of context_length={length} tokens"
             raise ValueError(msg)
+        # Adjacent windows, and one token more: the target of a position is the token after it.
+        windows = self.tokens[split].unfold(0, self.context_length + 1, self.context_length)
         return DataLoader(
-            windows,
+            TensorDataset(windows[:, :-1], windows[:, 1:]),
             batch_size=self.batch_size,
             shuffle=shuffle,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             drop_last=shuffle and len(windows) >= self.batch_size,
         )
-
-
-def split_texts(texts: Sequence[str], val_fraction: float) -> dict[str, list[str]]:
-    """Return training and validation texts; of every `round(1 / val_fraction)` texts the first validates."""
-    every = round(1 / val_fraction)
-    return {"train": [t for i, t in enumerate(texts) if i % every], "val": list(texts[::every])}
-
-
-def write_cache_entry(folder: Path, texts: Sequence[str], tokenizer: Tokenizer, val_fraction: float) -> None:
-    """Write tokenizer, token files and facts into a temporary folder, then rename it to the final one.
-
-    Args:
-        folder: The cache entry.
-        texts: The texts, in order.
-        tokenizer: Encodes them.
-        val_fraction: Fraction of the texts for validation.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".python_source-", dir=folder.parent))
-    counts: dict[str, np.ndarray[Any, Any]] = {}
-    try:
-        tokenizer.save(str(scratch / "tokenizer.json"))
-        tokenizer.encode_special_tokens = True  # the separator's name in a text is encoded as text
-        separator = tokenizer.token_to_id("<|file|>")
-        for name, split in split_texts(texts, val_fraction).items():
-            counts[name] = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
-            with (scratch / f"{name}.bin").open("wb") as file:
-                for encoding in tokenizer.encode_batch(split):
-                    tokens = np.array([separator, *encoding.ids], dtype=np.uint16)
-                    counts[name] += np.bincount(tokens, minlength=len(counts[name]))
-                    file.write(tokens.tobytes())
-        # One is added to each training frequency, so that no token has probability 0.
-        train, val = counts["train"] + 1, counts["val"]
-        facts = {
-            "files": len(texts),
-            "bytes": sum(len(text.encode()) for text in texts),
-            "tokens": {name: int(count.sum()) for name, count in counts.items()},
-            "unigram_entropy": float(-(val * np.log(train / train.sum())).sum() / val.sum()),
-        }
-        (scratch / "facts.json").write_text(json.dumps(facts, indent=1))
-        scratch.chmod(0o755)
-        try:
-            scratch.rename(folder)
-        except OSError:
-            # Another process wrote the same entry first; its content is the same, since its name is the hash.
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

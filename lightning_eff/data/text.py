@@ -1,79 +1,79 @@
-"""Text of your own: files, JSON Lines, Parquet, conversations, for a Hugging Face causal language model.
+"""Text of your own for a causal language model: files, JSON Lines, Parquet, the hub; conversations.
 
-A batch is a dictionary of integer tensors as these models take them: `input_ids` and `labels` [B, T], with
-`position_ids` or `attention_mask`. Labels are the tokens themselves (the model compares each with its output
-one position before) and -100 where there is no target: at the first token of a document, in padding, and in
-everything that the assistant does not say in a conversation.
+A batch is a dictionary of integer tensors as models of transformers take them: `input_ids` and `labels`
+[B, T], with `position_ids` or `attention_mask`. Labels are the tokens themselves (the model compares each
+with its output one position before) and -100 where there is no target: at the first token of a document, in
+padding, and in everything that the assistant does not say in a conversation.
 
 `packing` selects how rows are made:
 
-- `true`: several uncut documents a row. Their positions begin at 0, by which models of transformers detect
-  that attention must not cross (`HFCausalLM` tests whether its model does, and rejects it if not), and no
-  target crosses a boundary: each document trains as it would alone. Texts longer than a row are cut into
-  pieces, conversations are cut off.
+- `true`: several uncut documents a row, by best fit. Their positions begin at 0, by which models of
+  transformers detect that attention must not cross (`HFCausalLM` tests whether its model does, and rejects it
+  if not), and no target crosses a boundary: each document trains as it would alone. Texts longer than a row
+  are cut into pieces, conversations are cut off.
 - `across`: one stream of all documents, cut into rows; attention and targets cross boundaries, as in most
   pre-training. Nothing is dropped, and only the last row is padded.
+- `grouped`: one document a row, as many rows of similar length a batch as fit `batch_size * context_length`
+  tokens with their padding. Longer documents are cut off. Such a batch counts as one sample where a loader's
+  batch size is asked for.
 - `false`: one document a row, padded to the longest of its batch and masked; longer ones are cut off.
 
-Truncated and dropped text is logged. The validation documents depend on `seed` alone, the order of rows on
-`seed` and epoch; in the middle of an epoch the loader resumes at the position in the checkpoint.
+Truncated and dropped text and the share of padding are logged. The validation documents are the same in
+every run, the order of rows depends on the run's seed (`seed_everything`) and the epoch; in the middle of an
+epoch the loader resumes at the position in the checkpoint.
 
-All documents are read and tokenized in `setup`, on every rank, and kept in memory, 8 to 12 bytes a token.
+Documents are tokenized once, in `prepare_data`, into a file under `cache_dir` that is read through a memory
+map. With `cache_dir=None` they are streamed: read, tokenized and packed in chunks of 200 while they are
+trained on, without a length; of the first 2,000 documents `val_fraction` validates. A stream that resumes
+reads from its beginning.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
-from lightning_eff.data.corpus.documents import SourceDocument, find_files, read_documents
-from lightning_eff.data.corpus.packing import (
-    TokenizedDocument,
-    TokenRows,
-    collate_padded,
-    pack_documents,
-    pack_stream,
-)
-from lightning_eff.data.corpus.resumable_loader import EpochSampler, ResumableLoader
+from lightning_eff.data.corpus.documents import find_sources
+from lightning_eff.data.corpus.packing import GroupedBatches, Pieces, TokenRows, collate_padded
+from lightning_eff.data.corpus.resumable_loader import ResumableLoader
 from lightning_eff.data.corpus.tokenization import TrainingTokenizer
+from lightning_eff.data.corpus.tokenized import RowStream, tokenize, tokenize_once
 
 log = logging.getLogger(__name__)
 _log = rank_zero_only(log.log)
-
-Pieces = list[TokenizedDocument]
-"""Pieces of one document, each of which fits a row."""
 
 
 class Text(pl.LightningDataModule):
     """Documents as rows of tokens with labels.
 
     Args:
-        paths: Files, folders or patterns with `*`; `pydoc` for the English prose of Python's own help.
+        paths: Files, folders or patterns with `*`; `hf://datasets/owner/name` for the training split of a
+            dataset on the hub; `pydoc` for the English prose of Python's own help.
         tokenizer: Hugging Face name or folder; None for bytes, 257 tokens.
         context_length: Longest row in tokens.
         batch_size: Rows per batch of the loader, per rank.
-        packing: True, False or "across", as described in the module's docstring.
-        field: Key of a JSON row or column of a Parquet file that holds the text, or a conversation: a list of
-            `{role, content}`.
+        packing: True, False, "across" or "grouped", as described in the module's docstring.
+        field: Key of a row that holds the text, or a conversation: a list of `{role, content}`.
         val_fraction: Fraction of the documents for validation, from 0 (none) to 0.5.
-        seed: Seed of the split and of the order.
+        cache_dir: Folder of the tokenized documents; None streams.
 
     Raises:
-        ValueError: A value is outside its range, the tokenizer cannot be loaded, or, raised in `setup`, a
-            file is invalid; the message names file and line.
+        ValueError: A value is outside its range, the tokenizer cannot be loaded, or, raised in
+            `prepare_data`, a file is invalid; the message names file and row.
         FileNotFoundError: A path matches no file.
-        ModuleNotFoundError: A package is missing: transformers for a tokenizer, pyarrow for Parquet.
+        ModuleNotFoundError: transformers or datasets is not installed.
 
     Example:
-        >>> data = Text(context_length=64, batch_size=2)
+        >>> data = Text(context_length=64, batch_size=2, cache_dir=None)
         >>> data.setup("fit")
         >>> {name: tuple(value.shape) for name, value in next(iter(data.train_dataloader())).items()}
         {'input_ids': (2, 64), 'labels': (2, 64), 'position_ids': (2, 64)}
@@ -86,127 +86,134 @@ class Text(pl.LightningDataModule):
         tokenizer: str | None = None,
         context_length: int = 256,
         batch_size: int = 8,
-        packing: bool | Literal["across"] = True,
+        packing: bool | Literal["across", "grouped"] = True,
         field: str = "text",
         val_fraction: float = 0.05,
-        seed: int = 0,
+        cache_dir: str | None = "outputs/cache",
     ) -> None:
         super().__init__()
+        packings = (True, False, "across", "grouped")
         for key, value, is_valid, allowed in (
+            ("paths", paths, bool(paths), "name at least one file or folder, or pydoc"),
             ("context_length", context_length, context_length >= 2, "be at least 2"),
             ("batch_size", batch_size, batch_size >= 1, "be at least 1"),
             ("val_fraction", val_fraction, 0.0 <= val_fraction <= 0.5, "lie between 0 and 0.5"),
-            ("packing", repr(packing), packing in (True, False, "across"), "be true, false or across"),
+            ("packing", repr(packing), packing in packings, "be true, false, across or grouped"),
+            ("cache_dir", cache_dir, cache_dir or packing != "grouped", "be a folder with packing=grouped"),
         ):
             if not is_valid:
                 msg = f"{key}={value} must {allowed}"
                 raise ValueError(msg)
-        self.paths = [paths] if isinstance(paths, str) else list(paths)
-        if not self.paths:
-            msg = "paths=[] must name at least one file or folder, or pydoc"
-            raise ValueError(msg)
-        find_files(self.paths)
+        self.sources = find_sources([paths] if isinstance(paths, str) else paths)
         self.context_length = context_length
         self.batch_size = batch_size
-        self.packing = packing
+        self.packing: Any = packing
         self.field = field
         self.val_fraction = val_fraction
-        self.seed = seed
+        self.cache_dir = cache_dir
         self.training_tokenizer = TrainingTokenizer(tokenizer)
         self.tokenizer = self.training_tokenizer.tokenizer
         self.vocab_size = self.training_tokenizer.vocab_size
         """Rows that a model's embedding needs."""
-        self._rows: dict[str, TokenRows] = {}
+        self.padding_fraction: float | None = None
+        """Fraction of the training positions that hold no token, after `setup`; None where it is unknown."""
+        self._rows: dict[str, TokenRows | GroupedBatches] = {}
+
+    @override
+    def prepare_data(self) -> None:
+        """Tokenize all documents, unless the cache has them."""
+        if self.cache_dir is not None:
+            tokenize_once(self.sources, self.field, self.training_tokenizer, Path(self.cache_dir))
 
     @override
     def setup(self, stage: str) -> None:
-        """Read, tokenize, split and pack all documents, alike in every run and on every rank."""
-        if self._rows:
+        """Split and pack the documents, alike in every run and on every rank."""
+        if self._rows or self.cache_dir is None:
             return
-        documents = read_documents(self.paths, self.field)
-        # Texts are encoded as one batch, in parallel; conversations one by one.
-        texts = [document.content for document in documents if isinstance(document.content, str)]
-        encoded_texts = iter(self.training_tokenizer.encode_texts(texts))
-        step, num_cut, num_lost = self.context_length, 0, 0
-        pieces: list[Pieces] = []
-        for document in documents:
-            content = document.content
-            try:
-                is_text = isinstance(content, str)
-                tokens = next(encoded_texts) if is_text else self.training_tokenizer.encode_chat(content)
-            except ValueError as error:
-                msg = f"{document.location}: {error}"
-                raise ValueError(msg) from error
-            length = len(tokens.ids)
-            if self.packing == "across" or length <= step:
-                pieces.append([tokens])
-                continue
-            # Of a conversation only the first piece is kept: others would lack the questions.
-            stop = length if self.packing and is_text else step
-            pieces.append([tokens.crop(start, start + step) for start in range(0, stop, step)])
-            num_cut += 1
-            num_lost += length - stop
-        for split, selected in self._split(documents, pieces).items():
-            self._rows[split] = self._pack(split, selected)
-        if num_cut:
-            text = "%d of %d documents are longer than context_length=%d and were cut; %d tokens are lost"
-            level = logging.WARNING if num_lost else logging.INFO
-            _log(level, text, num_cut, len(documents), self.context_length, num_lost)
-
-    def _split(self, documents: Sequence[SourceDocument], pieces: Sequence[Pieces]) -> dict[str, Pieces]:
-        """Return the pieces of each split, without those that have no target (empty texts)."""
-        kept = [[piece for piece in cut if piece.num_targets] for cut in pieces]
-        without = [document.location for document, cut in zip(documents, kept, strict=True) if not cut]
-        if len(without) == len(documents):
-            msg = (
-                f"no document has a target in its first {self.context_length} tokens, see {without[0]}:"
-                " they are empty, or their answers begin after context_length"
-            )
-            raise ValueError(msg)
-        if without:
-            text = "%d of %d documents have no target and are skipped, the first is %s"
-            _log(logging.WARNING, text, len(without), len(documents), without[0])
-        kept = [cut for cut in kept if cut]
-        num_val = max(1, round(self.val_fraction * len(kept))) if self.val_fraction else 0
-        if num_val >= len(kept):
+        documents = tokenize_once(self.sources, self.field, self.training_tokenizer, Path(self.cache_dir))
+        pieces = Pieces(documents, context_length=self.context_length, packing=self.packing)
+        self._log_losses(pieces)
+        splits = pieces.split(self.val_fraction)
+        if not len(splits["train"]):
             msg = (
                 f"val_fraction={self.val_fraction} of 1 document leaves none to train on\n"
                 "  try: val_fraction=0, or one file a document"
             )
             raise ValueError(msg)
-        order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(self.seed)).tolist()
-        indices = {"train": sorted(order[num_val:])} | ({"val": sorted(order[:num_val])} if num_val else {})
-        return {name: [piece for i in chosen for piece in kept[i]] for name, chosen in indices.items()}
+        for split, selected in splits.items():
+            rows: Any = pieces.rows(selected, self.training_tokenizer.pad_id)
+            if self.packing == "grouped":
+                rows = GroupedBatches(rows, max_tokens=self.batch_size * self.context_length)
+            self._rows[split] = rows
+            share = f"{rows.padding_fraction:.1%} padding" if self.packing else "padded by the batch"
+            kind = "batches" if self.packing == "grouped" else "rows"
+            _log(logging.INFO, "%s: %d %s, %s", split, len(rows), kind, share)
+        self.padding_fraction = self._rows["train"].padding_fraction if self.packing else None
 
-    def _pack(self, split: str, pieces: Pieces) -> TokenRows:
-        num_tokens = sum(len(piece.ids) for piece in pieces)
-        if not self.packing:
-            _log(logging.INFO, "%s: %d rows of one document, %d tokens", split, len(pieces), num_tokens)
-            ids = [torch.tensor(piece.ids, dtype=torch.int32) for piece in pieces]
-            labels = [torch.tensor(piece.labels, dtype=torch.int32) for piece in pieces]
-            return TokenRows({"input_ids": ids, "labels": labels})
-        is_stream = self.packing == "across"
-        pack = pack_stream if is_stream else pack_documents
-        rows = pack(pieces, self.context_length, self.training_tokenizer.pad_id)
-        percent = 100 * num_tokens / (len(rows) * self.context_length)
-        attention = "crosses documents" if is_stream else "stays within a document"
-        text = "%s: %d rows of %d tokens, %.1f%% filled; attention %s"
-        _log(logging.INFO, text, split, len(rows), self.context_length, percent, attention)
-        return rows
+    def _log_losses(self, pieces: Pieces) -> None:
+        """Tell what is skipped and cut.
+
+        Raises:
+            ValueError: No document has a target.
+        """
+        num_documents, skipped = len(pieces.documents), pieces.without_target
+        if len(skipped):
+            first = pieces.documents["location"][int(skipped[0])].as_py()
+            if len(skipped) == num_documents:
+                msg = (
+                    f"no document has a target in its first {self.context_length} tokens, see {first}:"
+                    " they are empty, or their answers begin after context_length"
+                )
+                raise ValueError(msg)
+            text = "%d of %d documents have no target and are skipped, the first is %s"
+            _log(logging.WARNING, text, len(skipped), num_documents, first)
+        if pieces.num_cut:
+            text = "%d of %d documents are longer than context_length=%d and were cut; %d tokens are lost"
+            level = logging.WARNING if pieces.num_lost_tokens else logging.INFO
+            _log(level, text, pieces.num_cut, num_documents, self.context_length, pieces.num_lost_tokens)
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        return self._loader("train", sampler=EpochSampler(self._rows["train"], seed=self.seed))
+        return self._loader("train")
 
     @override
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
-        return self._loader("val", sampler=None) if "val" in self._rows else []
+        return self._loader("val") if self.val_fraction else []
 
-    def _loader(self, split: str, *, sampler: EpochSampler | None) -> DataLoader[Any]:
+    def _loader(self, split: str) -> DataLoader[Any]:
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         pad = functools.partial(collate_padded, pad_id=self.training_tokenizer.pad_id)
-        return ResumableLoader(
-            self._rows[split],
-            batch_size=self.batch_size,
-            sampler=sampler,
-            collate_fn=None if self.packing else pad,
+        collate, batch_size = (None if self.packing else pad), self.batch_size
+        if self.cache_dir is None:
+            chunks, order = functools.partial(self._chunks, split), seed if split == "train" else None
+            stream = RowStream(chunks, self._rows_of_chunk, order, rank, world_size)
+            loader = ResumableLoader(stream, batch_size=batch_size, collate_fn=collate)
+            # Lightning has the next batch of a loader without length before it trains on this one.
+            loader.num_ahead = int(self.trainer is not None)
+            return loader
+        if self.packing == "grouped":
+            collate, batch_size = (lambda batches: pad(batches[0])), 1
+        # Neighbouring seeds give unrelated orders; the epoch is added to the seed.
+        seed *= 1_000_003
+        sampler = (
+            DistributedSampler(self._rows[split], world_size, rank, seed=seed) if split == "train" else None
         )
+        return ResumableLoader(self._rows[split], batch_size=batch_size, sampler=sampler, collate_fn=collate)
+
+    def _chunks(self, split: str) -> Iterator[list[dict[str, Any]]]:
+        """Yield the chunks of a split; in each of the first ten the first documents validate."""
+        chunks = tokenize(self.sources, self.field, self.training_tokenizer)
+        for number, chunk in enumerate(chunks):
+            num_val = 0
+            if self.val_fraction and number < 10:
+                num_val = max(1, round(self.val_fraction * len(chunk)))
+            elif split == "val":
+                return
+            part = chunk.slice(0, num_val) if split == "val" else chunk.slice(num_val)
+            if len(part):
+                yield part
+
+    def _rows_of_chunk(self, documents: Any) -> TokenRows:
+        pieces = Pieces(documents, context_length=self.context_length, packing=self.packing)
+        return pieces.rows(pieces.pieces, self.training_tokenizer.pad_id)

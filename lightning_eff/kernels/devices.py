@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 import torch
 
 KIB = 2**10
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +36,6 @@ class Device:
     l2_bytes: int
     shared_bytes: int
     memory_bytes: int
-
-    @property
-    def has_float8(self) -> bool:
-        """Whether Triton multiplies float8 on it: NVIDIA GPUs since Ada, and anywhere in the interpreter."""
-        return self.capability >= 89 or not self.capability
 
     def peak(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """Return operations per second in a dtype; float32's where the device has no units for it."""
@@ -117,8 +110,8 @@ def of(device: torch.device) -> Device:
     capability = properties.major * 10 + properties.minor
     like = min(DEVICES.values(), key=lambda info: (abs(info.capability - capability), info.num_sms))
     ratio = properties.multi_processor_count / like.num_sms
-    return Device(
-        name=properties.name, capability=capability, num_sms=properties.multi_processor_count,
+    return replace(
+        like, name=properties.name, capability=capability, num_sms=properties.multi_processor_count,
         peak_tflops={key: value * ratio for key, value in like.peak_tflops.items()},
         memory_gbs=like.memory_gbs * ratio, l2_gbs=like.l2_gbs * ratio, l2_bytes=properties.L2_cache_size,
         shared_bytes=properties.shared_memory_per_block_optin, memory_bytes=properties.total_memory,
@@ -126,17 +119,11 @@ def of(device: torch.device) -> Device:
 
 
 def this_cpu() -> Device:
-    """Describe this machine's CPU by its caches; its speed is a guess, which only ranks sizes."""
-    data: list[int] = []  # sizes of the caches that hold data, the first level's first
-    for path in sorted(_CACHES.glob("index*/size")):
-        kind, size = path.with_name("type"), path.read_text().strip()  # Linux writes 1024K, say
-        if not kind.exists() or kind.read_text().strip() != "Instruction":
-            data.append(int(size.rstrip("KM")) * {"K": KIB, "M": KIB**2}.get(size[-1], 1))
-    data = data or [32 * KIB, KIB**2]
+    """Describe this machine's CPU; its speed and its caches are a guess, which only ranks sizes."""
     cores = torch.get_num_threads()
     return Device(
         name="CPU", capability=0, num_sms=cores,
         peak_tflops={"float32": 0.1 * cores, "float64": 0.05 * cores},
-        memory_gbs=20.0, l2_gbs=100.0, l2_bytes=max(data), shared_bytes=data[min(1, len(data) - 1)],
+        memory_gbs=20.0, l2_gbs=100.0, l2_bytes=32 * KIB**2, shared_bytes=KIB**2,
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     )  # fmt: skip

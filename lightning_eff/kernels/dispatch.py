@@ -14,7 +14,6 @@ import functools
 import json
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,9 +23,8 @@ import torch
 from torch import Tensor
 
 from lightning_eff.kernels import devices, tiles
-from lightning_eff.kernels.language import INTERPRETED, triton
+from lightning_eff.kernels.gemm_kernels import INTERPRETED, triton
 from lightning_eff.kernels.operands import Operands, in_place, is_aligned
-from lightning_eff.kernels.reference import ACTIVATIONS
 from lightning_eff.kernels.tile_configs import CONFIGS, TMA_BYTES, Shape, TileConfig
 
 BACKENDS = ("auto", "torch", "triton")
@@ -35,11 +33,8 @@ LIBRARY = "torch"
 _CONFIGS_BY_NAME = {str(config): config for config in CONFIGS}
 
 
-def check_names(backend: str, activation: str | None = None) -> None:
-    """Raise a ValueError for an unknown activation or backend."""
-    if activation is not None and activation not in ACTIVATIONS:
-        text = f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
-        raise ValueError(text)
+def check_backend(backend: str) -> None:
+    """Raise a ValueError for an unknown backend."""
     if backend not in BACKENDS:
         text = f"backend={backend!r}: expected one of {', '.join(BACKENDS)}"
         raise ValueError(text)
@@ -55,18 +50,13 @@ def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bo
 
 
 def decide(operands: Operands, backend: str, *, out: Tensor | None = None) -> Decision | None:
-    """Decide who computes a GEMM; None is torch's library.
-
-    Args:
-        operands: Checked, their batch axes folded.
-        backend: `auto`, `torch` or `triton`.
-        out: Receives the result; None for a new tensor.
+    """Decide who computes a GEMM of checked operands, into `out` or a new tensor; None is torch's library.
 
     Raises:
         ValueError: An unknown backend.
         RuntimeError: `triton` where the kernels cannot run.
     """
-    check_names(backend)
+    check_backend(backend)
     device, dtype = operands.a.device, operands.a.dtype
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return None
@@ -81,9 +71,6 @@ def decide(operands: Operands, backend: str, *, out: Tensor | None = None) -> De
             "(TRITON_INTERPRET=1 in the environment); use backend=torch here"
         )
         raise RuntimeError(text)
-    if dtype.itemsize == 1 and not devices.of(device).has_float8:
-        text = f"backend=triton in float8: {devices.of(device).name} does not multiply it; use backend=torch"
-        raise RuntimeError(text)
     if dtype == torch.float64:
         text = "backend=triton in float64: the kernels accumulate in float32; use backend=torch"
         raise RuntimeError(text)
@@ -95,11 +82,9 @@ def _shape_of(operands: Operands, out: Tensor | None) -> Shape:
     if out is None:
         return operands.shape()
     # A config may add to `out` in memory where that is C: a float32 sum without an epilogue.
-    epilogue = (operands.bias, operands.scale_a, operands.scale_b, operands.activation)
-    is_sum = operands.beta == 1.0 and all(part is None for part in epilogue)
+    is_sum = operands.c is not None and operands.beta == 1.0 and operands.bias is operands.activation is None
     is_sum = is_sum and out.dtype == torch.float32 and (out.is_cuda or INTERPRETED)
-    adds = is_sum and operands.c is not None and in_place(operands.c, out)
-    shape = operands.shape(adds=adds)
+    shape = operands.shape(adds=is_sum and operands.c is not None and in_place(operands.c, out))
     return shape if is_aligned(out) else replace(shape, aligned=False)
 
 
@@ -135,7 +120,6 @@ class Decision:
         if shape.aligned and not (has_tma_addresses and d.stride(-1) == 1):
             shape = replace(shape, aligned=False)
             config = measured_config(shape, device)
-        shape = replace(shape, saves_pre=True) if pre is not None else shape
         info = devices.of(device)
         fits = config is not None and tiles.fits(config, shape, info)
         return config if config is not None and fits else tiles.rank_configs(shape, info)[0].config
@@ -187,9 +171,8 @@ def bucket(shape: Shape) -> str:
         step = 2 ** max(0, size.bit_length() - 3)
         sizes.append(str(-(-size // step) * step))
     marks = {
-        "batch": shape.batch > 1, "unaligned": not shape.aligned, "c": shape.reads_c, "adds": shape.adds,
-        "fused": shape.fused, "gated": shape.columns_ratio != 1.0, "gradient": shape.reads_at,
-        "tf32": shape.tf32,
+        "batch": shape.batch > 1, "unaligned": not shape.aligned, "c": shape.c_itemsize > 0,
+        "adds": shape.adds, "fused": shape.fused, "tf32": shape.tf32,
     }  # fmt: skip
     parts = [*dtypes, "x".join(sizes), shape.layout]
     return "-".join(parts + [mark for mark, holds in marks.items() if holds])
@@ -235,11 +218,7 @@ def choices(name: str) -> Mapping[str, str]:
 
 
 def save_choices(name: str, fastest: Mapping[str, str]) -> Path:
-    """Merge choices into the file of a GPU; running processes keep theirs.
-
-    Args:
-        name: `identity` of the GPU.
-        fastest: A config or `torch` by bucket.
+    """Merge choices, a config or `torch` by bucket, into the file of a GPU; running processes keep theirs.
 
     Raises:
         ValueError: An unknown config.
@@ -251,7 +230,7 @@ def save_choices(name: str, fastest: Mapping[str, str]) -> Path:
     path = _choices_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     merged = dict(choices.__wrapped__(name)) | dict(fastest)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
-        json.dump({"choices": merged}, file, indent=1, sort_keys=True)
-    Path(file.name).replace(path)
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps({"choices": merged}, indent=1, sort_keys=True))
+    written.replace(path)
     return path

@@ -15,7 +15,9 @@ through K in steps of BLOCK_K:
 `gemm_tma` is for Hopper and later: as many programs as SMs, each of which computes tile after tile; the
 tensor memory accelerator (TMA) copies whole blocks and handles the edges. `gemm_pointers` is for everything
 else: any strides, batch axes, older GPUs. `reduce_split_k` adds the partial sums where either has split K.
-What follows the product (scales, C, bias, activation) is computed on the accumulator by epilogue.py.
+The epilogue (C, bias, activation) is computed on the accumulator, so that nothing is read twice.
+
+Triton has wheels for Linux only: elsewhere launching a kernel raises an ImportError with the remedy.
 
 Source: learned from Triton's tutorials 03 and 09, and from BLAS for the meaning of alpha and beta.
 """
@@ -23,8 +25,33 @@ Source: learned from Triton's tutorials 03 and 09, and from BLAS for the meaning
 # pyright: basic, reportInvalidTypeForm=false
 from __future__ import annotations
 
-from lightning_eff.kernels import epilogue
-from lightning_eff.kernels.language import jit, tl
+from typing import Any
+
+triton: Any = None
+tl: Any = None
+try:
+    import triton as _triton
+    import triton.language as _tl
+except ImportError:
+    pass
+else:
+    triton, tl = _triton, _tl
+
+
+class _MissingKernel:
+    """Replace `triton.jit` where Triton is not installed."""
+
+    def __init__(self, function: Any) -> None:
+        self.__doc__ = function.__doc__
+
+    def __getitem__(self, grid: Any) -> Any:
+        text = "backend=triton needs Triton, which is not installed: pip install triton, or use backend=torch"
+        raise ImportError(text)
+
+
+jit: Any = triton.jit if triton is not None else _MissingKernel
+INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
+"""Whether Triton's interpreter runs the kernels, also on a CPU: TRITON_INTERPRET=1 was set at import."""
 
 
 @jit
@@ -48,11 +75,7 @@ def _multiply(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return acc [BLOCK_M, BLOCK_N] + a [BLOCK_M, BLOCK_K] @ b [BLOCK_K, BLOCK_N] in float32."""
     if INTERPRETED and a.dtype == tl.bfloat16:  # the interpreter multiplies it wrongly, in every release
         a, b = a.to(tl.float32), b.to(tl.float32)
-    if a.dtype.primitive_bitwidth == 8:  # Hopper sums float8 in 14 bits: add to acc after each step
-        acc = tl.dot(a, b, acc, max_num_imprecise_acc=a.shape[1])
-    else:
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    return acc
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @jit
@@ -67,13 +90,57 @@ def _range_of_k(split, K, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
 
 
 @jit
+def _finish(acc, m, n, M, N, c, stride_cm, stride_cn, bias, alpha, beta):
+    """Return alpha * acc + beta * c + bias [BLOCK_M, WIDTH] at rows m and columns n, in float32."""
+    acc *= alpha
+    if c is not None:
+        c_tile = c + m[:, None] * stride_cm + n[None, :] * stride_cn
+        acc += beta * tl.load(c_tile, mask=(m < M)[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
+    if bias is not None:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    """Return activation(x), with exp(x) = exp2(log2(e) x)."""
+    if ACTIVATION == "relu":
+        x = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
+    if ACTIVATION == "silu":
+        x = x / (1.0 + tl.exp2(-1.4426950408889634 * x))
+    if ACTIVATION == "gelu_tanh":
+        # x (1 + tanh(u)) / 2 = x * sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3)
+        u = 0.7978845608028654 * x * (1.0 + 0.044715 * x * x)
+        x = x / (1.0 + tl.exp2(-2.8853900817779268 * u))
+    return x
+
+
+@jit
+def _write(
+    acc, z, tile_m, tile_n, M, N, c, bias, pre, d,
+    stride_cz, stride_cm, stride_cn, stride_dz, stride_dm, stride_dn,
+    alpha, beta, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Finish the tile (tile_m, tile_n) of product z, and store what is inside D [M, N]."""
+    m = tile_m.to(tl.int64) * acc.shape[0] + tl.arange(0, acc.shape[0])
+    n = tile_n.to(tl.int64) * acc.shape[1] + tl.arange(0, acc.shape[1])
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    if c is not None:
+        c += z * stride_cz
+    x = _finish(acc, m, n, M, N, c, stride_cm, stride_cn, bias, alpha, beta)
+    if pre is not None:
+        tl.store(pre + z * M * N + m[:, None] * N + n[None, :], x.to(pre.dtype.element_ty), mask=inside)
+    offsets = z * stride_dz + m[:, None] * stride_dm + n[None, :] * stride_dn
+    tl.store(d + offsets, _activate(x, ACTIVATION).to(d.dtype.element_ty), mask=inside)
+
+
+@jit
 def gemm_pointers(
-    a, b, c, bias, scale_a, scale_b, at, pre, logsumexp, d,
-    M, N, K, N_D,
+    a, b, c, bias, pre, d,
+    M, N, K,
     stride_az, stride_am, stride_ak,
     stride_bz, stride_bk, stride_bn,
     stride_cz, stride_cm, stride_cn,
-    stride_xz, stride_xm, stride_xn,
     stride_dz, stride_dm, stride_dn,
     alpha, beta,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -82,9 +149,10 @@ def gemm_pointers(
 ):  # fmt: skip
     """Compute one tile of D[z] = activation(alpha * a[z] @ b[z] + beta * c[z] + bias).
 
-    a [batch, M, K], b [batch, K, N], c [batch, M, N], d [batch, M, N_D] of any strides. Program number
-    (z * SPLIT_K + split) * tiles + tile. Beyond an edge 0 is loaded, and nothing is stored. With SPLIT_K > 1
-    d is the float32 scratch [batch * SPLIT_K, ...] of partial sums.
+    a [batch, M, K], b [batch, K, N], c and d [batch, M, N] of any strides; pre [batch, M, N], contiguous,
+    receives the input of the activation. Program number (z * SPLIT_K + split) * tiles + tile. Beyond an edge
+    0 is loaded, and nothing is stored. With SPLIT_K > 1 d is the float32 scratch [batch * SPLIT_K, ...] of
+    partial sums.
     """
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tile_m, tile_n = _tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
@@ -108,21 +176,18 @@ def gemm_pointers(
         a_tile += step * stride_ak
         b_tile += step * stride_bk
 
-    epilogue.write(
-        acc, z_split, tile_m, tile_n, M, N, N_D,
-        c, bias, scale_a, scale_b, at, pre, logsumexp, d,
-        stride_cz, stride_cm, stride_cn, stride_xz, stride_xm, stride_xn, stride_dz, stride_dm, stride_dn,
-        alpha, beta, ACTIVATION,
+    _write(
+        acc, z_split, tile_m, tile_n, M, N, c, bias, pre, d,
+        stride_cz, stride_cm, stride_cn, stride_dz, stride_dm, stride_dn, alpha, beta, ACTIVATION,
     )  # fmt: skip
 
 
 @jit
 def reduce_split_k(
-    partials, c, bias, scale_a, scale_b, at, pre, logsumexp, d,
-    M, N, N_D,
+    partials, c, bias, pre, d,
+    M, N,
     stride_p, stride_pm,
     stride_cz, stride_cm, stride_cn,
-    stride_xz, stride_xm, stride_xn,
     stride_dz, stride_dm, stride_dn,
     alpha, beta,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -142,19 +207,17 @@ def reduce_split_k(
     for _ in range(SPLIT_K):
         acc += tl.load(tile, mask=(m < M)[:, None] & (n < N)[None, :], other=0.0)
         tile += stride_p
-    epilogue.write(
-        acc, z, tile_m, tile_n, M, N, N_D,
-        c, bias, scale_a, scale_b, at, pre, logsumexp, d,
-        stride_cz, stride_cm, stride_cn, stride_xz, stride_xm, stride_xn, stride_dz, stride_dm, stride_dn,
-        alpha, beta, ACTIVATION,
+    _write(
+        acc, z, tile_m, tile_n, M, N, c, bias, pre, d,
+        stride_cz, stride_cm, stride_cn, stride_dz, stride_dm, stride_dn, alpha, beta, ACTIVATION,
     )  # fmt: skip
 
 
 @jit
 def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
-    a, b, c, bias, scale_a, scale_b, at, pre, logsumexp, d,
-    M, N, K, N_D,
-    stride_a, stride_b, stride_cm, stride_cn, stride_x, stride_d,
+    a, b, c, bias, pre, d,
+    M, N, K,
+    stride_a, stride_b, stride_cm, stride_cn, stride_d,
     alpha, beta,
     NUM_SMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -164,8 +227,9 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
 ):  # fmt: skip
     """Compute tiles number program_id, program_id + NUM_SMS, ... of D = activation(alpha * a @ b + ...).
 
-    a [M, K] is contiguous along K (A_BY_ROWS) or along M, b [K, N] along N (B_BY_ROWS) or along K. A finished
-    tile [BLOCK_M, BLOCK_N] is stored as SUBTILES tiles [BLOCK_M, WIDTH]. ADDS: d += tile, in memory.
+    a [M, K] is contiguous along K (A_BY_ROWS) or along M, b [K, N] along N (B_BY_ROWS) or along K, pre [M, N]
+    along N. A finished tile [BLOCK_M, BLOCK_N] is stored as SUBTILES tiles [BLOCK_M, WIDTH]. ADDS: d += tile,
+    in memory.
     """
     if A_BY_ROWS:
         a_tiles = tl.make_tensor_descriptor(a, [M, K], [stride_a, 1], [BLOCK_M, BLOCK_K])
@@ -177,11 +241,10 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
         b_tiles = tl.make_tensor_descriptor(b, [N, K], [stride_b, 1], [BLOCK_N, BLOCK_K])
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     WIDTH: tl.constexpr = BLOCK_N // SUBTILES
-    WIDTH_D: tl.constexpr = WIDTH if ACTIVATION != "swiglu" else WIDTH // 2 if at is None else WIDTH * 2
     rows_d = M if SPLIT_K == 1 else SPLIT_K * tiles_m * BLOCK_M  # each split begins at a whole tile
-    d_tiles = tl.make_tensor_descriptor(d, [rows_d, N_D], [stride_d, 1], [BLOCK_M, WIDTH_D])
+    d_tiles = tl.make_tensor_descriptor(d, [rows_d, N], [stride_d, 1], [BLOCK_M, WIDTH])
     if pre is not None:
-        pre_tiles = tl.make_tensor_descriptor(pre, [M, N], [stride_x, 1], [BLOCK_M, WIDTH])
+        pre_tiles = tl.make_tensor_descriptor(pre, [M, N], [N, 1], [BLOCK_M, WIDTH])
 
     for number in tl.range(
         tl.program_id(0), tiles_m * tiles_n * SPLIT_K, NUM_SMS, flatten=FLATTEN, warp_specialize=SPECIALIZE
@@ -203,24 +266,15 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
         m = first_m.to(tl.int64) + tl.arange(0, BLOCK_M)
         row_d = split * tiles_m * BLOCK_M + first_m
         for i in tl.static_range(SUBTILES):
-            column = tile_n * SUBTILES + i
-            n = column.to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-            x = epilogue.finish(
-                halves[i], m, n, M, N, c, stride_cm, stride_cn, bias, scale_a, scale_b, alpha, beta
-            )
-            if logsumexp is not None:
-                tl.store(logsumexp + column * M + m, epilogue.log_sum_exp(x, N - column * WIDTH), mask=m < M)
+            column = (tile_n * SUBTILES + i) * WIDTH
+            n = column.to(tl.int64) + tl.arange(0, WIDTH)
+            x = _finish(halves[i], m, n, M, N, c, stride_cm, stride_cn, bias, alpha, beta)
             if pre is not None:
-                pre_tiles.store([first_m, column * WIDTH], x.to(pre.dtype.element_ty))
-            if at is not None:
-                x = epilogue.gradient_at(x, at, m, column, M, N_D, stride_x, 1, ACTIVATION)
-            else:
-                x = epilogue.activate(x, ACTIVATION)
-            x = x.to(d.dtype.element_ty)
-            column_d = column * WIDTH_D
+                pre_tiles.store([first_m, column], x.to(pre.dtype.element_ty))
+            x = _activate(x, ACTIVATION).to(d.dtype.element_ty)
             if ADDS and INTERPRETED:  # the interpreter has no TMA reduction, and runs programs in sequence
-                d_tiles.store([row_d, column_d], d_tiles.load([row_d, column_d]) + x)
+                d_tiles.store([row_d, column], d_tiles.load([row_d, column]) + x)
             elif ADDS:
-                d_tiles.atomic_add([row_d, column_d], x)
+                d_tiles.atomic_add([row_d, column], x)
             else:
-                d_tiles.store([row_d, column_d], x)
+                d_tiles.store([row_d, column], x)

@@ -1,4 +1,4 @@
-"""Launch the kernels: grids, strides, compiled-in constants, and scratch memory for split K and logsumexp."""
+"""Launch the kernels: grids, strides, compiled-in constants, and scratch memory for split K."""
 
 # pyright: basic
 from __future__ import annotations
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_eff.kernels import devices
-from lightning_eff.kernels.gemm_kernels import gemm_pointers, gemm_tma, reduce_split_k
-from lightning_eff.kernels.language import INTERPRETED, triton
+from lightning_eff.kernels.gemm_kernels import INTERPRETED, gemm_pointers, gemm_tma, reduce_split_k, triton
 from lightning_eff.kernels.operands import Operands, float32_precision
 from lightning_eff.kernels.tile_configs import TileConfig
 
@@ -21,32 +20,19 @@ SUM_M, SUM_N = 16, 128
 """Tile of `reduce_split_k`."""
 
 
-def launch(
-    operands: Operands,
-    config: TileConfig,
-    d: Tensor,
-    *,
-    pre: Tensor | None = None,
-    logsumexp: Tensor | None = None,
-) -> Tensor:
+def launch(operands: Operands, config: TileConfig, d: Tensor, *, pre: Tensor | None = None) -> Tensor:
     """Run the kernels with a config, and return the result.
 
     Args:
         operands: Checked, of sizes above 0.
         config: One that fits them (`tiles.fits`).
-        d: Receives the result, `[*batch, M, columns]` of any strides; a config that adds adds to it.
-        pre: Receives the input of the activation, `[*batch, M, N]`; or None.
-        logsumexp: Receives the logsumexp of each row of the result, float32 `[*batch, M]`; or None.
+        d: Receives the result, `[*batch, M, N]` of any strides; a config that adds adds to it.
+        pre: Receives the input of the activation, `[*batch, M, N]`, contiguous; or None.
     """
     if d.is_cuda and d.device.index != torch.cuda.current_device():
         with torch.cuda.device(d.device):  # Triton launches on the current device
-            return launch(operands, config, d, pre=pre, logsumexp=logsumexp)
+            return launch(operands, config, d, pre=pre)
     batch, is_split = math.prod(operands.batch), config.split_k > 1
-    # One value for each row and tile; a second logsumexp over the tiles follows below.
-    columns = -(-operands.N // SUM_N) if is_split else -(-operands.N // config.block_n) * config.subtiles
-    sums = None
-    if logsumexp is not None:
-        sums = torch.empty(batch, columns, operands.M, dtype=torch.float32, device=d.device)
     target = d if config.kernel == "tma" and not is_split else _one_batch_axis(d, operands.batch)
     if is_split:
         # Each split is padded to whole tiles along M, and to 16 bytes a row, which TMA requires.
@@ -54,28 +40,24 @@ def launch(
         size = (batch * config.split_k, rows, -(-operands.N // 4) * 4)
         partials = torch.empty(size, dtype=torch.float32, device=d.device)
         product = Operands(a=operands.a, b=operands.b, out_dtype=torch.float32, batch=operands.batch)
-        _launch_gemm(product, config, partials, None, None)
-        tensors, strides = _epilogue_arguments(operands, pre, sums, target)
+        _launch_gemm(product, config, partials, None)
+        c = _one_batch_axis(operands.c, operands.batch)
         num_tiles = -(-operands.M // SUM_M) * -(-operands.N // SUM_N)
         reduce_split_k[(batch * num_tiles,)](
-            partials, *tensors, operands.M, operands.N, operands.columns, *partials.stride()[:2], *strides,
-            operands.alpha, operands.beta,
+            partials, c, operands.bias, pre, target, operands.M, operands.N, *partials.stride()[:2],
+            *_strides(c), *_strides(target), operands.alpha, operands.beta,
             BLOCK_M=SUM_M, BLOCK_N=SUM_N, SPLIT_K=config.split_k, ACTIVATION=operands.activation,
         )  # fmt: skip
     else:
-        _launch_gemm(operands, config, target, pre, sums)
+        _launch_gemm(operands, config, target, pre)
     if target.data_ptr() != d.data_ptr():  # d has batch axes that no single stride describes
         d.copy_(target.reshape(d.shape))
-    if logsumexp is not None and sums is not None:
-        logsumexp.copy_(torch.logsumexp(sums, 1).reshape(logsumexp.shape))
     return d
 
 
-def _launch_gemm(
-    operands: Operands, config: TileConfig, d: Tensor, pre: Tensor | None, sums: Tensor | None
-) -> None:
+def _launch_gemm(operands: Operands, config: TileConfig, d: Tensor, pre: Tensor | None) -> None:
     num_tiles = -(-operands.M // config.block_m) * -(-operands.N // config.block_n) * config.split_k
-    sizes = (operands.M, operands.N, operands.K, operands.columns)
+    sizes = (operands.M, operands.N, operands.K)
     constants: dict[str, Any] = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k_bytes // operands.a.element_size(),
@@ -84,37 +66,24 @@ def _launch_gemm(
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
     if config.kernel == "pointers":
-        a, b = (_one_batch_axis(matrix, operands.batch) for matrix in (operands.a, operands.b))
-        tensors, strides = _epilogue_arguments(operands, pre, sums, d)
+        a, b, c = (_one_batch_axis(tensor, operands.batch) for tensor in (operands.a, operands.b, operands.c))
         gemm_pointers[(num_tiles * a.shape[0],)](
-            a, b, *tensors, *sizes, *a.stride(), *b.stride(), *strides, operands.alpha, operands.beta,
-            **constants,
+            a, b, c, operands.bias, pre, d, *sizes, *a.stride(), *b.stride(), *_strides(c), *_strides(d),
+            operands.alpha, operands.beta, **constants,
         )  # fmt: skip
         return
+    a, b = operands.a, operands.b
     c = None if config.adds else operands.c  # a config that adds never reads C: it is d
-    at = None if operands.at is None else operands.at.contiguous()
-    a_by_rows, b_by_rows = operands.a.stride(1) == 1, operands.b.stride(1) == 1
-    strides = [
-        operands.a.stride(0 if a_by_rows else 1), operands.b.stride(0 if b_by_rows else 1),
-        *_strides(c, 2), _strides(pre if at is None else at, 2)[0], d.stride(-2),
-    ]  # fmt: skip
+    a_by_rows, b_by_rows = a.stride(1) == 1, b.stride(1) == 1
+    c_strides = (0, 0) if c is None else c.stride()
+    strides = (a.stride(0 if a_by_rows else 1), b.stride(0 if b_by_rows else 1), *c_strides, d.stride(-2))
     device, num_sms = d.device, devices.of(d.device).num_sms
     # A kernel that makes tensor descriptors needs scratch memory; the allocator holds for this thread.
     triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))
     gemm_tma[(min(num_sms, num_tiles),)](
-        operands.a, operands.b, c, operands.bias, operands.scale_a, operands.scale_b, at, pre, sums, d,
-        *sizes, *strides, operands.alpha, operands.beta,
+        a, b, c, operands.bias, pre, d, *sizes, *strides, operands.alpha, operands.beta,
         NUM_SMS=num_sms, A_BY_ROWS=a_by_rows, B_BY_ROWS=b_by_rows, **config.constants, **constants,
     )  # fmt: skip
-
-
-def _epilogue_arguments(
-    operands: Operands, pre: Tensor | None, sums: Tensor | None, d: Tensor
-) -> tuple[list[Any], list[int]]:
-    """Return the tensors that `epilogue.write` takes, and their strides; `at` and `pre` share stride_x."""
-    c, at, x = (_one_batch_axis(tensor, operands.batch) for tensor in (operands.c, operands.at, pre))
-    strides = [stride for tensor in (c, x if at is None else at, d) for stride in _strides(tensor, 3)]
-    return [c, operands.bias, operands.scale_a, operands.scale_b, at, x, sums, d], strides
 
 
 def _one_batch_axis(tensor: Tensor | None, batch: tuple[int, ...]) -> Any:
@@ -125,5 +94,6 @@ def _one_batch_axis(tensor: Tensor | None, batch: tuple[int, ...]) -> Any:
     return tensor.expand(*batch, *matrix).reshape(math.prod(batch), *matrix)
 
 
-def _strides(tensor: Tensor | None, num_axes: int) -> tuple[int, ...]:
-    return (0,) * num_axes if tensor is None else tensor.stride()
+def _strides(tensor: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of `[batch, rows, columns]`; zeros for None."""
+    return (0, 0, 0) if tensor is None else tensor.stride()

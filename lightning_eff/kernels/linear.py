@@ -33,11 +33,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff.kernels import dispatch, library, matmul, operator
+from lightning_eff.kernels import dispatch, matmul, operator
 from lightning_eff.kernels.dispatch import Decision
-from lightning_eff.kernels.operands import check_operands
-from lightning_eff.kernels.operator import NOTHING, PRE, in_transform
-from lightning_eff.kernels.reference import ACTIVATIONS, GATED, activation_gradient
+from lightning_eff.kernels.operands import check_activation, check_operands
+from lightning_eff.kernels.reference import ACTIVATION_GRADIENTS, ACTIVATIONS
 
 
 @dataclass(eq=False)
@@ -94,12 +93,11 @@ class TritonLinear(nn.Linear):
         bias: Add a bias.
         device: Of the parameters.
         dtype: Of the parameters.
-        activation: `relu`, `silu`, `gelu_tanh`, or None; our kernels compute it in the GEMM's epilogue. Or
-            `swiglu`: of `out_features`, even ones are gates and odd ones ups; half come out.
+        activation: `relu`, `silu`, `gelu_tanh`, or None; our kernels compute it in the GEMM's epilogue.
         backend: As in `matmul.gemm`.
 
     Raises:
-        ValueError: An unknown activation or backend, or an odd number of features with `swiglu`.
+        ValueError: An unknown activation or backend.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -126,10 +124,8 @@ class TritonLinear(nn.Linear):
         backend: str = "auto",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        dispatch.check_names(backend, activation)
-        if activation in GATED and out_features % 2:
-            text = f"out_features={out_features}: expected an even number with activation={activation}"
-            raise ValueError(text)
+        check_activation(activation)
+        dispatch.check_backend(backend)
         self.activation, self.backend = activation, backend
 
     @override
@@ -167,18 +163,16 @@ def linear(
         accumulation: Allows the weight's gradient to be added in place.
 
     Returns:
-        Activations with `n` features, or `n / 2` after `swiglu`, in the dtype of `x`, or in autocast's.
+        Activations with `n` features, in the dtype of `x`, or in autocast's.
 
     Raises:
         ValueError: An unknown activation or backend.
         RuntimeError: In a second derivative, where a gradient is accumulated or our kernels run.
     """
-    dispatch.check_names(backend, activation)
-    if activation in GATED and weight.shape[0] % 2:
-        text = f"linear of a weight {list(weight.shape)}: expected even rows with activation={activation}"
-        raise ValueError(text)
+    check_activation(activation)
+    dispatch.check_backend(backend)
     is_dense = x.layout == torch.strided and not x.is_nested
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform()  # pyright: ignore[reportPrivateImportUsage]
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or operator.in_transform()  # pyright: ignore[reportPrivateImportUsage]
     is_eager = is_dense and not is_traced
     may_be_ours = is_eager and dispatch.may_use_triton(backend, x.device, x.dtype)
     if backend == "triton" and not may_be_ours:  # traced: the operator; else this raises why it cannot run
@@ -203,7 +197,7 @@ def _decide(
     Without gradients: `_Linear` has the casts in its own backward pass.
     """
     with torch.no_grad():
-        a, b = library.autocast(rows, weight.T)
+        a, b = matmul.autocast(rows, weight.T)
         low_bias = bias.to(a.dtype) if bias is not None else None
         return dispatch.decide(check_operands(a, b, None, bias=low_bias, activation=activation), backend)
 
@@ -218,9 +212,9 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         if decision is not None:  # its operands are x [T, K] and weight.T [K, N], cast by autocast
             rows, low_weight = decision.operands.a, decision.operands.b.T
-            y, pre = operator.compute_with(decision, PRE if activation else NOTHING)
+            y, pre = operator.compute_with_pre(decision, saves_pre=activation is not None)
         else:
-            rows, low_weight = library.autocast(x, weight)
+            rows, low_weight = matmul.autocast(x, weight)
             y = F.linear(rows, low_weight, bias.to(rows.dtype) if bias is not None else None)
             y, pre = (ACTIVATIONS[activation](y), y) if activation else (y, y)
         ctx.save_for_backward(rows, low_weight.detach(), pre if activation else None)
@@ -239,9 +233,9 @@ class _Linear(torch.autograd.Function):
             )
             raise RuntimeError(text)
         rows, low_weight, pre = ctx.saved_tensors
-        grad = grads[0]  # [T, N], or [T, N / 2] after swiglu
+        grad = grads[0]  # [T, N]
         if ctx.activation is not None:
-            grad = activation_gradient(grad, pre, ctx.activation)
+            grad = ACTIVATION_GRADIENTS[ctx.activation](grad, pre)
         grad = grad.to(rows.dtype)
         weight, total, accumulation = ctx.weight, ctx.weight.grad, ctx.accumulation
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

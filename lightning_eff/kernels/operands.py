@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from lightning_eff.kernels.reference import ACTIVATIONS, GATED
+from lightning_eff.kernels.reference import ACTIVATIONS
 from lightning_eff.kernels.tile_configs import TMA_BYTES, Shape
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-RESULT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-OPERAND_DTYPES = (*RESULT_DTYPES, *FLOAT8)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Of operands and results."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -26,20 +25,16 @@ class Operands:
         b: `[*batch, K, N]`.
         c: `[*batch, M, N]` after broadcasting, or None where it is not read.
         bias: `[N]`, or None.
-        scale_a: One float32 per row of `a`, `[M]`; None for 1.
-        scale_b: One float32 per column of `b`, `[N]`; None for 1.
         out_dtype: Of D.
         batch: Batch axes of D.
         alpha: Factor of the product.
         beta: Factor of `c`.
         activation: One of `reference.ACTIVATIONS`, or None.
-        at: The input of `activation`, `[*batch, M, columns]`, whose gradient is computed instead; or None.
 
     Attributes:
         M: Rows of D.
-        N: Columns of the product.
+        N: Columns of D.
         K: Length of the sums.
-        columns: Columns of D: N, N / 2 for SwiGLU, 2 N for its gradient.
         size: Shape of D.
     """
 
@@ -47,49 +42,40 @@ class Operands:
     b: Tensor
     c: Tensor | None = None
     bias: Tensor | None = None
-    scale_a: Tensor | None = None
-    scale_b: Tensor | None = None
     out_dtype: torch.dtype
     batch: tuple[int, ...]
     alpha: float = 1.0
     beta: float = 0.0
     activation: str | None = None
-    at: Tensor | None = None
     M: int = field(init=False)
     N: int = field(init=False)
     K: int = field(init=False)
-    columns: int = field(init=False)
     size: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         (self.M, self.K), self.N = self.a.shape[-2:], self.b.shape[-1]  # pyright: ignore[reportConstantRedefinition]
-        gated = self.N // 2 if self.at is None else self.N * 2
-        self.columns = gated if self.activation in GATED else self.N
-        self.size = (*self.batch, self.M, self.columns)
+        self.size = (*self.batch, self.M, self.N)
 
     @property
     def tensors(self) -> list[Tensor]:
         """Those that are not None."""
-        tensors = (self.a, self.b, self.c, self.bias, self.scale_a, self.scale_b, self.at)
-        return [tensor for tensor in tensors if tensor is not None]
+        return [tensor for tensor in (self.a, self.b, self.c, self.bias) if tensor is not None]
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether autograd records an operation on them."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
     def shape(self, *, adds: bool = False) -> Shape:
-        """Return what the choice of a config depends on.
-
-        Args:
-            adds: The result is added to C in C's own memory.
-        """
+        """Return what the choice of a config depends on; `adds`: the result is added to C in its memory."""
         aligned = not self.batch and is_aligned(self.a) and is_aligned(self.b)
-        aligned = aligned and self.columns * self.out_dtype.itemsize % TMA_BYTES == 0
-        read = [tensor.element_size() for tensor in (self.c, self.at) if tensor is not None]
         return Shape(
             M=self.M, N=self.N, K=self.K, dtype=self.a.dtype, out_dtype=self.out_dtype,
-            batch=math.prod(self.batch), aligned=aligned, reads_c=self.c is not None, adds=adds,
+            batch=math.prod(self.batch),
+            aligned=aligned and self.N * self.out_dtype.itemsize % TMA_BYTES == 0,
+            c_itemsize=self.c.element_size() if self.c is not None else 0, adds=adds,
             layout="".join("n" if matrix.stride(-1) == 1 else "t" for matrix in (self.a, self.b)),
-            # A bias costs neither backend a pass of its own.
-            fused=any(part is not None for part in (self.scale_a, self.scale_b, self.activation)),
-            columns_ratio=self.columns / max(self.N, 1),
-            reads_at=self.at is not None, read_itemsize=max(read, default=0),
+            fused=self.activation is not None,  # a bias costs neither backend a pass of its own
             tf32=float32_precision(self.a) == "tf32",
         )  # fmt: skip
 
@@ -128,21 +114,18 @@ def check_operands(
     alpha: float = 1.0,
     beta: float = 0.0,
     bias: Tensor | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
-    at: Tensor | None = None,
 ) -> Operands:
     """Check that operands fit together, broadcast them, and return them.
 
     Raises:
-        ValueError: Shapes, devices, an activation or a scale do not fit.
+        ValueError: Shapes, devices or an activation do not fit.
         TypeError: A dtype that the kernels do not multiply, or two that differ.
     """
-    batch = _check_product(a, b, out_dtype, activation, at)
-    tensors = {"b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b, "gradient_at": at}
-    for name, tensor in tensors.items():
+    batch = _check_product(a, b, out_dtype)
+    check_activation(activation)
+    for name, tensor in {"b": b, "c": c, "bias": bias}.items():
         if tensor is not None and tensor.device != a.device:
             text = f"gemm: a is on {a.device} and {name} on {tensor.device}: expected one device"
             raise ValueError(text)
@@ -150,50 +133,31 @@ def check_operands(
     if not alpha:  # as in BLAS: A and B are not read, and may hold NaN
         a, b = a[..., :0], b[..., :0, :]
     bias = _expanded("bias", bias, (N,))
-    operands = Operands(
-        a=a, b=b, alpha=alpha, beta=beta, activation=activation, at=at, batch=batch,
-        c=_expanded("c", c, (*batch, M, N)),
-        bias=bias.contiguous() if bias is not None else None,
-        scale_a=_expanded_scale("scale_a", scale_a, M),
-        scale_b=_expanded_scale("scale_b", scale_b, N),
-        out_dtype=out_dtype or (torch.bfloat16 if a.dtype in FLOAT8 else a.dtype),
+    return Operands(
+        a=a, b=b, c=_expanded("c", c, (*batch, M, N)), bias=bias.contiguous() if bias is not None else None,
+        alpha=alpha, beta=beta, activation=activation, batch=batch, out_dtype=out_dtype or a.dtype,
     )  # fmt: skip
-    if at is not None:
-        operands.at = _expanded("gradient_at", at, operands.size)
-        check_no_gradient(operands, "gemm(gradient_at=...)")
-    return operands
 
 
-def _check_product(
-    a: Tensor, b: Tensor, out_dtype: torch.dtype | None, activation: str | None, at: Tensor | None
-) -> tuple[int, ...]:
-    """Check the shapes of A and B, the dtypes and the activation, and return the batch axes."""
-    if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
-        text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: expected [*batch, M, K] and [*batch, K, N]"
-        raise ValueError(text)
-    if a.dtype not in OPERAND_DTYPES or b.dtype not in OPERAND_DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in OPERAND_DTYPES)
-        text = f"gemm of a {a.dtype} and b {b.dtype}: expected {names}"
-        raise TypeError(text)
-    if out_dtype not in (None, *RESULT_DTYPES):
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in RESULT_DTYPES)
-        text = f"out_dtype={out_dtype}: expected {names}, or None"
-        raise TypeError(text)
-    if a.dtype != b.dtype and not (a.dtype in FLOAT8 and b.dtype in FLOAT8):
-        text = f"gemm of a {a.dtype} and b {b.dtype}: expected one dtype for both, or two float8 dtypes"
-        raise TypeError(text)
+def check_activation(activation: str | None) -> None:
+    """Raise a ValueError for an unknown activation."""
     if activation is not None and activation not in ACTIVATIONS:
         text = f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
         raise ValueError(text)
-    if at is not None and activation is None:
-        text = "gradient_at without an activation: pass activation= as well, whose gradient to compute"
+
+
+def _check_product(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> tuple[int, ...]:
+    """Check the shapes of A and B and the dtypes, and return the batch axes."""
+    if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
+        text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: expected [*batch, M, K] and [*batch, K, N]"
         raise ValueError(text)
-    if activation in GATED and at is None and b.shape[-1] % 2:
-        text = (
-            f"activation={activation} of a {list(a.shape)} and b {list(b.shape)}: expected an even number "
-            "of columns of b, a gate and an up for each column of the result"
-        )
-        raise ValueError(text)
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    if a.dtype != b.dtype or a.dtype not in DTYPES:
+        text = f"gemm of a {a.dtype} and b {b.dtype}: expected one dtype for both, of {names}"
+        raise TypeError(text)
+    if out_dtype not in (None, *DTYPES):
+        text = f"out_dtype={out_dtype}: expected {names}, or None"
+        raise TypeError(text)
     try:
         return batch_of(a, b)
     except RuntimeError:
@@ -214,40 +178,19 @@ def _expanded(name: str, tensor: Tensor | None, size: tuple[int, ...]) -> Tensor
         raise ValueError(text) from None
 
 
-def _expanded_scale(name: str, scale: Tensor | None, length: int) -> Tensor | None:
-    if scale is None:
-        return None
-    if scale.dtype != torch.float32 or scale.numel() not in (1, length):
-        text = f"{name} is {scale.dtype} {list(scale.shape)}: expected float32, one value or [{length}]"
-        raise ValueError(text)
-    return scale.reshape(-1).expand(length).contiguous()
-
-
-def check_no_gradient(operands: Operands, what: str) -> None:
-    """Raise a RuntimeError if an operand needs a gradient."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands.tensors):
-        text = f"{what} has no gradient, but an operand requires one: detach it, or use torch.no_grad()"
-        raise RuntimeError(text)
-
-
 def fold_batch(operands: Operands, out: Tensor | None) -> tuple[Operands, Tensor | None]:
-    """Return the same GEMM as one product, [batch * M, K] @ [K, N], if B is one matrix and no copy is needed.
-
-    Args:
-        operands: Of any batch axes.
-        out: Where the result goes, or None.
-    """
-    if not operands.batch or operands.b.ndim > 2 or operands.scale_a is not None:
+    """Return the GEMM as one product, [batch * M, K] @ [K, N], if B is one matrix and no copy is needed."""
+    if not operands.batch or operands.b.ndim > 2:
         return operands, out
     rows = math.prod(operands.batch) * operands.M
     try:
-        a, c, at, out_rows = (
+        a, c, out_rows = (
             tensor.view(rows, tensor.shape[-1]) if tensor is not None else None
-            for tensor in (operands.a, operands.c, operands.at, out)
+            for tensor in (operands.a, operands.c, out)
         )
     except RuntimeError:  # no single stride leads from row to row
         return operands, out
-    return replace(operands, a=a, c=c, at=at, batch=()), out_rows
+    return replace(operands, a=a, c=c, batch=()), out_rows
 
 
 def check_out(operands: Operands, out: Tensor) -> None:
@@ -269,10 +212,9 @@ def check_out(operands: Operands, out: Tensor) -> None:
             text = f"out has strides {out.stride()}: expected that no two elements share memory"
             raise ValueError(text)
         reached += stride * (length - 1)
-    if torch.is_grad_enabled() and out.requires_grad:
-        text = "gemm(out=...) has no gradient, but out requires one: omit out, or use torch.no_grad()"
+    if operands.needs_gradient or (torch.is_grad_enabled() and out.requires_grad):
+        text = "gemm(out=...) has no gradient, but out or an operand requires one: use torch.no_grad()"
         raise RuntimeError(text)
-    check_no_gradient(operands, "gemm(out=...)")
 
 
 def in_place(c: Tensor, out: Tensor) -> bool:
@@ -288,8 +230,8 @@ def overlaps_operand(operands: Operands, out: Tensor) -> bool:
     if torch.compiler.is_compiling() or out.is_meta or is_fake(out):
         return False
     c = None if operands.c is None or in_place(operands.c, out) else operands.c
-    read = (operands.a, operands.b, c, operands.bias, operands.scale_a, operands.scale_b, operands.at)
     spans: list[tuple[int, int]] = []  # the first address of a tensor's elements, and the one after the last
+    read = (operands.a, operands.b, c, operands.bias)
     for tensor in (out, *(tensor for tensor in read if tensor is not None and tensor.numel())):
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         num_elements = 1 + sum((length - 1) * stride for length, stride in steps)

@@ -19,14 +19,14 @@ from torch.utils.flop_counter import register_flop_formula
 from lightning_eff.kernels.dispatch import Decision
 from lightning_eff.kernels.launch import launch
 from lightning_eff.kernels.operands import Operands, batch_of
-from lightning_eff.kernels.reference import activation_gradient
+from lightning_eff.kernels.reference import ACTIVATION_GRADIENTS
 
 OPERATOR_NAME = "lightning_eff::gemm"
-_TENSORS = "Tensor a, Tensor b, Tensor? c, Tensor? bias, Tensor? scale_a, Tensor? scale_b, Tensor? at"
-_FACTORS = "float alpha, float beta, str? activation, ScalarType out_dtype"
-_NUM_INPUTS = 7 + 4 + 1
-NOTHING, PRE, LOGSUMEXP = "nothing", "pre", "logsumexp"
-"""The operator's second result: empty, the input of the activation, or the logsumexp of each row."""
+_INPUTS = (
+    "Tensor a, Tensor b, Tensor? c, Tensor? bias, float alpha, float beta, str? activation, "
+    "ScalarType out_dtype"
+)
+_NUM_INPUTS = 8 + 1
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 """Tensor types without a `__torch_dispatch__` or `__torch_function__` of their own."""
 
@@ -42,8 +42,8 @@ def compute(decision: Decision) -> Tensor:
         text = "our kernels have no forward-mode derivative (jvp, jacfwd): use backend='torch'"
         raise RuntimeError(text)
     if out is None:
-        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands.tensors)
-        return compute_with(decision, PRE if needs_grad and operands.activation is not None else NOTHING)[0]
+        saves_pre = operands.needs_gradient and operands.activation is not None
+        return compute_with_pre(decision, saves_pre=saves_pre)[0]
     if not can_bypass_dispatcher(operands) or type(out) not in PLAIN_TENSORS:
         _operator_into(out, *_arguments(operands))
     elif out.numel():
@@ -52,19 +52,18 @@ def compute(decision: Decision) -> Tensor:
     return out
 
 
-def compute_with(decision: Decision, returns: str) -> tuple[Tensor, Tensor]:
-    """Compute the same into a new tensor, and return a second result: NOTHING, PRE or LOGSUMEXP."""
+def compute_with_pre(decision: Decision, *, saves_pre: bool) -> tuple[Tensor, Tensor]:
+    """Compute the same into a new tensor, and return the activation's input too; without it, an empty one."""
     if can_bypass_dispatcher(decision.operands):
-        return _allocate_and_launch(decision, returns)
-    return _operator(*_arguments(decision.operands), returns)
+        return _allocate_and_launch(decision, saves_pre)
+    return _operator(*_arguments(decision.operands), saves_pre)
 
 
 def can_bypass_dispatcher(operands: Operands) -> bool:
     """Return whether no autograd, mode, transform, tracing or tensor subclass needs the operator."""
-    tensors = operands.tensors
-    if any(type(t) not in PLAIN_TENSORS or t.is_meta for t in tensors) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or operands.needs_gradient:
         return False
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if any(type(tensor) not in PLAIN_TENSORS or tensor.is_meta for tensor in operands.tensors):
         return False
     modes = torch._C._len_torch_dispatch_stack()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     return not modes and not in_transform()
@@ -75,53 +74,45 @@ def in_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
 
 
-def _allocate_and_launch(decision: Decision, returns: str) -> tuple[Tensor, Tensor]:
-    operands = decision.operands
-    d, second = _allocate(operands, returns)
-    if returns == LOGSUMEXP and not operands.N:
-        second.fill_(-math.inf)
-    if math.prod(operands.batch) * operands.M * operands.N:
-        pre, logsumexp = second if returns == PRE else None, second if returns == LOGSUMEXP else None
-        launch(operands, decision.config(d, pre), d, pre=pre, logsumexp=logsumexp)
-    return d, second
+def _allocate_and_launch(decision: Decision, saves_pre: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
+    d, pre = _allocate(decision.operands, saves_pre)
+    if d.numel():
+        launched = pre if saves_pre else None
+        launch(decision.operands, decision.config(d, launched), d, pre=launched)
+    return d, pre
 
 
-def _allocate(operands: Operands, returns: str) -> tuple[Tensor, Tensor]:
-    """Return memory for D and for the second result."""
-    device, dtype, rows = operands.a.device, operands.out_dtype, (*operands.batch, operands.M)
-    d = torch.empty(operands.size, dtype=dtype, device=device)
-    if returns == PRE:
-        return d, torch.empty((*rows, operands.N), dtype=dtype, device=device)
-    size = rows if returns == LOGSUMEXP else (0,)
-    return d, torch.empty(size, dtype=torch.float32, device=device)
+def _allocate(operands: Operands, saves_pre: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
+    d, pre = (
+        torch.empty(size, dtype=operands.out_dtype, device=operands.a.device)
+        for size in (operands.size, operands.size if saves_pre else (0,))
+    )
+    return d, pre
 
 
 def _arguments(operands: Operands) -> tuple[Any, ...]:
     """Return operands as the operator takes them; `_operands` is the inverse."""
-    tensors = (operands.a, operands.b, operands.c, operands.bias, operands.scale_a, operands.scale_b)
-    factors = (operands.alpha, operands.beta, operands.activation, operands.out_dtype)
-    return (*tensors, operands.at, *factors)
+    tensors = (operands.a, operands.b, operands.c, operands.bias)
+    return (*tensors, operands.alpha, operands.beta, operands.activation, operands.out_dtype)
 
 
 def _operands(*arguments: Any) -> Operands:
-    a, b, c, bias, scale_a, scale_b, at, alpha, beta, activation, out_dtype = arguments[:11]
+    a, b, c, bias, alpha, beta, activation, out_dtype = arguments
     return Operands(
-        a=a, b=b, c=c, bias=bias, scale_a=scale_a, scale_b=scale_b, at=at, alpha=alpha, beta=beta,
-        activation=activation, out_dtype=out_dtype, batch=batch_of(a, b),
+        a=a, b=b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out_dtype,
+        batch=batch_of(a, b),
     )  # fmt: skip
 
 
 @torch.library.custom_op(
-    OPERATOR_NAME, mutates_args=(), schema=f"({_TENSORS}, {_FACTORS}, str returns) -> (Tensor, Tensor)"
+    OPERATOR_NAME, mutates_args=(), schema=f"({_INPUTS}, bool saves_pre) -> (Tensor, Tensor)"
 )
 def _operator(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return _allocate_and_launch(Decision(_operands(*arguments)), arguments[-1])
+    return _allocate_and_launch(Decision(_operands(*arguments[:-1])), arguments[-1])
 
 
 @torch.library.custom_op(
-    f"{OPERATOR_NAME}_into",
-    mutates_args=("out",),
-    schema=f"(Tensor(a0!) out, {_TENSORS}, {_FACTORS}) -> ()",
+    f"{OPERATOR_NAME}_into", mutates_args=("out",), schema=f"(Tensor(a0!) out, {_INPUTS}) -> ()"
 )
 def _operator_into(out: Tensor, *arguments: Any) -> None:
     if out.numel():
@@ -136,10 +127,8 @@ def _flop(a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    a, b, c, bias, scale_a, scale_b, _, ctx.alpha, ctx.beta, ctx.activation, _, _ = inputs
+    a, b, c, bias, ctx.alpha, ctx.beta, ctx.activation, _, _ = inputs
     ctx.save_for_backward(a, b, output[1])
-    ctx.has_pre = inputs[-1] == PRE
-    ctx.is_scaled = scale_a is not None or scale_b is not None
     ctx.c, ctx.bias = (None if t is None else (t.dtype, t.shape) for t in (c, bias))
     ctx.set_materialize_grads(False)
 
@@ -151,12 +140,6 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...
     """
     if grad is None:
         return (None,) * _NUM_INPUTS
-    if ctx.activation is not None and not ctx.has_pre:
-        text = f"{OPERATOR_NAME} saved no input of {ctx.activation}: call it with returns='pre'"
-        raise RuntimeError(text)
-    if ctx.is_scaled:
-        text = "gemm with scales has no gradient: a float8 layer computes its own from what it has scaled"
-        raise RuntimeError(text)
     if ctx.activation not in (None, "relu") and torch.is_grad_enabled():
         text = (
             f"our kernels have no second derivative through activation={ctx.activation!r}: "
@@ -165,7 +148,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...
         raise RuntimeError(text)
     a, b, pre = ctx.saved_tensors
     if ctx.activation is not None:
-        grad = activation_gradient(grad, pre, ctx.activation)
+        grad = ACTIVATION_GRADIENTS[ctx.activation](grad, pre)
     factor = grad.to(a.dtype)
     needs_a, needs_b, needs_c, needs_bias = ctx.needs_input_grad[:4]
     return (
@@ -186,7 +169,7 @@ def _product(a: Tensor, b: Tensor, alpha: float, like: Tensor) -> Tensor:
     return compute(Decision(operands)).sum_to_size(like.shape)
 
 
-_operator.register_fake(lambda *arguments: _allocate(_operands(*arguments), arguments[-1]))
+_operator.register_fake(lambda *arguments: _allocate(_operands(*arguments[:-1]), arguments[-1]))
 _operator.register_autograd(_backward, setup_context=_setup_context)
 register_flop_formula(torch.ops.lightning_eff.gemm)(_flop)
 register_flop_formula(torch.ops.lightning_eff.gemm_into)(lambda _, *shapes, **__: _flop(*shapes))

@@ -13,10 +13,6 @@ import torch
 
 TMA_BYTES = 16
 """Alignment of the start of a row that the tensor memory accelerator requires."""
-FLOAT8_VALUES = 64
-"""Accumulators per thread where float8 is summed in a second set of registers; twice as many spill."""
-DOUBLED_VALUES = 32
-"""Accumulators per thread that leave registers to read twice as much: SwiGLU's gradient, or float32."""
 
 
 @dataclass(frozen=True)
@@ -67,27 +63,16 @@ class TileConfig:
         """Return the most shared memory that `gemm_tma` uses.
 
         num_stages * (block_m + block_n) * block_k of operands, and a finished tile [block_m, block_n /
-        subtiles] for each tensor that is stored or read in the epilogue.
+        subtiles] for D, and for C where it is read.
         """
-        if self.split_k > 1:  # the epilogue is computed by reduce_split_k
-            shape = Shape(M=shape.M, N=shape.N, K=shape.K, dtype=shape.dtype, out_dtype=torch.float32)
-        written = shape.columns_ratio + (shape.saves_pre and shape.columns_ratio < 1)
-        read = (shape.reads_c and not self.adds) + shape.reads_at * shape.columns_ratio
-        read_itemsize = max(shape.read_itemsize, shape.out_itemsize)
+        out_itemsize, c_itemsize = shape.out_itemsize, shape.c_itemsize
+        if self.split_k > 1:  # float32 sums; C is read by reduce_split_k
+            out_itemsize, c_itemsize = 4, 0
+        elif c_itemsize:
+            c_itemsize = 0 if self.adds else max(c_itemsize, out_itemsize)
         finished = self.block_m * self.block_n // self.subtiles
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k_bytes
-        return operands + int(finished * (written * shape.out_itemsize + read * read_itemsize))
-
-    def can_finish(self, shape: Shape) -> bool:
-        """Return whether the epilogue compiles without spilling registers."""
-        if self.specialize and shape.columns_ratio != 1.0:  # Triton 3.6 cannot split a tile there
-            return False
-        values = self.block_m * self.block_n // (32 * self.num_warps)  # accumulators per thread
-        if shape.dtype.itemsize == 1 and values > FLOAT8_VALUES:
-            return False
-        wide = shape.columns_ratio > 1 or max(shape.read_itemsize, shape.out_itemsize) > 2
-        doubled = shape.reads_at and wide and self.split_k == 1
-        return not doubled or values // self.subtiles <= DOUBLED_VALUES
+        return operands + finished * (out_itemsize + c_itemsize)
 
 
 CONFIGS: tuple[TileConfig, ...] = (
@@ -123,14 +108,10 @@ class Shape:
         out_dtype: Of the result; None for `dtype`.
         batch: Independent products.
         aligned: Every row that TMA copies begins at a multiple of 16 bytes.
-        reads_c: C is read.
+        c_itemsize: Bytes per element of C; 0 where it is not read.
         adds: The result may be added to what is in memory.
         layout: `nn`, `nt`, `tn` or `tt`: whether A and B are stored by rows, or transposed.
-        fused: The epilogue has what torch computes in a pass of its own: scales, an activation.
-        columns_ratio: Columns of the result per column of the product: 1/2 for SwiGLU, 2 for its gradient.
-        saves_pre: The input of the activation is stored too.
-        reads_at: The input of an activation is read, to compute its gradient.
-        read_itemsize: Bytes per element of C and of that input; 0 for those of the result.
+        fused: The epilogue has an activation, which torch computes in a pass of its own.
         tf32: float32 is multiplied as TF32.
     """
 
@@ -141,14 +122,10 @@ class Shape:
     out_dtype: torch.dtype | None = None
     batch: int = 1
     aligned: bool = True
-    reads_c: bool = False
+    c_itemsize: int = 0
     adds: bool = False
     layout: str = "nt"
     fused: bool = False
-    columns_ratio: float = 1.0
-    saves_pre: bool = False
-    reads_at: bool = False
-    read_itemsize: int = 0
     tf32: bool = False
 
     @classmethod

@@ -17,7 +17,7 @@ import torch
 
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import Device
-from lightning_eff.kernels.operands import OPERAND_DTYPES
+from lightning_eff.kernels.operands import DTYPES
 from lightning_eff.kernels.tile_configs import CONFIGS, TMA_BYTES, Shape, TileConfig
 
 KERNEL_LAUNCH_S = 5e-6
@@ -62,11 +62,8 @@ class Cost:
         self.depth = -(-shape.K // (block_k * config.split_k)) * block_k
         self.l2_bytes = self.num_tiles * (block_m + block_n) * self.depth * itemsize
 
-        # What the epilogue reads for each element of the product: C, and the input of an activation.
-        read = shape.columns_ratio * shape.reads_at + shape.reads_c
-        read_bytes = read * max(shape.read_itemsize, shape.out_itemsize)
         elements = shape.batch * shape.M * shape.N
-        result = elements * (shape.out_itemsize * shape.columns_ratio + read_bytes)
+        result = elements * (shape.out_itemsize + shape.c_itemsize)
         if config.split_k > 1:  # float32 partial sums are written and read
             result += 2 * 4 * elements * config.split_k
         operands = shape.batch * (shape.M + shape.N) * shape.K * itemsize
@@ -93,8 +90,6 @@ class Cost:
 
 def fits(config: TileConfig, shape: Shape, device: Device) -> bool:
     """Return whether a config can compute a shape on a device."""
-    if shape.dtype.itemsize == 1 and not device.has_float8:
-        return False
     if config.split_k > 1:
         # Worth it where most SMs would be idle otherwise, and each split has two steps at least.
         num_tiles = shape.batch * -(-shape.M // config.block_m) * -(-shape.N // config.block_n)
@@ -104,9 +99,8 @@ def fits(config: TileConfig, shape: Shape, device: Device) -> bool:
     if config.kernel == "tma":
         if not _has_tma(shape, device) or not shape.aligned or shape.batch != 1 or config.adds > shape.adds:
             return False
-        if config.shared_bytes(shape) + MARGIN_BYTES > device.shared_bytes:
-            return False
-    return config.can_finish(shape)
+        return config.shared_bytes(shape) + MARGIN_BYTES <= device.shared_bytes
+    return True
 
 
 def _has_tma(shape: Shape, device: Device) -> bool:
@@ -115,7 +109,7 @@ def _has_tma(shape: Shape, device: Device) -> bool:
 
 
 def rank_configs(shape: Shape, device: Device) -> list[Cost]:
-    """Return the cost of each config that fits, the cheapest first; empty where a device lacks the dtype.
+    """Return the cost of each config that fits, the cheapest first.
 
     Example:
         >>> from lightning_eff.kernels.devices import DEVICES
@@ -153,8 +147,7 @@ class Explanation:
         dtype = str(shape.dtype).removeprefix("torch.")
         what = f"{shape.M} x {shape.N} x {shape.K} {dtype} on {device.name}: "
         if not device.capability:
-            cache_kib = device.shared_bytes / 2**10
-            yield f"{what}torch's library, in blocks for a core's cache of {cache_kib:.0f} KiB"
+            yield f"{what}torch's library, which blocks a product for the caches"
             return
         yield (
             f"{what}tile {cost.config}; expected {cost.peak_fraction:.0%} of the peak, "
@@ -192,7 +185,7 @@ def explain_tiles(
         device: A name of `devices.DEVICES`, `cpu`, or a `Device`.
 
     Raises:
-        ValueError: A size below 1, an unknown device, or one that does not multiply the dtype.
+        ValueError: A size below 1, an unknown device, or a dtype that the kernels do not multiply.
 
     Example:
         >>> print(explain_tiles(4352, 4096, 4096))
@@ -204,13 +197,10 @@ def explain_tiles(
     if any(size != int(size) or size < 1 for size in (M, N, K)):
         text = f"explain_tiles(M={M}, N={N}, K={K}): expected whole numbers of at least 1"
         raise ValueError(text)
-    if dtype not in OPERAND_DTYPES or dtype == torch.float64:
-        text = f"explain_tiles(dtype={dtype}): expected a dtype that the kernels multiply, float8 to float32"
+    if dtype not in DTYPES or dtype == torch.float64:
+        text = f"explain_tiles(dtype={dtype}): expected a dtype that the kernels multiply, of 16 or 32 bits"
         raise ValueError(text)
     device = devices.named(device) if isinstance(device, str) else device
-    if dtype.itemsize == 1 and not device.has_float8:
-        text = f"explain_tiles(dtype={dtype}): {device.name} does not multiply float8; expected 16 or 32 bits"
-        raise ValueError(text)
     shape = Shape.packed(M, N, K, dtype)
     cost = rank_configs(shape, device)[0]
     uses_tma = _has_tma(shape, device)

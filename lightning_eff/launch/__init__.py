@@ -1,1 +1,1 @@
-"""Launch, watch, stop and end the processes of a run on several devices."""
+"""Start the ranks of a run, stop them together, and end them together when one fails."""

@@ -1,8 +1,8 @@
 """Read from the environment how this process was launched, and compare that with the Trainer's devices.
 
-A run on several devices is several processes. Lightning starts all but the first with the command of the
-first; torchrun and SLURM start all of them, independently of `trainer.devices`. Where the numbers differ
-Lightning waits for ranks that never come, or trains the same run several times.
+A run on several devices is several processes. The command starts them (launch/ranks.py), or torchrun or SLURM
+does, independently of `trainer.devices`. Where the numbers differ Lightning waits for ranks that never come,
+or trains the same run several times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any
 
 from lightning_eff.core.errors import ConfigError, UsageError
 
-FOLDER_WAIT_S = 300.0
+RUN_DIR = "LIGHTNING_EFF_RUN_DIR"
+"""Environment variable with the run's folder, for ranks that the command has started."""
+WAIT_S = 300.0
 """Time that a rank waits for rank 0 to choose the run's folder: importing torch may take a minute."""
 
 
@@ -25,10 +27,10 @@ class Launch:
     """How this process was launched.
 
     Args:
-        by: `torchrun`, `slurm` or `lightning`; empty for a process of its own, which may be rank 0 of a run
-            whose other ranks Lightning starts.
+        by: `torchrun` (or the command, which sets the same variables), `slurm`, or `lightning` for others
+            that Lightning knows; empty for a process of its own, which starts the ranks itself.
         rank: Of this process, among all of the run.
-        num_tasks: Processes that were started; None where Lightning starts as many as it needs.
+        num_tasks: Processes that were started, if known.
         num_local_tasks: Processes on this machine, if known.
     """
 
@@ -44,7 +46,7 @@ class Launch:
         Example:
             >>> Launch.of({"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_NTASKS_PER_NODE": "2"})
             Launch(by='slurm', rank=3, num_tasks=4, num_local_tasks=2)
-            >>> Launch.of({"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}).by  # a shell: Lightning starts
+            >>> Launch.of({"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}).by  # a shell: it starts none
             ''
         """
         number = {key: int(text) for key, text in environment.items() if text.isdecimal()}
@@ -55,9 +57,8 @@ class Launch:
         if "SLURM_NTASKS" in environment and not is_shell:
             tasks, local = number.get("SLURM_NTASKS"), number.get("SLURM_NTASKS_PER_NODE")
             return cls("slurm", number.get("SLURM_PROCID", 0), tasks, local)
-        # Lightning leaves LOCAL_RANK=0 and NODE_RANK=0 in the first process, too.
-        rank, node = number.get("LOCAL_RANK", 0), number.get("NODE_RANK", 0)
-        return cls("lightning", max(rank, node)) if rank or node else cls()
+        rank = max(number.get("LOCAL_RANK", 0), number.get("NODE_RANK", 0))
+        return cls("lightning" if "LOCAL_RANK" in environment else "", rank)
 
 
 def num_devices(trainer: Mapping[str, Any]) -> int:
@@ -100,33 +101,30 @@ def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
         >>> check_tasks({"devices": 2}, Launch("torchrun", num_tasks=2, num_local_tasks=2))
         >>> check_tasks({"devices": 1}, Launch("torchrun", num_tasks=2, num_local_tasks=2))
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: trainer.devices=1: expected 2, one for each process of ...
+        lightning_eff.core.errors.ConfigError: trainer.devices=1: expected 2: torchrun started 2 ...
     """
-    tasks = launch.num_tasks
+    tasks, local = launch.num_tasks, launch.num_local_tasks
     if tasks is None:
         return
     devices, nodes = num_devices(trainer), int(trainer.get("num_nodes") or 1)
-    if launch.by == "slurm" and launch.num_local_tasks is None and tasks > 1:
+    if launch.by == "slurm" and local is None and tasks > 1:
         allowed = "--ntasks-per-node as well: --ntasks alone does not say which ranks share a machine"
         remedies = [f"srun --ntasks-per-node={devices} lightning-eff train ..."]
         raise ConfigError(key="SLURM_NTASKS", value=tasks, allowed=allowed, remedies=remedies)
-    local = launch.num_local_tasks or max(tasks // nodes, 1)
+    local = local or max(tasks // nodes, 1)
     restart = {
         "torchrun": f"torchrun --nnodes {nodes} --nproc-per-node {devices} -m lightning_eff train ...",
         "slurm": f"srun --nodes={nodes} --ntasks-per-node={devices} lightning-eff train ...",
     }[launch.by]
-    if devices != local:
-        remedies = [f"trainer.devices={local}", restart]
-        if launch.by == "slurm" and tasks == 1:
-            remedies.append("SLURM_JOB_NAME=bash lightning-eff train ...  # Lightning starts the ranks")
-        allowed = f"{local}, one for each process of {launch.by} on this machine"
-        value = trainer.get("devices", "auto")
-        raise ConfigError(key="trainer.devices", value=value, allowed=allowed, remedies=remedies)
-    if devices * nodes != tasks:
-        num_nodes = max(tasks // local, 1)
-        allowed = f"{num_nodes}: {launch.by} started {tasks} processes, with {devices} devices per machine"
-        remedies = [f"trainer.num_nodes={num_nodes}", restart]
-        raise ConfigError(key="trainer.num_nodes", value=nodes, allowed=allowed, remedies=remedies)
+    expected = {"devices": (devices, local), "num_nodes": (nodes, max(tasks // local, 1))}
+    for name, (found, needed) in expected.items():
+        if found != needed:
+            remedies = [f"trainer.{name}={needed}", restart]
+            if launch.by == "slurm" and tasks == 1:
+                remedies.append("SLURM_JOB_NAME=bash lightning-eff train ...  # which starts the ranks")
+            allowed = f"{needed}: {launch.by} started {tasks} processes, {local} of them on this machine"
+            value = trainer.get(name, "auto" if name == "devices" else found)
+            raise ConfigError(key=f"trainer.{name}", value=value, allowed=allowed, remedies=remedies)
 
 
 def check_sweep(launch: Launch, recipe: str, overrides: Iterable[str], *, as_json: bool) -> None:
@@ -147,37 +145,37 @@ def check_sweep(launch: Launch, recipe: str, overrides: Iterable[str], *, as_jso
 
 
 def shared_run_dir(launch: Launch, folder: Path, *, has_default_name: bool) -> Path:
-    """Return the run's folder, the same on all ranks.
-
-    With a default name each process has composed one named by its own time. Ranks that Lightning starts get
-    rank 0's folder on their command line.
+    """Return the run's folder, the same on all ranks; each has composed one named by its own time.
 
     Raises:
-        UsageError: The ranks have no store to exchange it, or rank 0 is too late.
+        UsageError: Rank 0 is too late, or the ranks have no store in which it could be exchanged.
     """
-    if launch.by == "slurm" and has_default_name and (launch.num_tasks or 1) > 1:
+    if RUN_DIR in os.environ:
+        return Path(os.environ[RUN_DIR])
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if (launch.num_tasks or 1) == 1 or not (has_default_name or has_store):
+        return folder
+    if launch.by == "slurm":
         step = [os.environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")]
         return folder.parent / "-".join(["slurm", *step])
-    if launch.by != "torchrun" or (launch.num_tasks or 1) == 1:
-        return folder
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        if has_default_name:
-            text = "this torchrun has no store in which its processes could agree on a folder"
-            text += "\n  try: hydra.run.dir=outputs/NAME"
-            raise UsageError(text)
-        return folder
+    text = f"rank 0 did not set the run's folder in torchrun's store within {WAIT_S:.0f} s, or there is none"
+    text += "\n  try: hydra.run.dir=outputs/NAME"
+    if not has_store:
+        raise UsageError(text)
     from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     # Rank 0 sets its folder in torchrun's store, all other ranks wait for it. Why not
     # `broadcast_object_list`: the process group does not exist yet.
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=FOLDER_WAIT_S))
     key = f"lightning_eff/folder/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if not launch.rank:
-        store.set(key, str(folder))
-        return folder
     try:
+        host, port, wait = (
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            timedelta(seconds=WAIT_S),
+        )
+        store = TCPStore(host, port, is_master=False, timeout=wait)
+        if not launch.rank:
+            store.set(key, str(folder))
         return Path(store.get(key).decode())
     except DistError as error:
-        message = f"rank 0 did not choose the run's folder within {FOLDER_WAIT_S:.0f} s"
-        raise UsageError(message) from error
+        raise UsageError(text) from error

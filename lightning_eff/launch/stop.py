@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,15 +27,52 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_eff.core.errors import RankError, exit_code, root_cause_line
+from lightning_eff.launch.job import Launch
+from lightning_eff.launch.ranks import STOPPED, error_log, exit_now, tell_parent
 
-@dataclass(eq=False)
+CLEANUP_TIMEOUT_S = 10.0
+"""Time that a failed rank has for its callbacks, one of which may wait for the other ranks."""
+
+
+@contextmanager
+def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generator[None]:
+    """Around `fit`: all ranks stop after the same step, or one fails without the others.
+
+    Args:
+        trainer: With one rank nothing is done.
+        folder: The run's, for the traceback.
+        launch: What started this rank.
+
+    Raises:
+        RankError: This rank has failed; the text names it and the cause.
+    """
+    if trainer.world_size == 1:
+        yield
+        return
+    callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    callbacks.insert(0, CoordinatedStop(launch.rank))
+    try:
+        yield
+    except BaseException as error:
+        code = exit_code(error)
+        if code in STOPPED:
+            error.__dict__["is_reported"] = bool(launch.rank)  # by rank 0
+        elif not hasattr(error, "exit_code"):  # else it is complete, with remedies
+            where = f"(traceback: {error_log(folder, launch.rank)})"
+            text = f"rank {launch.rank}: {root_cause_line(error)} {where}"
+            raise RankError(text, code) from error
+        raise
+
+
 class CoordinatedStop(pl.Callback):
-    """Stop all ranks when one of them has received a signal; call `on_failure` if only this one fails."""
+    """Stop all ranks when one of them has received a signal; end this one soon if only it fails."""
 
-    on_failure: Callable[[BaseException], None]
-    has_agreed: bool = field(default=False, init=False)
-    _received: int = field(default=0, init=False)
-    _previous_handler: Any = field(default=None, init=False)
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._has_agreed = False
+        self._received = 0
+        self._previous_handler: Any = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -62,7 +100,7 @@ class CoordinatedStop(pl.Callback):
         # The same batch index on all ranks, so all of them decide alike.
         if not number or loop._should_accumulate():  # noqa: SLF001
             return
-        self.has_agreed = True
+        self._has_agreed = True
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SIGTERMException
@@ -72,12 +110,18 @@ class CoordinatedStop(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self.on_train_end(trainer, pl_module)
-        if self.has_agreed:
+        if self._has_agreed:
             return
         for saver in trainer.checkpoint_callbacks:
             if isinstance(saver, ModelCheckpoint):
                 saver.save_on_exception = False  # saving is a collective: the other ranks are not in it
-        self.on_failure(exception)
+        if exit_code(exception) in STOPPED:
+            return
+        tell_parent(exception)
+        text = f"rank {self._rank}: {root_cause_line(exception)}"
+        timer = threading.Timer(CLEANUP_TIMEOUT_S, exit_now, (text, exit_code(exception)))
+        timer.daemon = True
+        timer.start()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -2,10 +2,9 @@
 
 Memory runs out in an update that allocates the optimizer's state (the first one) or temporaries, when half
 of the parameters may be updated already. `atomic_update` keeps an `OptimizerSnapshot` in host memory around
-each update on a CPU. On other devices it does so around the first update only, since copying everything to
-the host takes longer than a step. A later update that failed before it changed anything is retried as well,
-which torch's counters of changes in place show for torch's own optimizers; otherwise the error says that it
-cannot be undone. An optimizer that evaluates its closure more than once in a step (LBFGS) is not retried.
+each update on a CPU, and on other devices around the first one only, since copying everything to the host
+takes longer than a step. An optimizer that evaluates its closure more than once in a step (LBFGS) is not
+retried.
 """
 
 from __future__ import annotations
@@ -32,12 +31,14 @@ def atomic_update(optimizer: Optimizer, device: torch.device, *, is_first: bool)
         device: Where the parameters are.
         is_first: Whether this is its first update, which allocates its state.
     """
+    if not is_first and device.type != "cpu":
+        yield
+        return
     original: Any = optimizer.step
-    copies = is_first or device.type == "cpu"
 
     @functools.wraps(original)
     def step(*args: Any, **keywords: Any) -> Any:
-        return _step_atomically(optimizer, original, args, keywords, device, copies=copies)
+        return _step_atomically(optimizer, original, args, keywords, device)
 
     is_wrapped = "step" in optimizer.__dict__  # an LR scheduler has replaced it
     optimizer.step = step
@@ -56,8 +57,6 @@ def _step_atomically(
     args: tuple[Any, ...],
     keywords: dict[str, Any],
     device: torch.device,
-    *,
-    copies: bool,
 ) -> Any:
     """Step, twice if need be: the snapshot is taken after the closure, whose own errors are not retried."""
     closure: Any = keywords.get("closure", args[0] if args else None)
@@ -71,11 +70,11 @@ def _step_atomically(
         snapshot = None  # memory that runs out in the closure is not the update's
         num_evaluations += 1
         loss = closure()
-        snapshot = OptimizerSnapshot(optimizer, copies=copies) if num_evaluations == 1 else None
+        snapshot = OptimizerSnapshot(optimizer) if num_evaluations == 1 else None
         return loss
 
     if closure is None:
-        snapshot = OptimizerSnapshot(optimizer, copies=copies)
+        snapshot = OptimizerSnapshot(optimizer)
     elif "closure" in keywords:
         keywords = keywords | {"closure": evaluate}
     else:
@@ -86,11 +85,7 @@ def _step_atomically(
         except Exception as error:
             if not is_out_of_memory(error) or snapshot is None:
                 raise
-            try:
-                snapshot.restore()
-            except RuntimeError as reason:
-                error.add_note(f"out of memory in the optimizer's update, which cannot be undone: {reason}")
-                raise error from None
+            snapshot.restore()
             if is_retry:
                 error.add_note("the optimizer's update does not fit; micro_batch_size does not change that")
                 raise

@@ -26,7 +26,6 @@ from lightning_eff.microbatching.atomic_update import atomic_update
 from lightning_eff.microbatching.merging import mean
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, resolve_multiple
 from lightning_eff.microbatching.oom_retry import OomRetry
-from lightning_eff.microbatching.size_search import FoundSize, SizeTrials
 from lightning_eff.microbatching.snapshot import StepSnapshot
 from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
 from lightning_eff.microbatching.window import Window, weight_of
@@ -43,9 +42,8 @@ class ExactGradient:
         fabric: Runs the backward passes, with its precision's scaling; None for plain PyTorch.
         micro_batch_size: Samples of a micro-batch; `auto` halves it when memory runs out; None for full
             batches.
-        multiple_of: Sizes above it that `auto` and `find` choose are its multiples; its own `auto` is that of
-            the device's tensor cores, for Fabric's precision, without Fabric for the weights' dtype.
-        grow_after_n_steps: Double the size after so many steps without an out-of-memory error; None never.
+        multiple_of: Sizes above it that `auto` chooses are its multiples; its own `auto` is that of the
+            device's tensor cores, for Fabric's precision, without Fabric for the weights' dtype.
         splitter: Splits a batch in place of the built-in rules, `splitter(batch, micro_batch_size)`.
 
     Raises:
@@ -69,7 +67,6 @@ class ExactGradient:
         fabric: Fabric | None = None,
         micro_batch_size: Literal["auto"] | Count | None = None,
         multiple_of: Literal["auto"] | Count = 1,
-        grow_after_n_steps: Count | None = None,
         splitter: Splitter | None = None,
     ) -> None:
         weight = next(model.parameters(), None)
@@ -90,7 +87,6 @@ class ExactGradient:
             is_auto=micro_batch_size == "auto",
             splitter=splitter,
             multiple_of=resolve_multiple(multiple_of, self._device, dtype),
-            grow_after_n_steps=grow_after_n_steps,
         )
         num_ranks = dist.get_world_size() if replicas else 1
         self._run_backward: Callable[[Tensor], Any] = fabric.backward if fabric else Tensor.backward
@@ -170,42 +166,6 @@ class ExactGradient:
         own: Any = optimizer
         own = own.optimizer if is_wrapped(own) else own
         return atomic_update(own, self._device, is_first=self._num_updates == 1)
-
-    def find(
-        self,
-        step: Step,
-        batch: Any,
-        optimizer: Optimizer,
-        *,
-        objective: str = "largest",
-        headroom: float = 0.1,
-    ) -> FoundSize:
-        """Set the micro-batch size to the best of several that are run, without a trace.
-
-        Args:
-            step: As in `backward`.
-            batch: Is split; no size above its samples is tried.
-            optimizer: Steps in each trial, and is restored.
-            objective: `largest` or `fastest`.
-            headroom: Fraction of the device's memory to leave free at the peak, on devices that report it.
-
-        Raises:
-            ConfigError: An unknown objective, or a batch without countable samples.
-            MemoryError: Not even one sample fits.
-        """
-        own: Any = optimizer
-        trials = SizeTrials(
-            batch,
-            forward=lambda part: _loss_of(step(part.batch)),
-            backward=self._run_backward,
-            optimizer=own.optimizer if is_wrapped(own) else own,
-            model=self._wrapped,
-            micro_batch_size=self.size,
-            snapshot=self._snapshot,
-            headroom=headroom,
-            is_timed=objective == "fastest",
-        )
-        return trials.find(objective)
 
 
 def _loss_of(output: Any) -> Tensor:

@@ -41,7 +41,6 @@ from lightning_eff.core.errors import ConfigError
 from lightning_eff.microbatching.micro_batch_runner import (
     Arguments,
     MicroBatchRunner,
-    SizeSearch,
     StepFunctions,
 )
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
@@ -73,7 +72,7 @@ class ExactStep(_AutomaticOptimization):
         self.num_cut_steps = 0
         """Steps with fewer batches than `accumulate_grad_batches`, at the end of an epoch."""
         self.micro_batch_size: MicroBatchSize | None = None  # how batches are split; None for not at all
-        self.search: SizeSearch | None = None  # a search that the next step begins with
+        self.is_search_due = False  # whether the next step begins with a search for the size
         self.around_backward: Callable[[], AbstractContextManager[None]] | None = None
         """Entered around each backward pass of a step of several."""
         self._runner: MicroBatchRunner | None = None
@@ -87,10 +86,6 @@ class ExactStep(_AutomaticOptimization):
             scale_gradients=strategy.scale_gradients if isinstance(strategy, ScalesGradients) else None,
         )
         self._state_before_batch = self._window.state()
-        single_batch = _SingleBatchLoop(trainer)
-        single_batch.zero_loss = self._window.zero_loss
-        single_batch.optim_progress = self.optim_progress
-        self._run_single_batch = single_batch.run  # a loop kept as attribute would be in checkpoints
         self._num_ranks = trainer.world_size
         self._num_batches = 1
         self._position = 0  # of the current batch in its window, from 1
@@ -104,17 +99,15 @@ class ExactStep(_AutomaticOptimization):
             self._num_batches = self.trainer.accumulate_grad_batches
             # A precision plugin may create its loss scaler only when a fit begins.
             self._scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
-            # A step of one batch is Lightning's own, on one rank and without a scaler that may skip it.
-            is_simple = self._num_ranks == 1 and self._scaler is None and self.micro_batch_size is None
-            if self._num_batches == 1 and is_simple:
-                return self._run_single_batch(optimizer, batch_idx, kwargs)
             self._position = 0
             self._window.begin(self._num_batches)
             if self.micro_batch_size is not None:
                 if self._runner is None:
                     self._runner = MicroBatchRunner(self.trainer, self.micro_batch_size, self._window)
-                search, self.search = self.search, None
-                self._runner.begin(kwargs, lambda arguments: self._forward(arguments).closure_loss, search)
+                if self.is_search_due:
+                    self.is_search_due = False
+                    self._runner.find_size(kwargs, lambda arguments: self._forward(arguments).closure_loss)
+                self._runner.begin()
         self._is_skipped = False
         self._position += 1
         self._is_complete = self._position >= self._num_batches
@@ -222,24 +215,6 @@ class ExactStep(_AutomaticOptimization):
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         self._window.reference = float(state_dict.get("weight_reference", 0.0))
         self.num_skipped_steps = int(state_dict.get("num_skipped_steps", 0))
-
-
-class _SingleBatchLoop(_AutomaticOptimization):
-    """Lightning's own loop, for steps of one batch on one rank, where no loss is scaled.
-
-    Only a batch of weight 0 is handled, since its mean over nothing is NaN. `ExactStep`'s methods would add
-    microseconds to each of these steps.
-    """
-
-    zero_loss: Callable[[Tensor], Tensor]
-
-    @override
-    def _training_step(self, kwargs: Arguments) -> ClosureResult:
-        result = super()._training_step(kwargs)
-        loss = result.closure_loss
-        if result.extra and loss is not None and weight_of(result.extra) == 0.0:
-            result.closure_loss = self.zero_loss(loss)
-        return result
 
 
 def install(trainer: pl.Trainer) -> ExactStep:

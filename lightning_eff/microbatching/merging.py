@@ -4,7 +4,9 @@
 accumulates what is logged over an epoch by the number of samples, which it takes from the current batch:
 micro_batch_runner.py sets it to each micro-batch. What is logged by step would be the last micro-batch's;
 `merge_logged` makes it the mean over the micro-batches, or sum, minimum or maximum, as `reduce_fx` says. With
-weights, means are by weight. A torchmetrics metric that is logged by step is computed over all micro-batches.
+weights, means are by weight. Of a torchmetrics metric that is logged by step it is the mean of the
+micro-batches' values too, which equals the full batch's for an accuracy and not for an F1 score; over an
+epoch, every metric is that of all samples.
 
 The private names of Lightning's result collection (`_forward_cache`, `cumulated_batch_size`, `meta`) are
 those of 2.6.6, and used here only.
@@ -12,19 +14,13 @@ those of 2.6.6, and used here only.
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from torchmetrics import Metric
+from torch import Tensor
 
 from lightning_eff.core.arguments import accepts
 from lightning_eff.core.errors import ConflictError
@@ -108,7 +104,6 @@ def merge_logged(
     results: Any,
     states: Sequence[LoggedValues],
     weights: Sequence[float | None],
-    metrics: BatchMetrics,
     *,
     is_weighted: bool,
 ) -> None:
@@ -118,7 +113,6 @@ def merge_logged(
         results: Lightning's collection.
         states: What was logged before the first micro-batch, and after each.
         weights: Weight or samples of each micro-batch.
-        metrics: Has observed the micro-batches.
         is_weighted: Whether these are weights, by which an epoch's mean counts too.
     """
     for key in states[-1]:
@@ -134,7 +128,9 @@ def merge_logged(
         if len(changes) < 2:
             continue
         if not metric.is_tensor:
-            metric._forward_cache = metrics.value(metric.value, metric._forward_cache)  # noqa: SLF001
+            values = [new.by_step for _, new in changes]
+            if all(isinstance(value, Tensor) for value in values):  # None after `metric.update(...)`
+                metric._forward_cache = mean(values, counts)  # noqa: SLF001
             continue
         if meta.on_step:
             metric._forward_cache = _reduced(meta, [new.by_step for _, new in changes], counts)  # noqa: SLF001
@@ -172,64 +168,3 @@ def reject_step_sync(results: Any) -> None:
                 "  try: on_step=False, on_epoch=True\n  try: callbacks.micro_batch.micro_batch_size=8"
             )
             raise ConflictError(text)
-
-
-class BatchMetrics:
-    """Computes a module's torchmetrics over all micro-batches of one batch.
-
-    `metric(...)` returns the value of its micro-batch, and Lightning logs that by step. So copies of the
-    metric are updated with the micro-batches of the current batch only: one copy for the first call in each
-    micro-batch, one for the second and so on. Only calls are observed: after `metric.update(...)` Lightning
-    has nothing to log by step.
-
-    Args:
-        module: Has the metrics.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._metrics: list[Metric] = []
-        # Keys are identity and number of the call: a metric's hash changes with its state.
-        self._copies: dict[tuple[int, int], Metric] = {}
-        self._returned: dict[tuple[int, int], Any] = {}
-
-    def begin(self) -> None:
-        """Start a batch, or start it again."""
-        self._metrics = [module for module in self._module.modules() if isinstance(module, Metric)]
-        for metric in self._copies.values():
-            metric.reset()
-
-    @contextmanager
-    def observe(self) -> Generator[None]:
-        """Update the copies with the arguments of the metrics' calls in one micro-batch."""
-        calls = Counter[int]()
-        self._returned.clear()
-
-        def update(metric: nn.Module, args: Any, keywords: Any, output: Any) -> None:
-            call = id(metric), calls[id(metric)]
-            calls[id(metric)] += 1
-            if call not in self._copies:
-                # Copied without its state, parts of which may hold the graph of a loss.
-                states = [leaf for module in metric.modules() for leaf in tree_leaves(dict(vars(module)))]
-                tensors = [state for state in states if isinstance(state, Tensor) and not state.is_leaf]
-                result: Any = copy.deepcopy(metric, {id(tensor): tensor.detach() for tensor in tensors})
-                result.reset()
-                for module in result.modules():
-                    if isinstance(module, Metric) and not module.dist_sync_on_step:
-                        module.distributed_available_fn = None  # as in `forward`, this rank's own value
-                self._copies[call] = result
-            args, keywords = apply_to_collection((args, keywords), Tensor, Tensor.detach)
-            self._copies[call].update(*args, **keywords)
-            self._returned[call] = output
-
-        with ExitStack() as stack:
-            for metric in self._metrics:
-                stack.callback(metric.register_forward_hook(update, with_kwargs=True).remove)
-            yield
-
-    def value(self, metric: Any, last_value: Any) -> Any:
-        """Return a metric's value over the batch, for what the same call returned in the last micro-batch."""
-        for call, returned in self._returned.items():
-            if call[0] == id(metric) and returned is last_value:
-                return self._copies[call].compute()
-        return last_value

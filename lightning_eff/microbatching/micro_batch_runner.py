@@ -25,22 +25,13 @@ from lightning_eff.microbatching import merging
 from lightning_eff.microbatching.atomic_update import atomic_update
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
 from lightning_eff.microbatching.oom_retry import OomRetry
-from lightning_eff.microbatching.size_search import FoundSize, SizeTrials
+from lightning_eff.microbatching.size_search import SizeTrials
 from lightning_eff.microbatching.snapshot import StepSnapshot
 from lightning_eff.microbatching.splitting import MicroBatchPart
 from lightning_eff.microbatching.window import Window, weight_of
 
 Arguments = OrderedDict[str, Any]
 """The arguments of `training_step`, by name."""
-
-
-@dataclass(frozen=True)
-class SizeSearch:
-    """A search for the micro-batch size, due at the next batch that begins a step."""
-
-    objective: str  # `largest` or `fastest`
-    headroom: float  # fraction of the device's memory to leave free
-    on_found: Callable[[FoundSize], None]  # called with the result
 
 
 @dataclass(frozen=True)
@@ -77,31 +68,27 @@ class MicroBatchRunner:
         self._device = strategy.root_device
         self._snapshot = StepSnapshot(trainer.lightning_module, self._device, self._results)
         self.retry = OomRetry(micro_batch_size, window, self._snapshot, self._model, self._device)
-        self._metrics = merging.BatchMetrics(trainer.lightning_module)
         self._num_updates = 0
 
-    def begin(
-        self, arguments: Arguments, forward: Callable[[Arguments], Tensor | None], search: SizeSearch | None
-    ) -> None:
-        """Start a step, with the search for a size if one is due."""
+    def find_size(self, arguments: Arguments, forward: Callable[[Arguments], Tensor | None]) -> None:
+        """Set the size to the largest that fits."""
 
         def run_forward(part: MicroBatchPart) -> Tensor | None:
             self._results.batch, self._results.batch_size = part.batch, part.num_samples
             return forward(OrderedDict(arguments, batch=part.batch))
 
-        if search is not None:
-            trials = SizeTrials(
-                arguments["batch"],
-                forward=run_forward,
-                backward=self._trainer.lightning_module.backward,
-                optimizer=self._trainer.optimizers[0],
-                model=self._model,
-                micro_batch_size=self._micro_batch_size,
-                snapshot=self._snapshot,
-                headroom=search.headroom,
-                is_timed=search.objective == "fastest",
-            )
-            search.on_found(trials.find(search.objective))
+        SizeTrials(
+            arguments["batch"],
+            forward=run_forward,
+            backward=self._trainer.lightning_module.backward,
+            optimizer=self._trainer.optimizers[0],
+            model=self._model,
+            micro_batch_size=self._micro_batch_size,
+            snapshot=self._snapshot,
+        ).find()
+
+    def begin(self) -> None:
+        """Start a step."""
         self._is_zeroed = False
         self.retry.begin()
 
@@ -124,7 +111,7 @@ class MicroBatchRunner:
         is_weighted = None not in weights
         weights = weights if is_weighted else [part.num_samples for part in parts]
         states = [kept[0][1][1], *(after for _, (*_, after) in kept)]
-        merging.merge_logged(self._results, states, weights, self._metrics, is_weighted=is_weighted)
+        merging.merge_logged(self._results, states, weights, is_weighted=is_weighted)
         extra = merging.merge_outputs([result.extra for result in results], parts)
         return ClosureResult(merging.mean([result.loss for result in results], weights), extra=extra)
 
@@ -142,13 +129,10 @@ class MicroBatchRunner:
         results.batch, results.batch_size = part.batch, part.num_samples
         is_full_batch = is_first and is_last
         before = {} if is_full_batch else merging.logged_values(results)
-        if is_first and not is_last:
-            self._metrics.begin()
-        observing = nullcontext() if is_full_batch else self._metrics.observe()
         # The strategy averages gradients over the ranks in the last backward pass of a step only.
         synchronize = is_last and functions.is_last
         is_blocked = not synchronize and self.retry.replica is None
-        with observing, _block_parallel_sync_behavior(trainer.strategy, block=is_blocked):
+        with _block_parallel_sync_behavior(trainer.strategy, block=is_blocked):
             result = functions.forward(OrderedDict(arguments, batch=part.batch), part, batch_samples)
             if is_first and functions.zero_grad is not None:
                 # When a step is computed again, Lightning's progress does not count its `zero_grad`.

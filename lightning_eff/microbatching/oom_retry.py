@@ -6,12 +6,12 @@ equals to the bit that of a run with this size from the start. In a step of seve
 are computed again too, without logging anything twice.
 
 Under DDP nothing is synchronized until a rank has all its gradients: a rank that runs out of memory only
-takes longer, and the others wait for it where the gradients are averaged.
+takes longer, and the others wait for it where the gradients are averaged. Then all agree on the size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_eff.core.errors import is_out_of_memory
 from lightning_eff.microbatching import ddp
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
+from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, free_memory
 from lightning_eff.microbatching.snapshot import StepSnapshot
 from lightning_eff.microbatching.splitting import MicroBatchPart, leaves
 from lightning_eff.microbatching.window import Window
@@ -80,7 +80,6 @@ class OomRetry:
     def begin(self) -> None:
         """Start a step."""
         self.earlier: list[_Batch] = []  # the batches of the step that were run
-        self._is_retry = False
         self._is_finished = False
         if not self._size.is_auto:
             return
@@ -89,6 +88,7 @@ class OomRetry:
         self._snapshot.keep()
         self._window_state = self._window.state()
         self._had_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
+        self._num_halvings = len(self._size.halvings)
 
     def run(self, batch: Any, run_part: RunPart) -> PartOutputs:
         """Run one batch of the step, and return its micro-batches with their outputs.
@@ -100,36 +100,41 @@ class OomRetry:
         # After `finish` an optimizer evaluates its closure again, when its parameters have changed: no retry.
         if self._is_finished or not size.is_auto:
             try:
-                current.outputs = self._run_parts(current, size.current)
+                current.outputs = self._run_parts(current)
             except Exception as error:
                 if is_out_of_memory(error) and not size.is_auto:
                     error.add_note("micro_batch_size=auto would halve the micro-batch and retry")
                 raise
         else:
-            self._is_retry = False
             if self.earlier:
                 self._snapshot.keep_visible()
             with nullcontext() if self.replica is None else ddp.without_collectives(self.replica):
-                current.outputs = size.attempt(
-                    lambda micro_batch_size: self._attempt(current, micro_batch_size),
-                    count=lambda: size.num_samples(batch, by_splitting=True),
-                    undo=lambda: self._undo([*self.earlier, current]),
-                    device=self._device,
-                )
+                current.outputs = self._run_until_it_fits(current)
             self.earlier.append(current)
         size.num_split += len(current.outputs) > 1
         return current.outputs
 
-    def _attempt(self, current: _Batch, micro_batch_size: int | None) -> PartOutputs:
-        """Run a batch; in a second attempt the earlier batches of the step too, without logging again."""
-        if self._is_retry:
-            for earlier in self.earlier:
-                earlier.outputs[:] = self._run_parts(earlier, micro_batch_size)
-            self._snapshot.restore_visible()
-        return self._run_parts(current, micro_batch_size)
+    def _run_until_it_fits(self, current: _Batch) -> PartOutputs:
+        """Run a batch; in further attempts the earlier batches of the step too, without logging again."""
+        is_retry = False
+        while True:
+            try:
+                if is_retry:
+                    for earlier in self.earlier:
+                        earlier.outputs[:] = self._run_parts(earlier)
+                    self._snapshot.restore_visible()
+                return self._run_parts(current)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._size.halve(self._size.num_samples(current.batch, by_splitting=True), error)
+            # Only here, outside of the handler, are the error and the frames that it held gone.
+            self._undo(current)
+            free_memory(self._device)
+            is_retry = True
 
-    def _run_parts(self, current: _Batch, micro_batch_size: int | None) -> PartOutputs:
-        parts = self._size.split(current.batch, micro_batch_size)
+    def _run_parts(self, current: _Batch) -> PartOutputs:
+        parts = self._size.split(current.batch, self._size.current)
         # The sum over the slices, since a splitter may make more or fewer samples than the batch had.
         counts = [part.num_samples for part in parts if part.num_samples is not None]
         batch_samples = current.num_samples if len(parts) == 1 else 0
@@ -140,24 +145,26 @@ class OomRetry:
             for index, part in enumerate(parts)
         ]
 
-    def _undo(self, batches: Sequence[_Batch]) -> None:
-        self._is_retry = True
+    def _undo(self, current: _Batch) -> None:
         self._window.restore(self._window_state)
         self._snapshot.restore()
         if not self._had_gradients:
             for parameter in self._model.parameters():
                 parameter.grad = None
-        if any(_versions(current.batch) != current.versions for current in batches):
+        if any(_versions(each.batch) != each.versions for each in (*self.earlier, current)):
             text = "out of memory, and training_step changes its batch in place, so it cannot be run again"
             raise RuntimeError(text)
 
     def finish(self) -> None:
-        """Average the gradients over the ranks, and free the step's batches."""
+        """Average the gradients over the ranks, agree on the size of the next step, and free the batches."""
         self.earlier = []
         self._is_finished = True
-        self._size.finish_step(self.replica)
-        if self._size.is_auto:
-            self._snapshot.mark_constants()
+        if self.replica is not None:
+            was_halved = len(self._size.halvings) > self._num_halvings
+            if ddp.average_gradients(self.replica, also=float(was_halved)):
+                # On any rank: all of them continue with the smallest size.
+                smallest, _ = ddp.extremes(self._size.current or self._size.largest, self.replica)
+                self._size.current = int(smallest)
 
 
 def _versions(batch: Any) -> list[int]:

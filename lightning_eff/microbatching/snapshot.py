@@ -4,9 +4,7 @@
 the model or one of its modules holds), buffers, torchmetrics' states, what Lightning has logged, and of the
 LightningModule its attributes and the items of its lists (`self.count += 1`, `self.losses.append(...)`). Not
 kept: attributes of other modules, changes to custom objects, files and the batch. A frozen parameter that a
-step changes in place (a momentum encoder) is an error, since it would change once per micro-batch. A large
-buffer that a full step leaves unchanged, a mask or a table, is not copied from then on; if it changes after
-all, `restore` raises.
+step changes in place (a momentum encoder) is an error, since it would change once per micro-batch.
 
 `OptimizerSnapshot`: parameters, gradients and optimizer state, in host memory.
 
@@ -31,13 +29,11 @@ from lightning_eff.report.live_bytes import tensors_in
 
 MAX_LIST_ITEMS = 1000
 """Items of a list above which only its length is kept."""
-SMALL_BYTES = 2**20
-"""Buffers up to this size are always copied."""
 
 
 @dataclass
 class _Buffer:
-    """A buffer, and a copy of its values unless it is taken for a constant."""
+    """A buffer, and a copy of its values unless they cannot be copied back."""
 
     owner: nn.Module
     name: str
@@ -73,7 +69,6 @@ class StepSnapshot:
         self._logged: Any = logged if logged is not None else {}
         held = [value for submodule in module.modules() for value in vars(submodule).values()]
         self._generators = {id(value): value for value in held if isinstance(value, torch.Generator)}
-        self._constants: set[tuple[int, str]] = set()
 
     def keep(self) -> None:
         """Keep the state as it is now."""
@@ -89,8 +84,7 @@ class StepSnapshot:
                 is_copied = tensor.layout == torch.strided and not tensor.is_inference()
                 if is_copied:  # but elements that share memory cannot be copied back
                     axes = zip(tensor.stride(), tensor.shape, strict=True)
-                    is_constant = (id(owner), name) in self._constants and tensor.nbytes > SMALL_BYTES
-                    is_copied = not is_constant and all(stride or size <= 1 for stride, size in axes)
+                    is_copied = all(stride or size <= 1 for stride, size in axes)
                 values = tensor.detach().clone() if is_copied else None
                 self._buffers.append(_Buffer(owner, name, tensor, values, _version(tensor)))
         frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
@@ -128,7 +122,7 @@ class StepSnapshot:
         """Restore everything.
 
         Raises:
-            RuntimeError: A frozen parameter, or a buffer that was taken for a constant, has changed.
+            RuntimeError: A frozen parameter, or a buffer that could not be copied, has changed.
         """
         for current, registered in self._registered:  # a failed attempt may have registered or replaced some
             current.clear()
@@ -139,7 +133,7 @@ class StepSnapshot:
                     buffer.tensor.copy_(buffer.values)
             elif _version(buffer.tensor) != buffer.version:
                 name = f"{buffer.name} of {type(buffer.owner).__name__}"
-                text = f"the buffer {name} changed, and was not copied since it had been constant"
+                text = f"the buffer {name} changed, and its kind (sparse, expanded) is not copied"
                 raise RuntimeError(text)
         for restore in self._restore_random:
             restore()
@@ -168,14 +162,6 @@ class StepSnapshot:
                 items[:] = before
             del items[length:]  # a longer list only grows
 
-    def mark_constants(self) -> None:
-        """Take the buffers that did not change for constants; call it after a complete step."""
-        for buffer in self._buffers:
-            is_registered = getattr(buffer.owner, buffer.name, None) is buffer.tensor
-            is_unchanged = is_registered and _version(buffer.tensor) == buffer.version
-            key = (id(buffer.owner), buffer.name)
-            (self._constants.add if is_unchanged else self._constants.discard)(key)
-
 
 def _version(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; tensors of inference mode do not count that."""
@@ -191,25 +177,9 @@ class SharesState(Protocol):
 
 
 class OptimizerSnapshot:
-    """Keeps parameters, gradients and state of an optimizer.
+    """Keeps parameters, gradients and state of an optimizer whose update may be undone."""
 
-    Args:
-        optimizer: Whose update may be undone.
-        copies: Copy the values to host memory; else `restore` can only check that nothing has changed.
-
-    Example:
-        >>> layer = torch.nn.Linear(2, 1)
-        >>> optimizer = torch.optim.AdamW(layer.parameters())
-        >>> before = layer.weight.detach().clone()
-        >>> snapshot = OptimizerSnapshot(optimizer)
-        >>> layer(torch.ones(1, 2)).sum().backward()
-        >>> _ = optimizer.step()
-        >>> snapshot.restore()
-        >>> torch.equal(layer.weight, before), len(optimizer.state)
-        (True, 0)
-    """
-
-    def __init__(self, optimizer: Optimizer, *, copies: bool = True) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         groups = optimizer.param_groups
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -221,23 +191,11 @@ class OptimizerSnapshot:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         tensors = [*parameters, *gradients, *tensors_in([*options, *optimizer.state.values()])]
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
-        self._versions = [tensor._version for tensor in self._tensors]  # noqa: SLF001
-        self._values = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors] if copies else None
+        self._values = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
 
     def restore(self) -> None:
-        """Restore everything.
-
-        Raises:
-            RuntimeError: Something has changed of which no copy was kept.
-        """
-        changed = [t._version != v for t, v in zip(self._tensors, self._versions, strict=True)]  # noqa: SLF001
-        # Only torch's operations count changes in place; custom kernels of other packages do not.
-        package = type(self._optimizer).__module__.partition(".")[0]
-        is_counted = package in ("torch", __name__.partition(".")[0])
-        if self._values is None and (any(changed) or not is_counted):
-            text = f"{sum(changed)} of {len(changed)} tensors have changed, and no copy was kept"
-            raise RuntimeError(text)
-        for tensor, value in zip(self._tensors, self._values or (), strict=self._values is not None):
+        """Restore everything."""
+        for tensor, value in zip(self._tensors, self._values, strict=True):
             with torch.no_grad():
                 tensor.copy_(value)
         for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):

@@ -2,13 +2,14 @@
 
 A batch is tensors or arrays in dicts and other mappings, lists, tuples, named tuples and dataclasses. The
 samples of a tensor lie along its first dimension, those of a list without tensors (texts, labels) are its
-items, and all of them must have the same number. Numbers, strings and 0-d tensors, and masks [1, ...] beside
-larger tensors, go to every micro-batch unchanged.
+items, and all of them must have the same number. Numbers, strings and 0-d tensors go to every micro-batch
+unchanged.
 
-Anything else is rejected, since any split would be a guess: samples of different shapes in a list, objects.
-Pass a `splitter`, also to cut nested and sparse tensors, whose samples are only counted.
+Anything else is rejected, since any split would be a guess: samples of different shapes in a list, objects,
+texts without a tensor beside them. Pass a `splitter`, also to cut packed sequences and nested and sparse
+tensors, whose samples are only counted.
 
-Slices are views, but of packed sequences; containers are new in each micro-batch.
+Slices are views; containers are new in each micro-batch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_eff.core.errors import ConfigError
 
@@ -55,12 +56,12 @@ def num_samples(batch: Any) -> int | None:
     """Return the number of samples of a batch; None if its tensors disagree, or it has none.
 
     Example:
-        >>> num_samples({"tokens": torch.zeros(4, 7), "mask": torch.zeros(1, 7), "task": "copy"})
+        >>> num_samples({"tokens": torch.zeros(4, 7), "texts": ["a", "b", "c", "d"], "task": "copy"})
         4
         >>> num_samples((torch.zeros(5, 2), torch.zeros(3)))
     """
     try:
-        return count_samples(batch)
+        return _count_samples(batch)
     except AmbiguousBatchError:
         return None
 
@@ -87,7 +88,7 @@ def split(batch: Any, micro_batch_size: int, splitter: Splitter | None = None) -
             raise ConfigError(key="splitter", value=batches, allowed=allowed)
         return [MicroBatchPart(micro_batch, num_samples(micro_batch)) for micro_batch in batches]
     try:
-        total = count_samples(batch)
+        total = _count_samples(batch)
         ends = [(first, min(total, first + micro_batch_size)) for first in range(0, total, micro_batch_size)]
         return [MicroBatchPart(_cut(batch, first, last, total), last - first) for first, last in ends]
     except AmbiguousBatchError as error:
@@ -96,26 +97,12 @@ def split(batch: Any, micro_batch_size: int, splitter: Splitter | None = None) -
         raise ConfigError(key="splitter", value=None, allowed=allowed, remedies=[remedy]) from None
 
 
-def count_samples(batch: Any) -> int:
-    """Return the number of samples of a batch.
-
-    Raises:
-        AmbiguousBatchError: Its tensors and lists disagree, or it has something that cannot be cut.
-
-    Example:
-        >>> count_samples({"x": torch.zeros(4, 2), "names": ["a", "b", "c"]})
-        Traceback (most recent call last):
-        lightning_eff.microbatching.splitting.AmbiguousBatchError: batch.x has 4, batch.names has 3
-    """
+def _count_samples(batch: Any) -> int:
+    """Return the number of samples of a batch, or raise where its tensors and lists disagree."""
     found = list(_counts(batch, "batch"))
-    by_kind = {
-        kind: {count for _, count, other in found if other == kind}
-        for kind in ("tensor", "mask", "list", "rows")
-    }
-    # Masks count only where no other tensor does, and lists have to agree with the tensors. Lists in a list
-    # are either samples or, as DataLoader collates texts, fields: only tensors beside them can tell.
-    counts = by_kind["tensor"] or by_kind["mask"] or by_kind["list"]
-    if len(counts) != 1 or not counts >= by_kind["list"] | by_kind["rows"]:
+    counts = {count for _, count, _ in found}
+    # Lists alone do not tell: they are samples or, as DataLoader collates pairs of texts, fields.
+    if len(counts) != 1 or all(is_list for _, _, is_list in found):
         shown = [f"{path} has {count}" for path, count, _ in found]
         raise AmbiguousBatchError(", ".join(shown[:6]) or "no tensor and no list")
     (count,) = counts
@@ -127,33 +114,28 @@ def count_samples(batch: Any) -> int:
 
 def leaves(value: Any, max_items: int | None = None) -> Iterator[Any]:
     """Yield the values in the containers of a batch; of lists at most the first `max_items`."""
-    items = _items(value)
+    items = _items(value, max_items)
     if items is None:
         yield value
         return
-    for item in items[: max_items if isinstance(value, (list, tuple)) else None]:
+    for item in items.values():
         yield from leaves(item, max_items)
 
 
-def _counts(value: Any, path: str) -> Iterator[tuple[str, int, str]]:
-    """Yield path, samples and kind of what has samples: tensor, mask (may be one for all), list, or rows."""
-    items = _items(value)
-    if items is not None and _is_list_of_samples(value):
-        yield path, len(items), "rows" if isinstance(items[0], (list, tuple)) else "list"
-    elif items is not None:
+def _counts(value: Any, path: str) -> Iterator[tuple[str, int, bool]]:
+    """Yield path and number of what has samples, and whether it is a list."""
+    if _is_list_of_values(value):
+        yield path, len(value), True
+    elif (items := _items(value)) is not None:
         if _has_samples_with_tensors(value, is_outermost=path == "batch"):
             text = f"{path} is a list of samples with tensors, which only a splitter can cut"
             raise AmbiguousBatchError(text)
-        for name, item in zip(_names(value), items, strict=True):
+        for name, item in items.items():
             yield from _counts(item, f"{path}{name}")
     elif _is_array(value):
         count = _num_rows(value)
         if count is not None:
-            may_be_mask = isinstance(value, Tensor) and (
-                value.is_floating_point() or value.dtype == torch.bool
-            )
-            is_mask = may_be_mask and count == 1 and value.dim() > 1  # integers [1, ...] are tokens
-            yield path, count, "mask" if is_mask else "tensor"
+            yield path, count, False
     elif not (isinstance(value, SHARED) or inspect.isroutine(value)):
         text = f"{path} has type {type(value).__name__}, which only a splitter could cut"
         raise AmbiguousBatchError(text)
@@ -161,22 +143,19 @@ def _counts(value: Any, path: str) -> Iterator[tuple[str, int, str]]:
 
 def _cut(value: Any, first: int, last: int, total: int) -> Any:
     """Return the samples from `first` up to `last` of `total`, in new containers."""
+    if _is_list_of_values(value):
+        return type(value)(value[first:last])
     items = _items(value)
     if items is not None:
-        if _is_list_of_samples(value):
-            return type(value)(items[first:last])
-        return _rebuild(value, [_cut(item, first, last, total) for item in items])
-    if last - first == total:
+        return _rebuild(value, [_cut(item, first, last, total) for item in items.values()])
+    if last - first == total or not _is_array(value) or _num_rows(value) is None:
         return value
-    if isinstance(value, PackedSequence):  # cut in the order of the original sequences, then packed alike
-        padded, lengths = pad_packed_sequence(value, batch_first=True)
-        kept = lengths[first:last]
-        rows = padded[first:last, : int(kept.max())]
-        return pack_padded_sequence(rows, kept, batch_first=True, enforce_sorted=value.sorted_indices is None)
-    if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
-        text = "it has a nested or sparse tensor, which only a splitter can cut"
+    if isinstance(value, PackedSequence) or (
+        isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided)
+    ):
+        text = "it has a packed sequence, or a nested or sparse tensor, which only a splitter can cut"
         raise AmbiguousBatchError(text)
-    return value[first:last] if _is_array(value) and _num_rows(value) == total else value
+    return value[first:last]
 
 
 def _num_rows(value: Any) -> int | None:
@@ -191,8 +170,8 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, PackedSequence) or (hasattr(value, "ndim") and hasattr(value, "__getitem__"))
 
 
-def _is_list_of_samples(value: Any) -> bool:
-    """Return whether a container is a list without tensors, such as texts, and not one of tensors."""
+def _is_list_of_values(value: Any) -> bool:
+    """Return whether a value is a list without tensors, such as texts."""
     is_list = type(value) in (list, tuple) and len(value) > 0
     return is_list and not any(_is_array(leaf) for leaf in leaves(value, MAX_INSPECTED))
 
@@ -208,30 +187,27 @@ def _has_samples_with_tensors(value: Any, *, is_outermost: bool) -> bool:
     if inner is None:
         return False
     has_scalar = any(
-        isinstance(x, (int, float, str)) or (_is_array(x) and _num_rows(x) is None) for x in inner
+        isinstance(x, (int, float, str)) or (_is_array(x) and _num_rows(x) is None) for x in inner.values()
     )
     return (isinstance(first, Mapping) and not is_outermost) or (isinstance(value, list) and has_scalar)
 
 
-def _names(value: Any) -> list[str]:
-    """Return how the items of a container are written behind its name."""
-    if isinstance(value, Mapping):
-        return [f".{key}" for key in value]  # pyright: ignore[reportUnknownVariableType]
-    if dataclasses.is_dataclass(value):
-        return [f".{field.name}" for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    fields: Any = getattr(value, "_fields", None)
-    return [f".{name}" for name in fields] if fields else [f"[{index}]" for index in range(len(value))]
-
-
-def _items(value: Any) -> Sequence[Any] | None:
-    """Return the items of a container; None for any other value."""
+def _items(value: Any, max_items: int | None = None) -> dict[str, Any] | None:
+    """Return the items of a container by how they are written behind its name; None for any other value."""
     if isinstance(value, SHARED) or _is_array(value):
         return None
     if isinstance(value, Mapping):
-        return list(value.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        mapping: Mapping[Any, Any] = value
+        return {f".{key}": item for key, item in mapping.items()}
     if dataclasses.is_dataclass(value):
-        return [getattr(value, name[1:]) for name in _names(value)]
-    return value if isinstance(value, (list, tuple)) else None
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        return {f".{name}": getattr(value, name) for name in names}
+    if not isinstance(value, (list, tuple)):
+        return None
+    items: Sequence[Any] = value[:max_items]
+    fields: Sequence[str] | None = getattr(value, "_fields", None)
+    names = [f".{name}" for name in fields] if fields else [f"[{index}]" for index in range(len(items))]
+    return dict(zip(names, items, strict=False))
 
 
 def _rebuild(value: Any, items: Sequence[Any]) -> Any:
@@ -248,6 +224,6 @@ def _rebuild(value: Any, items: Sequence[Any]) -> Any:
             result[key] = item
         return result
     result = copy.copy(value)
-    for name, item in zip(_names(value), items, strict=True):
+    for name, item in zip(_items(value) or (), items, strict=True):
         object.__setattr__(result, name[1:], item)  # the dataclass may be frozen
     return result

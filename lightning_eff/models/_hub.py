@@ -13,27 +13,30 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def read_config(name: str, revision: str | None) -> Any:
-    """Return the configuration of a hub name or folder.
+    """Return the configuration of a causal language model, by hub name or folder.
 
     Raises:
-        ValueError: It cannot be loaded, or needs code of its own.
+        ValueError: It cannot be loaded, needs code of its own, or is of another kind of model.
         ModuleNotFoundError: transformers is not installed.
     """
     try:
-        from transformers import AutoConfig
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     except ModuleNotFoundError as error:
         msg = f"name={name!r} needs transformers: pip install 'lightning-eff[hf]'"
         raise ModuleNotFoundError(msg) from error
-    folder = Path(name).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        is_adapter = (folder / "adapter_config.json").is_file()
-        reason = "holds an adapter: name the model that it belongs to" if is_adapter else "has no config.json"
+    if (Path(name).expanduser() / "adapter_config.json").is_file():
+        reason = "holds an adapter, which transformers would load too: name the model that it belongs to"
         msg = f"name={name!r} {reason}"
         raise ValueError(msg)
     try:
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(load_failure_message(name, str(error))) from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = config.model_type
+        msg = f"name={name!r} is a {kind}: transformers has no causal language model of this type"
+        raise ValueError(msg)
+    return config
 
 
 def load_failure_message(name: str, upstream_message: str) -> str:
@@ -55,48 +58,25 @@ def check_weights(name: str, config: Any) -> None:
     """Check the kind of weights of a model, as far as its files lie in a local folder.
 
     Raises:
-        ValueError: They are quantized, pickles, or missing; or the folder also has an adapter.
+        ValueError: They are quantized, pickles, or missing.
     """
     folder = Path(name).expanduser()
+    weights = list(folder.glob("*.safetensors"))
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    # Not read: a FIFO would wait for a writer, and a device may be endless.
+    irregular = [file.name for file in weights if not file.is_file()]
     problem = ""
     if getattr(config, "quantization_config", None) is not None:
         problem = "has quantized weights: name the model that they were quantized from"
-    elif folder.is_dir():
-        weights = list(folder.glob("*.safetensors"))
-        # Not read: a FIFO would wait for a writer, and a device may be endless.
-        irregular = [file.name for file in weights if not file.is_file()]
-        pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
-        if (folder / "adapter_config.json").is_file():
-            problem = "also holds an adapter, which transformers would load too: move it out of the folder"
-        elif irregular:
-            problem = f"has weights in what is no regular file: {irregular[0]}"
-        elif not weights and pickles:
+    elif irregular:
+        problem = f"has weights in what is no regular file: {irregular[0]}"
+    elif folder.is_dir() and not weights:
+        problem = "has no *.safetensors\n  try: model.pretrained=false for random weights"
+        if pickles:
             problem = (
                 f"has weights as a pickle ({pickles[0]}), which may execute code and is not read\n"
                 "  try: convert it where you trust it: model.save_pretrained(folder) writes safetensors"
             )
-        elif not weights:
-            problem = "has no *.safetensors\n  try: model.pretrained=false for random weights"
     if problem:
         msg = f"name={name!r} {problem}"
         raise ValueError(msg)
-
-
-def choose_attention(implementation: str, name: str, config: Any) -> str:
-    """Return the attention implementation; "auto" is sdpa, or eager for a model without it.
-
-    Raises:
-        ValueError: transformers has no causal language model for the configuration.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        msg = (
-            f"name={name!r} is a {config.model_type}: transformers has no causal language model of this type"
-        )
-        raise ValueError(msg)
-    if implementation != "auto":
-        return implementation
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model_class = found[0] if isinstance(found, tuple) else found
-    return "sdpa" if model_class._supports_sdpa else "eager"  # noqa: SLF001 - private in transformers 5

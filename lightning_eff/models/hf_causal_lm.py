@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff.models._hub import check_weights, choose_attention, load_failure_message, read_config
+from lightning_eff.models._hub import check_weights, load_failure_message, read_config
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class HFCausalLM(pl.LightningModule):
         self.save_hyperparameters()
         self._weight_dtype: Any = dtype if dtype == "auto" else getattr(torch, dtype)
         self._config: Any = read_config(name, revision)
-        self._attention = choose_attention(attn_implementation, name, self._config)
+        self._attention: str = attn_implementation
         if pretrained:
             check_weights(name, self._config)
         # On the CPU, also where the default device is meta.
@@ -102,34 +102,28 @@ class HFCausalLM(pl.LightningModule):
         from transformers import AutoModelForCausalLM
 
         name, text_config = self.hparams["name"], self._config.get_text_config()
+        attention = None if self._attention == "auto" else self._attention
+        options: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": False}
         on_meta = torch.empty(0).device.type == "meta"
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(self._seed)
             if not self.hparams["pretrained"]:
                 text_config.vocab_size = self._embedding_rows(text_config.vocab_size)
-                model: Any = AutoModelForCausalLM.from_config(
-                    self._config,
-                    dtype=torch.float32 if self._weight_dtype == "auto" else self._weight_dtype,
-                    attn_implementation=self._attention,
-                    trust_remote_code=False,
-                )
+                dtype = torch.float32 if self._weight_dtype == "auto" else self._weight_dtype
+                model: Any = AutoModelForCausalLM.from_config(self._config, dtype=dtype, **options)
             else:
+                options |= {"revision": self.hparams["revision"], "dtype": self._weight_dtype}
                 try:
                     with torch.device("cpu") if on_meta else nullcontext():
                         model = AutoModelForCausalLM.from_pretrained(
-                            name,
-                            revision=self.hparams["revision"],
-                            config=self._config,
-                            dtype=self._weight_dtype,
-                            attn_implementation=self._attention,
-                            use_safetensors=True,
-                            trust_remote_code=False,
+                            name, config=self._config, use_safetensors=True, **options
                         )
                 except OSError as error:
                     raise ValueError(load_failure_message(name, str(error))) from error
                 num_rows = model.get_input_embeddings().num_embeddings
                 if self._embedding_rows(num_rows) != num_rows:
                     model.resize_token_embeddings(self._embedding_rows(num_rows))
+        self._attention = model.config._attn_implementation  # noqa: SLF001 - private in transformers 5
         self.model = model.train()
         self.isolates_documents = self._test_isolation()
         parameters = list(model.parameters())
@@ -218,6 +212,12 @@ class HFCausalLM(pl.LightningModule):
         labels = batch["labels"]
         # Labels with a prediction: all that are not ignored, but the first of a row.
         return self.loss(self(**inputs), labels), (labels[:, 1:] != IGNORED_TARGET).sum()
+
+    @override
+    def on_train_start(self) -> None:
+        padding = getattr(getattr(self.trainer, "datamodule", None), "padding_fraction", None)
+        if padding is not None:
+            self.log("padding_fraction", padding)
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:

@@ -17,13 +17,13 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import warnings
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -31,6 +31,8 @@ from typing_extensions import override
 from lightning_eff.core import machine, rules
 from lightning_eff.core.arguments import CountOrZero, StrPath, check_arguments
 from lightning_eff.core.compiled_call import is_compiled
+from lightning_eff.core.dtypes import matmul_dtype
+from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.microbatching.lightning_loop import ExactStep
 from lightning_eff.report import summary
@@ -45,7 +47,7 @@ CONFIG_FILE = "resolved.yaml"
 
 
 class EfficiencyReport(pl.Callback):
-    """Report what the techniques of a run did and what the run cost.
+    """Report what the techniques of a run did and what the run cost; of several, the first one reports.
 
     Args:
         dirpath: Folder for the ledger and the page; None takes the Trainer's log folder.
@@ -94,10 +96,11 @@ class EfficiencyReport(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        reports = [callback for callback in callbacks if isinstance(callback, EfficiencyReport)]
-        first = next((callback for callback in reports if callback.dirpath == self.dirpath), self)
-        if first is not self:
-            return  # it writes the same files
+        if next(each for each in callbacks if isinstance(each, EfficiencyReport)) is not self:
+            if self.dirpath is not None:
+                text = f"the report for {self.dirpath} has no effect: of several, the first report reports"
+                warnings.warn(text, NoEffectWarning, stacklevel=2)
+            return
         self._first_step = self._last_step = trainer.global_step
         self._losses = Losses()
         # On all ranks: Lightning broadcasts log_dir. Without a logger no folder was made for this run, and
@@ -106,12 +109,11 @@ class EfficiencyReport(pl.Callback):
         if not self.dirpath and not trainer.loggers and (folder / PAGE_FILE).exists():
             folder = next(new for n in count(2) if not (new := folder / f"efficiency_{n}").exists())
         self._folder = folder
-        is_counted = self.count_first_batches and not is_compiled(pl_module)
         self._meter = Meter(
             trainer.strategy.root_device,
             trainer.profiler,  # pyright: ignore[reportAttributeAccessIssue]
             num_warmup_batches=self.num_warmup_batches,
-            is_counted=is_counted,
+            is_counted=self.count_first_batches and not is_compiled(pl_module),
         )
 
     @override
@@ -145,7 +147,7 @@ class EfficiencyReport(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._meter is not None:
             self._finish(trainer, self._meter, status="finished", reason="")
-            rank_zero_info("\n%s\n report: %s", summary.report_text(self.report), self._folder / PAGE_FILE)
+            self._print()
 
     @override
     def on_exception(
@@ -165,8 +167,7 @@ class EfficiencyReport(pl.Callback):
                 teardown()
             finally:
                 self._write(trainer, meter)
-                page = self._folder / PAGE_FILE
-                rank_zero_info("\n%s\n report: %s", summary.report_text(self.report), page)
+                self._print()
 
         # Callbacks after this one save checkpoints now, in the background too; the strategy's teardown waits
         # for these saves and follows all callbacks' hooks.
@@ -175,10 +176,7 @@ class EfficiencyReport(pl.Callback):
     def _finish(self, trainer: pl.Trainer, meter: Meter, *, status: str, reason: str) -> None:
         self._meter = None
         meter.close()
-        precision = str(trainer.precision)
-        half = torch.float16 if precision.startswith("16") else torch.float32
-        dtype = torch.bfloat16 if "bf16" in precision else half
-        held = meter.memory()
+        dtype, held = matmul_dtype(str(trainer.precision), meter.device.type), meter.memory()
         # The command line in a form that can be typed again, however the program was started.
         program = Path(sys.argv[0])
         is_ours = program.name == "lightning-eff" or program.parent.name == "lightning_eff"
@@ -202,14 +200,17 @@ class EfficiencyReport(pl.Callback):
         self.report = summary.json_safe(findings)
         self._write(trainer, meter)
 
+    def _print(self) -> None:
+        rank_zero_info("\n%s\n report: %s", summary.report_text(self.report), self._folder / PAGE_FILE)
+
     def _write(self, trainer: pl.Trainer, meter: Meter) -> None:
         """Update the ledger, one row a technique, and write both files."""
         rows: list[dict[str, Any]] = []
         for technique, arguments in self._asked:
             outcome = technique.outcome()
-            effect = "applied" if outcome.effective else "no effect"
-            row = {"technique": name_of(technique), "asked": arguments}
-            row["status"] = effect if trainer.global_step > self._first_step else "not run"
+            status = "applied" if outcome.effective else "no effect"
+            status = status if trainer.global_step > self._first_step else "not run"
+            row = {"technique": name_of(technique), "asked": arguments, "status": status}
             rows.append(row | {"did": outcome.did, "numbers": dict(outcome.numbers)})
         self.report["ledger"] = summary.json_safe(rows)
         if not trainer.is_global_zero:
@@ -223,13 +224,9 @@ class EfficiencyReport(pl.Callback):
         (folder / PAGE_FILE).write_text(page, encoding="utf-8")
 
     def outcome_of(self, name: str) -> dict[str, Any]:
-        """Return the ledger's row of one technique after `fit`.
-
-        Args:
-            name: The technique's name, for example `callbacks/empty_cache`.
+        """Return the ledger's row of one technique, for example `callbacks/empty_cache`, after `fit`.
 
         Raises:
             KeyError: The run had no such technique.
         """
-        rows = {row["technique"]: row for row in self.report.get("ledger", [])}
-        return rows[name]
+        return {row["technique"]: row for row in self.report.get("ledger", [])}[name]

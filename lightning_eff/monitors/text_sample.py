@@ -11,34 +11,16 @@ Source: none; the unigram entropy is Shannon's, with counts from the training te
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
 from typing_extensions import override
 
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import Count, NonEmpty, check_arguments
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.technique import name_of
-
-
-def reject_other_run(self: Any, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    """Reject a module or data without what `needs` names: the hook `on_fit_start` of a monitor.
-
-    Raises:
-        ConfigError: One of them lacks its attribute.
-    """
-    of_module, of_data, allowed = self.needs
-    data: Any = getattr(trainer, "datamodule", None)
-    if not hasattr(pl_module, of_module) or not hasattr(data, of_data):
-        monitor = name_of(self).replace("/", ".")
-        fault = f"{monitor} cannot run with {type(pl_module).__name__} on {type(data).__name__}"
-        raise ConfigError(key="", value=fault, allowed=allowed, remedies=[f"~{monitor}"])
 
 
 class TextSample(pl.Callback):
@@ -58,8 +40,6 @@ class TextSample(pl.Callback):
     """
 
     setup = rules.reject_legacy_trainer
-    needs = ("generate", "tokenizer", "a module with generate() and a data module with a tokenizer")
-    on_fit_start = reject_other_run
 
     @check_arguments
     def __init__(self, *, prompt: NonEmpty = "def ", num_tokens: Count = 120, seed: int = 0) -> None:
@@ -70,14 +50,33 @@ class TextSample(pl.Callback):
         """Prompt and sample, after `fit`."""
 
     @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Reject a module or data that lack what a sample needs."""
+        data: Any = getattr(trainer, "datamodule", None)
+        if not hasattr(pl_module, "generate") or not hasattr(data, "tokenizer"):
+            names = f"{type(pl_module).__name__} on {type(data).__name__}"
+            raise ConfigError(
+                key="",
+                value=f"monitors.text_sample cannot run with {names}",
+                allowed="a module with generate() and a data module with a tokenizer",
+                remedies=["~monitors.text_sample"],
+            )
+
+    @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draw on every rank, because each may hold a shard of the weights; rank 0 prints."""
         data: Any = getattr(trainer, "datamodule", None)
         tokens = torch.tensor([data.tokenizer.encode(self.prompt).ids], device=pl_module.device)
         generate: Any = pl_module.generate
-        with evaluating(pl_module), trainer.precision_plugin.forward_context():
-            generator = torch.Generator().manual_seed(self.seed)
-            drawn = generate(tokens, num_tokens=self.num_tokens, generator=generator)
+        modes = {child: child.training for child in pl_module.modules()}
+        pl_module.eval()
+        try:
+            with trainer.precision_plugin.forward_context():
+                generator = torch.Generator().manual_seed(self.seed)
+                drawn = generate(tokens, num_tokens=self.num_tokens, generator=generator)
+        finally:
+            for child, training in modes.items():
+                child.training = training
         self.text = data.tokenizer.decode(drawn[0].tolist())
         losses = {
             name.replace("_", " "): float(trainer.callback_metrics[name])
@@ -88,15 +87,3 @@ class TextSample(pl.Callback):
             losses["unigram entropy"] = data.unigram_entropy
         shown = ", ".join(f"{name} {value:.3f}" for name, value in losses.items())
         rank_zero_info("\nNats per token: %s. A sample:\n%s\n", shown, self.text)
-
-
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Generator[None]:
-    """Switch every submodule to evaluation, and restore the mode that it had."""
-    modes = {child: child.training for child in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for child, training in modes.items():
-            child.training = training

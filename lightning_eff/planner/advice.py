@@ -1,75 +1,95 @@
-"""Advise which techniques lower a step's peak, by how much and at what cost in time, and how much more fits.
+"""Advise which techniques lower a step's peak, by how much and at how many FLOPs, and how large a batch fits.
 
-Each technique is switched on and the step is predicted again: no table knows where a model's peak is. After
-each choice the remaining ones are predicted again, since the peak moves. Candidates that conflict with what
-is on are listed with the reason. Times are by arithmetic (report/roofline.py).
+Each technique is switched on and the step is predicted again: no table knows where a model's peak is.
+Candidates are the overrides that a user would type; those that conflict with what is on are listed with the
+reason. For a batch that does not fit, smaller micro-batches come first, which leave the training unchanged,
+then the candidates that save most, each predicted in addition to those before it, since the peak moves.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_eff.core import rules
 from lightning_eff.core.errors import PRE_RUN_ERRORS
 from lightning_eff.core.text import WIDTH, human_bytes, text_table
-from lightning_eff.planner.advised_recipe import ADAPTERS, AdvisedRecipe, Options, Size
-from lightning_eff.planner.device_memory import MemoryForecast
+from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
+from lightning_eff.planner.dry_run import ExampleBatch, dry_run
+from lightning_eff.report.meter import samples_and_tokens
+from lightning_eff.run import build_trainer
 
+Options = tuple[str, ...]
+"""A technique as it is typed: overrides of a recipe."""
+Compose = Callable[[Sequence[str]], Mapping[str, Any]]
+"""Compose the recipe with further overrides."""
+ADAPTERS: Options = ("+callbacks=peft_adapter",)
+"""Trains other parameters than the recipe: tried, but never chosen."""
+TRIED_MICRO_BATCHES = 8
+"""Parts of a batch to try as micro-batches; a prediction's time grows with their number."""
+CHECKPOINTING = "callbacks.gradient_checkpointing.policy"
+CANDIDATES: tuple[Options, ...] = (
+    ("+callbacks=gradient_checkpointing",),
+    ("+callbacks=gradient_checkpointing", f"{CHECKPOINTING}=selective"),
+    ("optimizer=in_backward", "trainer.gradient_clip_val=null"),
+    ("optimizer=adamw_8bit_bnb",),
+    ("precision=bf16_mixed",),
+    ("precision=bf16_true",),
+    ADAPTERS,
+)
+"""Candidates on every device; `lightning-eff ls` shows how each changes the training."""
+HOST_CANDIDATES: tuple[Options, ...] = (
+    ("+callbacks=gradient_checkpointing", f"{CHECKPOINTING}=offload"),
+    ("optimizer=cpu_offload",),
+)
+"""Further candidates on a GPU."""
 MIN_SAVING = 0.01
 """Fraction of the peak that a technique must save to be worth its cost."""
+MIN_HALVING = 0.03
+"""Fraction of the peak that half a micro-batch must save for the next half to be tried."""
+MAX_BATCH = 1 << 16
 
 
 @dataclass(frozen=True)
 class Saving:
-    """Effect of a candidate.
-
-    Args:
-        words: The candidate as it is typed.
-        saved_bytes: Bytes saved at the peak; None if the step cannot be predicted with it.
-        peak_bytes: The new peak.
-        time_ratio: Time of a batch with it over that without, by arithmetic; None if unknown.
-        why: Why it cannot be on, or the phase of the new peak.
-    """
+    """Effect of a candidate."""
 
     words: Options
-    saved_bytes: int | None
+    saved_bytes: int | None = None
+    """At the peak; None if the step cannot be predicted with it."""
     peak_bytes: int | None = None
-    time_ratio: float | None = None
+    """The new peak."""
+    flops_ratio: float | None = None
+    """FLOPs of a batch with it over those without; None if none were counted."""
     why: str = ""
+    """Why it cannot be on, or the phase of the new peak."""
 
 
 @dataclass(frozen=True)
-class Largest:
-    """Largest value of a size that fits.
-
-    Args:
-        what: Name of the size.
-        typed: Override key.
-        value: The value.
-    """
-
-    what: str
-    typed: str
-    value: int
-
-
-@dataclass
 class Advice:
     """Result of the search.
 
     Args:
-        first: Every candidate alone.
-        chosen: Candidates to add in order, each the best one after those before it.
+        alone: Every candidate alone, the one that saves most first.
+        chosen: What to add, in order, if the batch does not fit.
         fits: Whether the step fits as it is.
-        largest: The largest value of each size that fits as it is.
+        largest_batch: The largest `data.batch_size` that fits as it is; None if unknown.
         unfinished: Whether time ran out.
         reason: Why there is no advice.
     """
 
-    first: list[Saving] = field(default_factory=list[Saving])
+    alone: list[Saving] = field(default_factory=list[Saving])
     chosen: list[Saving] = field(default_factory=list[Saving])
     fits: bool = True
-    largest: list[Largest] = field(default_factory=list[Largest])
+    largest_batch: int | None = None
     unfinished: bool = False
     reason: str = ""
 
@@ -82,98 +102,182 @@ class Advice:
             lines += [
                 f" {' '.join(each.words)}: peak {human_bytes(each.peak_bytes or 0)}" for each in self.chosen
             ]
-        lines += [f"{each.what} that fits: {each.typed}={each.value}" for each in self.largest]
+        if self.largest_batch is not None:
+            lines.append(f"largest batch that fits: data.batch_size={self.largest_batch}")
         cells: list[list[str]] = []
-        for saving in self.first:
+        for saving in self.alone:
             saved = "-"
             if saving.saved_bytes is not None:
                 saved = ("-" if saving.saved_bytes < 0 else "") + human_bytes(abs(saving.saved_bytes))
-            ratio = "-" if saving.time_ratio is None else f"x{saving.time_ratio:.2f}"
+            ratio = "-" if saving.flops_ratio is None else f"x{saving.flops_ratio:.2f}"
             cells.append([saved, ratio, " ".join(saving.words), saving.why])
-        lines.append(text_table(["saves", "time (estimate)", "alone", "effect"], cells, width=WIDTH))
-        lines += ["not all candidates were tried: time ran out"] if self.unfinished else []
+        lines.append(text_table(["saves", "FLOPs", "alone", "effect"], cells, width=WIDTH))
+        lines += ["time ran out before everything was tried"] if self.unfinished else []
         return "\n".join(lines)
 
 
-def mutually_exclusive(first: Options, second: Options) -> bool:
-    """Return whether two candidates are two options of one technique or group.
+@dataclass(frozen=True)
+class AdvisedRecipe:
+    """A composed recipe with a batch of its data; each set of overrides is predicted once."""
+
+    compose: Compose
+    memory: DeviceMemory
+    example: ExampleBatch
+    _known: dict[Options, MemoryForecast] = field(default_factory=dict[Options, MemoryForecast])
+
+    @classmethod
+    def of(cls, compose: Compose, memory: DeviceMemory) -> AdvisedRecipe:
+        """Load a batch; raise what the data raise."""
+        with redirect_stdout(sys.stderr):
+            return cls(compose, memory, ExampleBatch.of(compose(())))
+
+    def forecast(self, options: Options) -> MemoryForecast:
+        """Compose with further overrides and predict the step; raise the errors that `train` would raise."""
+        if options not in self._known:
+            values = self.compose(options)
+            trainer = build_trainer(values)
+            components = rules.trainer_components(trainer)
+            rules.raise_rejected(rules.check_rules(components, rules.run_facts(trainer)))
+            self._known[options] = self._predict(values, self.example)
+        return self._known[options]
+
+    def forecast_batch(self, size: int) -> MemoryForecast:
+        """Predict the step with another `data.batch_size`, and as many batches per optimizer step."""
+        before, values = self.example.batch_size or 1, self.compose(())
+        rows = torch.arange(size) % before  # repeated, or cut
+
+        def resized(tensor: Tensor) -> Tensor:
+            return tensor[rows.to(tensor.device)] if tensor.dim() and len(tensor) == before else tensor
+
+        callbacks = dict(values.get("callbacks") or {})
+        accumulation = callbacks.get("gradient_accumulation") or {}
+        if isinstance(accumulation.get("global_batch_size"), int):
+            batches = max(1, accumulation["global_batch_size"] // before)
+            callbacks["gradient_accumulation"] = accumulation | {"global_batch_size": batches * size}
+        values = dict(values) | {"data": values["data"] | {"batch_size": size}, "callbacks": callbacks}
+        batch = tree_map_only(Tensor, resized, self.example.batch)
+        return self._predict(values, replace(self.example, batch=batch, batch_size=size))
+
+    def _predict(self, values: Mapping[str, Any], example: ExampleBatch) -> MemoryForecast:
+        return MemoryForecast(dry_run(values, example, is_cuda=self.memory.is_cuda), self.memory)
+
+    def saving(self, before: Options, candidate: Options) -> Saving:
+        """Predict the step with a candidate in addition to the options before it."""
+        now = self.forecast(before)
+        try:
+            then = self.forecast((*before, *candidate))
+        except PRE_RUN_ERRORS as error:
+            return Saving(candidate, why=str(error).splitlines()[0])
+        if then.num_bytes is None or now.num_bytes is None or then.peak is None:
+            return Saving(candidate, why=f"not predicted: {then.prediction.reason}")
+        saved, flops = now.num_bytes - then.num_bytes, now.prediction.flops
+        why = f"new peak: {then.peak.phase}"
+        if saved < MIN_SAVING * now.num_bytes:
+            why = "saves < 1 %" if saved > 0 else "saves nothing here"
+        why = f"trains fewer weights; {why}" if candidate == ADAPTERS else why
+        return Saving(candidate, saved, then.num_bytes, then.prediction.flops / flops if flops else None, why)
+
+    def micro_batches(self) -> Sequence[Options]:
+        """Return overrides for halves of the present micro-batch; none for `auto`, which has tried them."""
+        configured = (self.compose(()).get("callbacks") or {}).get("micro_batch")
+        samples = self.example.batch_size or samples_and_tokens(self.example.batch)[0]
+        size = samples if configured is None else configured["micro_batch_size"]
+        size = min(size, samples) if isinstance(size, int) else 1
+        added = () if configured is not None else ("+callbacks=micro_batch",)
+        halves = [size >> power for power in range(1, size.bit_length())]
+        return [(*added, f"callbacks.micro_batch.micro_batch_size={half}") for half in halves]
+
+    def alone(self, before: Options, until: float) -> list[Saving]:
+        """Return the savings of all candidates in addition to some options, the largest first.
+
+        No prediction starts after `until`, a time of the monotonic clock; what was not tried is left out.
+        """
+        size = max(1, (self.example.batch_size or 1) // TRIED_MICRO_BATCHES)
+        micro_batch = ("+callbacks=micro_batch", f"callbacks.micro_batch.micro_batch_size={size}")
+        candidates = (*CANDIDATES, micro_batch, *(HOST_CANDIDATES if self.memory.is_cuda else ()))
+        tried = [
+            self.saving(before, each)
+            for each in candidates
+            if not any(mutually_exclusive(each[0], word) for word in before) and time.monotonic() < until
+        ]
+        return sorted(tried, key=lambda saving: -(saving.saved_bytes or 0))
+
+
+def mutually_exclusive(first: str, second: str) -> bool:
+    """Return whether two overrides choose two options of one technique or group.
 
     Example:
-        >>> mutually_exclusive(("precision=bf16_mixed",), ("precision=bf16_true",))
+        >>> mutually_exclusive("precision=bf16_mixed", "precision=bf16_true")
         True
-        >>> mutually_exclusive(("+callbacks=micro_batch",), ("+callbacks=gradient_checkpointing",))
+        >>> mutually_exclusive("+callbacks=micro_batch", "+callbacks=gradient_checkpointing")
         False
     """
     # A callback that a recipe adds is compared as a whole, a group by its name.
-    names = [word if word.startswith("+") else word.split("=")[0] for word in (first[0], second[0])]
+    names = [word if word.startswith("+") else word.split("=")[0] for word in (first, second)]
     return names[0] == names[1]
 
 
-def advise(training: AdvisedRecipe, *, budget_s: float = 60.0) -> Advice:
-    """Predict a training with each candidate, then with the best of them and each other one, until it fits.
+def advise(recipe: AdvisedRecipe, *, budget_s: float = 60.0) -> Advice:
+    """Predict a training with each candidate, and find what to add until it fits.
 
     Args:
-        training: The training.
+        recipe: The training.
         budget_s: Seconds after which no further prediction starts.
     """
     until = time.monotonic() + budget_s
-    now = training.forecast(())
+    now = recipe.forecast(())
     if now.num_bytes is None:
         return Advice(reason=now.prediction.reason)
-    free_bytes = training.memory.free_bytes
-    found = Advice(fits=now.num_bytes <= free_bytes)
-    left, options = list(training.candidates), ()
-    while left:
-        tried = [_try(training, options, each, now) for each in left if time.monotonic() < until]
-        found.unfinished = len(tried) < len(left)
-        pairs = sorted(tried, key=lambda pair: -(pair[0].saved_bytes or 0))
-        found.first = found.first or [saving for saving, _ in pairs]
-        allowed = (pair for pair in pairs if pair[0].words != ADAPTERS)
-        best, then = next(allowed, (None, None))
-        if found.fits or best is None or then is None or then.num_bytes is None or not best.saved_bytes:
-            break
-        found.chosen.append(best)
-        now, options = then, (*options, *best.words)
-        left = [each for each in left if not mutually_exclusive(each, best.words)]
-        if then.num_bytes <= free_bytes or found.unfinished:
-            break
-    for size in training.sizes():
-        value = largest_that_fits(size, free_bytes, until)
-        found.largest += [] if value is None else [Largest(size.what, size.typed, value)]
-    return found
+    free_bytes = recipe.memory.free_bytes
+    fits = now.num_bytes <= free_bytes
+    alone = recipe.alone((), until)
+    chosen = [] if fits else savings_until_it_fits(recipe, free_bytes, until)
+    largest = largest_batch_that_fits(recipe, free_bytes, until)
+    return Advice(alone, chosen, fits, largest, unfinished=time.monotonic() >= until)
 
 
-def _try(
-    training: AdvisedRecipe, before: Options, candidate: Options, now: MemoryForecast
-) -> tuple[Saving, MemoryForecast | None]:
-    """Predict the step with a candidate in addition to the options before it."""
-    try:
-        then = training.forecast((*before, *candidate))
-    except PRE_RUN_ERRORS as error:
-        return Saving(candidate, None, why=str(error).splitlines()[0]), None
-    if then.num_bytes is None or now.num_bytes is None or then.peak is None:
-        return Saving(candidate, None, why=f"not predicted: {then.prediction.reason}"), None
-    saved = now.num_bytes - then.num_bytes
-    ratio = then.seconds / now.seconds if then.seconds and now.seconds else None
-    why = f"new peak: {then.peak.phase}"
-    if saved < MIN_SAVING * now.num_bytes:
-        why = "saves < 1 %" if saved > 0 else "saves nothing here"
-    why = f"trains fewer weights; {why}" if candidate == ADAPTERS else why
-    return Saving(candidate, saved, then.num_bytes, ratio, why), then
+def savings_until_it_fits(recipe: AdvisedRecipe, free_bytes: int, until: float) -> list[Saving]:
+    """Return savings, each in addition to those before it; with the last one the step fits, if any does.
 
-
-def largest_that_fits(size: Size, free_bytes: int, until: float) -> int | None:
-    """Return the largest value of a size that fits, by interpolation between predicted values.
-
-    None if even the smallest value does not fit, or none was found before `until`, a time of the monotonic
-    clock after which no further prediction starts.
+    Args:
+        recipe: A training that does not fit.
+        free_bytes: Bytes that the step may need.
+        until: Time of the monotonic clock after which no further prediction starts.
     """
+    peak_bytes = recipe.forecast(()).num_bytes or 0
+    for options in recipe.micro_batches():
+        if time.monotonic() >= until:
+            break
+        half = recipe.saving((), options)
+        if half.peak_bytes is None or half.peak_bytes > (1 - MIN_HALVING) * peak_bytes:
+            break
+        if half.peak_bytes <= free_bytes:
+            return [half]
+        peak_bytes = half.peak_bytes
+    chosen: list[Saving] = []
+    while not chosen or (chosen[-1].peak_bytes or 0) > free_bytes:
+        options = tuple(word for saving in chosen for word in saving.words)
+        best = next((each for each in recipe.alone(options, until) if each.words != ADAPTERS), None)
+        if best is None or not best.saved_bytes or best.saved_bytes < 0:
+            break
+        chosen.append(best)
+    return chosen
+
+
+def largest_batch_that_fits(recipe: AdvisedRecipe, free_bytes: int, until: float) -> int | None:
+    """Return the largest `data.batch_size` that fits, by interpolation between predicted sizes.
+
+    None if even one sample does not fit, the data have no such setting, or time ran out before one was found.
+    """
+    value = recipe.example.batch_size
+    if not value or "batch_size" not in (recipe.compose(()).get("data") or {}):
+        return None
     known: dict[int, int] = {}
     # Invariant: `low` fits (0 is unknown), `high` does not fit (or is the limit).
-    low, high, value = 0, size.most, size.now
-    while high - low > size.step:
+    low, high = 0, MAX_BATCH
+    while high - low > 1:
         if value not in known:
-            needed = size.forecast(value).num_bytes if time.monotonic() < until else None
+            needed = recipe.forecast_batch(value).num_bytes if time.monotonic() < until else None
             if needed is None:
                 break
             known[value] = needed
@@ -183,5 +287,5 @@ def largest_that_fits(size: Size, free_bytes: int, until: float) -> int | None:
             small, large = sorted(known)[-2:]
             slope = (known[large] - known[small]) / (large - small)
             guess = int(small + (free_bytes - known[small]) / slope) if slope > 0 else guess
-        value = min(max(guess // size.step * size.step, low + size.step), high - size.step)
+        value = min(max(guess, low + 1), high - 1)
     return low or None

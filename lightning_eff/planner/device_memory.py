@@ -17,7 +17,6 @@ import torch
 from lightning_eff.core import host_memory
 from lightning_eff.core.text import WIDTH, human_bytes, text_table
 from lightning_eff.kernels import devices
-from lightning_eff.kernels.devices import Device
 from lightning_eff.planner.prediction import Prediction
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import PHASES
@@ -38,31 +37,20 @@ DIFFERENT_ON_CUDA = (
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of a device.
-
-    Args:
-        name: Name of the device.
-        memory_bytes: Its total memory.
-        is_cuda: Whether CUDA's allocator manages it.
-        workspace_bytes: Workspace of cuBLAS.
-        device: Its entry in the table of devices; None if it has none.
-        taken_bytes: What this process has allocated, apart from a step's tensors.
-    """
+    """Memory of a device."""
 
     name: str
     memory_bytes: int
     is_cuda: bool = False
+    """Whether CUDA's allocator manages it."""
     workspace_bytes: int = 0
-    device: Device | None = None
+    """Of cuBLAS."""
     taken_bytes: int = 0
+    """What this process has allocated, apart from a step's tensors."""
 
     @classmethod
     def of(
-        cls,
-        device: str,
-        root: torch.device,
-        *,
-        limit: host_memory.HostMemoryLimit | None = None,
+        cls, device: str, root: torch.device, *, limit: host_memory.HostMemoryLimit | None = None
     ) -> DeviceMemory:
         """Look up a device.
 
@@ -80,9 +68,9 @@ class DeviceMemory:
         if not found.capability:
             limit = limit or host_memory.host_memory_limit()
             name = f"{found.name} ({limit.name})" if limit.name else found.name
-            return cls(name, limit.num_bytes, device=found, taken_bytes=limit.taken_bytes)
+            return cls(name, limit.num_bytes, taken_bytes=limit.taken_bytes)
         workspace = HOPPER_WORKSPACE_BYTES if found.capability == HOPPER else WORKSPACE_BYTES
-        return cls(found.name, found.memory_bytes, is_cuda=True, workspace_bytes=workspace, device=found)
+        return cls(found.name, found.memory_bytes, is_cuda=True, workspace_bytes=workspace)
 
     @property
     def free_bytes(self) -> int:
@@ -92,17 +80,12 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """A prediction on a device.
-
-    Args:
-        prediction: Prediction of the step.
-        memory: Memory of the device.
-        unsharded: Whether the run has several devices, and the prediction is for one without sharding.
-    """
+    """A prediction on a device."""
 
     prediction: Prediction
     memory: DeviceMemory
     unsharded: bool = False
+    """Whether the run has several devices, and the prediction is for one without sharding."""
 
     @property
     def peak(self) -> Peak | None:
@@ -113,12 +96,6 @@ class MemoryForecast:
     def num_bytes(self) -> int | None:
         """Bytes that the step needs on the device; None if not predicted."""
         return None if self.peak is None else self.peak.num_bytes + self.memory.workspace_bytes
-
-    @property
-    def seconds(self) -> float | None:
-        """Time of a batch by arithmetic; comparable only with that of the same model."""
-        work, device = self.prediction.work, self.memory.device
-        return None if work is None or device is None else work.seconds(device)
 
     @property
     def assumed(self) -> list[str]:
@@ -140,17 +117,12 @@ class MemoryForecast:
             "tensors": None if self.peak is None else asdict(self.peak),
             "assumed": self.assumed,
             "reason": self.prediction.reason,
-            "lasting_bytes": self.prediction.persistent_bytes,
         }
 
     def __str__(self) -> str:
         peak = self.peak
         if peak is None:
-            line, sizes = f"peak not predicted: {self.prediction.reason}", self.prediction.persistent_bytes
-            listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items() if size)
-            total = human_bytes(sum(sizes.values()))
-            at_least = f"\n by arithmetic, without activations: at least {total} ({listed})"
-            return line + (at_least if sizes else "")
+            return f"peak not predicted: {self.prediction.reason}"
         needed = peak.num_bytes + self.memory.workspace_bytes
         left = self.memory.free_bytes - needed
         fits = f"fits, {human_bytes(left)} left" if left >= 0 else f"does not fit: {human_bytes(-left)} short"

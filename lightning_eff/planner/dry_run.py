@@ -18,8 +18,7 @@ import lightning.pytorch as pl
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.config.ckpt_path import callbacks_of
-from lightning_eff.planner.device_memory import SYNTHETIC_BATCH, DeviceMemory
-from lightning_eff.planner.fakes import real_tensors
+from lightning_eff.planner.device_memory import SYNTHETIC_BATCH
 from lightning_eff.planner.prediction import Prediction, predict, reason_of
 from lightning_eff.run import build_trainer, make
 
@@ -28,21 +27,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """A batch to predict with.
-
-    Args:
-        data: The data module.
-        batch: One of its batches, or a synthetic one.
-        num_batches: Batches per epoch; None if unknown.
-        batch_size: `batch_size` of its loader; None if it has none.
-        about: A note on the batch.
-    """
+    """A batch to predict with, of a data module or synthetic."""
 
     data: pl.LightningDataModule
     batch: Any
     num_batches: int | None
+    """Batches per epoch; None if unknown."""
     batch_size: int | None
+    """Of the loader; None if it has none."""
     about: str = ""
+    """A note on the batch."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ExampleBatch:
@@ -67,44 +61,24 @@ class ExampleBatch:
         return cls(data, batch, num_batches, getattr(loader, "batch_size", None))
 
 
-def example_batch_of(values: Mapping[str, Any]) -> ExampleBatch | None:
-    """Load a batch of a recipe's data, or make a synthetic one; None if neither is possible."""
-    try:
-        with real_tensors(), redirect_stdout(sys.stderr):
-            return ExampleBatch.of(values)
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        log.debug("no batch: %s", reason_of(error))
-        return None
-
-
-def dry_run(values: Mapping[str, Any], example: ExampleBatch | None = None) -> Prediction:
+def dry_run(
+    values: Mapping[str, Any], example: ExampleBatch | None = None, *, is_cuda: bool = False
+) -> Prediction:
     """Predict the peak of a composed run; an error is returned in the prediction.
 
     Args:
         values: From `config.compose_recipe`.
         example: Batch to predict with; None takes one from the data.
-    """
-    try:
-        with redirect_stdout(sys.stderr):
-            if example is None:
-                with real_tensors():
-                    example = ExampleBatch.of(values)
-            return _predict(values, example)
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        return Prediction(reason=reason_of(error), error=error)
-
-
-def resolve_precision(values: Mapping[str, Any], memory: DeviceMemory) -> Mapping[str, Any]:
-    """Replace `precision=auto` by what it is on a CUDA device, which need not be present.
-
-    Args:
-        values: From `config.compose_recipe`.
-        memory: Memory of the device.
+        is_cuda: Whether `precision=auto` is what it is on a CUDA device, which need not be present.
     """
     precision = values.get("precision") or {}
-    if not memory.is_cuda or precision.get("precision") != "auto":
-        return values
-    return dict(values) | {"precision": precision | {"precision": "bf16-mixed"}}
+    if is_cuda and precision.get("precision") == "auto":
+        values = dict(values) | {"precision": precision | {"precision": "bf16-mixed"}}
+    try:
+        with redirect_stdout(sys.stderr):
+            return _predict(values, example or ExampleBatch.of(values))
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        return Prediction(reason=reason_of(error), error=error)
 
 
 def _predict(values: Mapping[str, Any], example: ExampleBatch) -> Prediction:

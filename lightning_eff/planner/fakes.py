@@ -122,13 +122,7 @@ class Fakes(AbstractContextManager["Fakes"]):
 
 
 class FakeLoader(DataLoader[Any]):
-    """Yield new fakes of one batch, with the length and `batch_size` of the loader that it replaces.
-
-    Args:
-        make: Returns a batch.
-        batch_size: Its `batch_size`.
-        num_batches: Batches per epoch; None for an endless loader.
-    """
+    """Yield new batches, `num_batches` an epoch (None: endless), in the place of the run's own loader."""
 
     def __init__(self, make: Callable[[], Any], batch_size: int, num_batches: int | None) -> None:
         dataset: Any = _Endless() if num_batches is None else range(batch_size * num_batches)

@@ -1,9 +1,8 @@
 """Explain an out-of-memory error in one message: the phase, what holds the memory, and an override that fits.
 
 The run's own tensors are freed first. Then its step is predicted on fake tensors, and predicted again with
-overrides that save memory. Those that leave the training unchanged come first: smaller micro-batches, the
-techniques of `plan --advice`, and last a smaller batch or shorter samples. Only training steps can be
-predicted: for validation and checkpoints there is no advice.
+the overrides of `plan --advice`, which has the order, and last with a smaller batch. Only training steps can
+be predicted: for validation and checkpoints there is no advice.
 """
 
 from __future__ import annotations
@@ -14,16 +13,19 @@ import re
 import time
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 
-from lightning_eff.core.errors import PRE_RUN_ERRORS, RunOutOfMemoryError
+from lightning_eff.core.errors import RunOutOfMemoryError
 from lightning_eff.core.host_memory import HostMemoryLimit
 from lightning_eff.core.text import human_bytes
-from lightning_eff.planner.advice import advise
-from lightning_eff.planner.advised_recipe import AdvisedRecipe, Compose, Options
+from lightning_eff.planner.advice import (
+    AdvisedRecipe,
+    Compose,
+    Options,
+    largest_batch_that_fits,
+    savings_until_it_fits,
+)
 from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.planner.prediction import quietly, reason_of
-from lightning_eff.report.meter import samples_and_tokens
 from lightning_eff.report.recording import BACKWARD, BUFFERS, FORWARD, PARAMETERS, STATE, STEP
 from lightning_eff.run import build_trainer
 
@@ -42,8 +44,6 @@ PHASES = {
 PREDICTED = {"the forward pass": FORWARD, "the backward pass": BACKWARD, "the optimizer step": STEP}
 USABLE = 0.9
 """Fraction of the free memory that an override may use: workspaces of some operations are not predicted."""
-MAX_RATIO = 0.97
-"""Stop halving the micro-batch if a half leaves more than this fraction of the peak."""
 BUDGET_S = 60.0
 """Seconds after which no further override is tried."""
 
@@ -75,17 +75,7 @@ def explain_out_of_memory(
 
 
 def phase_of(error: BaseException) -> str:
-    """Return the phase of a run in which an error was raised, by the functions in its traceback.
-
-    Example:
-        >>> def training_step():
-        ...     raise MemoryError
-        >>> try:
-        ...     training_step()
-        ... except MemoryError as error:
-        ...     phase_of(error)
-        'the forward pass'
-    """
+    """Return the phase of a run in which an error was raised, by the functions in its traceback."""
     names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((PHASES[name] for name in reversed(names) if name in PHASES), SETUP)
 
@@ -105,26 +95,24 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit) -> list[str]:
     if trainer.world_size > 1:
         return ["no advice: it is for a single device, and this run has several"]
     recipe = AdvisedRecipe.of(compose, DeviceMemory.of("", trainer.strategy.root_device, limit=limit))
-    if recipe is None:
-        return ["no advice: no batch could be loaded"]
     now = recipe.forecast(())
     if now.peak is None or now.num_bytes is None:
-        sizes = now.prediction.persistent_bytes
-        return [f"needs at least: {_largest(sizes)}", f"no advice: {now.prediction.reason}"]
+        return [f"no advice: {now.prediction.reason}"]
     # What the phase needs; for a phase that is not predicted, what lasts from step to step.
     step_phase = PREDICTED.get(phase)
     sizes = {name: now.peak.by_category[name] for name in (PARAMETERS, BUFFERS, STATE)}
     sizes = sizes if step_phase is None else now.peak.by_phase[step_phase]
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
+    listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest if size)
     total, free_bytes = human_bytes(sum(sizes.values())), human_bytes(recipe.memory.free_bytes)
-    needed = f"it needs {total}, and {free_bytes} is free on {recipe.memory.name}: {_largest(sizes)}"
+    needed = f"it needs {total}, and {free_bytes} is free on {recipe.memory.name}: {listed}"
     if step_phase == now.peak.phase and now.peak.holders:
         holder = now.peak.holders[0]
         origin = " in ".join(name for name in (holder.operation, holder.path) if name)
         needed += f"; largest: {human_bytes(holder.num_bytes)} of {holder.category} ({origin})"
     if phase not in PREDICTED and phase != SETUP:
         return [needed, "no advice: only training steps can be predicted"]
-    usable_bytes = int(USABLE * min(now.num_bytes, recipe.memory.free_bytes))
-    found = _override_that_fits(recipe, now.num_bytes, usable_bytes)
+    found = _override_that_fits(recipe, int(USABLE * min(now.num_bytes, recipe.memory.free_bytes)))
     if found is None:
         return [needed, "no override was found with which a step fits"]
     options, peak_bytes = found
@@ -132,49 +120,16 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit) -> list[str]:
     return [needed, f"try: {' '.join(options)}", peak]
 
 
-def _largest(sizes: dict[str, int]) -> str:
-    """Return the three largest categories."""
-    largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{name} {human_bytes(size)}" for name, size in largest if size) or "nothing"
-
-
-def _override_that_fits(
-    recipe: AdvisedRecipe, now_bytes: int, usable_bytes: int
-) -> tuple[Options, int] | None:
-    """Return an override whose predicted peak fits, and the peak."""
+def _override_that_fits(recipe: AdvisedRecipe, usable_bytes: int) -> tuple[Options, int] | None:
+    """Return overrides whose predicted peak fits, and the peak."""
     until = time.monotonic() + BUDGET_S
-    # Halve the micro-batch; nothing to try for `auto`, which has tried them all.
-    configured = (recipe.compose(()).get("callbacks") or {}).get("micro_batch")
-    samples = recipe.example.batch_size or samples_and_tokens(recipe.example.batch)[0]
-    size = samples if configured is None else configured["micro_batch_size"]
-    added = () if configured is not None else ("+callbacks=micro_batch",)
-    while isinstance(size, int) and size > 1:
-        size = min(size, samples) // 2
-        options = (*added, f"callbacks.micro_batch.micro_batch_size={size}")
-        then = _peak_bytes(recipe, options) if time.monotonic() < until else None
-        if then is None:
-            break
-        if then <= usable_bytes:
-            return options, then
-        if then > MAX_RATIO * now_bytes:
-            break
-        now_bytes = then
-    # The search that `plan --advice` makes, in as much memory as may be used.
-    spare = recipe.memory.free_bytes - usable_bytes
-    memory = replace(recipe.memory, memory_bytes=recipe.memory.memory_bytes - spare)
-    found = advise(replace(recipe, memory=memory), budget_s=until - time.monotonic())
-    tried = [tuple(word for each in found.chosen for word in each.words)]
-    tried += [(f"{each.typed}={each.value}",) for each in found.largest]
-    for options in filter(None, tried):
-        then = _peak_bytes(recipe, options)
-        if then is not None and then <= usable_bytes:
-            return options, then
-    return None
-
-
-def _peak_bytes(recipe: AdvisedRecipe, options: Options) -> int | None:
-    """Predict the step with an override; return None if it conflicts or cannot be predicted."""
-    try:
-        return recipe.forecast(options).num_bytes
-    except PRE_RUN_ERRORS:
-        return None
+    savings = savings_until_it_fits(recipe, usable_bytes, until)
+    options = tuple(word for saving in savings for word in saving.words)
+    peak_bytes = savings[-1].peak_bytes if savings else None
+    if peak_bytes is None or peak_bytes > usable_bytes:
+        batch_size = largest_batch_that_fits(recipe, usable_bytes, until)
+        if batch_size is None:
+            return None
+        options = (f"data.batch_size={batch_size}",)
+        peak_bytes = recipe.saving((), options).peak_bytes  # as composed: the rules may reject this size
+    return None if peak_bytes is None or peak_bytes > usable_bytes else (options, peak_bytes)

@@ -5,14 +5,14 @@ the Trainer, on a batch of the right shapes. The bytes counted are those that `E
 CPU, and equal to the byte. Loggers, checkpoints, validation and callbacks that only observe are left out.
 
 What needs values or memory (a C++ extension, `tolist()` in a `training_step`) ends the prediction: `reason`
-explains it, and `persistent_bytes` has what is known anyway: parameters, buffers, gradients, optimizer state.
+explains it.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff.core.errors import root_cause_line
+from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.planner.fakes import FakeLoader, Fakes
-from lightning_eff.report.live_bytes import state_bytes
+from lightning_eff.planner.linear_layers import ReplacesLinearLayers
 from lightning_eff.report.meter import Probe, samples_and_tokens
-from lightning_eff.report.model_weights import step_once
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import Recorder
-from lightning_eff.report.roofline import Work
 
 CUDA_BLOCK_BYTES = 512
 """Multiple to which CUDA's allocator rounds each block up (kMinBlockSize in c10/core/AllocatorConfig.h)."""
@@ -55,8 +54,8 @@ class Prediction:
         in_blocks: The same in blocks of CUDA's allocator, without what stays in host memory.
         assumed: Values that were assumed.
         reason: Why there is no peak.
-        persistent_bytes: Without a peak, the bytes by category that are known by arithmetic.
-        work: Operations of the step.
+        flops: Floating-point operations of a batch.
+        gemms: Forward GEMMs of the linear layers that a technique replaced, by layer.
         error: Exception that ended the prediction.
     """
 
@@ -64,8 +63,8 @@ class Prediction:
     in_blocks: Peak | None = None
     assumed: list[str] = field(default_factory=list[str])
     reason: str = ""
-    persistent_bytes: dict[str, int] = field(default_factory=dict[str, int])
-    work: Work | None = field(default=None, compare=False, repr=False)
+    flops: int = 0
+    gemms: dict[str, Shape] = field(default_factory=dict[str, Shape])
     error: Exception | None = field(default=None, compare=False, repr=False)
 
 
@@ -111,13 +110,17 @@ def predict(
             msg = f"a Trainer for {made.strategy.root_device}: expected accelerator='cpu', devices=1"
             raise ValueError(msg)
 
-        def run(built: _Built) -> None:
-            built.model = module = fakes.of(model) if isinstance(model, nn.Module) else model()
-            built.optimizers = lambda: made.optimizers
+        def run(probe: Probe) -> nn.Module:
+            module = fakes.of(model) if isinstance(model, nn.Module) else model()
             size = batch_size or max(1, samples_and_tokens(batch)[0])
-            _fit(made, module, FakeLoader(lambda: fakes.of(batch), size, num_batches), data, built.recorder)
+            _fit(made, module, FakeLoader(lambda: fakes.of(batch), size, num_batches), data, probe)
+            return module
 
-        return _predicted(run, fakes)
+        found = _predicted(run, fakes)
+        for callback in made.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(callback, ReplacesLinearLayers):
+                found.gemms.update(callback.gemms())
+        return found
 
 
 def predict_step(
@@ -142,11 +145,9 @@ def predict_step(
     """
     with Fakes() as fakes, quietly():
 
-        def run(built: _Built) -> None:
-            built.model = module = fakes.of(model) if isinstance(model, nn.Module) else model()
+        def run(probe: Probe) -> nn.Module:
+            module = fakes.of(model) if isinstance(model, nn.Module) else model()
             made = optimizer([p for p in module.parameters() if p.requires_grad])
-            built.optimizers = lambda: [made]
-            probe = Probe(recorder=built.recorder)
             # Two steps: the first one allocates the optimizer's state, the second one has the peak.
             for _ in range(2):
                 fake_batch = fakes.of(batch)
@@ -155,64 +156,24 @@ def predict_step(
                 made.step()
                 made.zero_grad()
                 probe.end()
+            return module
 
         return _predicted(run, fakes)
 
 
-def persistent_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
-    """Return the bytes that last from step to step by category; steps the optimizers.
-
-    Args:
-        model: Real or fake.
-        optimizers: Its optimizers; the state of one that needs more than gradients counts as 0.
-
-    Example:
-        >>> layer = nn.Linear(3, 2)
-        >>> persistent_bytes(layer, [torch.optim.SGD(layer.parameters(), momentum=0.9)])
-        {'parameters': 32, 'buffers': 0, 'gradients': 32, 'optimizer state': 32}
-    """
+def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes) -> Prediction:
+    """Run a training, which returns its model, and return its peak, or why it failed."""
+    recorder = Recorder()
+    probe = Probe(recorder)
     try:
-        for optimizer in optimizers:
-            step_once(optimizer)
-        state = sum(sum(state_bytes(optimizer).values()) for optimizer in optimizers)
-    except Exception:  # noqa: BLE001 - a user's optimizer may need more than a gradient
-        state = 0
-    return {
-        "parameters": sum(p.nbytes for p in model.parameters()),
-        "buffers": sum(b.nbytes for b in model.buffers()),
-        "gradients": sum(p.nbytes for p in model.parameters() if p.requires_grad),
-        "optimizer state": state,
-    }
-
-
-@dataclass
-class _Built:
-    """What a prediction has built when it ends, or fails."""
-
-    recorder: Recorder = field(default_factory=Recorder)
-    model: Any = None
-    optimizers: Callable[[], Sequence[torch.optim.Optimizer]] = lambda: ()
-
-
-def _predicted(run: Callable[[_Built], None], fakes: Fakes) -> Prediction:
-    """Run a training and return its peak, or why it failed with what is known anyway."""
-    built = _Built()
-    try:
-        run(built)
-        peak = Peak.of(built.recorder)
-        in_blocks = Peak.of(built.recorder, block_bytes=CUDA_BLOCK_BYTES, on_device=True)
+        model = run(probe)
         assumed = list(fakes.assumed)
-        if any(isinstance(module, nn.LSTM) for module in built.model.modules()):
+        if any(isinstance(module, nn.LSTM) for module in model.modules()):
             assumed.append("what oneDNN keeps of an LSTM on a CPU for its backward pass is not counted")
-        recorder = built.recorder
-        work = Work(recorder.calls, frozenset(recorder.on_host), recorder.num_batches)
-        return Prediction(peak=peak, in_blocks=in_blocks, assumed=assumed, work=work)
+        in_blocks = Peak.of(recorder, block_bytes=CUDA_BLOCK_BYTES, on_device=True)
+        return Prediction(Peak.of(recorder), in_blocks, assumed, flops=probe.flops)
     except Exception as error:  # noqa: BLE001 - a user's step may raise anything without values
-        persistent: dict[str, int] = {}
-        if isinstance(built.model, nn.Module):
-            persistent = persistent_bytes(built.model, built.optimizers())
-        assumed = list(fakes.assumed)
-        return Prediction(reason=reason_of(error), assumed=assumed, persistent_bytes=persistent, error=error)
+        return Prediction(assumed=list(fakes.assumed), reason=reason_of(error), error=error)
 
 
 def reason_of(error: BaseException) -> str:
@@ -261,14 +222,14 @@ class _Record(pl.Callback):
         self.probe.close()
 
 
-def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, recorder: Recorder) -> None:
+def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, probe: Probe) -> None:
     """Run `fit` without observers, until two steps are counted."""
     trainer.callbacks = [
         callback
         for callback in trainer.callbacks
         if not isinstance(callback, OBSERVERS) and not type(callback).__module__.startswith(OBSERVER_MODULES)
     ]
-    trainer.callbacks.append(_Record(Probe(recorder=recorder)))
+    trainer.callbacks.append(_Record(probe))
     trainer.loggers = []
     trainer.num_sanity_val_steps = trainer.limit_val_batches = 0
     trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None

@@ -34,27 +34,22 @@ CAST = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.
 MAX_DEVICES = 1024
 UNCOUNTED = "activations are not counted"
 PREDICTED = "activations are those of the predicted step, temporaries and the batch included"
-COLUMNS = {
-    name: name for name in ("weights", "gradients", "optimizer", "gathered", "buffers", "activations")
-} | {"device": "per device", "host": "host", "disk": "disk", "sent": "sent per step"}
-"""Titles of the table's columns."""
+COLUMNS = (
+    "weights", "gradients", "optimizer", "gathered", "buffers", "activations", "device", "host", "sent",
+)  # fmt: skip
+TITLES = {"device": "per device", "sent": "sent per step"}
 
 
 @dataclass(frozen=True)
 class ShardingTable:
-    """Bytes per device for several numbers of devices.
-
-    Args:
-        about: One line: model, strategy and precision; or why the table is empty.
-        shares: By number of devices.
-        assumptions: Assumptions of the arithmetic.
-        passing_bytes: Activations, temporaries and batch of a predicted step; None if not predicted.
-    """
+    """Bytes per device for several numbers of devices."""
 
     about: str = ""
+    """One line: model, strategy and precision; or why the table is empty."""
     shares: Mapping[int, DeviceShare] = field(default_factory=dict[int, DeviceShare])
     assumptions: tuple[str, ...] = ()
     passing_bytes: int | None = None
+    """Activations, temporaries and batch of a predicted step; None if not predicted."""
 
     @property
     def assumed(self) -> list[str]:
@@ -63,13 +58,7 @@ class ShardingTable:
         return [*self.assumptions, *([counted] if self.shares else [])]
 
     def verdict(self, devices: int, free_bytes: int, name: str) -> str:
-        """Return whether the run fits on each of `devices` devices.
-
-        Args:
-            devices: One of `shares`.
-            free_bytes: Memory of a device that is free for a run.
-            name: Name of the device.
-        """
+        """Return whether the run fits in the free bytes of each of `devices` devices of a name."""
         needed = self.shares[devices].device + (self.passing_bytes or 0)
         left = free_bytes - needed
         fits = f"fits on {name}, {human_bytes(left)} left"
@@ -91,16 +80,13 @@ class ShardingTable:
         if not self.shares:
             return self.about
         rows = self.rows()
+        columns = {TITLES.get(name, name): [row[f"{name}_bytes"] for row in rows] for name in COLUMNS}
         # What is the same for any number of devices is one line instead of a column.
-        same = [name for name in COLUMNS if len({row[f"{name}_bytes"] for row in rows}) == 1]
-        sizes = [
-            f"{COLUMNS[name]} {human_bytes(size)}" for name in same if (size := rows[0][f"{name}_bytes"])
-        ]
-        names = [name for name in COLUMNS if name not in same]
-        cells = [
-            [str(row["devices"]), *(human_bytes(row[f"{name}_bytes"]) for name in names)] for row in rows
-        ]
-        table = text_table(["devices", *(COLUMNS[name] for name in names)], cells)
+        same = {title: sizes[0] for title, sizes in columns.items() if len({*sizes}) == 1}
+        shown = {title: map(human_bytes, sizes) for title, sizes in columns.items() if title not in same}
+        cells = zip((str(row["devices"]) for row in rows), *shown.values(), strict=True)
+        table = text_table(["devices", *shown], [*cells])
+        sizes = [f"{title} {human_bytes(size)}" for title, size in same.items() if size]
         on_each = [f" on any number of devices: {', '.join(sizes)}"] if sizes else []
         return "\n".join([self.about, table, *on_each, *(f"assumed: {text}" for text in self.assumed)])
 
@@ -108,22 +94,19 @@ class ShardingTable:
 def sharding_table_of(values: Mapping[str, Any], trainer: pl.Trainer) -> ShardingTable:
     """Return bytes per device for 1 to 1,024 devices; an empty table for a single device without sharding.
 
-    If the model cannot be built on the meta device, or the optimizer cannot step, `about` has the reason.
-
-    Args:
-        values: From `config.compose_recipe`.
-        trainer: Built from them.
+    If the model of a composed recipe cannot be built on the meta device, or its optimizer cannot step,
+    `about` has the reason.
     """
     strategy = trainer.strategy
-    # FSDP2 and DeepSpeedZero of this package have one.
-    own_scheme: Callable[[], Sharding] | None = getattr(strategy, "scheme", None)
+    own_scheme: Callable[[], Sharding] | None = getattr(strategy, "scheme", None)  # FSDP2 and DeepSpeedZero
     if own_scheme is not None:
         scheme = own_scheme()
     elif isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):
-        if trainer.world_size == 1:
-            return ShardingTable()
         scheme = DDPMemory(bucket_view=bool(ddp_options(strategy).get("gradient_as_bucket_view")))
     else:
+        return ShardingTable()
+    world_size = trainer.world_size
+    if world_size == 1 and own_scheme is None:
         return ShardingTable()
     failure = "the model cannot be built on the meta device"
     try:
@@ -138,7 +121,6 @@ def sharding_table_of(values: Mapping[str, Any], trainer: pl.Trainer) -> Shardin
             model = ModelWeights.of(fake, blocks, build(fake, choice.optimizer))
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         return ShardingTable(f"memory per device: {failure}: {reason_of(error)}")
-    world_size = trainer.world_size
     micro_batches = micro_batches_per_step(values, world_size)
     about = (
         f"memory per device with {name_of(strategy)}, by arithmetic: {model}, {trainer.precision}; "
@@ -153,13 +135,7 @@ def sharding_table_of(values: Mapping[str, Any], trainer: pl.Trainer) -> Shardin
 
 
 def micro_batches_per_step(values: Mapping[str, Any], devices: int) -> int:
-    """Return the micro-batches of an optimizer step on each device from a config.
-
-    Example:
-        >>> values = {"data": {"batch_size": 4}, "trainer": {"accumulate_grad_batches": 2}}
-        >>> micro_batches_per_step(values, 8)
-        2
-    """
+    """Return the micro-batches of an optimizer step on each device from a config."""
     callbacks = values.get("callbacks") or {}
     batch_size = (values.get("data") or {}).get("batch_size")
     global_size = (callbacks.get("gradient_accumulation") or {}).get("global_batch_size")

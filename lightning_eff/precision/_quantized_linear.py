@@ -144,13 +144,6 @@ def quantize(
         compute_dtype: Of matrix products and of the bias.
         blocksize: Weights per scale, with 4 bits.
         double_quant: Quantize the scales to 8 bits, with 4 bits.
-
-    Example:
-        >>> layer = nn.Linear(64, 64)
-        >>> 0.05 < quantize(layer, "nf4", compute_dtype=torch.float32) < 0.12
-        True
-        >>> layer.weight.shape, layer.weight.dtype
-        (torch.Size([2048, 1]), torch.uint8)
     """
     before = layer.weight.detach()
     own: Any = layer

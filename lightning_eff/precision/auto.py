@@ -5,11 +5,10 @@ keeps everything in bfloat16, `32-true` casts nothing. `auto` chooses `bf16-mixe
 bfloat16 natively and `32-true` elsewhere, and reports why: PyTorch runs bfloat16 on any CPU, but several
 times slower where it is emulated.
 
-Three things differ from Lightning's MixedPrecision. Autocast caches each weight's cast copy for one training
-step, so a layer that is used four times is cast and saved once, not four times; evaluation, which saves
-nothing for a backward pass, caches no copies. The device is the strategy's, or the argument, and never
-guessed from an accelerator's name. Gradients are unscaled before clipping for every optimizer, so `fused`
-AdamW and clipping work in one run.
+Unlike Lightning's MixedPrecision, autocast caches each weight's cast copy for one training step, so a layer
+that is used four times is cast and saved once (evaluation caches no copies); the device is the strategy's,
+and never guessed from an accelerator's name; and gradients are unscaled before clipping for every optimizer,
+so `fused` AdamW and clipping work in one run.
 
 Costs: bf16 has 8 bits of precision, fp16 overflows above 65504 (the loss is scaled, and a step whose
     gradients overflow is skipped). Mixed formats add a copy of each weight during the step: a large model
@@ -67,12 +66,6 @@ def step_context(precision: str, device_type: str, *, keep_casts: bool = True) -
         precision: One of `COMPUTE_DTYPES`.
         device_type: `cpu`, `cuda`, ...
         keep_casts: Cache each weight's cast copy until the context ends.
-
-    Example:
-        >>> layer = nn.Linear(4, 4)
-        >>> with step_context("bf16-mixed", "cpu"):
-        ...     layer(torch.ones(1, 4)).dtype
-        torch.bfloat16
     """
     dtype = COMPUTE_DTYPES[precision]
     if precision.endswith("-mixed"):

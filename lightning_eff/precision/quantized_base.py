@@ -185,11 +185,7 @@ class QuantizedBase(AutoPrecision):
         return len(new)
 
     def cast_frozen(self, model: nn.Module) -> int:
-        """Cast frozen matrices to 16 bits, if requested, and trained parameters to float32.
-
-        Args:
-            model: With its adapters.
-        """
+        """Cast frozen matrices to 16 bits, if requested, and trained parameters, adapters too, to float32."""
         trained = [p for p in model.parameters() if p.requires_grad]
         trainer: Any = getattr(model, "_trainer", None)
         if not trained and (trainer is None or trainer.training):

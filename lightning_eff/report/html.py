@@ -48,13 +48,9 @@ def render_page(report: Mapping[str, Any], **sections: Any) -> str:
 def line_chart(
     points: Sequence[tuple[float, float]], x_name: str, y_name: str, *, lowest: float | None = None
 ) -> str:
-    """Return a line as SVG; of more than `MAX_POINTS` points, the highest of each stretch.
+    """Return a line through at least two finite points as SVG, with `lowest` at the bottom.
 
-    Args:
-        points: x and y, finite, at least two.
-        x_name: Of the axis, with its unit.
-        y_name: Of the axis, with its unit.
-        lowest: y at the bottom; None for the smallest one.
+    Of more than `MAX_POINTS` points, the highest of each stretch is drawn.
     """
     stride = max(1, len(points) // MAX_POINTS)
     shown = [max(points[i : i + stride], key=lambda point: point[1]) for i in range(0, len(points), stride)]
@@ -92,12 +88,7 @@ class _Area(leather.Line):
 
 
 def memory_chart(timeline: Sequence[Mapping[str, Any]], categories: Sequence[str]) -> str:
-    """Return live bytes over time as SVG, stacked by category.
-
-    Args:
-        timeline: Bytes by category at each moment, at least two.
-        categories: From the bottom to the top; those without bytes are left out.
-    """
+    """Return live bytes over at least two moments as SVG, stacked by category, the first at the bottom."""
     peak = max(sum(moment[name] for name in categories) for moment in timeline)
     power = min(int(math.log(max(peak, 1), 1024)), len(UNITS) - 1)
     chart = leather.Chart()

@@ -27,30 +27,20 @@ MIN_SHARED_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of one check.
-
-    Args:
-        what: Name of the check.
-        found: What was found.
-        status: `ok`, `note` (works, but could be better) or `problem` (something does not work).
-        fix: One command that fixes it; empty if there is nothing to fix.
-    """
+    """Result of one check."""
 
     what: str
     found: str
     status: str = "ok"
+    """`ok`, `note` (works, but could be better) or `problem` (something does not work)."""
     fix: str = ""
+    """One command; empty if there is nothing to fix."""
 
 
 def check_result(
     what: str, is_ok: object, found: str, otherwise: str, fix: str, *, problem: bool = False
 ) -> CheckResult:
-    """Return `found` if the check passes, else a note or problem with `otherwise` and the fix.
-
-    Example:
-        >>> check_result("disk", False, "100 GiB", "full", "rm", problem=True)
-        CheckResult(what='disk', found='full', status='problem', fix='rm')
-    """
+    """Return `found` if the check passes, else a note or problem with `otherwise` and the fix."""
     if is_ok:
         return CheckResult(what, found)
     return CheckResult(what, otherwise, "problem" if problem else "note", fix)
@@ -74,10 +64,11 @@ def _packages() -> Iterator[CheckResult]:
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
-            yield check_result(package, None, "", "not installed", install, problem=package in REQUIRED)
-            continue
-        same = not pin or version.partition("+")[0] == pin
-        yield check_result(package, same, version, f"{version} (tested with {pin})", install)
+            status = "problem" if package in REQUIRED else "note"
+            yield CheckResult(package, "not installed", status, install)
+        else:
+            same = not pin or version.partition("+")[0] == pin
+            yield check_result(package, same, version, f"{version} (tested with {pin})", install)
 
 
 def _gpus_and_dtypes() -> Iterator[CheckResult]:

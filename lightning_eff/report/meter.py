@@ -8,9 +8,13 @@ the second step on. Counting does not change the training.
 
 from __future__ import annotations
 
+import statistics
+import time
+from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -18,48 +22,139 @@ from torch.optim import Optimizer
 
 from lightning_eff.core import allocator
 from lightning_eff.kernels import devices
+from lightning_eff.report.flops import FlopCount
 from lightning_eff.report.live_bytes import tensors_in
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import Recorder
-from lightning_eff.report.roofline import FlopCount
-from lightning_eff.report.throughput import DataWait, Throughput
+
+FETCH_ACTION = "[_TrainingEpochLoop].train_dataloader_next"
+"""Profiler action of Lightning 2.6 that spans the wait for the next training batch."""
+
+
+class Throughput:
+    """Durations of training batches, without the ones that are not typical.
+
+    Call `restart` when what follows does not belong to a batch's time (validation), and `finish_batch` at the
+    end of each batch.
+    """
+
+    def __init__(self) -> None:
+        self.batch_times_s = array("d")
+        self.waits_s = array("d")
+        """Part of each duration that was a wait for data."""
+        self.num_samples = 0
+        self.num_tokens = 0
+        self.first_batch_s = 0.0
+        """The longest of the batches that are left out; includes compilation."""
+        self._mark_s = time.perf_counter()
+
+    def restart(self) -> None:
+        """Start the clock of the next batch."""
+        self._mark_s = time.perf_counter()
+
+    def finish_batch(
+        self, num_samples: int, num_tokens: int, wait_s: float, *, left_out: bool = False
+    ) -> None:
+        """Record a batch that started at the end of the previous one, or at `restart`."""
+        now = time.perf_counter()
+        batch_time_s, self._mark_s = now - self._mark_s, now
+        if left_out:
+            self.first_batch_s = max(self.first_batch_s, batch_time_s)
+            return
+        self.batch_times_s.append(batch_time_s)
+        self.num_samples += num_samples
+        self.num_tokens += num_tokens
+        self.waits_s.append(wait_s)
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Return medians, rates and fractions; None for what was not measured."""
+        total_s = sum(self.batch_times_s)
+        if total_s == 0.0:
+            names = ("batch_time_s", "batch_time_p90_s", "samples_per_s", "tokens_per_s", "data_wait_share")
+            return dict.fromkeys(names) | {"num_batches": 0}
+        ordered = sorted(self.batch_times_s)
+        return {
+            "batch_time_s": statistics.median(ordered),
+            "batch_time_p90_s": ordered[int(0.9 * (len(ordered) - 1))],
+            "samples_per_s": self.num_samples / total_s,
+            "tokens_per_s": self.num_tokens / total_s if self.num_tokens else None,
+            "data_wait_share": min(1.0, sum(self.waits_s) / total_s),
+            "num_batches": len(ordered),
+        }
+
+
+class DataWait:
+    """Measure the time that the training loop waits for its next batch, by wrapping the Trainer's profiler.
+
+    The profiler keeps its type and does its own work: `start` and `stop` are replaced on the instance. One
+    wrapper per profiler at a time.
+
+    Args:
+        profiler: A profiler of Lightning, `PassThroughProfiler` included.
+    """
+
+    def __init__(self, profiler: Any) -> None:
+        self.wait_s = 0.0
+        self._began_s = 0.0
+        start, stop = profiler.start, profiler.stop
+
+        def start_and_time(action_name: str) -> None:
+            start(action_name)
+            if action_name == FETCH_ACTION:
+                self._began_s = time.perf_counter()
+
+        def stop_and_time(action_name: str) -> None:
+            if action_name == FETCH_ACTION:
+                self.wait_s += time.perf_counter() - self._began_s
+            stop(action_name)
+
+        self._patches = ExitStack()
+        for name, method in (("start", start_and_time), ("stop", stop_and_time)):
+            self._patches.enter_context(patch.object(profiler, name, method))
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        wait_s, self.wait_s = self.wait_s, 0.0
+        return wait_s
+
+    def close(self) -> None:
+        """Restore the profiler; a second call does nothing."""
+        self._patches.close()
 
 
 class Probe:
     """Count from `begin` to `end` of each batch, until `is_done`.
 
     Args:
-        count_flops: Count the operations of the first batch.
-        recorder: Records live bytes of two full optimizer steps; None for none.
+        recorder: Records two full optimizer steps; None counts the FLOPs of the first batch alone.
     """
 
-    def __init__(self, *, count_flops: bool = False, recorder: Recorder | None = None) -> None:
+    def __init__(self, recorder: Recorder | None = None) -> None:
         self.num_batches = 0
-        self.flops: int | None = None
-        self._count_flops = count_flops
+        self.flops = 0
+        """Of the first batch."""
         self._recorder = recorder
+        self._count: Recorder | FlopCount = recorder or FlopCount()
         self._open = ExitStack()
 
     def is_done(self, steps: int) -> bool:
         """Return whether nothing is left to count after `steps` optimizer steps of this fit."""
-        flops_left = self._count_flops and self.flops is None
-        bytes_left = self._recorder is not None and (steps < 2 or self.num_batches < 2)
-        return not (flops_left or bytes_left)
+        if self._recorder is None:
+            return self.num_batches > 0
+        return steps >= 2 and self.num_batches >= 2
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """Start to count, before a batch is trained on."""
         if self._recorder is not None:
             self._open.enter_context(self._recorder.begin(batch, module, optimizers))
-            self._open.enter_context(self._recorder)
-        if self._count_flops and self.flops is None:
-            self._flop_count = self._open.enter_context(FlopCount())
+        self._open.enter_context(self._count)
 
     def end(self) -> None:
         """Stop counting at the end of a batch, and update the results."""
         self.close()
         self.num_batches += 1
-        if self._count_flops and self.flops is None:
-            self.flops = self._flop_count.flops
+        if self.num_batches == 1:
+            self.flops = self._count.flops
 
     def close(self) -> None:
         """Stop counting, also in the middle of a batch that failed."""
@@ -83,10 +178,11 @@ class Meter:
         self.device = device
         self.throughput = Throughput()
         self._recorder = Recorder() if is_counted and device.type == "cpu" else None
-        self.probe = Probe(count_flops=is_counted, recorder=self._recorder)
-        self._is_probing = True
+        self.probe = Probe(self._recorder)
+        self._is_probing = is_counted
         self._data_wait = DataWait(profiler)
-        self._num_warmup_batches = num_warmup_batches
+        # The first batch is never timed: it compiles, and allocates the optimizer's state.
+        self._num_warmup_batches = num_warmup_batches if is_counted else num_warmup_batches + 1
         self._samples_of_first_batch = 0
         allocator.reset_peak(device)
 

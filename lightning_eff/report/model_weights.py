@@ -16,51 +16,37 @@ from lightning_eff.report.live_bytes import tensors_in
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One tensor of a model.
-
-    Args:
-        rows: Size of its first dimension, which `fully_shard` shards.
-        numel: Number of elements.
-        itemsize: Bytes per element.
-        trained: Whether it has a gradient and optimizer state.
-        state_bytes: Optimizer state of the full tensor.
-        layer: Index of the module that owns it, in the model's order.
-        block: Index of the repeated block that it is in; -1 outside of blocks.
-    """
+    """One tensor of a model."""
 
     rows: int
+    """Size of its first dimension, which `fully_shard` shards."""
     numel: int
     itemsize: int = 4
     trained: bool = True
     state_bytes: int = 0
+    """Optimizer state of the full tensor."""
     layer: int = 0
+    """Index of the module that owns it, in the model's order."""
     block: int = -1
+    """Index of the repeated block that it is in; -1 outside of blocks."""
 
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """The tensors of a model.
-
-    Args:
-        weights: In the model's order, tied weights once.
-        buffers_bytes: Bytes of the buffers, which every strategy replicates.
-        state_on_host: Whether the optimizer keeps state, and copies of weights and gradients, on the host.
-    """
+    """The tensors of a model."""
 
     weights: tuple[Weight, ...]
+    """In the model's order, tied weights once."""
     buffers_bytes: int = 0
+    """Every strategy replicates them."""
     state_on_host: bool = False
+    """Whether the optimizer keeps state, and copies of weights and gradients, on the host."""
 
     @classmethod
     def of(
         cls, model: nn.Module, blocks: Iterable[nn.Module] = (), optimizer: Optimizer | None = None
     ) -> ModelWeights:
-        """Read the weights of a model, which may be on fake tensors.
-
-        Args:
-            model: With `requires_grad` and dtypes as in the run.
-            blocks: Its repeated blocks (`core.model_surgery.select_blocks`).
-            optimizer: Its optimizer, which is stepped once.
+        """Read the weights of a model, which may be fake, with its repeated blocks; the optimizer is stepped.
 
         Example:
             >>> layer = nn.Linear(3, 2, bias=False)
@@ -92,7 +78,7 @@ class ModelWeights:
 
     @property
     def trained(self) -> list[Weight]:
-        """Weights that are trained."""
+        """The trained ones."""
         return [weight for weight in self.weights if weight.trained]
 
     def __str__(self) -> str:

@@ -8,39 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_eff.report.recording import (
-    ACTIVATIONS,
-    BATCH,
-    CATEGORIES,
-    PHASES,
-    STEP,
-    TEMPORARIES,
-    Allocation,
-    Event,
-    Recorder,
-)
+from lightning_eff.report import recording
+from lightning_eff.report.recording import CATEGORIES, PHASES, Allocation, Event, Recorder
 
 MAX_HOLDERS = 12
 """Holders that are listed."""
-PASSING = (BATCH, ACTIVATIONS, TEMPORARIES)
+PASSING = (recording.BATCH, recording.ACTIVATIONS, recording.TEMPORARIES)
 POINTS = 200
 """Maximum points of a timeline."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Storages alive at the peak that differ only in the number of their layer.
-
-    Args:
-        category: One of `recording.CATEGORIES`.
-        path: Module that they were allocated in, or their parameter's name, with `*` for a number.
-        operation: Operation that allocated them; empty if they existed before the step.
-        num_bytes: Their total size.
-        count: Number of storages.
-    """
+    """Storages alive at the peak that differ only in the number of their layer."""
 
     category: str
     path: str
+    """As `Allocation` has it, with `*` for a number."""
     operation: str
     num_bytes: int
     count: int
@@ -101,7 +85,7 @@ class Peak:
             total += change
             if (total, -index) > tops[event.phase]:
                 tops[event.phase], by_phase[event.phase] = (total, -index), dict(now)
-            if event.phase != STEP:
+            if event.phase != recording.STEP:
                 max_passing = max(max_passing, sum(now[category] for category in PASSING))
             # The timeline has the maximum of each stretch of events.
             if index % stretch == 0:

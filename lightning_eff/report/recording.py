@@ -30,8 +30,8 @@ from typing_extensions import override
 
 from lightning_eff.core.optimization.composite import FreesGradients, PerParameter
 from lightning_eff.core.recompute import HostOffload
+from lightning_eff.report.flops import flops_of
 from lightning_eff.report.live_bytes import LiveBytes, tensors_in
-from lightning_eff.report.roofline import Call, call_of
 
 FORWARD, BACKWARD, STEP = PHASES = ("forward", "backward", "step")
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
@@ -42,57 +42,45 @@ CATEGORIES = (PARAMETERS, BUFFERS, GRADIENTS, STATE, BATCH, ACTIVATIONS, TEMPORA
 
 @dataclass(slots=True)
 class Allocation:
-    """One storage.
-
-    Args:
-        operation: Operation that allocated it; empty if it existed before the step.
-        path: Module that it was allocated in, or the name of the parameter that it belongs to.
-        phase: Phase in which it was allocated.
-        category: One of `CATEGORIES`.
-        recomputed: Whether it was allocated in a forward pass inside the backward pass.
-    """
+    """One storage."""
 
     operation: str
+    """Operation that allocated it; empty if it existed before the step."""
     path: str
+    """Module that it was allocated in, or the name of the parameter that it belongs to."""
     phase: str
     category: str = TEMPORARIES
     recomputed: bool = False
+    """Whether it was allocated in a forward pass inside the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A storage that is allocated, resized or freed.
-
-    Args:
-        allocation: Index of the storage in `Recorder.allocations`.
-        num_bytes: Its size from now on; 0 once freed.
-        phase: Phase of the step.
-    """
+    """A storage that is allocated, resized or freed."""
 
     allocation: int
+    """Index of the storage in `Recorder.allocations`."""
     num_bytes: int
+    """Its size from now on; 0 once freed."""
     phase: str
 
 
 class ModuleTracker:
-    """Follow one training step; call `update` at every dispatched operation.
+    """Follow a training step; call `update` at every dispatched operation."""
 
-    Args:
-        module: Root whose submodules are named.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self) -> None:
         self.phase = FORWARD
         self.is_recomputing = False
         """Whether a forward pass runs inside the backward pass, which itself runs without grad mode."""
-        self._names = {id(child): name or "(root)" for name, child in module.named_modules()}
+        self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._by_sequence_number: dict[int, str] = {}
 
     @contextmanager
-    def follow(self) -> Generator[None]:
-        """Have the global hooks during a batch, which may fail."""
+    def follow(self, module: nn.Module) -> Generator[None]:
+        """Have the global hooks during a batch of a module, which may fail."""
         self.phase = FORWARD
+        self._names = {id(child): name or "(root)" for name, child in module.named_modules()}
         entering = register_module_forward_pre_hook(self._enter)
         # always_call: a module that raises is popped too, otherwise the stack would be wrong afterwards.
         leaving = register_module_forward_hook(self._leave, always_call=True)
@@ -156,28 +144,21 @@ class Recorder(LiveBytes):
         self.events: list[Event] = []
         self.on_host: set[int] = set()
         """Indices of storages that stay in host memory whatever the model's device."""
-        self.calls: list[Call] = []
-        """All operations, in order."""
+        self.flops = 0
         self.num_batches = 0
         self._index_of: dict[int, int] = {}
         """Index of each storage that is alive, by its key."""
         self._operation = ""
-        self._module: nn.Module | None = None
+        self._module = nn.Module()
         self._optimizers: list[Optimizer] = []
-        self._tracker: ModuleTracker | None = None
+        self._tracker = ModuleTracker()
         self._was_recomputing = False
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
-        """Count what is alive when a batch begins, and observe modules and optimizers.
-
-        Returns:
-            What the end of the batch, or its failure, has to close.
-        """
+        """Count what is alive when a batch begins, and observe modules and optimizers until it is closed."""
         self._module, self._optimizers, self._operation = module, list(optimizers), ""
-        if self._tracker is None:
-            self._tracker = ModuleTracker(module)
         hooks = ExitStack()
-        hooks.enter_context(self._tracker.follow())
+        hooks.enter_context(self._tracker.follow(module))
         HostOffload.observers.append(self._mark_on_host)
         hooks.callback(HostOffload.observers.remove, self._mark_on_host)
         for optimizer in self._optimizers:
@@ -207,13 +188,13 @@ class Recorder(LiveBytes):
         # Storages that `begin` adds have no operation: they existed before the step.
         if key not in self._index_of:
             allocation = Allocation(self._operation, "", FORWARD)
-            if tracker is not None and self._operation:
+            if self._operation:
                 allocation.path, allocation.phase = tracker.path, tracker.phase
                 allocation.recomputed = tracker.is_recomputing
             self._index_of[key] = len(self.allocations)
             self.allocations.append(allocation)
         index = self._index_of[key] if num_bytes is not None else self._index_of.pop(key)
-        self.events.append(Event(index, num_bytes or 0, tracker.phase if tracker else FORWARD))
+        self.events.append(Event(index, num_bytes or 0, tracker.phase))
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -223,20 +204,18 @@ class Recorder(LiveBytes):
             return func(*args, **(kwargs or {})) if device is None else device
         self._operation = getattr(func, "__name__", str(func)).partition(".")[0]
         tracker = self._tracker
-        if tracker is not None:
-            # The end of a phase shows only at the next operation, before that operation allocates.
-            before = tracker.update()
-            if before == FORWARD and tracker.phase == BACKWARD:
-                self._mark_activations(recomputed=False)
-            elif before == BACKWARD and tracker.phase != BACKWARD:
-                self._mark_gradients_and_state()
-            if self._operation != "detach":  # checkpointing detaches what it recomputes, outside of grad mode
-                if self._was_recomputing and not tracker.is_recomputing:
-                    self._mark_activations(recomputed=True)
-                self._was_recomputing = tracker.is_recomputing
+        # The end of a phase shows only at the next operation, before that operation allocates.
+        before = tracker.update()
+        if before == FORWARD and tracker.phase == BACKWARD:
+            self._mark_activations(recomputed=False)
+        elif before == BACKWARD and tracker.phase != BACKWARD:
+            self._mark_gradients_and_state()
+        if self._operation != "detach":  # checkpointing detaches what it recomputes, outside of grad mode
+            if self._was_recomputing and not tracker.is_recomputing:
+                self._mark_activations(recomputed=True)
+            self._was_recomputing = tracker.is_recomputing
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        call = call_of(func, args, kwargs or {}, out, self._storage_index)
-        self.calls.extend([call] if call is not None else [])
+        self.flops += flops_of(func, args, kwargs or {}, out)
         return out
 
     def _storage_index(self, tensor: Tensor) -> int:
@@ -261,7 +240,7 @@ class Recorder(LiveBytes):
             self.on_host.add(index)
 
     def _mark_gradients_and_state(self) -> None:
-        for name, parameter in self._module.named_parameters() if self._module is not None else ():
+        for name, parameter in self._module.named_parameters():
             if parameter.grad is not None:
                 self._mark([parameter.grad], GRADIENTS, name)
         for optimizer in self._optimizers:
@@ -269,11 +248,11 @@ class Recorder(LiveBytes):
             if not isinstance(optimizer, PerParameter):
                 continue
             # An optimizer that steps on host copies keeps them, their gradients and its state on the host.
-            host_copies = [copy for parameter, copy in optimizer.copies.items() if copy is not parameter]
-            self._mark(host_copies, STATE)
-            if host_copies:
-                gradients = [copy.grad for copy in host_copies]
-                for tensor in tensors_in([*host_copies, *gradients, *optimizer.state.values()]):
+            copies = [copy for parameter, copy in optimizer.copies.items() if copy is not parameter]
+            self._mark(copies, STATE)
+            if copies:
+                held = [*copies, *(copy.grad for copy in copies), *optimizer.state.values()]
+                for tensor in tensors_in(held):
                     self._mark_on_host(tensor)
 
     def _mark_activations(self, *, recomputed: bool) -> None:

@@ -38,8 +38,7 @@ class DeviceShare:
         gathered: Maximum of weights that are all-gathered at once.
         buffers: Other temporary buffers: gradient buckets, copies of the optimizer step.
         host: Host memory for this device.
-        disk: Local disk for this device.
-        sent: Sent over the network per optimizer step.
+        sent: Over the network per optimizer step.
     """
 
     weights: float = 0
@@ -48,7 +47,6 @@ class DeviceShare:
     gathered: float = 0
     buffers: float = 0
     host: float = 0
-    disk: float = 0
     sent: float = 0
 
     @property
@@ -70,19 +68,12 @@ class Sharding(ABC):
     stage: int = 0
     compute_itemsize: int | None = None
     reduce_itemsize: int | None = None
-
     own_weights: ClassVar[bool] = False
     """Whether the optimizer steps on its own float32 copy of the weights."""
 
     @abstractmethod
     def share(self, model: ModelWeights, devices: int, micro_batches: int) -> DeviceShare:
-        """Return what one device keeps and sends.
-
-        Args:
-            model: The trained model.
-            devices: Number of devices.
-            micro_batches: Backward passes per optimizer step on each device.
-        """
+        """Return what one device keeps and sends, with so many backward passes per optimizer step."""
 
     @abstractmethod
     def assumptions(self) -> list[str]:
@@ -105,12 +96,8 @@ class Sharding(ABC):
     ) -> DeviceShare:
         """Return weights, gradients and optimizer state of a device.
 
-        Args:
-            model: The trained model.
-            devices: Number of devices.
-            itemsize: Bytes per element of the weights; None for their own.
-            gradient_itemsize: Bytes per element of the gradients; None for the weights' own.
-            copy_itemsize: Bytes per element of the optimizer's copy of the weights, 0 for none.
+        Elements of weights and gradients have the given bytes, or the weights' own (None);
+        `copy_itemsize` is that of the optimizer's copy of the weights, 0 for none.
         """
         weights, gradients, optimizer = float(model.buffers_bytes), 0.0, 0.0  # buffers are replicated
         for weight, shard in self.shards(model, devices):
@@ -126,11 +113,8 @@ class Sharding(ABC):
     ) -> float:
         """Return the bytes that a device sends per step, in rings.
 
-        Args:
-            model: The trained model.
-            devices: Number of devices.
-            gathers: Returns how often a weight is all-gathered.
-            reductions: How often a gradient is reduce-scattered; an all-reduce counts as two.
+        A weight is all-gathered `gathers(weight)` times, and its gradient reduce-scattered `reductions`
+        times; an all-reduce counts as two.
         """
         sent_to_each = 0.0
         for weight, shard in self.shards(model, devices):
@@ -205,19 +189,16 @@ class FSDP2Memory(Sharding):
         accumulates = micro_batches > 1 and not self.reduce_each
         itemsize = self.reduce_itemsize or self.compute_itemsize
         full = sum(w.numel * (itemsize or w.itemsize) for w in model.trained) if accumulates else 0
-        # In the forward pass and, once resharded, again in the backward pass.
-        twice = 2 if self.reshard else 1
+
+        def gathers(weight: Weight) -> int:  # once resharded, again in the backward pass
+            return micro_batches * (2 if self.reshard and weight.block >= 0 else 1)
+
         share = replace(
             share,
             gathered=outside + (largest_pair if self.reshard else sum(sizes)),
             # Full gradients of one block, and outside of blocks, exist before their reduce-scatter.
             buffers=0 if accumulates else outside_gradients + max(block_gradients.values(), default=0),
-            sent=self.sent(
-                model,
-                devices,
-                lambda weight: micro_batches * (twice if weight.block >= 0 else 1),
-                micro_batches if self.reduce_each else 1,
-            ),
+            sent=self.sent(model, devices, gathers, micro_batches if self.reduce_each else 1),
         )
         if not self.on_host:
             # Full gradients are freed by the reduce-scatter that makes the shards: never both at once.

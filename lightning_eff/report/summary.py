@@ -9,16 +9,8 @@ from typing import Any
 
 from lightning_eff.core.text import human_bytes, human_count, text_table
 from lightning_eff.report.html import line_chart, memory_chart, render_page
-from lightning_eff.report.recording import (
-    ACTIVATIONS,
-    CATEGORIES,
-    GRADIENTS,
-    PARAMETERS,
-    PHASES,
-    STATE,
-    TEMPORARIES,
-)
-from lightning_eff.report.throughput import Throughput
+from lightning_eff.report.meter import Throughput
+from lightning_eff.report.recording import CATEGORIES, PHASES
 
 FIGURES = {
     "batch_time_s": ("time per batch (median)", lambda x: f"{x * 1e3:.1f} ms"),
@@ -32,11 +24,13 @@ FIGURES = {
 }
 """Label and format of each measured number, in the order shown."""
 LOWERED_BY = {
-    ACTIVATIONS: "callbacks/gradient_checkpointing, callbacks/micro_batch, precision/bf16_mixed",
-    TEMPORARIES: "callbacks/micro_batch",
-    GRADIENTS: "optimizer/in_backward, callbacks/peft_adapter, strategy/deepspeed_zero",
-    STATE: "optimizer/adamw_8bit_bnb, optimizer/cpu_offload, callbacks/peft_adapter, strategy/deepspeed_zero",
-    PARAMETERS: "precision/bf16_true, precision/quantized_base, strategy/fsdp2",
+    "activations": "callbacks/gradient_checkpointing, callbacks/micro_batch, precision/bf16_mixed",
+    "temporaries": "callbacks/micro_batch",
+    "gradients": "optimizer/in_backward, callbacks/peft_adapter, strategy/deepspeed_zero",
+    "optimizer state": (
+        "optimizer/adamw_8bit_bnb, optimizer/cpu_offload, callbacks/peft_adapter, strategy/deepspeed_zero"
+    ),
+    "parameters": "precision/bf16_true, precision/quantized_base, strategy/fsdp2",
 }
 """Techniques that lower a category of memory, by the names of `lightning-eff ls`."""
 
@@ -101,13 +95,7 @@ def report_text(report: Mapping[str, Any]) -> str:
 
 
 def report_page(report: Mapping[str, Any], throughput: Throughput, config: str = "") -> str:
-    """Return the report as one HTML file.
-
-    Args:
-        report: Contents of the JSON ledger.
-        throughput: Times of every timed batch.
-        config: Resolved config of the run, as YAML.
-    """
+    """Return the contents of the ledger, the times of batches and the config (YAML) as one HTML file."""
     techniques = [
         (row["technique"], "\n".join(f"{k}={v}" for k, v in row["asked"].items()), row["status"], row["did"])
         for row in report["ledger"]

@@ -2,14 +2,14 @@
 
 Data parallelism keeps everything on every device. ZeRO shards what is kept between steps: the optimizer state
 (stage 1), also the gradients (stage 2), also the weights (stage 3, which gathers a layer's weights when it
-runs). Shards can also be offloaded to the host or to a disk. DeepSpeed implements it; this strategy makes it
+runs). Shards can also be offloaded to the host. DeepSpeed implements it; this strategy makes it
 fit Lightning, on CUDA and, with gloo, on CPU.
 
 Accumulation is exact: windows of unequal weights, leftovers at the end of an epoch, clipping of the full
 gradient. DeepSpeed's own accumulation would divide by the window twice, so it is off. Checkpoints have the
 layout of a single device (checkpoint/full_state.py): any other strategy loads them, and they go through the
-run's checkpoint_io. An optimizer that uses whole matrices is rejected, since a rank has slices of flat
-vectors.
+run's checkpoint_io. A rank has slices of flat vectors, so only optimizers that update each element by itself
+are accepted; a class of your own says so by `elementwise = True`.
 
 Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), and moving what is offloaded.
     Stages 2 and 3 reduce every micro-batch. The optimizer keeps float32 weights besides a 16-bit model. A
@@ -24,23 +24,23 @@ Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; https://www.d
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.checkpoint import full_state
 from lightning_eff.core import rules
-from lightning_eff.core.arguments import StrPath, check_arguments
+from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import Facts, Outcome
 from lightning_eff.core.text import human_count
@@ -49,6 +49,7 @@ from lightning_eff.strategy._zero import checks, parameters, zero_config
 from lightning_eff.strategy._zero.memory_arithmetic import ZeroMemory
 from lightning_eff.strategy._zero.optimizer import single_optimizer
 from lightning_eff.strategy._zero.partitions import PartitionedState
+from lightning_eff.strategy._zero.precision import ZeroPrecision
 
 
 class DeepSpeedZero(DeepSpeedStrategy):
@@ -56,12 +57,9 @@ class DeepSpeedZero(DeepSpeedStrategy):
 
     Args:
         stage: 1 shards the optimizer state, 2 also the gradients, 3 also the weights.
-        offload_optimizer: Keep the optimizer state on `cpu`, and step there, or on `nvme`; or None.
-        offload_parameters: Keep weights on `cpu` or `nvme` until they are needed; stage 3 only.
-        nvme_path: Folder on a local disk, for `nvme`.
+        offload_optimizer: Keep the optimizer state on `cpu`, and step there; or None.
+        offload_parameters: Keep weights on `cpu` until they are needed; stage 3 only.
         config: More of DeepSpeed's configuration; keys that the Trainer sets are rejected.
-        shard_while_building: Shard each weight as `configure_model` creates it (stage 3), for models that no
-            rank could hold; their values must be initialized there, not loaded.
 
     Raises:
         ConfigError: A value or a key of `config` is not allowed.
@@ -78,6 +76,8 @@ class DeepSpeedZero(DeepSpeedStrategy):
     whole_checkpoints = True
     """Checkpoints have the layout of a single device, whatever the stage."""
     lightning_restore_optimizer: bool = True  # pyright: ignore[reportIncompatibleMethodOverride]
+    # Lightning 2.6 would shard weights as `configure_model` makes them, also those that are loaded there.
+    model_sharded_context = nullcontext  # pyright: ignore[reportAssignmentType]
     # Stage 1 reduces once per step, stages 2 and 3 in each backward: DeepSpeed needs no no_sync.
     block_backward_sync = nullcontext  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     # Lightning's loop accumulates and divides; DeepSpeed would divide again.
@@ -88,13 +88,18 @@ class DeepSpeedZero(DeepSpeedStrategy):
         self,
         *,
         stage: Literal[1, 2, 3] = 2,
-        offload_optimizer: Literal["cpu", "nvme"] | None = None,
-        offload_parameters: Literal["cpu", "nvme"] | None = None,
-        nvme_path: StrPath | None = None,
+        offload_optimizer: Literal["cpu"] | None = None,
+        offload_parameters: Literal["cpu"] | None = None,
         config: Mapping[str, Any] | None = None,
-        shard_while_building: bool = False,
     ) -> None:
-        checks.check_offload(stage, offload_optimizer, offload_parameters, nvme_path)
+        if offload_parameters is not None and stage != 3:
+            allowed = f"None under stage {stage}, where each device keeps all weights"
+            raise ConfigError(
+                key="offload_parameters",
+                value=offload_parameters,
+                allowed=allowed,
+                remedies=["strategy.stage=3"],
+            )
         zero_config.check(config or {})
         checks.import_deepspeed()
         super().__init__(
@@ -103,18 +108,14 @@ class DeepSpeedZero(DeepSpeedStrategy):
                 stage=stage,
                 offload_optimizer=offload_optimizer,
                 offload_parameters=offload_parameters,
-                nvme_path=nvme_path,
             ),
             logging_level=logging.ERROR,
         )
         self.stage = stage
         self.offload_optimizer = offload_optimizer
         self.offload_parameters = offload_parameters
-        self.nvme_path = nvme_path
-        self.shard_while_building = shard_while_building
         self.given_config = config
         self._groups: list[list[torch.Tensor]] = []
-        self._preserved: list[tuple[Any, str, torch.Tensor]] = []
         self._guard: parameters.ParameterGuard | None = None
         self._divergence: RankDivergenceCheck | None = None
 
@@ -129,8 +130,8 @@ class DeepSpeedZero(DeepSpeedStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         """Replace another plugin, which would have no effect here, by DeepSpeed's of the same precision."""
         plugin = precision_plugin
-        if plugin is not None and not isinstance(plugin, DeepSpeedPrecision):
-            plugin = checks.precision_like(plugin, self.root_device.type)
+        if plugin is not None and not isinstance(plugin, ZeroPrecision):
+            plugin = ZeroPrecision(plugin, self.root_device.type)
         self._precision_plugin = plugin
 
     @override
@@ -150,34 +151,11 @@ class DeepSpeedZero(DeepSpeedStrategy):
         else:
             super().setup_distributed()
 
-    @contextmanager
-    @override
-    def model_sharded_context(self) -> Generator[None]:
-        self._init_config_if_needed()
-        # Lightning 2.6 would always enter deepspeed.zero.Init in stage 3, also where weights are loaded.
-        with super().model_sharded_context() if self.shard_while_building else nullcontext():
-            yield
-
-    @contextmanager
-    def surgery_context(self) -> Generator[None]:
-        """Suspend `deepspeed.zero.Init` while techniques change the model: new weights are not sharded."""
-        if not (self.shard_while_building and self.zero_stage_3):
-            yield
-            return
-        from deepspeed.runtime.zero import partition_parameters
-
-        partition_parameters.shutdown_init_context()
-        try:
-            yield
-        finally:
-            partition_parameters.restore_init_context()
-
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         module = trainer.lightning_module
         checks.check_run(trainer)
         broadcast_from_rank0(module.buffers(), self.root_device)  # DeepSpeed broadcasts the parameters
-        self._preserved = parameters.preserved_tensors(module, str(self.precision_plugin.precision))
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._guard = parameters.ParameterGuard(module)
@@ -191,13 +169,6 @@ class DeepSpeedZero(DeepSpeedStrategy):
             zero.defaults = zero.optimizer.defaults
 
     @override
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        preserved, self._preserved = self._preserved, []
-        for owner, name, tensor in preserved:  # the precision plugin has just cast everything
-            setattr(owner, name, tensor)
-        return super()._setup_model(model)
-
-    @override
     def _format_batch_size_and_grad_accum_config(self) -> None:
         config: Any = self.config
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
@@ -207,8 +178,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         module: Any = self.lightning_module
-        with parameters.full_shapes(module):
-            optimizer, scheduler = single_optimizer(module)
+        optimizer, scheduler = single_optimizer(module)
         # DeepSpeed will replace these by flat vectors; checkpoints are laid out by them.
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         return optimizer, scheduler

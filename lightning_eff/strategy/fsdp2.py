@@ -27,13 +27,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
-from weakref import ref
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -119,7 +118,6 @@ class FSDP2(ModelParallelStrategy):
         self.sync_every_micro_batch = sync_every_micro_batch
         self.checkpoints = checkpoints
         self._divergence: RankDivergenceCheck | None = None
-        self._unsharded: dict[str, ref[nn.Parameter]] = {}
         self._attributes: dict[str, dict[str, Any]] = {}
         self._num_sharded = 0
         self._numel = 0
@@ -141,8 +139,6 @@ class FSDP2(ModelParallelStrategy):
             raise checks.conflict(checks.FSDP2, problem, "build the model with values")
         # Before sharding, while every rank still has full tensors; a collective of all ranks.
         broadcast_from_rank0([*model.parameters(), *model.buffers()], self.root_device)
-        # Weak references: an optimizer or another owner that keeps one alive holds a stale parameter.
-        self._unsharded = {name: ref(parameter) for name, parameter in model.named_parameters()}
         self._attributes = shard.parameter_attributes(model)
         self._numel = sum(parameter.numel() for parameter in model.parameters())
         self._num_sharded = shard.shard(
@@ -155,6 +151,8 @@ class FSDP2(ModelParallelStrategy):
             offload=self.cpu_offload,
             reshard_after_forward=self.reshard_after_forward,
         )
+        for step in shard.STEPS:  # which gather the weights outside of blocks, as `forward` does
+            register_fsdp_forward_method(model, step)
         self._local_bytes = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
         return self._num_sharded
 
@@ -166,7 +164,7 @@ class FSDP2(ModelParallelStrategy):
         super().setup_optimizers(trainer)
         checks.check_hooks(module)
         for optimizer in self.optimizers:
-            checks.check_optimizer(optimizer, module, self._unsharded)
+            checks.check_optimizer(optimizer, module)
         rules.enforce(self, trainer, module)
         self._divergence = RankDivergenceCheck(checks.FSDP2, module, gathers=True)
 
@@ -195,10 +193,10 @@ class FSDP2(ModelParallelStrategy):
         if not self.cpu_offload:  # else FSDP2 moves a block to the device when it gathers it
             super().model_to_device()
 
-    training_step = shard.step_as_forward("training_step", "train_step_context")
-    validation_step = shard.step_as_forward("validation_step", "val_step_context")
-    test_step = shard.step_as_forward("test_step", "test_step_context")
-    predict_step = shard.step_as_forward("predict_step", "predict_step_context")
+    training_step = shard.explained_step("training_step")
+    validation_step = shard.explained_step("validation_step")
+    test_step = shard.explained_step("test_step")
+    predict_step = shard.explained_step("predict_step")
 
     @contextmanager
     @override

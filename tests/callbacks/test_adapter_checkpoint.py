@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,17 +124,13 @@ def test_a_checkpoint_holds_what_is_trained_or_changes_and_no_more(saved: Path, 
 
 
 @pytest.mark.parametrize(
-    # in a second epoch stock Lightning does not find the place again
-    ("method", "stop"),
-    [("lora", 3), ("adalora", 7), ("vera", 7), ("head and biases", 3)],
+    "keywords",
+    [{}, {"options": {"r": 4, "bias": "all"}, "modules_to_save": ["second"]}],
+    ids=["lora", "head and biases"],
 )
-def test_stopped_and_resumed_it_is_the_run_that_was_not(method: str, stop: int, tmp_path: Path) -> None:
+def test_stopped_and_resumed_it_is_the_run_that_was_not(keywords: dict[str, Any], tmp_path: Path) -> None:
     """Weights, statistics and optimizer state to the bit; dropout, shuffled, in the middle of an epoch."""
-    keywords: dict[str, Any] = {"method": method, "options": {"r": 4}}
-    if method == "adalora":
-        keywords["options"] = {"init_r": 6, "target_r": 3, "total_step": 20, "tfinal": 4}
-    if method == "head and biases":
-        keywords = {"options": {"r": 4, "bias": "all"}, "modules_to_save": ["second"]}
+    stop = 3  # in a second epoch stock Lightning does not find the place again
     whole, first, second = make(), make(), make()
     never = fit(whole, steps=15, loader=shuffled(), **keywords)
     saver = {"monitor": None, "save_top_k": -1, "save_last": None, "every_n_train_steps": stop}
@@ -154,27 +149,6 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
-
-
-def test_top_k_last_and_monitor_are_as_ever(tmp_path: Path) -> None:
-    trainer = fit(make(), tmp_path / "ours", steps=14, saver={})
-    technique = next(c for c in trainer.callbacks if isinstance(c, PeftAdapter))
-    assert re.search(r"; saved [3-9] times, without the base", technique.outcome().did)
-    fit(make(), tmp_path / "whole", steps=14, saver={}, save_base=True)
-    names = [sorted(path.name for path in (tmp_path / each).iterdir()) for each in ("ours", "whole")]
-    assert names[0] == names[1]
-    assert len(names[0]) == 4
-    sizes = [sum(path.stat().st_size for path in (tmp_path / e).iterdir()) for e in ("ours", "whole")]
-    assert sizes[0] < sizes[1]
-    second = make()
-    trainer = fit(second, tmp_path / "ours", steps=20, saver={}, resume=tmp_path / "ours" / "last.ckpt")
-    saver = trainer.checkpoint_callback
-    assert isinstance(saver, ModelCheckpoint)
-    assert len(saver.best_k_models) == 2
-    assert Path(saver.best_model_path).exists()
-    best = read(Path(saver.best_model_path))["state_dict"]
-    trainer.validate(second, make_loader(), ckpt_path="best", verbose=False)
-    assert_same({name: second.state_dict()[name] for name in best}, best)
 
 
 def renamed(c: dict[str, Any]) -> None:
@@ -201,12 +175,9 @@ DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda c: c["state_dict"].clear(), "missing: 'first.lora_A.default.weight'"),
     (lambda c: c.update(state_dict=3), "it holds no weights of a module"),
     (lambda c: c["state_dict"].update({"\x1b[2J": torch.ones(1)}), r"unexpected: '\\x1b\[2J'"),
-    (
-        lambda c: c[CHECKPOINT_KEY].update(base={"sha256": 1, "tensors": {}}),
-        "without the fingerprint of its base",
-    ),
+    (lambda c: c[CHECKPOINT_KEY].update(base={"tensors": {"a": 1}}), "without the fingerprint of its base"),
     (lambda c: c[CHECKPOINT_KEY].update(base=3), "without the fingerprint of its base"),
-    (lambda c: c[CHECKPOINT_KEY]["base"].update(sha256="0" * 64), "an adapter for another base"),
+    (lambda c: c[CHECKPOINT_KEY]["base"]["tensors"].popitem(), "an adapter for another base"),
     (lambda c: c.pop(CHECKPOINT_KEY), "missing: 'first.base_layer.weight'"),
 ]
 
@@ -248,10 +219,6 @@ def test_another_base_is_refused_and_its_tensors_are_named(saved: Path) -> None:
     with torch.no_grad():
         one.blocks[1].linear.weight[3, 3] += 1e-6
     refused(one, saved, "for another base: 'blocks.1.linear.weight' of 18 frozen tensors differ")
-    with pytest.raises(CheckpointError, match=r"and 15 more of 18 frozen tensors differ"):
-        Fingerprint().check(
-            make(), read(saved)[CHECKPOINT_KEY]["base"]
-        )  # it has no adapters, and nothing frozen
 
 
 OTHERS: list[tuple[dict[str, Any], str]] = [
@@ -260,7 +227,6 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         r"options.r '4', and this run has '2'\n  try: .PeftAdapter\(options=\{'r': 4\}\)",
     ),
     ({"options": {"r": 4, "lora_alpha": 99}}, "options.lora_alpha '8', and this run has '99'"),
-    ({"options": {"r": 4, "use_rslora": True}}, "options.use_rslora 'False', and this run has 'True'"),
     (
         {"method": "ia3", "options": None},
         r"method 'LORA', and this run has 'IA3'\n  try: .PeftAdapter\(method=.lora.\)",
@@ -273,23 +239,6 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("other", "text"), OTHERS)
 def test_another_method_or_rank_is_refused(other: dict[str, Any], text: str, saved: Path) -> None:
     refused(make(), saved, text, **other)
-    assert OTHERS[1][0]["options"]["lora_alpha"] != 8
-
-
-def test_other_tokens_are_refused() -> None:
-    def embedding(tokens: list[int]) -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(8, 4))
-        options = {"token_indices": tokens}
-        adapt(model, method="trainable_tokens", target_modules=["0"], options=options)
-        return model
-
-    model = embedding([1, 2])
-    checkpoint = {"state_dict": model.state_dict()}
-    adapter_state.strip_base(model, checkpoint, Fingerprint())
-    adapter_state.load_adapter(embedding([1, 2]), checkpoint)
-    with pytest.raises(CheckpointError, match=r"options.token_indices .*1, 2.*this run has .*3, 4"):
-        adapter_state.load_adapter(embedding([3, 4]), checkpoint)
 
 
 def test_weights_alone_hold_the_adapter_and_load_with_another_dropout(saved: Path, tmp_path: Path) -> None:
@@ -315,13 +264,6 @@ def test_a_module_that_does_not_load_strictly_is_strict_about_its_adapter(
     path = edited(saved, tmp_path / "a.ckpt", lambda c: c["state_dict"].pop("norm.running_mean"))
     fit(loose, steps=6, resume=path)
     refused(again, edited(saved, tmp_path / "b.ckpt", without), "missing: 'first.lora_A.default.weight'")
-
-
-def test_without_the_technique_pytorch_refuses_it(saved: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*first.weight.*Unexpected key.*lora_A"):
-        make_trainer().validate(make(), make_loader(), ckpt_path=saved, verbose=False)
-    with pytest.raises(RuntimeError, match="Missing key"):
-        Normed.load_from_checkpoint(saved)
 
 
 def test_whole_checkpoints_load_too_and_what_is_missing_is_told(tmp_path: Path) -> None:
@@ -422,11 +364,11 @@ def test_the_base_is_read_once_a_run_and_again_only_where_it_changed() -> None:
     count = fingerprint.num_hashed
     assert count == len(first["tensors"]) == 18
     assert fingerprint.record(model) == first
-    fingerprint.check(model, first)
+    fingerprint.check(model, first | {"sha256": "0" * 64})  # the total that version 0.1 saved too
     assert fingerprint.num_hashed == count
     with torch.no_grad():
         model.first.base_layer.weight.add_(1)
-    assert fingerprint.record(model)["sha256"] != first["sha256"]
+    assert fingerprint.record(model) != first
     assert fingerprint.num_hashed == count + 1
 
 

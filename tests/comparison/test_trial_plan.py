@@ -56,7 +56,7 @@ def test_a_step_has_as_many_samples_in_every_row(
     assert set_by_it == ([] if on_device is None else [f"data.batch_size={on_device}"])
 
 
-@pytest.mark.parametrize("name", ["baseline", "gradient_accumulation", "micro_batch", "precision=bf16_mixed"])
+@pytest.mark.parametrize("name", ["baseline", "gradient_accumulation", "precision=bf16_mixed"])
 def test_a_row_composes_with_the_global_batch_of_the_recipe(name: str) -> None:
     recipe = compose_recipe("low_memory", []).values
     composed = compose_recipe("low_memory", single_technique_trials(recipe)[name]).values

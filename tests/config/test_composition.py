@@ -12,7 +12,6 @@ import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from lightning_eff.config import composition, recipes, targets
-from lightning_eff.config.overrides import sweep
 from lightning_eff.config.recipes import RecipePath
 from lightning_eff.config.strict_yaml import read_yaml
 from lightning_eff.core.catalog import RECIPES
@@ -30,76 +29,37 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_callbacks_are_a_dictionary_by_name() -> None:
-    assert compose()["callbacks"]["empty_cache"]["every_n_steps"] == 100
-
-
-def test_baseline_has_no_technique() -> None:
-    values = compose(recipe="baseline")
-    assert "callbacks" not in values
-    assert values["precision"]["precision"] == "32-true"
-
-
 @pytest.mark.parametrize(
-    ("overrides", "names"),
+    ("recipe", "overrides", "names"),
     [
-        (["callbacks=[]"], []),
-        (["callbacks=[empty_cache]"], ["empty_cache"]),
-        (["callbacks=[empty_cache]", "callbacks.empty_cache.every_n_steps=3"], ["empty_cache"]),
-        (["+callbacks=optimizer_choice"], ["gradient_accumulation", "empty_cache", "optimizer_choice"]),
-        (["~callbacks.empty_cache"], ["gradient_accumulation"]),
-        (["~callbacks.gradient_accumulation"], ["empty_cache"]),
-        (["callbacks=[gradient_accumulation]"], ["gradient_accumulation"]),
-        (["callbacks=empty_cache"], ["empty_cache"]),
+        ("lm", [], ["gradient_accumulation", "empty_cache"]),
+        ("lm", ["callbacks=[]"], []),
+        ("lm", ["callbacks=[empty_cache]"], ["empty_cache"]),
+        ("lm", ["+callbacks=optimizer_choice"], ["gradient_accumulation", "empty_cache", "optimizer_choice"]),
+        ("lm", ["~callbacks.empty_cache"], ["gradient_accumulation"]),
+        ("lm", ["callbacks=[gradient_accumulation]"], ["gradient_accumulation"]),
+        ("lm", ["callbacks=empty_cache"], ["empty_cache"]),
+        ("baseline", [], []),
+        ("baseline", ["callbacks=[empty_cache]"], ["empty_cache"]),
+        ("baseline", ["+callbacks=[empty_cache]"], ["empty_cache"]),
+        ("baseline", ["+callbacks=empty_cache"], ["empty_cache"]),
     ],
 )
-def test_forms_of_choosing_callbacks(overrides: list[str], names: list[str]) -> None:
-    assert list(compose(*overrides).get("callbacks", {})) == names
-
-
-def test_a_recipe_without_callbacks_takes_them_in_both_forms() -> None:
-    for form in ("callbacks=[empty_cache]", "+callbacks=[empty_cache]", "+callbacks=empty_cache"):
-        assert list(compose(form, recipe="baseline")["callbacks"]) == ["empty_cache"]
-
-
-def test_a_recipe_of_ones_own_that_lists_none_takes_them_too(empty_folder: Path) -> None:
-    own = (RECIPES / "baseline.yaml").read_text().replace("  - monitors: ", "  - monitors: []  # ")
-    (empty_folder / "own.yaml").write_text(own)
-    place = RecipePath((empty_folder,))
-    values = composition.compose_recipe(
-        "own", ["callbacks=[empty_cache]", "monitors=[progress]"], place
-    ).values
-    assert (list(values["callbacks"]), list(values["monitors"])) == (["empty_cache"], ["progress"])
-
-
-def test_callbacks_given_twice_are_asked_for_in_one_list() -> None:
-    with pytest.raises(UsageError, match=r"callbacks is set more than once; try: callbacks=\[one,other\]"):
-        compose("+callbacks=empty_cache", "+callbacks=optimizer_choice")
-
-
-def test_a_key_of_a_chosen_callback_is_set() -> None:
-    assert compose("callbacks.empty_cache.every_n_steps=3")["callbacks"]["empty_cache"]["every_n_steps"] == 3
-
-
-def test_any_argument_of_the_trainer_may_be_set() -> None:
-    trainer = compose("trainer.max_time=00:01:00:00", "+trainer.detect_anomaly=true")["trainer"]
-    assert trainer["max_time"] == "00:01:00:00"
-    assert trainer["detect_anomaly"] is True
-
-
-def test_any_argument_of_a_class_may_be_set() -> None:
-    assert compose("optimizer.amsgrad=true")["optimizer"]["amsgrad"] is True
-
-
-def test_a_group_with_a_first_argument_is_called_later() -> None:
-    values = compose()
-    assert values["optimizer"]["_partial_"] is True
-    assert values["scheduler"]["_partial_"] is True
-
-
-def test_composing_creates_nothing(empty_folder: Path) -> None:
-    compose()
+def test_forms_of_choosing_callbacks(
+    recipe: str, overrides: list[str], names: list[str], empty_folder: Path
+) -> None:
+    assert list(compose(*overrides, recipe=recipe).get("callbacks", {})) == names
     assert list(empty_folder.iterdir()) == []
+
+
+def test_any_argument_of_a_class_may_be_set_also_one_that_its_yaml_leaves_out() -> None:
+    overrides = ["callbacks=[empty_cache]", "callbacks.empty_cache.every_n_steps=3"]
+    overrides += ["trainer.max_time=00:01:00:00", "+trainer.detect_anomaly=true", "optimizer.amsgrad=true"]
+    values = compose(*overrides)
+    assert values["callbacks"]["empty_cache"]["every_n_steps"] == 3
+    assert (values["trainer"]["max_time"], values["trainer"]["detect_anomaly"]) == ("00:01:00:00", True)
+    assert values["optimizer"]["amsgrad"] is True
+    assert values["optimizer"]["_partial_"] is values["scheduler"]["_partial_"] is True
 
 
 def test_the_run_folder_lies_under_the_output_root(empty_folder: Path) -> None:
@@ -117,6 +77,7 @@ USAGE_ERRORS = [
     (["model.d_model=${nothing.there}"], "model.d_model"),
     (["model.d_model=???"], "model.d_model"),
     (["model=null"], "must be a string or a list"),
+    (["+callbacks=empty_cache", "+callbacks=optimizer_choice"], "try: callbacks=[one,other] in one list"),
 ]
 
 
@@ -126,11 +87,6 @@ def test_what_hydra_cannot_compose_is_said_in_short(overrides: list[str], text: 
         compose(*overrides)
     assert text in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 4
-
-
-def test_an_unknown_recipe_gets_the_nearest() -> None:
-    with pytest.raises(UsageError, match="recipe 'basline' does not exist: did you mean 'baseline'"):
-        compose(recipe="basline")
 
 
 CONFIG_ERRORS = [
@@ -151,23 +107,17 @@ CONFIG_ERRORS = [
         "Hydra dropped",
     ),
     (["trainer.callbacks=[]"], "trainer.callbacks", "through the group 'callbacks'"),
-    (["trainer.precision=16-mixed"], "trainer.precision", "through the group 'precision'"),
     # Types.
-    (["trainer.max_steps=abc"], "trainer.max_steps", "a whole number"),
     (["trainer.max_steps=true"], "trainer.max_steps", "a whole number"),
-    (["optimizer.lr=fast"], "optimizer.lr", "a number"),
     (["optimizer.betas=[0.9]"], "optimizer.betas", "tuple"),
-    (["optimizer.fused=7"], "optimizer.fused", "true or false"),
     *(
         (
             [f"callbacks.empty_cache.every_n_steps={value}"],
             "callbacks.empty_cache.every_n_steps",
             "at least 1, or null",
         )
-        for value in ("[1]", "0", "1.5", "true")
+        for value in ("[1]", "0")
     ),
-    (["model.d_model=1.5"], "model.d_model", "a whole number"),
-    (["seed=abc"], "seed", "a whole number"),
     (["seed=-1"], "seed", "from 0 to 2**32 - 1"),
     (["~model"], "model", "an option of this group"),
     (["callbacks.empty_cache=3"], "callbacks.empty_cache", "an option in the list"),
@@ -176,43 +126,25 @@ CONFIG_ERRORS = [
     (["model._target_=torch.nn.Linear"], "model._target_", "derived from lightning.pytorch.LightningModule"),
     (["model._target_=no_such_module.Net"], "model._target_", "no module 'no_such_module'"),
     (["model._target_=lightning_eff.models.gpt.GTP"], "model._target_", "did you mean 'GPT'"),
-    (["model._target_=GPT"], "model._target_", "the dotted name of a class"),
-    (["model._target_=os"], "model._target_", "the dotted name of a class"),
     (["model._target_=os.path"], "model._target_", "not a module"),
     (["model._target_=7"], "model._target_", "the dotted name of a class"),
     (["++callbacks.x._target_=subprocess.Popen"], "callbacks.x._target_", "lightning.pytorch.Callback"),
-    (["++model.d_model._target_=subprocess.Popen"], "model.d_model._target_", "torch.nn.Module"),
     (["model.d_model={_target_: subprocess.Popen}"], "model.d_model._target_", "torch.nn.Module"),
     (["model.d_model=[{_target_: os.system}]"], "model.d_model[0]._target_", "not a function"),
     (["optimizer._target_=torch.optim.lr_scheduler.StepLR"], "optimizer._target_", "torch.optim.Optimizer"),
     (["logger._target_=${model._target_}"], "logger._target_", "loggers.Logger"),
     (["model._args_=[1]"], "model._args_", "a parameter of GPT"),
-    (
-        ["+hydra.callbacks.x._target_=subprocess.Popen"],
-        "hydra.callbacks.x._target_",
-        "hydra.experimental.callback.Callback",
-    ),
-    (
-        ["+hydra.job_logging.handlers.x.class=subprocess.Popen"],
-        "hydra.job_logging.handlers.x.class",
-        "logging.Handler",
-    ),
-    (
-        ["+hydra.job_logging.handlers.x.filename=/tmp/log"],
-        "hydra.job_logging.handlers.x.filename",
-        "in the run's folder",
-    ),
+    (["+hydra.callbacks.x._target_=subprocess.Popen"], "hydra.callbacks.x._target_", "no class here"),
+    (["+hydra.job_logging.handlers.x.filename=/tmp/x"], "hydra.job_logging.handlers.x.filename", "no class"),
+    (["hydra/job_logging=default"], "hydra.job_logging.formatters.simple.format", "no class here"),
+    (["hydra.mode=MULTIRUN"], "hydra.mode", "the option -m runs a sweep"),
     # Folders outside the output root.
-    (["hydra.run.dir=/tmp/outside"], "hydra.run.dir", "under output_root"),
     (["hydra.run.dir=outputs/../outside"], "hydra.run.dir", "under output_root"),
     (["hydra.sweep.dir=/tmp/outside"], "hydra.sweep.dir", "under output_root"),
     (["hydra.output_subdir=../../../outside"], "hydra.output_subdir", "under output_root"),
     (["monitors.model_checkpoint.dirpath=/tmp/x"], "monitors.model_checkpoint.dirpath", "under output_root"),
     (["data.cache_dir=/tmp/x"], "data.cache_dir", "under output_root"),
-    (["trainer.default_root_dir=/tmp/x"], "trainer.default_root_dir", "under output_root"),
-    (["logger.save_dir=/tmp/x"], "logger.save_dir", "under output_root"),
     (["logger.name=../../../escaped"], "logger.name", "does not leave its folder"),
-    (["logger.version=/tmp/x"], "logger.version", "does not leave its folder"),
     (["monitors.model_checkpoint.filename=../x"], "monitors.model_checkpoint.filename", "does not leave"),
     (["output_root=''"], "output_root", "a folder"),
 ]
@@ -317,22 +249,6 @@ def test_a_callback_without_its_package_line_is_told_so(empty_folder: Path) -> N
         composition.compose_recipe("lm", ["callbacks=[bare]"], own_folder(empty_folder, callbacks__bare=text))
 
 
-def test_a_log_configuration_may_not_name_a_factory(empty_folder: Path) -> None:
-    text = "version: 1\nformatters:\n  x:\n    (): os.system\n"
-    place = own_folder(empty_folder, hydra__job_logging__mine=text)
-    with pytest.raises(ConfigError, match="no factory in a log configuration"):
-        composition.compose_recipe("lm", ["hydra/job_logging=mine"], place)
-
-
-def test_a_sweep_is_every_combination() -> None:
-    assert sweep(["callbacks=[],[empty_cache]", "seed=1,2"]) == [
-        ["callbacks=[]", "seed=1"],
-        ["callbacks=[]", "seed=2"],
-        ["callbacks=[empty_cache]", "seed=1"],
-        ["callbacks=[empty_cache]", "seed=2"],
-    ]
-
-
 def test_any_hydra_app_can_use_the_groups() -> None:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -380,10 +296,7 @@ def compositions(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return made
 
 
-@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
-@pytest.mark.parametrize("words", [["train", "lm"], ["train", "lm", "--cfg", "job"], ["plan", "lm"]])
 def test_a_run_is_composed_once_and_its_recipe_read_once(
-    words: list[str],
     tiny: list[str],
     command: Callable[..., tuple[int, str, str]],
     compositions: list[list[str]],
@@ -396,10 +309,10 @@ def test_a_run_is_composed_once_and_its_recipe_read_once(
         return read_yaml(file, **options)
 
     monkeypatch.setattr(recipes, "read_yaml", counted)
-    code, _, err = command(*words, *tiny)
+    code, _, err = command("train", "baseline", *tiny)
     assert code == 0, err
     assert len(compositions) == 1, compositions
-    assert files.count("lm.yaml") == files.count("baseline.yaml") == 1
+    assert files.count("baseline.yaml") == files.count("run.yaml") == 1
 
 
 def test_a_sweep_composes_itself_and_each_job_once(
@@ -416,8 +329,3 @@ def test_a_sweep_composes_itself_and_each_job_once(
     (folder,) = Path("outputs/baseline").glob("sweep_*")
     seeds = [yaml.safe_load((folder / job / ".hydra" / "config.yaml").read_text())["seed"] for job in "01"]
     assert seeds == [1, 2]
-
-
-def test_a_recipe_that_sets_hydras_mode_is_refused_with_the_option() -> None:
-    with pytest.raises(ConfigError, match="the option -m runs a sweep"):
-        compose("hydra.mode=MULTIRUN")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any
 
@@ -39,15 +38,6 @@ def test_nothing_is_compiled_before_the_first_call() -> None:
     assert module(torch.ones(2), power=3).tolist() == [8.0, 8.0]
     assert calls == [1]
     assert list(inspect.signature(module.forward).parameters) == ["x", "power"]
-
-
-def test_a_copy_calls_its_own_module() -> None:
-    module = Scale()
-    module.__dict__["forward"] = CompiledCall(module.forward, {"backend": "eager"})
-    module(torch.ones(1))
-    twin = copy.deepcopy(module)
-    twin.factor.detach().fill_(5.0)
-    assert (twin(torch.ones(1)).item(), module(torch.ones(1)).item()) == (5.0, 2.0)
 
 
 @pytest.mark.parametrize("how", ["compile", "wrapper"])

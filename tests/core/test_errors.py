@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -16,20 +14,20 @@ from lightning_eff.core.errors import ConfigError, exit_code, root_cause_line, s
     ("error", "code"),
     [
         (RuntimeError("shapes differ"), 1),
+        (ValueError("the notes say: out of memory"), 1),
         (ConfigError("lr", -1, allowed="a positive number"), 2),
         (errors.UsageError("no such verb"), 2),
         (errors.EnvironmentLacksError("pip install triton"), 3),
         (torch.OutOfMemoryError("no room"), 4),
         (MemoryError(), 4),
         (RuntimeError("MPS backend out of memory (allocated 9 GB)"), 4),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), 4),
         (errors.ConflictError("choose one"), 5),
         (KeyboardInterrupt(), 130),
-        (SIGTERMException(), 143),
+        (type("Derived", (SIGTERMException,), {})(), 143),
         (SystemExit(), 0),
-        (SystemExit(0), 0),
         (SystemExit(7), 7),
         (SystemExit("a message"), 1),
-        (SystemExit(""), 0),
     ],
     ids=repr,
 )
@@ -42,16 +40,6 @@ def test_the_cpus_allocator_refusing_is_out_of_memory() -> None:
         torch.empty(2**60, dtype=torch.uint8)
     assert type(refused.value) is RuntimeError, "it has no class of its own"
     assert exit_code(refused.value) == 4
-
-
-def test_only_a_runtime_error_is_believed_to_be_out_of_memory() -> None:
-    assert exit_code(ValueError("the notes say: out of memory")) == 1
-
-
-def test_sigterm_is_known_by_its_name_alone() -> None:
-    foreign = type("SIGTERMException", (RuntimeError,), {})
-    assert exit_code(foreign()) == 143
-    assert exit_code(type("Derived", (foreign,), {})()) == 143
 
 
 def leave(code: int, *, during: BaseException) -> None:
@@ -76,10 +64,6 @@ def test_config_error_names_key_value_allowed_and_three_remedies() -> None:
     assert isinstance(error, ValueError)
 
 
-def test_config_error_without_a_key_shows_the_value_as_it_is() -> None:
-    assert str(ConfigError("", "lr=fast", allowed="a number")) == "lr=fast: expected a number"
-
-
 def test_under_puts_a_path_in_front_and_leaves_the_error_as_it_was() -> None:
     error = ConfigError("every_n_steps", 0, allowed="at least 1", remedies=["every_n_steps=1"])
     longer = error.under("empty_cache").under("callbacks")
@@ -93,7 +77,6 @@ def test_under_puts_a_path_in_front_and_leaves_the_error_as_it_was() -> None:
     ("word", "known", "said"),
     [
         ("emty_cache", ["mixed", "empty_cache"], "did you mean 'empty_cache'?"),
-        ("zzz", ["b", "a", "b"], "there are: a, b"),
         ("bf16", ["bf16_true", "bf16_mixed", "fp16_mixed"], "did you mean 'bf16_mixed' or 'bf16_true'?"),
         (
             "epochs",
@@ -102,11 +85,8 @@ def test_under_puts_a_path_in_front_and_leaves_the_error_as_it_was() -> None:
         ),
         ("Linear", ["x.linear", "linearity", "bilinear"], "did you mean 'linearity' or 'x.linear'?"),
         ("a.*", ["a.bcde", "abcdef"], "there are: a.bcde, abcdef"),
-        ("b", ["a", "bcde"], "there are: a, bcde"),
-        ("", ["a"], "there are: a"),
-        ("mixd", ["mixed", "bf16_mixed"], "did you mean 'mixed'?"),
-        ("zzz", [], "there are none"),
-        ("zzz", [f"a{i:02}" for i in range(24)], f"there are: {', '.join(f'a{i:02}' for i in range(24))}"),
+        ("b", ["a", "bcde", "a"], "there are: a, bcde"),
+        ("", [], "there are none"),
         (
             "zzz",
             [f"a{i:02}" for i in range(25)],
@@ -125,10 +105,6 @@ def test_nearest_says_the_closest_or_what_there_is(word: str, known: list[str], 
         (RuntimeError(), "RuntimeError"),
         (KeyError("loss"), "KeyError: 'loss'"),
         (errors.UsageError("no verb\nthere are: fit"), "no verb\nthere are: fit"),
-        (
-            ConfigError("lr", -1, allowed="more", remedies=["lr=1"]),
-            "lr=-1: expected more\n  try: lr=1",
-        ),
     ],
     ids=repr,
 )
@@ -136,20 +112,7 @@ def test_root_cause_is_one_line_and_ours_keep_all_of_theirs(error: BaseException
     assert root_cause_line(error) == line
 
 
-def test_a_warning_of_ours_is_a_users_warning() -> None:
-    for kind in (errors.NoEffectWarning, errors.SlowPathWarning):
-        with pytest.warns(UserWarning, match="nothing changed") as caught:
-            warnings.warn(kind("nothing changed"), stacklevel=1)
-        assert [warning.category for warning in caught] == [kind]
-
-
-def test_out_of_memory_is_known_behind_what_it_caused() -> None:
-    error = ValueError("the step failed")
-    error.__cause__ = torch.OutOfMemoryError("no room")
-    assert exit_code(error) == 4
-
-
-def test_errors_that_are_causes_of_each_other_have_an_end() -> None:
+def test_out_of_memory_is_known_behind_what_it_caused_also_in_a_circle() -> None:
     one, other = RuntimeError("one"), RuntimeError("other")
     one.__cause__, other.__cause__ = other, one
     assert not errors.is_out_of_memory(one)

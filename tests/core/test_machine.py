@@ -16,22 +16,12 @@ from lightning_eff.core import machine
 CPU = torch.device("cpu")
 
 
-def test_versions_are_the_installed_ones() -> None:
-    described = machine.machine_info(CPU)
-    assert described["python"] == platform.python_version()
-    assert {name: described[name] for name in machine.PACKAGES} == {
-        name: metadata.version(name) for name in ("lightning-eff", "torch", "lightning", "hydra-core")
-    }
-    assert described["threads"] == torch.get_num_threads()
-    assert described["cores"] == os.cpu_count()
-
-
-def test_description_is_plain_types() -> None:
+def test_versions_are_the_installed_ones_in_plain_types(monkeypatch: pytest.MonkeyPatch) -> None:
     described = machine.machine_info(CPU)
     assert json.loads(json.dumps(described)) == described
-
-
-def test_a_missing_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("lightning-eff", "torch", "lightning", "hydra-core")
+    assert {name: described[name] for name in names} == {name: metadata.version(name) for name in names}
+    assert (described["python"], described["cores"]) == (platform.python_version(), os.cpu_count())
     monkeypatch.setattr(machine, "PACKAGES", ("no-such-package-at-all",))
     assert machine.machine_info(CPU)["no-such-package-at-all"] == "not installed"
 
@@ -40,11 +30,7 @@ def test_a_missing_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chip_is_asked_for_its_name(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(getattr(torch, kind), "get_device_name", lambda device: f"chip {device}")
     assert machine.device_name(torch.device(kind, 3)) == f"chip {kind}:3"
-
-
-def test_a_device_without_a_name_is_called_by_its_kind() -> None:
-    assert machine.device_name(torch.device("mps")) == "mps"
-    assert machine.device_name(torch.device("meta")) == "meta"
+    assert machine.device_name(torch.device("mps")) == "mps", "without a name it is called by its kind"
 
 
 @pytest.mark.parametrize(
@@ -53,20 +39,17 @@ def test_a_device_without_a_name_is_called_by_its_kind() -> None:
         ({"cpu_name": "abacus"}, "intel", "abacus"),
         ({}, "intel", "intel"),
         ({"cpu_name": ""}, "", platform.machine()),
+        (None, "intel", "intel"),  # an older torch
     ],
 )
 def test_the_cpu_is_named_by_the_first_that_knows(
-    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, Any], processor: str, expected: str
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, Any] | None, processor: str, expected: str
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    if capabilities is None:
+        monkeypatch.delattr(torch.cpu, "get_capabilities")
     monkeypatch.setattr(platform, "processor", lambda: processor)
     assert machine.device_name(CPU) == expected
-
-
-def test_an_older_torch_leaves_the_name_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    monkeypatch.setattr(platform, "processor", lambda: "intel")
-    assert machine.device_name(CPU) == "intel"
 
 
 @pytest.mark.parametrize(
@@ -81,14 +64,13 @@ def test_a_compiler_is_looked_for_by_its_variable_first(
     assert machine.find_compiler(device) == f"/bin/{programs[0]}"
     monkeypatch.setenv(variable, programs[1])
     assert machine.find_compiler(device) == f"/bin/{programs[1]}"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     monkeypatch.setattr(machine.shutil, "which", lambda _: None)
     assert machine.find_compiler(device) is None
 
 
 def test_facts_of_the_machine_name_a_compiler_and_what_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "find_compiler", lambda _: "/bin/c++")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    facts = machine.machine_facts("cpu")
-    assert set(facts) == {"machine/compiler", "machine/emulated_float16"}
-    monkeypatch.setattr(machine, "find_compiler", lambda _: None)
-    assert "machine/compiler" not in machine.machine_facts("cpu")
+    for compiler, named in (("/bin/c++", {"machine/compiler"}), (None, set())):
+        monkeypatch.setattr(machine, "find_compiler", lambda _, found=compiler: found)
+        assert set(machine.machine_facts("cpu")) == {"machine/emulated_float16", *named}

@@ -18,7 +18,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConflictError, ConflictWarning, EnvironmentLacksError
-from lightning_eff.core.technique import SUITE, Facts, Outcome, Rule, Verdict
+from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
 from lightning_eff.precision.auto import AutoPrecision
@@ -116,7 +116,7 @@ def bare(kind: type[Any]) -> Any:
 
 
 @pytest.mark.parametrize("make", [BatchSizeFinder, Finder])
-@pytest.mark.parametrize("technique", [EmptyCache, GradientCheckpointing, TorchCompile])
+@pytest.mark.parametrize("technique", [EmptyCache, TorchCompile])
 def test_a_batch_size_finder_is_refused_with_any_technique(make: Any, technique: Any) -> None:
     findings = rules.check_rules([make(), technique()], {"machine/compiler": "c++"})
     assert [(f.technique, f.rule.verdict) for f in findings] == [(make.__name__, Verdict.REFUSED)]
@@ -128,22 +128,6 @@ def test_plugins_that_replace_layers_late_are_refused_with_surgery_alone(plugin:
     findings = rules.check_rules([bare(plugin), GradientCheckpointing()], {})
     assert [f.rule.verdict for f in findings] == [Verdict.REFUSED]
     assert rules.check_rules([bare(plugin), EmptyCache()], {}) == []
-
-
-def test_weight_averaging_may_meet_what_keeps_parameters() -> None:
-    from lightning.pytorch.callbacks import WeightAveraging
-
-    averaging = WeightAveraging()
-    assert rules.check_rules([averaging, GradientCheckpointing(), EmptyCache()], {}) == []
-    replacing = stating(provides=("new_parameters",))
-    replacing.__class__ = Replacing
-    assert [f.technique for f in rules.check_rules([averaging, replacing], {})] == ["WeightAveraging"]
-
-
-class Replacing(Stating):
-    """Belongs to the suite, as far as its module says."""
-
-    __module__ = f"{SUITE}.callbacks.replacing"
 
 
 @pytest.mark.parametrize(
@@ -185,19 +169,12 @@ def test_facts_of_the_module_are_known_once_there_is_one(net: Callable[..., Net]
     assert {"run/manual_optimization", "run/model_checkpointing"}.isdisjoint(rules.run_facts(make_trainer()))
 
 
-def test_a_module_that_checkpoints_itself_is_found_under_its_class(net: Callable[..., Net]) -> None:
-    model: Any = net()
-    model.gradient_checkpointing = True
-    assert "(Net)" in rules.run_facts(make_trainer(), model)["run/model_checkpointing"]
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_a_refusal_comes_before_anything_is_changed(deep: Callable[..., Deep], in_order: bool) -> None:
+def test_a_refusal_comes_before_anything_is_changed(deep: Callable[..., Deep]) -> None:
     callbacks = [TorchCompile(backend="eager", target="forward"), GradientCheckpointing()]
     model = deep()
     before = {*model.__dict__}
     with pytest.raises(ConflictError):
-        make_trainer(callbacks=callbacks if in_order else callbacks[::-1]).fit(model, make_loader())
+        make_trainer(callbacks=callbacks).fit(model, make_loader())
     assert {*model.__dict__} - {"_hparams", "_jit_is_scripting"} <= before | {"_trainer"}
     assert model.losses == []
 

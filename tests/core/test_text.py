@@ -1,6 +1,8 @@
-"""Numbers as people read them, columns that line up."""
+"""Numbers as people read them, tables that fit."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 
@@ -10,18 +12,10 @@ from lightning_eff.core.text import human_bytes, human_count, text_table
 @pytest.mark.parametrize(
     ("num_bytes", "shown"),
     [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (-2048, "-2.0 KiB"),
-        (1023 * 2**10, "1023.0 KiB"),
-        (2**20 - 1, "1.0 MiB"),
-        (2**20, "1.0 MiB"),
-        (1.5 * 2**30, "1.5 GiB"),
-        (2**40, "1.0 TiB"),
-        (5000 * 2**40, "5000.0 TiB"),
+        (1023, "1023 B"), (1024, "1.0 KiB"), (-2048, "-2.0 KiB"), (2**20 - 1, "1.0 MiB"),
+        (1.5 * 2**30, "1.5 GiB"), (2**40, "1.0 TiB"), (5000 * 2**40, "5000.0 TiB"),
     ],
-)
+)  # fmt: skip
 def test_bytes_are_shown_in_binary_units(num_bytes: float, shown: str) -> None:
     assert human_bytes(num_bytes) == shown
 
@@ -29,35 +23,35 @@ def test_bytes_are_shown_in_binary_units(num_bytes: float, shown: str) -> None:
 @pytest.mark.parametrize(
     ("count", "shown"),
     [
-        (0, "0"),
-        (999, "999"),
-        (1000, "1.0k"),
-        (-1500, "-1.5k"),
-        (1e6, "1.0M"),
-        (2.5e9, "2.5G"),
-        (999_960, "1.0M"),
-        (999.7, "1.0k"),
-        (989.4e12, "989.4T"),
-        (1.2e16, "12.0P"),
+        (0, "0"), (999, "999"), (1000, "1.0k"), (-1500, "-1.5k"), (2.5e9, "2.5G"), (999_960, "1.0M"),
+        (999.7, "1.0k"), (989.4e12, "989.4T"), (1.2e16, "12.0P"),
     ],
-)
+)  # fmt: skip
 def test_counts_are_shown_with_decimal_prefixes(count: float, shown: str) -> None:
     assert human_count(count) == shown
 
 
 def test_columns_begin_below_each_other_and_lines_end_with_words() -> None:
-    table = text_table(["name", "what it did"], [["a", ""], ["a long name", "x"], ["", "y z"]], indent=2)
+    table = text_table(["name", "what it did"], [["a", ""], ["a long [name]", "x:smile:"], ["", "y\nz"]])
     assert table.split("\n") == [
-        "  name         what it did",
-        "  a",
-        "  a long name  x",
-        "               y z",
+        " name           what it did",
+        " a",
+        " a long [name]  x:smile:",
+        "                y z",
     ]
-
-
-def test_a_table_without_rows_is_its_header() -> None:
     assert text_table(["name", "n"], []) == " name  n"
 
 
-def test_a_cell_is_one_line() -> None:
-    assert text_table(["a", "b"], [["1\n2", "x"]]) == " a    b\n 1 2  x"
+@pytest.mark.parametrize(("is_terminal", "longest"), [(True, 40), (False, 60)])
+def test_a_table_fits_the_terminal_and_otherwise_its_width(
+    monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool, longest: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    rows = [["a", "every word " * 9], ["b", "short"]]
+    lines = text_table(["name", "text"], rows, width=60).splitlines()
+    assert longest - 12 < max(map(len, lines)) <= longest
+    assert " ".join(" ".join(lines[1:-1]).split()) == "a " + "every word " * 8 + "every word"
+    assert "\x1b" not in "".join(lines)
+    assert len(text_table(["name", "text"], rows).splitlines()) == (3 if not is_terminal else len(lines))

@@ -1,4 +1,4 @@
-"""Text: rows and labels by hand, what is cut, conversations, kinds of files, split, order, refusals."""
+"""Text: rows and labels by hand, what is cut, conversations, sources, cache, stream, order, refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_eff.data.corpus.packing import TokenizedDocument, best_fit_bins, pack_documents, pack_stream
+from lightning_eff.data.corpus import tokenized
+from lightning_eff.data.corpus.packing import best_fit_bins
 from lightning_eff.data.corpus.tokenization import TrainingTokenizer
 from lightning_eff.data.text import Text
 from lightning_eff.models.hf_causal_lm import HFCausalLM
@@ -33,26 +34,39 @@ MARKED_TEMPLATE = (
     "{% for m in messages %}<|{{m.role}}|>{% if m.role == 'assistant' %}"
     "{% generation %}{{m.content}}</s>{% endgeneration %}{% else %}{{m.content}}{% endif %}{% endfor %}"
 )
+Prepare = Callable[..., Text]
+Write = Callable[[Path], Path]
+
+
+@pytest.fixture
+def prepare(tmp_path_factory: pytest.TempPathFactory) -> Prepare:
+    """Return a maker of data that are set up, with a cache of the test's own."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def make(*paths: Path | str, **keywords: Any) -> Text:
+        given = {"context_length": 16, "batch_size": 2, "val_fraction": 0.0, "cache_dir": str(cache)}
+        data = Text(paths=[str(path) for path in paths], **(given | keywords))
+        data.prepare_data()
+        data.setup("fit")
+        return data
+
+    return make
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder with twelve short texts, each of its own length."""
-    for index in range(12):
-        (tmp_path / f"d{index:02}.txt").write_text(chr(97 + index) * (index + 3))
-    return tmp_path
+    return write_texts(tmp_path, *(chr(97 + index) * (index + 3) for index in range(12)))
 
 
-def prepare(*paths: Path | str, **keywords: Any) -> Text:
-    given = {"context_length": 16, "batch_size": 2, "val_fraction": 0.0} | keywords
-    data = Text(paths=[str(path) for path in paths], **given)
-    data.setup("fit")
-    return data
+def write_texts(folder: Path, *texts: str) -> Path:
+    for index, text in enumerate(texts):
+        (folder / f"d{index:02}.txt").write_text(text)
+    return folder
 
 
 def batches(data: Text, split: str = "train") -> list[dict[str, Tensor]]:
-    loader = data.train_dataloader() if split == "train" else data.val_dataloader()
-    return list(loader)
+    return list(data.train_dataloader() if split == "train" else data.val_dataloader())
 
 
 def rows_of(data: Text, split: str = "train") -> list[list[int]]:
@@ -71,73 +85,83 @@ def write_rows(file: Path, rows: list[Any], field: str = "text") -> Path:
     return file
 
 
-def test_packed_rows_by_hand(tmp_path: Path) -> None:
-    for name, text in (("a", "abc"), ("b", "de"), ("c", "f")):
-        (tmp_path / f"{name}.txt").write_text(text)
-    (batch,) = batches(prepare(tmp_path, context_length=6))
-    order = batch["input_ids"][:, 0].argsort()
-    # The longest first, each where it fits best; 256 ends a document and fills what is left.
-    assert batch["input_ids"][order].tolist() == [
-        [*b"abc", 256, *b"f", 256],
-        [*b"de", 256, 256, 256, 256],
-    ]
-    assert batch["labels"][order].tolist() == [[N, *b"bc", 256, N, 256], [N, *b"e", 256, N, N, N]]
-    assert batch["position_ids"][order].tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 1, 2]]
-    assert set(batch) == {"input_ids", "labels", "position_ids"}
-
-
-def test_a_stream_by_hand(tmp_path: Path) -> None:
-    for name, text in (("a", "abc"), ("b", "defg"), ("c", "")):
-        (tmp_path / f"{name}.txt").write_text(text)
-    (batch,) = batches(prepare(tmp_path, context_length=6, packing="across"))
-    order = batch["input_ids"][:, 0].argsort()
-    assert batch["input_ids"][order].tolist() == [[*b"abc", 256, *b"de"], [*b"fg", 256, 256, 256, 256]]
-    assert batch["labels"][order].tolist() == [[N, *b"bc", 256, *b"de"], [N, *b"g", 256, N, N, N]]
-    assert set(batch) == {"input_ids", "labels"}, "positions go on, and nothing is masked"
-
-
-def test_padded_rows_by_hand(tmp_path: Path) -> None:
-    for name, text in (("a", "abc"), ("b", "d")):
-        (tmp_path / f"{name}.txt").write_text(text)
-    (batch,) = batches(prepare(tmp_path, packing=False))
-    order = batch["input_ids"][:, 0].argsort()
-    assert batch["input_ids"][order].tolist() == [[*b"abc", 256], [*b"d", 256, 256, 256]]
-    assert batch["labels"][order].tolist() == [[N, *b"bc", 256], [N, 256, N, N]]
-    assert batch["attention_mask"][order].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
-
-
-def test_a_stream_of_conversations_learns_only_answers() -> None:
-    documents = [
-        TokenizedDocument.from_ids([1, 2, 3], [False, False, True]),
-        TokenizedDocument.from_ids([4, 5]),
-    ]
-    rows = pack_stream(documents, 5, 0)
-    assert rows[0]["labels"].tolist() == [N, N, 3, 4, 5]
-
-
-@pytest.mark.parametrize(("packing", "kept", "lost"), [(True, 41, 0), (False, 16, 25), ("across", 41, 0)])
-def test_what_is_cut_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, packing: bool | str, kept: int, lost: int
+# 256 ends a document, and fills what is left of a row. Packed: the longest first, each where it fits best.
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("packing", "texts", "expected"),
+    [
+        (
+            True,
+            ("abc", "de", "f"),
+            {
+                "input_ids": [[*b"abc", 256, *b"f", 256], [*b"de", 256, 256, 256, 256]],
+                "labels": [[N, *b"bc", 256, N, 256], [N, *b"e", 256, N, N, N]],
+                "position_ids": [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 1, 2]],
+            },
+        ),
+        (
+            "across",
+            ("abc", "defg", ""),
+            {
+                "input_ids": [[*b"abc", 256, *b"de"], [*b"fg", 256, 256, 256, 256]],
+                "labels": [[N, *b"bc", 256, *b"de"], [N, *b"g", 256, N, N, N]],
+            },
+        ),
+        (
+            False,
+            ("abc", "d"),
+            {
+                "input_ids": [[*b"abc", 256], [*b"d", 256, 256, 256]],
+                "labels": [[N, *b"bc", 256], [N, 256, N, N]],
+                "attention_mask": [[1, 1, 1, 1], [1, 1, 0, 0]],
+            },
+        ),
+    ],
+)
+def test_rows_by_hand(
+    prepare: Prepare,
+    tmp_path: Path,
+    packing: Any,
+    texts: tuple[str, ...],
+    expected: dict[str, Any],
+    *,
+    is_stream: bool,
 ) -> None:
-    (tmp_path / "long.txt").write_text("abcdefgh" * 5)
-    (tmp_path / "short.txt").write_text("xyz")
+    keywords = {"cache_dir": None} if is_stream else {}
+    data = prepare(write_texts(tmp_path, *texts), context_length=6, packing=packing, **keywords)
+    (batch,) = batches(data)
+    order = batch["input_ids"][:, 0].argsort()
+    assert {name: value[order].tolist() for name, value in batch.items()} == expected
+    if packing and not is_stream:
+        assert data.padding_fraction == pytest.approx(3 / 12)
+
+
+def test_a_stream_of_conversations_learns_only_answers(prepare: Prepare, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "chat.jsonl", [TURNS, "de"])
+    (batch,) = batches(prepare(file, packing="across", context_length=48))
+    labels = batch["labels"][batch["input_ids"][:, 0] == ord("u")][0]
+    learnt = labels[labels != N].tolist()
+    assert learnt == [*b"yo", 256, ord("c"), 256, *b"de"], "the first token of a text too"
+
+
+@pytest.mark.parametrize(
+    ("packing", "kept", "lost"), [(True, 40, 0), (False, 16, 25), ("grouped", 16, 25), ("across", 40, 0)]
+)
+def test_what_is_cut_is_said(
+    prepare: Prepare,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    packing: bool | str,
+    kept: int,
+    lost: int,
+) -> None:
+    write_texts(tmp_path, "abcdefgh" * 5, "XYZ")
     with caplog.at_level("INFO"):
         rows = batches(prepare(tmp_path, packing=packing))
-    assert sum(int((batch["input_ids"] < 120).sum()) for batch in rows) == min(kept, 40)
+    assert sum(int(((batch["input_ids"] > 96) & (batch["input_ids"] < 256)).sum()) for batch in rows) == kept
     cut = f"1 of 2 documents are longer than context_length=16 and were cut; {lost} tokens are lost"
     assert (cut in caplog.text) == (packing != "across")
     assert any(record.levelname == "WARNING" for record in caplog.records) == bool(lost)
-
-
-def test_packing_keeps_every_token_and_target_of_short_documents(folder: Path) -> None:
-    packed, alone = prepare(folder), prepare(folder, packing=False)
-    for name in ("input_ids", "labels"):
-        tokens = [
-            sorted(i for batch in batches(data) for i in batch[name].flatten().tolist() if i not in (N, 256))
-            for data in (packed, alone)
-        ]
-        assert tokens[0] == tokens[1]
-    assert len(rows_of(packed)) < 12
 
 
 def test_best_fit_fills_rows_and_overfills_none() -> None:
@@ -149,27 +173,42 @@ def test_best_fit_fills_rows_and_overfills_none() -> None:
     assert sum(lengths) / (64 * len(bins)) > 0.98
 
 
-def test_a_packed_batch_trains_as_its_documents_do_alone(tiny_llama: Path, folder: Path) -> None:
+def test_grouped_batches_are_alike_in_length_and_keep_to_their_tokens(prepare: Prepare, folder: Path) -> None:
+    grouped, alone = prepare(folder, packing="grouped"), prepare(folder, packing=False)
+    found = batches(grouped)
+    assert max(batch["input_ids"].numel() for batch in found) <= 2 * 16
+    assert len(found) < len(batches(alone)), "batches of short rows have more of them"
+    padding = sum(int((batch["attention_mask"] == 0).sum()) for batch in found)
+    share = padding / sum(batch["input_ids"].numel() for batch in found)
+    assert grouped.padding_fraction == pytest.approx(share)
+    assert share < 0.1
+    kept = [row[: row.index(256)] for data in (grouped, alone) for row in rows_of(data)]
+    assert sorted(kept[:12]) == sorted(kept[12:])
+
+
+def test_a_packed_batch_trains_as_its_documents_do_alone(
+    prepare: Prepare, tiny_llama: Path, folder: Path
+) -> None:
     # The token-weighted mean over documents; a crossing of any kind is wrong by more than 1e-5.
     torch.manual_seed(0)
     model = HFCausalLM(name=str(tiny_llama), dtype="float64")
     model.configure_model()
     means = []
-    for packing in (True, False):
+    for packing in (True, False, "grouped"):
         data = prepare(folder, packing=packing, context_length=32)
         steps = [model._batch_loss(batch) for batch in batches(data)]
         total = sum(int(count) for _, count in steps)
         means.append(sum(loss.detach() * count for loss, count in steps) / total)
         assert total == sum(index + 3 for index in range(12))
     torch.testing.assert_close(means[0], means[1], rtol=1e-10, atol=0.0)
+    torch.testing.assert_close(means[0], means[2], rtol=1e-10, atol=0.0)
     across = [model._batch_loss(batch)[0].item() for batch in batches(prepare(folder, packing="across"))]
     assert abs(sum(across) / len(across) - means[0].item()) > 1e-5
 
 
-def test_text_json_lines_and_parquet_are_equal(tmp_path: Path) -> None:
+def test_text_json_lines_and_parquet_are_equal(prepare: Prepare, tmp_path: Path) -> None:
     texts = ["eins\nzwei", "grün 数🙂", "x" * 40]
-    for index, text in enumerate(texts):
-        (tmp_path / f"{index}.txt").write_text(text, encoding="utf-8")
+    write_texts(tmp_path, *texts)
     files = [write_rows(tmp_path / f"rows.{kind}", texts) for kind in ("jsonl", "parquet")]
     expected = rows_of(prepare(str(tmp_path / "*.txt")))
     assert [rows_of(prepare(file)) for file in files] == [expected, expected]
@@ -178,24 +217,50 @@ def test_text_json_lines_and_parquet_are_equal(tmp_path: Path) -> None:
     assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
 
 
-def test_folders_patterns_and_files_mean_the_same(folder: Path) -> None:
+def test_a_dataset_on_the_hub_is_read_by_its_commit(
+    prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    asked: list[Any] = []
+
+    def load(name: str, **keywords: Any) -> list[dict[str, str]]:
+        asked.append((name, keywords["revision"], keywords["split"]))
+        return [{"text": "abc"}, {"text": "de"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = f"hf://datasets/owner/name@{'a' * 40}"
+    assert (
+        rows_of(prepare(source))
+        == rows_of(prepare(source))
+        == rows_of(prepare(write_texts(tmp_path, "abc", "de")))
+    )
+    assert asked == [("owner/name", "a" * 40, "train")], "the second time its tokens are in the cache"
+
+
+def test_the_hub_is_not_asked_when_it_is_switched_off(
+    prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"does not tell its commit \(Offline.*\n  try: .*@COMMIT"):
+        prepare("hf://datasets/owner/name")
+
+
+def test_paths_that_mean_the_same_file_read_it_once(prepare: Prepare, folder: Path) -> None:
+    """Read twice, a document would validate what it was trained on."""
+    expected = rows_of(prepare(folder, packing=False))
     (folder / "image.png").write_bytes(b"\x89PNG")
     (folder / "inner").mkdir()
     (folder / "d11.txt").rename(folder / "inner" / "d11.md")
-    expected = rows_of(prepare(folder))
-    assert rows_of(prepare(folder / "**" / "d*")) == expected
-    assert rows_of(prepare(*sorted(folder.glob("d*")), folder / "inner")) == expected
-
-
-def test_a_file_that_two_paths_mean_is_read_once(folder: Path) -> None:
-    """Read twice, a document would validate what it was trained on."""
     (folder / "link.txt").symlink_to("d00.txt")
-    twice = prepare(folder, folder / "d01.txt", folder / "*.txt", packing=False)
-    assert len(rows_of(twice)) == 12
-    assert len(prepare("pydoc", "pydoc")._rows["train"]) == len(prepare("pydoc")._rows["train"])
+    assert rows_of(prepare(folder / "**" / "d*", packing=False)) == expected
+    assert rows_of(prepare(folder, folder / "d01.txt", folder / "*.txt", packing=False)) == expected
+    assert len(Text(paths=["pydoc", "pydoc"]).sources) == 1
 
 
-def test_a_mark_in_front_of_a_file_is_no_text(tmp_path: Path) -> None:
+def test_a_mark_in_front_of_a_file_is_no_text(prepare: Prepare, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "hello"}\r\n')
     first, second = (rows_of(prepare(tmp_path / name)) for name in ("a.txt", "b.jsonl"))
@@ -203,65 +268,89 @@ def test_a_mark_in_front_of_a_file_is_no_text(tmp_path: Path) -> None:
     assert first[0][:5] == list(b"hello")
 
 
-BROKEN = {
-    "half of a pair": '{"text": "a\\ud800b"}',
-    "half of a pair in a turn": '{"text": [{"role": "assistant", "content": "\\udc00"}]}',
-    "deep": '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}",
-}
+def test_a_second_start_tokenizes_nothing(
+    prepare: Prepare, folder: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare(folder)
+    assert first.cache_dir is not None
+    count = lambda: len(list(Path(str(first.cache_dir)).iterdir()))  # noqa: E731
+    rows = rows_of(first)
+    with monkeypatch.context() as patch:
+        patch.delattr(tokenized, "tokenize")
+        assert rows_of(prepare(folder)) == rows
+        assert len(rows_of(prepare(folder, packing=False, context_length=4))) == 12, "other rows, same tokens"
+        assert count() == 1
+    (folder / "d03.txt").write_text("changed")
+    assert rows_of(prepare(folder)) != rows
+    prepare(folder, tokenizer=str(tiny_llama))
+    assert count() == 3
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_row_that_is_no_text_is_told_with_its_place(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"text": "good"}\n' + BROKEN[kind])
-    with pytest.raises(ValueError, match=r"rows.jsonl:2: .*(surrogate|nested too deeply)"):
-        prepare(tmp_path / "rows.jsonl")
+def test_an_error_leaves_nothing_in_the_cache(prepare: Prepare, tmp_path: Path) -> None:
+    rows = ["good"] * tokenized.CHUNK + [5]
+    cache = tmp_path / "empty"
+    with pytest.raises(ValueError, match=rf":{tokenized.CHUNK + 1}: 'text' is neither"):
+        prepare(write_rows(tmp_path / "a.jsonl", rows), cache_dir=str(cache))
+    assert list(cache.iterdir()) == []
 
 
-def test_the_prose_is_the_same_every_time_and_needs_no_file() -> None:
-    first, second = Text(), Text()
-    first.setup("fit")
-    second.setup("fit")
-    one, two = (next(iter(data.train_dataloader()))["input_ids"] for data in (first, second))
-    assert torch.equal(one, two)
-    words = first.tokenizer.decode(next(iter(first.val_dataloader()))["input_ids"].flatten().tolist())
+def test_the_prose_needs_no_file(prepare: Prepare) -> None:
+    data = prepare("pydoc", context_length=4096)
+    words = data.tokenizer.decode(batches(data)[0]["input_ids"].flatten().tolist())
     assert words.count(" the ") > 5
 
 
-def test_a_split_is_by_document_and_by_seed(folder: Path) -> None:
-    splits = {}
-    for seed in (0, 1):
-        data = prepare(folder, val_fraction=0.25, packing=False, seed=seed)
-        train, val = ({row[0] for row in rows_of(data, split)} for split in ("train", "val"))
-        assert len(val) == 3
-        assert train | val == set(range(97, 109))
-        assert not train & val
-        again = prepare(folder, val_fraction=0.25, packing=False, seed=seed)
-        assert rows_of(again, "val") == rows_of(data, "val")
-        splits[seed] = val
-    assert splits[0] != splits[1]
+def test_a_split_is_by_document(prepare: Prepare, folder: Path) -> None:
+    data = prepare(folder, val_fraction=0.25, packing=False)
+    train, val = ({row[0] for row in rows_of(data, split)} for split in ("train", "val"))
+    assert len(val) == 3
+    assert train | val == set(range(97, 109))
+    assert not train & val
+    assert rows_of(prepare(folder, val_fraction=0.25, packing=False), "val") == rows_of(data, "val")
     assert prepare(folder).val_dataloader() == []
+    stream = prepare(folder, val_fraction=0.25, packing=False, cache_dir=None)
+    assert [len(rows_of(stream, split)) for split in ("train", "val")] == [9, 3]
 
 
-def test_the_order_depends_on_seed_and_epoch_alone(folder: Path) -> None:
-    orders = {}
+def test_the_order_depends_on_seed_and_epoch_alone(
+    prepare: Prepare, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = set()
     for seed, epoch in ((0, 0), (0, 1), (1, 0)):
+        monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))
         found = []
         for _ in range(2):
             torch.rand(3)  # whatever else draws numbers
-            data = prepare(folder, packing=False, seed=seed)
-            loader: Any = data.train_dataloader()
+            loader: Any = prepare(folder, packing=False).train_dataloader()
             loader.sampler.set_epoch(epoch)
             found.append([row[0] for batch in loader for row in batch["input_ids"].tolist()])
         assert found[0] == found[1]
-        orders[seed, epoch] = tuple(found[0])
-    assert len(set(orders.values())) == 3
-    assert all(sorted(order) == list(range(97, 109)) for order in orders.values())
+        assert sorted(found[0]) == list(range(97, 109))
+        orders.add(tuple(found[0]))
+    assert len(orders) == 3
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_ranks_have_shares_of_equal_length(prepare: Prepare, folder: Path, *, is_stream: bool) -> None:
+    """With unequal ones, the rank with more batches would wait for the others at the end of an epoch."""
+    keywords = {"cache_dir": None} if is_stream else {}
+    shares = []
+    for rank in range(5):
+        data = prepare(folder, packing=False, **keywords)
+        trainer: Any = type("Ranks", (), {"global_rank": rank, "world_size": 5})
+        data.trainer = trainer
+        shares.append(rows_of(data))
+    assert {len(share) for share in shares} == {3}
+    assert {row[0] for share in shares for row in share} == set(range(97, 109))
 
 
 @pytest.mark.filterwarnings(
     "ignore:Total length of `list` across ranks is zero", "ignore:The dirpath has changed from"
 )
-def test_a_run_goes_on_in_the_middle_of_an_epoch(tiny_llama: Path, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_run_goes_on_in_the_middle_of_an_epoch(
+    tiny_llama: Path, folder: Path, tmp_path: Path, *, is_stream: bool
+) -> None:
     def run(name: str, ckpt_path: Path | None = None) -> tuple[HFCausalLM, list[list[int]]]:
         seen: list[list[int]] = []
         model = HFCausalLM(name=str(tiny_llama))
@@ -269,13 +358,17 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(tiny_llama: Path, folder: Path,
         model.training_step = lambda batch, batch_idx: (
             seen.append(batch["input_ids"][:, 0].tolist()), step(batch, batch_idx))[1]  # fmt: skip
         model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters(), lr=1e-3)
-        data = Text(paths=str(folder), packing=False, context_length=16, batch_size=2, val_fraction=0.0)
+        data = Text(
+            paths=str(folder), packing=False, context_length=16, batch_size=2, val_fraction=0.0,
+            cache_dir=None if is_stream else str(tmp_path / "cache"),
+        )  # fmt: skip
         saver = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         trainer = make_trainer(max_steps=12, callbacks=[saver], enable_checkpointing=True)
         trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         return model, seen
 
     whole, seen = run("whole")
+    assert len(seen) == 12
     for stopped in (2, 6, 9):  # six batches an epoch: inside the first, at its end, inside the second
         resumed, rest = run(f"from_{stopped}", tmp_path / "whole" / f"step={stopped}.ckpt")
         assert rest == seen[stopped:], stopped
@@ -284,37 +377,42 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(tiny_llama: Path, folder: Path,
 
 
 def test_a_conversation_in_bytes_by_hand() -> None:
-    made = TrainingTokenizer().encode_chat(TURNS)
+    ids, is_target = TrainingTokenizer().encode_chat(TURNS)
     spoken = b"user:\nhi\nassistant:\nyo\x00\nuser:\nb\nassistant:\nc\x00\n"
-    assert [0 if i == 256 else i for i in made.ids] == list(spoken)
-    targets = [(at, label) for at, label in enumerate(made.labels) if label != N]
-    assert targets == [(20, ord("y")), (21, ord("o")), (22, 256), (43, ord("c")), (44, 256)]
+    assert [0 if i == 256 else i for i in ids] == list(spoken)
+    assert [at for at, target in enumerate(is_target) if target] == [20, 21, 22, 43, 44]
 
 
 @pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
 def test_a_chat_template_says_what_is_learnt(tiny_llama: Path, template: str) -> None:
     tokenizer = TrainingTokenizer(str(tiny_llama))
     tokenizer._hub.chat_template = template
-    made = tokenizer.encode_chat(TURNS)
+    ids, is_target = tokenizer.encode_chat(TURNS)
     user, assistant, end = 2, 3, 1
     h, i, y, o, b, c = (tokenizer.tokenizer.encode(letter).ids[0] for letter in "hiyobc")
-    assert made.ids == [user, h, i, assistant, y, o, end, user, b, assistant, c, end]
-    assert made.labels == [N, N, N, N, y, o, end, N, N, N, c, end]
+    assert ids == [user, h, i, assistant, y, o, end, user, b, assistant, c, end]
+    assert is_target == [*[False] * 4, True, True, True, *[False] * 3, True, True]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tiny_llama: Path) -> None:
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% for m in messages %}{% if loop.last %}{{m.content}}{% endif %}{% endfor %}",
+            r"rewrites earlier turns.*mark them",
+        ),
+        ("{{ raise_exception('roles must alternate') }}", "chat template rejects it: roles must alternate"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(tiny_llama: Path, template: str, message: str) -> None:
     tokenizer = TrainingTokenizer(str(tiny_llama))
-    last_only = "{% for m in messages %}{% if loop.last %}{{m.content}}{% endif %}{% endfor %}"
-    tokenizer._hub.chat_template = last_only
-    with pytest.raises(ValueError, match=r"rewrites earlier turns.*mark them"):
-        tokenizer.encode_chat(TURNS)
-    tokenizer._hub.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match="chat template rejects it: roles must alternate"):
+    tokenizer._hub.chat_template = template
+    with pytest.raises(ValueError, match=message):
         tokenizer.encode_chat(TURNS)
 
 
 def test_conversations_are_cut_off_and_not_into_pieces(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    prepare: Prepare, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     late = [{"role": "user", "content": "q" * 60}, {"role": "assistant", "content": "a"}]
     file = write_rows(tmp_path / "chat.jsonl", [TURNS, late], "messages")
@@ -328,31 +426,18 @@ def test_conversations_are_cut_off_and_not_into_pieces(
 
 
 def test_a_special_tokens_name_in_a_text_stays_text(tiny_llama: Path) -> None:
-    (made,) = TrainingTokenizer(str(tiny_llama)).encode_texts(["a</s>b"])
-    assert list(made.ids).count(1) == 1, "the one at the end"
+    tokenizer = TrainingTokenizer(str(tiny_llama))
+    tokenizer.encode_chat(TURNS)
+    ((ids, _),) = tokenizer.encode([("a</s>b", "here")])
+    assert ids.count(1) == 1, "the one at the end"
 
 
 def test_bytes_are_decoded_to_the_text() -> None:
-    tokenizer = Text().tokenizer
+    data = Text()
     for text in ("", "<|end|> <0x41>\r\n", "grün 数🙂\0\x7f"):
-        assert tokenizer.encode(text).ids == list(text.encode())
-        assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    assert Text().vocab_size == 257
-
-
-def test_a_tokenizer_of_a_model_is_loaded_by_its_folder(tiny_llama: Path) -> None:
-    data = Text(tokenizer=str(tiny_llama))
-    assert data.vocab_size == max(data.tokenizer.get_vocab().values()) + 1
-    assert data.training_tokenizer.eos_id == 1
-
-
-def test_packing_apart_needs_pieces_that_fit() -> None:
-    rows = pack_documents([TokenizedDocument.from_ids(range(n)) for n in (4, 4, 2)], 4, 9)
-    assert len(rows) == 3
-    assert rows[2]["input_ids"].tolist() == [0, 1, 9, 9]
-
-
-Write = Callable[[Path], Path]
+        assert data.tokenizer.encode(text).ids == list(text.encode())
+        assert data.tokenizer.decode(data.tokenizer.encode(text).ids) == text
+    assert data.vocab_size == 257
 
 
 def text_file(name: str, content: str | bytes) -> Write:
@@ -382,26 +467,32 @@ def text_file(name: str, content: str | bytes) -> Write:
             text_file("a.jsonl", '{"text": "x"}\n{"text": [{"role": "user", "content": "x"}]}'),
             r"a.jsonl:2: no turn of the role 'assistant' has content, .* roles: \['user'\]",
         ),
+        (
+            text_file("a.jsonl", '{"text": "x"}\n{"text": [{"role": "assistant", "content": "\\udc00"}]}'),
+            r"a.jsonl:2: .*surrogate",
+        ),
+        (text_file("a.jsonl", '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}"), "nested too deeply"),
         (text_file("a.jsonl", ""), r"a.jsonl'\] contain no document"),
         (text_file("a.txt", b"ab\xff"), r"a.txt: byte 2 is not UTF-8"),
         (text_file("a.txt", ""), r"no document has a target in its first 16 tokens, see .*a.txt"),
-        (text_file("a.parquet", b"PAR1 and so on"), r"a.parquet: invalid Parquet file"),
+        (text_file("a.parquet", b"PAR1 and so on"), r"a.parquet: cannot be read after 0 rows: .*[Pp]arquet"),
         (
             lambda f: write_rows(f / "b.parquet", ["x"], "body"),
-            r"data.field='text': .*b.parquet; there are: body, id\n  try: data.field=body",
+            r"data.field='text': .*b.parquet:1; there are: body, id\n  try: data.field=body",
         ),
         (lambda f: write_rows(f / "b.parquet", ["x", None]), r"b.parquet:2: 'text' is neither a text nor"),
     ],
 )
-def test_files_that_cannot_be_used_name_file_and_line(tmp_path: Path, write: Write, message: str) -> None:
+def test_files_that_cannot_be_used_name_file_and_line(
+    prepare: Prepare, tmp_path: Path, write: Write, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         prepare(write(tmp_path))
 
 
-def test_one_document_cannot_be_split(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("abc")
+def test_one_document_cannot_be_split(prepare: Prepare, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"of 1 document leaves none to train on\n  try: val_fraction=0"):
-        prepare(tmp_path, val_fraction=0.05)
+        prepare(write_texts(tmp_path, "abc"), val_fraction=0.05)
 
 
 @pytest.mark.parametrize(
@@ -409,14 +500,11 @@ def test_one_document_cannot_be_split(tmp_path: Path) -> None:
     [
         ({"context_length": 1}, "context_length=1 must be at least 2"),
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"val_fraction": -0.1}, "val_fraction=-0.1 must lie between 0 and 0.5"),
         ({"val_fraction": 0.6}, "val_fraction=0.6 must lie between 0 and 0.5"),
-        ({"packing": "off"}, "packing='off' must be true, false or across"),
+        ({"packing": "off"}, "packing='off' must be true, false, across or grouped"),
+        ({"packing": "grouped", "cache_dir": None}, "cache_dir=None must be a folder with packing=grouped"),
         ({"paths": []}, r"paths=\[\] must name at least one"),
-        (
-            {"tokenizer": "./nowhere"},
-            r"tokenizer='./nowhere' cannot be loaded: .*\n  try: a folder with tokenizer",
-        ),
+        ({"tokenizer": "./nowhere"}, r"tokenizer='./nowhere' cannot be loaded: .*\n  try: a folder with"),
     ],
 )
 def test_values_out_of_range_are_named(keywords: dict[str, Any], message: str) -> None:
@@ -440,15 +528,11 @@ def test_paths_that_mean_nothing_are_refused_at_once(
         Text(paths=str(make(tmp_path)))
 
 
+@pytest.mark.parametrize("package", ["transformers", "pyarrow", "datasets"])
 def test_packages_that_are_missing_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path
+    prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     file = write_rows(tmp_path / "a.parquet", ["x"])
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    monkeypatch.setitem(__import__("sys").modules, package, None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-eff\[hf\]'"):
         prepare(file)
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-eff\[hf\]'"):
-        Text(tokenizer=str(tiny_llama))
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-eff\[hf\]'"):
-        HFCausalLM(name=str(tiny_llama))

@@ -19,7 +19,7 @@ if sys.platform != "linux":
 from tests.support.assembly import Variant, assemble
 
 ROOT = Path(__file__).parent.parent.parent
-FLOAT8, FLOAT32 = torch.float8_e4m3fn, torch.float32
+FLOAT32 = torch.float32
 LINEAR = Variant()
 GELU = Variant(epilogue=("bias",), activation="gelu_tanh")
 
@@ -32,19 +32,11 @@ def variants(tile: TileConfig) -> list[Variant]:
         *(LINEAR, Variant(layout="nn"), Variant(layout="tn"), GELU),
         Variant(epilogue=("bias", "pre"), activation="silu"),
         Variant(epilogue=("c",), activation="relu"),
-        Variant(epilogue=("c",), read_dtype=FLOAT32),
-        Variant(epilogue=("at",), read_dtype=FLOAT32, activation="silu"),
-        Variant(epilogue=("logsumexp",)),
-        Variant(activation="swiglu"),
-        Variant(epilogue=("bias", "pre"), activation="swiglu"),
-        *(Variant(epilogue=("at",), activation=name) for name in ("swiglu", "silu", "gelu_tanh")),
+        Variant(epilogue=("c",), c_dtype=FLOAT32),
         Variant(epilogue=("c",), out_dtype=FLOAT32, layout="tn"),
         Variant(dtype=torch.float16, out_dtype=torch.float16),
-        Variant(dtype=FLOAT8, epilogue=("scales",)),
         Variant(dtype=FLOAT32, out_dtype=FLOAT32, tf32=True),
-        Variant(dtype=FLOAT32, out_dtype=FLOAT32)
-        if tile.kernel == "pointers"
-        else Variant(epilogue=("bias",)),
+        *([Variant(dtype=FLOAT32, out_dtype=FLOAT32)] if tile.kernel == "pointers" else []),
     ]
 
 
@@ -52,7 +44,7 @@ def fits(tile: TileConfig, variant: Variant) -> bool:
     """As dispatch decides it: what does not fit is never launched."""
     shape = variant.shape(adds=tile.adds)
     has_room = tile.shared_bytes(shape) + MARGIN_BYTES <= DEVICES["h200"].shared_bytes
-    return tile.can_finish(shape) and (tile.kernel == "pointers" or has_room)
+    return tile.kernel == "pointers" or has_room
 
 
 def assert_good(tile: TileConfig, variant: Variant, device: str = "h200") -> None:
@@ -74,9 +66,7 @@ def assert_good(tile: TileConfig, variant: Variant, device: str = "h200") -> Non
 
 @pytest.mark.parametrize("tile", CONFIGS, ids=str)
 def test_a_config_compiles_for_hopper_without_spills(tile: TileConfig) -> None:
-    plain = tile.adds or tile.split_k > 1
-    for variant in [Variant(out_dtype=FLOAT32)] if plain else [LINEAR, GELU]:
-        assert_good(tile, variant)
+    assert_good(tile, Variant(out_dtype=FLOAT32) if tile.adds or tile.split_k > 1 else GELU)
 
 
 @pytest.mark.slow
@@ -88,6 +78,7 @@ def test_a_config_compiles_with_every_epilogue_layout_and_dtype(tile: TileConfig
         assert_good(tile, variant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [tile for tile in CONFIGS if tile.kernel == "pointers"], ids=str)
 def test_pointers_compile_for_ampere(tile: TileConfig) -> None:
     for variant in (LINEAR, Variant(layout="tn", epilogue=("bias", "c"), activation="silu")):
@@ -95,11 +86,9 @@ def test_pointers_compile_for_ampere(tile: TileConfig) -> None:
 
 
 @pytest.mark.parametrize("device", ["h200", "a100"])
-@pytest.mark.parametrize("part", ["logsumexp", "pre", "at"])
-def test_split_k_is_reduced_without_spills(part: str, device: str) -> None:
+def test_split_k_is_reduced_without_spills(device: str) -> None:
     config = next(tile for tile in CONFIGS if tile.split_k > 1 and tile.kernel == "pointers")
-    activation = None if part == "logsumexp" else "swiglu"
-    sums = assemble(config, Variant(epilogue=("bias", "c", "scales", part), activation=activation), device)[1]
+    sums = assemble(config, Variant(epilogue=("bias", "c", "pre"), activation="gelu_tanh"), device)[1]
     assert sums.stack_bytes == sums.instructions["local_memory"] == sums.instructions["tensor_core"] == 0
     assert sums.registers <= 128
 

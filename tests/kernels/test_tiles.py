@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lightning_eff.kernels import devices, known_layers
+from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import DEVICES
-from lightning_eff.kernels.known_layers import explain_micro_batches
 from lightning_eff.kernels.tile_configs import CONFIGS, Shape, TileConfig
 from lightning_eff.kernels.tiles import Cost, explain_tiles, fits, rank_configs, size_multiple
 
@@ -33,12 +33,9 @@ def test_waves_and_edges_are_counted() -> None:
     assert full.waves == pytest.approx(4.1212, abs=1e-4)
     assert full.wave_quantization == pytest.approx(1 - 544 / 660)
     assert full.tile_quantization == 0.0
+    assert cost(M=128 * 33, N=256 * 16, K=512).wave_quantization == 0.0, "4 waves"
     # 129 x 257 takes 2 x 2 tiles of 128 x 256: 33,153 of 131,072 elements are wanted.
     assert cost(M=129, N=257, K=64).tile_quantization == pytest.approx(1 - 33153 / 131072)
-
-
-def test_an_exact_number_of_waves_leaves_no_sm_idle() -> None:
-    assert cost(M=128 * 33, N=256 * 16, K=512).wave_quantization == 0.0
 
 
 def test_traffic_is_that_of_operands_and_result() -> None:
@@ -47,7 +44,7 @@ def test_traffic_is_that_of_operands_and_result() -> None:
     assert small.memory_bytes == 2 * (1024 * 512 * 2) + 1024 * 1024 * 2
     assert small.l2_bytes == 8 * 4 * (128 + 256) * 512 * 2
     # With C, as many elements as the result has are read too.
-    read = Cost(shape=Shape(M=1024, N=1024, K=512, reads_c=True), config=LARGE, device=H200)
+    read = Cost(shape=Shape(M=1024, N=1024, K=512, c_itemsize=2), config=LARGE, device=H200)
     assert read.memory_bytes - small.memory_bytes == 1024 * 1024 * 2
 
 
@@ -74,22 +71,15 @@ def test_shared_memory_decides_what_fits() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(M=64, N=64, K=64, aligned=False),
-        Shape(M=64, N=64, K=64, batch=2),
-        Shape(M=64, N=64, K=64, dtype=torch.float32),
-    ],
-)
-def test_what_tma_or_tensor_cores_cannot_do_is_left_to_pointers(shape: Shape) -> None:
-    assert {tile.kernel for tile in fitting(shape, H200)} == {"pointers"}
-
-
-def test_older_gpus_have_pointers_only() -> None:
-    shape = Shape(M=4096, N=4096, K=4096)
-    assert {tile.kernel for tile in fitting(shape, DEVICES["a100"])} == {"pointers"}
-    assert rank_configs(shape, DEVICES["a100"])
+def test_what_tma_or_tensor_cores_cannot_do_is_left_to_pointers() -> None:
+    plain = Shape(M=64, N=64, K=64)
+    for shape, device in (
+        (replace(plain, aligned=False), H200),
+        (replace(plain, batch=2), H200),
+        (replace(plain, dtype=torch.float32), H200),
+        (plain, DEVICES["a100"]),
+    ):
+        assert {tile.kernel for tile in fitting(shape, device)} == {"pointers"}
 
 
 def test_few_tiles_get_smaller_ones() -> None:
@@ -109,16 +99,6 @@ def test_k_is_split_where_tiles_are_few() -> None:
         assert rank_configs(large, H200)[0].config.split_k == 1
 
 
-def test_registers_decide_which_configs_multiply_float8_or_take_gradients_of_swiglu() -> None:
-    """128 x 256 with 8 warps: 128 sums a thread, and as many again where those of float8 are kept apart."""
-    low = Shape(M=8192, N=8192, K=8192, dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16)
-    assert {tile.block_n for tile in fitting(low, H200) if tile.kernel == "tma"} == {128}
-    gated = Shape(M=8192, N=8192, K=8192, columns_ratio=2.0, reads_at=True)
-    configs = [tile for tile in fitting(gated, H200) if tile.kernel == "tma" and tile.split_k == 1]
-    assert configs
-    assert all(tile.block_m * tile.block_n // (32 * tile.num_warps * tile.subtiles) <= 32 for tile in configs)
-
-
 def test_what_is_read_beside_the_operands_takes_room_in_its_own_format() -> None:
     """Found by a reader: 245,784 bytes of 232,448, for a float32 C beside a bfloat16 result."""
     plain = Shape(M=4096, N=4096, K=8192)
@@ -126,11 +106,11 @@ def test_what_is_read_beside_the_operands_takes_room_in_its_own_format() -> None
     assert config in set(fitting(plain, H200))
     half = 128 * 128
     assert config.shared_bytes(plain) == 3 * (128 + 256) * 128 + half * 2
-    assert config.shared_bytes(replace(plain, reads_c=True)) == 3 * (128 + 256) * 128 + half * (2 + 2)
-    wide = replace(plain, reads_c=True, read_itemsize=4)
+    assert config.shared_bytes(replace(plain, c_itemsize=2)) == 3 * (128 + 256) * 128 + half * (2 + 2)
+    wide = replace(plain, c_itemsize=4)
     assert config.shared_bytes(wide) == 3 * (128 + 256) * 128 + half * (2 + 4)
     assert config not in set(fitting(wide, H200))
-    weight = Shape(M=4096, N=4096, K=8192, out_dtype=torch.float32, reads_c=True, adds=True, read_itemsize=4)
+    weight = Shape(M=4096, N=4096, K=8192, out_dtype=torch.float32, c_itemsize=4, adds=True)
     assert all(
         tile.adds or tile.kernel == "pointers" for tile in fitting(weight, H200) if tile.block_n == 256
     )
@@ -147,18 +127,26 @@ def test_the_explanation_of_the_design_comes_out() -> None:
     assert str(explain_tiles(4224, 4096, 4096)).count("fit") == 0, "it fits as it is"
 
 
-@pytest.mark.parametrize("name", [*DEVICES, "cpu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_every_device_explains_every_format(name: str, dtype: torch.dtype) -> None:
-    if dtype.itemsize == 1 and not devices.named(name).has_float8:
-        with pytest.raises(ValueError, match="A100 does not multiply float8"):
-            explain_tiles(4096, 4096, 4096, dtype, name)
-        return
-    for size in (1, 17, 4096):
-        found = explain_tiles(size, size, size, dtype, name)
-        assert 0.0 < found.cost.peak_fraction <= 1.0
-        assert math.isfinite(found.cost.seconds)
-        assert devices.named(name).name in str(found)
+@given(
+    sizes=st.tuples(*[st.integers(1, 2**15)] * 3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    name=st.sampled_from([*DEVICES, "cpu"]),
+)
+def test_every_shape_gets_a_config_that_fits_and_an_explanation(
+    sizes: tuple[int, int, int], dtype: torch.dtype, name: str
+) -> None:
+    found, device = explain_tiles(*sizes, dtype, name), devices.named(name)
+    costs = rank_configs(Shape.packed(*sizes, dtype), device)
+    assert costs[0].config == found.cost.config
+    assert [cost.seconds for cost in costs] == sorted(cost.seconds for cost in costs)
+    for each in costs:
+        assert 0.0 < each.peak_fraction <= 1.0
+        assert each.config.kernel == "pointers" or device.capability >= 90
+        assert 0.0 <= each.wave_quantization < 1.0
+        assert 0.0 <= each.tile_quantization < 1.0
+    # Either M itself fills the device, or the next smaller and larger numbers of whole tiles that do.
+    assert found.fitting_m == (sizes[0],) or all(m % found.cost.config.block_m == 0 for m in found.fitting_m)
+    assert device.name in str(found)
 
 
 def test_wrong_sizes_and_devices_are_rejected() -> None:
@@ -166,39 +154,15 @@ def test_wrong_sizes_and_devices_are_rejected() -> None:
         explain_tiles(0, 1, 1)
     with pytest.raises(ValueError, match="device=h300: expected one of h100, h200"):
         explain_tiles(1, 1, 1, device="h300")
+    with pytest.raises(ValueError, match="expected a dtype that the kernels multiply"):
+        explain_tiles(1, 1, 1, torch.float64)
 
 
-def test_configs_are_distinct() -> None:
-    assert len(set(CONFIGS)) == len(CONFIGS)
-
-
-@pytest.mark.parametrize("name", DEVICES)
-def test_tensor_cores_like_whole_16_bytes(name: str) -> None:
-    """16 bytes are 8 elements of 2 bytes, 4 of 4, 16 of 1."""
+def test_tensor_cores_like_whole_16_bytes() -> None:
+    """16 bytes are 8 elements of 2 bytes, 4 of 4, 16 of 1; a GPU before Volta likes any number."""
     likes = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 4, torch.float8_e4m3fn: 16}
-    assert {dtype: size_multiple(dtype, name) for dtype in likes} == likes
-    assert {size_multiple(dtype, "cpu") for dtype in likes} == {1}
-
-
-def test_a_gpu_without_tensor_cores_likes_any_number() -> None:
-    pascal = replace(H200, capability=61)
-    assert size_multiple(torch.float16, pascal) == 1
-    assert size_multiple(torch.float16, replace(pascal, capability=70)) == 8
-
-
-def test_tokens_that_fill_a_device_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1536 x 4096 in 128 x 128: 12 x 32 = 384 tiles, 97 % of 3 waves of 132; 13 x 32 = 416 are 79 % of 4."""
-    text = explain_micro_batches("h200")
-    assert "8 in bfloat16, 8 in float16, 16 in float8_e4m3fn, 4 in float32" in text
-    assert "at most 5% of the time of 132 SMs idle" in text
-    assert "\n 4096 x 4096    1536  1664, 21% idle\n" in text
-    assert len(text.splitlines()) == 3 + len(known_layers.WEIGHTS)
-    monkeypatch.setattr(known_layers, "MAX_TOKENS", 128)
-    assert "\n 4096 x 4096    above 128\n" in explain_micro_batches("h200")
-
-
-def test_a_cpu_has_no_waves() -> None:
-    assert explain_micro_batches("cpu").splitlines() == [
-        "multiples for CPU (multiple_of=auto): 1 in bfloat16, 1 in float16, 1 in float8_e4m3fn, 1 in float32",
-        "no waves to fill: torch's library blocks a product for the caches",
-    ]
+    for device, expected in (
+        *((name, likes) for name in DEVICES),
+        *((device, dict.fromkeys(likes, 1)) for device in ("cpu", replace(H200, capability=61))),
+    ):
+        assert {dtype: size_multiple(dtype, device) for dtype in likes} == expected

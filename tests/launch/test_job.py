@@ -31,7 +31,8 @@ SLURM = {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_PROCID": "2",
         (SLURM | {"SLURM_JOB_NAME": "interactive"}, Launch()),
         (SLURM | TORCHRUN, Launch("torchrun", 1, 2, 2)),  # torchrun inside a SLURM job
         ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, Launch("lightning", 1)),
-        ({"LOCAL_RANK": "0", "NODE_RANK": "0"}, Launch()),  # what Lightning leaves in the first process
+        ({"LOCAL_RANK": "0", "NODE_RANK": "0"}, Launch("lightning")),
+        ({"NODE_RANK": "1"}, Launch("", 1)),  # the command on the second of two machines
         ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, Launch("lightning", 1)),
     ],
 )
@@ -62,7 +63,7 @@ def test_devices_that_are_no_number_are_named() -> None:
 @pytest.mark.parametrize(
     ("trainer", "started", "message"),
     [
-        ({"devices": 2}, Launch("torchrun", 0, 4, 4), "trainer.devices=2: expected 4, one for each process"),
+        ({"devices": 2}, Launch("torchrun", 0, 4, 4), "trainer.devices=2: expected 4: torchrun started 4"),
         ({"devices": 2}, Launch("torchrun", 0, 4, 4), "try: torchrun --nnodes 1 --nproc-per-node 2 -m"),
         ({"devices": 2}, Launch("torchrun", 0, 4, 2), "trainer.num_nodes=1: expected 2: torchrun started 4"),
         ({"devices": 2, "num_nodes": 3}, Launch("slurm", 0, 4, 2), "try: trainer.num_nodes=2"),
@@ -88,8 +89,11 @@ def test_tasks_that_fit_are_not() -> None:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, "trainer.devices='auto': expected 2, one for each"),
-        (SLURM, "trainer.devices='auto': expected 2, one for each process of slurm on this machine"),
+        (
+            TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"},
+            "trainer.devices='auto': expected 2: torchrun started 2",
+        ),
+        (SLURM, "trainer.devices='auto': expected 2: slurm started 4 processes, 2 of them on this machine"),
     ],
 )
 def test_train_refuses_before_anything_is_built(
@@ -102,7 +106,7 @@ def test_train_refuses_before_anything_is_built(
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr("lightning_eff.run.build", lambda *_, **__: pytest.fail("it was built"))
-    monkeypatch.setattr("lightning_eff.commands.train.end_with_parent", lambda **_: None)
+    monkeypatch.setattr("lightning_eff.commands.train.end_with_parent", lambda: None)
     code, _, err = command("train", "baseline", *tiny)
     assert code == 2
     assert message in err
@@ -115,7 +119,7 @@ def test_a_sweep_in_several_processes_is_refused_with_the_command_that_works(
 ) -> None:
     for key, value in TORCHRUN.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr("lightning_eff.commands.train.end_with_parent", lambda **_: None)
+    monkeypatch.setattr("lightning_eff.commands.train.end_with_parent", lambda: None)
     monkeypatch.setattr("lightning_eff.commands.train._configure_logging", lambda _: None)
     code, _, err = command("train", "lm", "-m", "seed=1,2")
     assert code == 2
@@ -180,9 +184,11 @@ def test_the_first_rank_says_which_folder_and_the_others_use_it(monkeypatch: pyt
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
-    monkeypatch.setattr(job, "FOLDER_WAIT_S", 1.0)
+    monkeypatch.setattr(job, "WAIT_S", 1.0)
     other = Launch("torchrun", 1, 2, 2)
-    with pytest.raises(UsageError, match="rank 0 did not choose the run's folder within 1 s"):
+    with pytest.raises(
+        UsageError, match="rank 0 did not set the run's folder in torchrun's store within 1 s"
+    ):
         shared_run_dir(other, Path("b"), has_default_name=True)
     assert shared_run_dir(Launch("torchrun", 0, 2, 2), Path("a"), has_default_name=True) == Path("a")
     assert shared_run_dir(other, Path("b"), has_default_name=True) == Path("a")

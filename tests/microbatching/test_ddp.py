@@ -30,6 +30,7 @@ from tests.support.ranks import is_equal, run_two_ranks
 STEPS = 5
 # micro-batch size, batches a window, weighted, clipping
 EXACT = [(3, 1, True, None), ("auto", 1, False, 0.05), (3, 2, True, 0.05), ("auto", 2, False, None)]
+EXACT += [(None, 2, True, None), (None, 3, True, 0.05), (None, 5, False, 0.05)]
 SHARDED = [(3, 1, True, None), (3, 2, True, 0.05), (3, 2, False, None)]
 FAULTS = [("forward", 0), ("backward", 2), ("backward", 4), ("update", 1)]
 TWO_RANKS = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
@@ -78,7 +79,7 @@ def rows(num_samples: int, rank: int, batch_size: int) -> DataLoader[Any]:
 def exact(size: Any, window: int, weighted: bool, clip: float | None, *others: pl.Callback) -> dict[str, Any]:
     """Rank r has samples r, r + 2, ... in batches of eight: the last batch of an epoch has six."""
     model, counts = language_model(weighted), Counts()
-    callbacks = [*others, MicroBatch(micro_batch_size=size), counts]
+    callbacks = [*others, *([MicroBatch(micro_batch_size=size)] if size is not None else []), counts]
     callbacks += [GradientAccumulation(global_batch_size=window * 8 * 2)] if window > 1 else []
     trainer = make_trainer(callbacks=callbacks, max_steps=9, gradient_clip_val=clip, **TWO_RANKS)
     dataset = TensorDataset(*token_rows(60))
@@ -140,7 +141,7 @@ def with_fault(phase: str, at: int) -> dict[str, Any]:
 
 def found(limits: tuple[int, int]) -> dict[str, Any]:
     rank = int(torch.distributed.get_rank())
-    auto = MicroBatch(find="largest")
+    auto = MicroBatch(find=True)
     ours = run(auto, Fault("backward", limit=limits[rank]))
     reference = MicroBatch()
     reference.load_state_dict({"micro_batch_size": min(*limits, 8)})
@@ -182,20 +183,17 @@ def own_loop(size: Any) -> list[Tensor]:
 
 
 def adapted(ranks: int) -> dict[str, Any]:
-    """AdaLoRA on a window of two batches: both ranks see half of the samples, or one sees all."""
+    """LoRA on a window of two batches: both ranks see half of the samples, or one sees all."""
     model = language_model(False)
     model.on_before_optimizer_step = lambda optimizer: None  # it reads gradients that are not there
-    options = {"init_r": 4, "target_r": 2, "tinit": 2, "tfinal": 2}
-    technique = PeftAdapter(method="adalora", options=options)
-    callbacks: list[Any] = [technique, GradientAccumulation(global_batch_size=32)]
+    callbacks: list[Any] = [PeftAdapter(), GradientAccumulation(global_batch_size=32)]
     keywords = TWO_RANKS if ranks == 2 else {}
     trainer = make_trainer(callbacks=callbacks, max_steps=9, **keywords)
     dataset = TensorDataset(*token_rows(64))
     sampler = range(trainer.global_rank, 64, ranks)
     torch.manual_seed(3 + trainer.global_rank)  # DDP gives all ranks the first one's adapters
     trainer.fit(model, DataLoader(dataset, batch_size=16 // ranks, sampler=sampler))
-    weights = [p.detach() for p in model.parameters()]
-    return {"weights": weights, "ranks": model.peft_config["default"].rank_pattern}
+    return {"weights": [p.detach() for p in model.parameters()]}
 
 
 class Syncs(StatefulModel):
@@ -217,7 +215,7 @@ def rejected() -> str:
 def main(folder: str) -> None:
     results: dict[str, Any] = {"exact": [exact(*case) for case in EXACT]}
     swapped = [TritonGemm(min_features=1), TritonGemm(min_features=1)]
-    results["swapped"] = [exact(*case, layer) for case, layer in zip(EXACT[2:], swapped, strict=True)]
+    results["swapped"] = [exact(*case, layer) for case, layer in zip(EXACT[2:4], swapped, strict=True)]
     results["added"] = [layer.outcome().numbers["added_in_place"] for layer in swapped]
     results["adapted"] = adapted(2)
     results["faults"] = [with_fault(*case) for case in FAULTS]
@@ -255,7 +253,7 @@ def test_two_ranks_step_as_one_would_on_all_samples(ranks: list[dict[str, Any]],
 def test_layers_that_add_their_gradients_leave_ddp_its_own(ranks: list[dict[str, Any]]) -> None:
     """What DDP averages in the backward pass goes through autograd; what comes before it need not."""
     for rank in ranks:
-        for ours, theirs in zip(rank["swapped"], rank["exact"][2:], strict=True):
+        for ours, theirs in zip(rank["swapped"], rank["exact"][2:4], strict=True):
             for one, other in zip(ours["weights"], theirs["weights"], strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
             assert ours["ddp"] == theirs["ddp"]
@@ -264,11 +262,8 @@ def test_layers_that_add_their_gradients_leave_ddp_its_own(ranks: list[dict[str,
 
 
 def test_adapters_on_two_ranks_are_those_of_one(ranks: list[dict[str, Any]]) -> None:
-    """Ranks are allotted alike, by gradients that are averaged already."""
     expected = adapted(1)
     assert is_equal(ranks[0]["adapted"], ranks[1]["adapted"])
-    assert ranks[0]["adapted"]["ranks"] == expected["ranks"]
-    assert sum(map(sum, expected["ranks"].values())) < 4 * len(expected["ranks"]), "some were left out"
     for ours, theirs in zip(ranks[0]["adapted"]["weights"], expected["weights"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
@@ -297,7 +292,7 @@ def test_a_rank_that_runs_out_of_memory_leaves_no_trace(ranks: list[dict[str, An
 def test_find_agrees_on_what_fits_everywhere(ranks: list[dict[str, Any]], case: int) -> None:
     results = [rank["found"][case] for rank in ranks]
     assert [result["ours"]["size"] for result in results] == [[3, 2, 8][case]] * 2
-    assert [t[:2] for t in results[0]["trials"]] == [t[:2] for t in results[1]["trials"]]
+    assert results[0]["trials"] == results[1]["trials"]
     for result in results:
         assert is_equal(result["ours"], result["reference"])
 

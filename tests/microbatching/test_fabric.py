@@ -67,9 +67,7 @@ def test_a_hand_written_loop_steps_on_the_full_batch(
     assert_same_training(model, train_reference(weighted, batch_size * window // 2, None, 50, 13), None)
 
 
-def run(
-    gradient_of: Callable[[Any], ExactGradient], fault: Fault | None = None, find: str = ""
-) -> list[Tensor]:
+def run(gradient_of: Callable[[Any], ExactGradient], fault: Fault | None = None) -> list[Tensor]:
     model = stateful_model(fault)
     model.log = lambda *_, **__: None  # pyright: ignore[reportAttributeAccessIssue]
     gradient = gradient_of(model)
@@ -83,8 +81,6 @@ def run(
         x = torch.randn(12, 6, generator=generator)
         w = torch.rand(12, generator=generator)
         batch = {"x": x, "y": torch.arange(12) % 3, "w": w, "ids": list(range(12))}
-        if find and not gradient.size.current:
-            gradient.find(step, batch, optimizer, objective=find)
         gradient.backward(step, batch, batch)
         with gradient.update(optimizer):
             optimizer.step()
@@ -104,13 +100,6 @@ def test_running_out_of_memory_leaves_no_trace(phase: str, at: int) -> None:
     theirs = run(lambda model: ExactGradient(model, micro_batch_size=6))
     if at == 1:  # what the module collected of the first batch stays as of its first try
         ours, theirs = ours[:-1], theirs[:-1]
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_find_leaves_no_trace() -> None:
-    ours = run(lambda m: ExactGradient(m, micro_batch_size="auto"), Fault("backward", limit=5), "largest")
-    theirs = run(lambda model: ExactGradient(model, micro_batch_size=5))
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
 
@@ -141,9 +130,6 @@ def test_bad_input_is_rejected() -> None:
         ExactGradient(layer, multiple_of="8")
     with pytest.raises(TypeError, match="the step returned float: expected a loss"):
         ExactGradient(layer).backward(lambda _: 1.0, torch.ones(2, 2))
-    gradient, optimizer = ExactGradient(layer, micro_batch_size="auto"), torch.optim.SGD(layer.parameters())
-    with pytest.raises(ConfigError, match="find='best'"):
-        gradient.find(layer, torch.ones(2, 2), optimizer, objective="best")
     with pytest.raises(torch.OutOfMemoryError):
         ExactGradient(layer, micro_batch_size=1).backward(lambda _: _fail(), torch.ones(2, 2))
 

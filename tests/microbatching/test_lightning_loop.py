@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +35,6 @@ CASES = [
     (2, 12, True, None),
     (4, 13, True, None),
     (4, 13, False, 0.05),
-    (4, 12, False, None),
-    (5, 13, True, 0.05),
     (5, 13, False, None),
     (5, 3, True, None),
     (4, 1, False, 0.05),
@@ -165,8 +159,7 @@ def test_the_loop_is_installed_once_and_taken_out_again() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("counts_steps", [False, True])
-@pytest.mark.parametrize("stop", [2, 5])
+@pytest.mark.parametrize(("stop", "counts_steps"), [(2, True), (5, False)])
 def test_a_run_that_goes_on_at_a_step_goes_on_exactly(stop: int, counts_steps: bool, tmp_path: Path) -> None:
     """In the middle of an epoch too: the data of the second run begins where the first one's ended."""
 
@@ -192,71 +185,6 @@ def test_a_run_that_goes_on_at_a_step_goes_on_exactly(stop: int, counts_steps: b
     assert len(rest.gradients) == 6 - stop
     for one, other in zip(rest.parameters(), whole.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_two_ranks_step_as_one_would_on_all_samples(tmp_path: Path) -> None:
-    """One process start for all cases; DDP synchronises once a window."""
-    cases = [
-        (1, 7, True, None),
-        (2, 7, True, None),
-        (4, 7, False, 0.05),
-        (4, 7, True, 0.05),
-        (5, 3, True, None),
-    ]
-    script = tmp_path / "ranks.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import json, sys
-        sys.path.insert(0, {str(Path(__file__).parent.parent.parent)!r})
-        import torch
-        import lightning.pytorch as pl
-        from torch.utils.data import DataLoader, TensorDataset
-        from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
-        from tests.support.language import BATCH_SIZE, language_model, token_rows
-        from tests.support.models import make_trainer
-
-        results = []
-        for window, num_batches, weighted, clip in {cases!r}:
-            model = language_model(weighted)
-            callbacks = [GradientAccumulation(global_batch_size=window * BATCH_SIZE * 2)]
-            trainer = make_trainer(callbacks=callbacks, strategy="ddp", devices=2, max_steps=9,
-                                   gradient_clip_val=clip, use_distributed_sampler=False)
-            reduced = []
-            class Hook(pl.Callback):
-                def on_train_start(self, trainer, pl_module):
-                    def hook(state, bucket):
-                        reduced.append(1)
-                        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-                        return allreduce_hook(None, bucket)
-                    trainer.strategy.model.register_comm_hook(None, hook)
-            trainer.callbacks.append(Hook())
-            dataset = TensorDataset(*token_rows(num_batches * BATCH_SIZE * 2))
-            sampler = range(trainer.global_rank, len(dataset), 2)
-            data = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
-            trainer.fit(model, data)
-            if trainer.global_rank == 0:
-                results.append([len(reduced), [p.tolist() for p in model.parameters()]])
-        if trainer.global_rank == 0:
-            print("RESULTS", json.dumps(results))
-        """)
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS")]
-    assert lines, done.stderr[-2000:]
-    for (window, num_batches, weighted, clip), (syncs, values) in zip(
-        cases, json.loads(lines[0][8:]), strict=True
-    ):
-        expected = train_reference(weighted, window, clip, 9, num_batches, ranks=2)
-        assert syncs == 9, "one bucket a window"
-        for ours, theirs in zip(values, expected.parameters(), strict=True):
-            torch.testing.assert_close(
-                torch.tensor(ours, dtype=torch.float64), theirs.data, rtol=1e-9, atol=1e-11
-            )
 
 
 def test_a_short_last_batch_counts_for_the_samples_that_it_has() -> None:

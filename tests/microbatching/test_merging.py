@@ -8,16 +8,18 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, MetricCollection
+from torchmetrics import MaxMetric, MeanSquaredError, MetricCollection
 from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassAccuracy
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
-from lightning_eff.microbatching.merging import BatchMetrics
 from tests.support.faults import BATCH, Fault, StatefulModel, data
 from tests.support.models import make_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning"),
+    pytest.mark.usefixtures("frozen_heap"),
+]
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
@@ -84,7 +86,7 @@ def test_with_weights_an_epochs_mean_is_by_weight_too() -> None:
 
 
 class Measures(pl.LightningModule):
-    """Logs metrics in each way: accuracies of a fixed guess, and some that are no mean over samples."""
+    """Logs metrics: by step and epoch those that are a mean over samples, by epoch any."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__()
@@ -94,33 +96,27 @@ class Measures(pl.LightningModule):
         accuracy = {"num_classes": 3, "average": "micro"}
         self.step = MulticlassAccuracy(**accuracy)
         self.both = MulticlassAccuracy(**accuracy)
-        self.epoch = MulticlassAccuracy(**accuracy)
-        self.twice = MulticlassAccuracy(**accuracy) * 2
-        self.again = MulticlassAccuracy(**accuracy)
         self.error = MeanSquaredError()  # keeps the graph of what it is given
-        self.largest = MaxMetric()  # needs its state of the epoch in each update
+        self.updated = MulticlassAccuracy(**accuracy)
+        self.largest = MaxMetric()
         self.many = MetricCollection({"f1": BinaryF1Score(), "auc": BinaryAUROC()})
         self.logged: list[dict[str, float]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch["x"], batch["y"]
         guess = torch.full_like(y, 1)
-        for metric in (self.step, self.both, self.epoch, self.twice):
+        for metric in (self.step, self.both):
             metric(guess, y)
-        self.again((guess + 1) % 3, y)
-        self.log("first", self.again, on_step=True, on_epoch=True)
-        self.again(guess, y)
-        self.log("second", self.again, on_step=True, on_epoch=True)
         self.error(self.layer(x)[:, 0], x[:, 0])
-        self.log("error", self.error, on_step=True, on_epoch=True)
+        self.updated.update(guess, y)
         self.largest(x)
         self.many(x[:, 0].sigmoid(), y > 0)
         self.log("step", self.step, on_step=True, on_epoch=False)
         self.log("both", self.both, on_step=True, on_epoch=True)
-        self.log("epoch", self.epoch, on_step=False, on_epoch=True)
-        self.log("twice", self.twice, on_step=True, on_epoch=False)
-        self.log("largest", self.largest, on_step=True, on_epoch=True)
-        self.log_dict(self.many, on_step=True, on_epoch=True)
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        self.log("updated", self.updated, on_step=False, on_epoch=True)
+        self.log("largest", self.largest, on_step=False, on_epoch=True)
+        self.log_dict(self.many, on_step=False, on_epoch=True)
         self.fault.meet("forward", len(x))
         return self.layer(x).square().mean()
 
@@ -155,20 +151,3 @@ def test_a_metric_is_logged_of_the_full_batch(callbacks: list[Any], fault: Fault
     assert len(model.logged) == len(expected.logged)
     for ours, theirs in zip(model.logged, expected.logged, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-def test_the_value_of_a_batch_is_not_synchronized_unless_the_metric_asks_for_it() -> None:
-    def meet(*_: Any, **__: Any) -> Any:
-        raise AssertionError
-
-    metric = MeanMetric(distributed_available_fn=lambda: True, dist_sync_fn=meet)
-    metrics = BatchMetrics(nn.ModuleList([metric]))
-    metrics.begin()
-    with metrics.observe():
-        metric(torch.tensor([1.0, 2.0]))
-    with metrics.observe():
-        last_value = metric(torch.tensor([6.0]))
-        assert float(last_value) == 6.0
-    assert float(metrics.value(metric, last_value)) == 3.0
-    not_observed = metric(torch.tensor([9.0]))
-    assert float(metrics.value(metric, not_observed)) == 9.0

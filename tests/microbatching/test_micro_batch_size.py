@@ -1,13 +1,19 @@
-"""Sizes of micro-batches: halving, growing, searching, and what is kept of it."""
+"""Sizes of micro-batches: halving, searching, and what is kept of a failed attempt."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_eff.core.errors import is_out_of_memory
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, halved
-from lightning_eff.microbatching.size_search import SizeTrial, find_size
+from lightning_eff.microbatching.oom_retry import OomRetry
+from lightning_eff.microbatching.size_search import find_size
+from lightning_eff.microbatching.snapshot import StepSnapshot
+from lightning_eff.microbatching.splitting import MicroBatchPart
+from lightning_eff.microbatching.window import Window
 
 CPU = torch.device("cpu")
 MESSAGES = [
@@ -49,37 +55,20 @@ def test_it_is_known_by_type_and_as_a_cause_and_nothing_else_is() -> None:
 
 @pytest.mark.parametrize("multiple_of", [1, 8])
 def test_find_is_exact_for_every_hidden_limit(multiple_of: int) -> None:
-    """All limits from 1 to 257, of batches of 257, 64 and 1."""
-    for most in (257, 64, 1):
+    """All limits from 1 to 257, of batches of 257, 64, 5 and 1."""
+    for most in (257, 64, 5, 1):
         allowed = {*range(multiple_of, most + 1, multiple_of), most, 1, 2, 4}
         for limit in range(1, 258):
             tried: list[int] = []
-
-            def trial(size: int, limit: int = limit, tried: list[int] = tried) -> SizeTrial:
-                tried.append(size)
-                return SizeTrial(size, fits=size <= limit)
-
-            found = find_size(trial, max_size=most, multiple_of=multiple_of)
-            assert found.micro_batch_size == max(size for size in allowed if size <= min(limit, most))
-            assert found.micro_batch_size in tried
+            found = find_size(
+                lambda size, limit=limit, tried=tried: tried.append(size) or size <= limit,
+                max_size=most,
+                multiple_of=multiple_of,
+            )
+            assert found == max(size for size in allowed if size <= min(limit, most))
+            assert found in tried
             assert len(tried) <= 10
             assert max(tried) <= most
-
-
-def test_equally_fast_sizes_are_the_smaller_one() -> None:
-    seconds = {1: 1.0, 2: 0.6, 4: 0.501, 8: 0.5, 16: 0.499, 20: 0.7}
-    found = find_size(
-        lambda size: SizeTrial(size, fits=True, seconds_per_sample=seconds[size]),
-        max_size=20,
-        objective="fastest",
-    )
-    assert found.micro_batch_size == 4
-    found = find_size(
-        lambda size: SizeTrial(size, fits=size < 4, seconds_per_sample=seconds[size]),
-        max_size=20,
-        objective="fastest",
-    )
-    assert (found.micro_batch_size, len(found.trials)) == (2, 3)
 
 
 def test_halving_ends_at_one_and_keeps_multiples() -> None:
@@ -95,6 +84,8 @@ def test_halving_ends_at_one_and_keeps_multiples() -> None:
 
 
 def test_nothing_of_a_failed_attempt_is_alive_when_the_next_one_begins() -> None:
+    """A batch that is smaller than the size is halved from its own."""
+
     class Activation:
         alive = 0
 
@@ -106,38 +97,16 @@ def test_nothing_of_a_failed_attempt_is_alive_when_the_next_one_begins() -> None
 
     seen = []
 
-    def run(size: int | None) -> int:
+    def run_part(part: MicroBatchPart, *_: Any, **__: Any) -> None:
         seen.append(Activation.alive)
         kept = Activation()  # held by this frame, and so by the exception
         cycle = [kept]
         cycle.append(cycle)  # pyright: ignore[reportArgumentType]
-        if size is None or size > 2:
+        if part.num_samples is None or part.num_samples > 2:
             raise MemoryError
-        return size
 
-    assert (
-        MicroBatchSize(None, is_auto=True).attempt(run, count=lambda: 16, undo=lambda: None, device=CPU) == 2
-    )
-    assert seen == [0, 0, 0, 0]
-
-
-def test_a_batch_smaller_than_the_size_is_halved_from_its_own() -> None:
-    size = MicroBatchSize(64, is_auto=True)
-
-    def run(micro_batch_size: int | None) -> int:
-        if micro_batch_size is None or micro_batch_size > 2:
-            raise MemoryError
-        return micro_batch_size
-
-    assert size.attempt(run, count=lambda: 5, undo=lambda: None, device=CPU) == 2
-    assert [(h.before, h.after) for h in size.halvings] == [(5, 2)]
-
-
-def test_growing_stops_at_the_full_batch() -> None:
-    size = MicroBatchSize(3, is_auto=True, grow_after_n_steps=1)
-    size.num_samples(torch.ones(16))
-    sizes = []
-    for _ in range(5):
-        size.finish_step()
-        sizes.append(size.current)
-    assert sizes == [6, 12, None, None, None]
+    size, model = MicroBatchSize(64, is_auto=True), torch.nn.Linear(1, 1)
+    retry = OomRetry(size, Window(model.parameters), StepSnapshot(model, CPU), model, CPU)
+    assert [part.num_samples for part, _ in retry.run(torch.ones(16), run_part)] == [2] * 8
+    assert seen[:4] == [0, 0, 0, 0]
+    assert [(halving.before, halving.after) for halving in size.halvings] == [(16, 8), (8, 4), (4, 2)]

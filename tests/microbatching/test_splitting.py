@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, UserDict, defaultdict
+from collections import UserDict, defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,11 +32,6 @@ class Row:
     made: list[int] = dataclasses.field(init=False, default_factory=list)
 
 
-@dataclasses.dataclass(slots=True)
-class Slots:
-    x: Tensor
-
-
 @dataclasses.dataclass
 class Unset:
     x: Tensor
@@ -57,15 +52,13 @@ BATCHES: dict[str, Any] = {
     "list": [x(3), x()],
     "dict": {"x": x(3), "y": x()},
     "nested": {"x": {"a": x(2), "b": (x(), x(1))}, "scale": 2.0, "task": "copy", "none": None},
-    "ordered": OrderedDict(x=x(3)),
     "default": defaultdict(list, x=x(3)),
     "user dict": Encoding(x=x(3), y=x()),
     "named tuple": Pair(x(3), x()),
     "frozen dataclass": Row(x(2), "a"),
-    "slots": Slots(x(2)),
     "strings": {"x": x(2), "text": list("abcde")},
     "targets without tensors": (x(2), [{"label": i} for i in range(B)]),
-    "mask for all": {"x": x(2), "mask": torch.ones(1, 7), "temperature": torch.tensor(0.5)},
+    "one value for all": {"x": x(2), "temperature": torch.tensor(0.5)},
     "numpy": {"x": np.arange(B * 2).reshape(B, 2)},
     "two loaders of dicts": [{"x": x(3)}, {"x": x(2)}],
     "two loaders": {"a": [x(3), x()], "b": [x(2), x()]},
@@ -99,7 +92,7 @@ def flat(values: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("size", [1, 2, 9])
 def test_a_batch_is_cut_along_its_samples(name: str, size: int) -> None:
     batch = BATCHES[name]
     total = 1 if name == "one sample" else B
@@ -108,7 +101,7 @@ def test_a_batch_is_cut_along_its_samples(name: str, size: int) -> None:
     assert [part.num_samples for part in parts] == [min(size, total - i) for i in range(0, total, size)]
     whole = flat(rows(batch))
     found = [flat(rows(part.batch)) for part in parts]
-    shared = 8 if name == "mask for all" else 0  # what goes to every part
+    shared = 1 if name == "one value for all" else 0  # what goes to every part
     together = sorted(n for part in found for n in (part[:-shared] if shared else part))
     assert together == sorted(whole[:-shared] if shared else whole)
     for part in parts:
@@ -117,14 +110,9 @@ def test_a_batch_is_cut_along_its_samples(name: str, size: int) -> None:
 
 
 def test_samples_stay_in_their_order_and_together() -> None:
-    batch = {"x": x(2), "text": list("abcde")}
-    parts = [part.batch for part in split(batch, 2)]
+    parts = [part.batch for part in split({"x": x(2), "text": list("abcde")}, 2)]
     assert [part["text"] for part in parts] == [["a", "b"], ["c", "d"], ["e"]]
-    assert [part["x"].tolist() for part in parts] == [
-        x(2)[:2].tolist(),
-        x(2)[2:4].tolist(),
-        x(2)[4:].tolist(),
-    ]
+    assert torch.cat([part["x"] for part in parts]).tolist() == x(2).tolist()
 
 
 def test_of_long_lists_the_first_items_are_inspected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +137,6 @@ def test_slices_are_views_and_containers_are_new() -> None:
     ("batch", "message"),
     [
         ((torch.ones(4), torch.ones(3)), "batch[0] has 4, batch[1] has 3"),
-        ((torch.ones(4, 3), torch.ones(8, 8)), "batch[0] has 4, batch[1] has 8"),
         ([(torch.ones(4, 3), torch.ones(4)), (torch.ones(6, 3), torch.ones(6))], "batch[1][1] has 6"),
         (
             {"a": (torch.ones(4, 3), torch.ones(4)), "b": (torch.ones(1, 3), torch.ones(1))},
@@ -162,10 +149,10 @@ def test_slices_are_views_and_containers_are_new() -> None:
             "batch.y has 2, batch.images[0] has 3",
         ),
         ({"x": torch.ones(1, 3, 8, 8), "mean": [0.1, 0.2, 0.3]}, "batch.mean has 3"),
-        ({"x": torch.ones(4, 2), "y": torch.ones(3)}, "batch.x has 4, batch.y has 3"),
         ({"x": torch.ones(4), "text": ["a", "b"]}, "batch.x has 4, batch.text has 2"),
         ({"x": torch.ones(4), "graph": object()}, "batch.graph has type object, which only a splitter"),
         ({"scale": 1.0}, "no tensor and no list"),
+        ({"x": torch.ones(4, 7), "mask": torch.ones(1, 7)}, "batch.mask has 1"),
         # Fields of texts as DataLoader collates them, or rows; samples whose tensors happen to agree.
         ([("a", "b", "c"), ("d", "e", "f")], "batch has 2"),
         ([(torch.full((3, 4), i), i) for i in range(B)], "batch is a list of samples with tensors"),
@@ -228,29 +215,11 @@ def test_outputs_are_merged_as_of_the_full_batch() -> None:
         torch.nested.nested_tensor(
             [torch.ones(3), torch.ones(2), torch.ones(1), torch.ones(4)], layout=torch.jagged
         ),
+        pack_sequence([torch.ones(3), torch.ones(2), torch.ones(1), torch.ones(4)], enforce_sorted=False),
     ],
 )
-def test_the_samples_of_nested_and_sparse_tensors_are_counted_and_not_cut(tensor: Tensor) -> None:
-    assert num_samples({"x": tensor, "y": torch.ones(4)}) == 4
+def test_the_samples_of_nested_sparse_and_packed_tensors_are_counted_and_not_cut(tensor: Any) -> None:
+    assert num_samples(tensor) == num_samples({"x": tensor, "y": torch.ones(4)}) == 4
     assert split(tensor, 4)[0].batch is tensor
-    with pytest.raises(ConfigError, match=r"splitter=None: .* it has a nested or sparse tensor"):
+    with pytest.raises(ConfigError, match=r"splitter=None: .* which only a splitter can cut"):
         split(tensor, 2)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "enforce_sorted"),
-    [((5, 4, 3, 2, 1), True), ((5, 4, 3, 2, 1), False), ((3, 1, 4, 1, 5), False)],
-)
-def test_packed_sequences_stay_in_their_order_beside_targets(
-    lengths: tuple[int, ...], enforce_sorted: bool
-) -> None:
-    sequences = [torch.full((length,), index) for index, length in enumerate(lengths)]
-    batch = (pack_sequence(sequences, enforce_sorted=enforce_sorted), x())
-    assert num_samples((batch[0],) * 2) == B, "of packed sequences alone too"
-    for first, part in zip((0, 2, 4), split(batch, 2), strict=True):
-        packed, targets = part.batch
-        expected = pack_sequence(sequences[first : first + 2], enforce_sorted=enforce_sorted)
-        assert (packed.sorted_indices is None) is enforce_sorted
-        for one, other in zip(packed, expected, strict=True):
-            assert one is other if other is None else torch.equal(one, other)
-        assert targets.tolist() == x()[first : first + 2].tolist()

@@ -16,74 +16,54 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.checkpoint_io import durable
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.monitors.efficiency_report import LEDGER_FILE, PAGE_FILE, EfficiencyReport
 from lightning_eff.precision.auto import AutoPrecision
-from lightning_eff.report import throughput
+from lightning_eff.report import meter
 from tests.support.models import Net, make_loader, make_trainer
 
 
 def fit(model: Net, folder: Path, *extra: Any, **keywords: Any) -> dict[str, Any]:
-    report = EfficiencyReport(dirpath=str(folder))
+    report = EfficiencyReport(dirpath=folder)
     trainer = make_trainer(callbacks=[*extra, report], **keywords)
     trainer.fit(model, make_loader(), make_loader(4))
     return report.report
 
 
 def test_ledger_says_asked_applied_and_done(net: Callable[..., Net], tmp_path: Path) -> None:
-    report = fit(net(), tmp_path, EmptyCache(every_n_steps=4), plugins=[AutoPrecision()])
-    rows = {row["technique"]: row for row in report["ledger"]}
-    assert list(rows) == ["precision/auto", "callbacks/empty_cache"]
-    assert rows["precision/auto"]["asked"]["precision"] == "auto"
-    assert rows["precision/auto"]["numbers"]["precision"] in ("32-true", "bf16-mixed")
-    assert rows["callbacks/empty_cache"]["status"] == "applied"
-    assert rows["callbacks/empty_cache"]["numbers"]["times"] == 2
+    monitor = EfficiencyReport(dirpath=tmp_path)
+    callbacks = [EmptyCache(every_n_steps=4), monitor]
+    make_trainer(callbacks=callbacks, plugins=[AutoPrecision()]).fit(net(), make_loader())
+    assert [row["technique"] for row in monitor.report["ledger"]] == [
+        "precision/auto",
+        "callbacks/empty_cache",
+    ]
+    precision, cache = map(monitor.outcome_of, ("precision/auto", "callbacks/empty_cache"))
+    assert precision["asked"]["precision"] == "auto"
+    assert precision["numbers"]["precision"] in ("32-true", "bf16-mixed")
+    assert (cache["status"], cache["numbers"]["times"]) == ("applied", 2)
+    with pytest.raises(KeyError):
+        monitor.outcome_of("callbacks/none")
 
 
 def test_figures_are_counted_exactly(net: Callable[..., Net], tmp_path: Path) -> None:
-    model = net()
-    measured = fit(model, tmp_path)["measured"]
+    model = net(width=4096)
+    report = fit(model, tmp_path / "a" / "b")
+    measured = report["measured"]
     # Forward, weight gradient and input gradient of both layers; the first layer's input needs no gradient.
-    assert measured["flops_per_sample"] == 2 * 8 * 16 * 2 + 2 * 16 * 3 * 3
+    assert measured["flops_per_sample"] == 2 * 8 * 4096 * 2 + 2 * 4096 * 3 * 3
     # Ten batches: two are counted, two warm up, six are timed.
     assert measured["num_batches"] == 6
     assert measured["samples_per_s"] > 0
     assert 0.0 <= measured["data_wait_share"] <= 1.0
-    assert measured["tokens_per_s"] is None
-    assert measured["mfu"] is None
-
-
-def test_peak_memory_holds_parameters_gradients_and_momentum(net: Callable[..., Net], tmp_path: Path) -> None:
-    model = net(width=4096)
-    measured = fit(model, tmp_path)["measured"]
-    parameter_bytes = sum(p.numel() * 4 for p in model.parameters())
-    assert measured["peak_bytes"] >= 3 * parameter_bytes
+    assert (measured["tokens_per_s"], measured["mfu"]) == (None, None)
+    assert measured["peak_bytes"] >= 3 * sum(p.numel() * 4 for p in model.parameters()), "with momentum"
     again = fit(net(width=4096), tmp_path)["measured"]
     assert again["peak_bytes"] == measured["peak_bytes"], "live bytes are the same in every run"
-    assert measured["peak_measured"] == "live bytes of the first batches"
-
-
-def test_files_are_written_where_asked(net: Callable[..., Net], tmp_path: Path) -> None:
-    report = fit(net(), tmp_path / "a" / "b")
     assert json.loads((tmp_path / "a" / "b" / LEDGER_FILE).read_text()) == report
     page = (tmp_path / "a" / "b" / PAGE_FILE).read_text()
     assert "Efficiency report" in page
     assert "http" not in page.replace("http-equiv", "")
-
-
-def test_a_failed_run_is_reported_with_its_reason(net: Callable[..., Net], tmp_path: Path) -> None:
-    class Breaks(Net):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 5:
-                msg = "the disk is full"
-                raise RuntimeError(msg)
-
-    with pytest.raises(RuntimeError, match="the disk is full"):
-        fit(Breaks(), tmp_path)
-    report = json.loads((tmp_path / LEDGER_FILE).read_text())
-    assert report["status"] == "failed"
-    assert report["reason"] == "RuntimeError: the disk is full"
-    assert report["num_steps"] == 6
 
 
 class FailsAtFive(Net):
@@ -141,6 +121,7 @@ def test_a_failed_run_is_reported_when_its_last_checkpoint_fails_too(tmp_path: P
     with pytest.raises(OSError, match="the disk is full"):
         fit(FailsAtFive(), tmp_path, CannotSave(tmp_path), enable_checkpointing=True)
     report = json.loads((tmp_path / LEDGER_FILE).read_text())
+    assert (report["status"], report["num_steps"]) == ("failed", 5)
     assert report["reason"] == "RuntimeError: the label is missing"
 
 
@@ -148,7 +129,7 @@ def test_a_failed_run_is_reported_when_its_last_checkpoint_fails_too(tmp_path: P
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return a clock that stands still until `now` is set."""
     watch = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: watch.now))
+    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: watch.now))
     return watch
 
 
@@ -187,18 +168,13 @@ def test_waiting_for_data_is_seen(clock: SimpleNamespace, tmp_path: Path) -> Non
     assert report.report["measured"]["data_wait_share"] == 0.8, "four samples a batch, one step"
 
 
-def test_a_run_too_short_to_time_says_so(net: Callable[..., Net], tmp_path: Path) -> None:
-    report = fit(net(), tmp_path, max_steps=2)
-    assert report["measured"]["samples_per_s"] is None
-    assert report["measured"]["num_batches"] == 0
-
-
-def test_outcome_of_one_technique_is_found_by_name(net: Callable[..., Net], tmp_path: Path) -> None:
-    report = EfficiencyReport(dirpath=str(tmp_path))
-    make_trainer(callbacks=[EmptyCache(every_n_steps=4), report]).fit(net(), make_loader())
-    assert report.outcome_of("callbacks/empty_cache")["numbers"]["times"] == 2
-    with pytest.raises(KeyError):
-        report.outcome_of("callbacks/none")
+def test_of_several_reports_the_first_reports(net: Callable[..., Net], tmp_path: Path) -> None:
+    first, added, second = (EfficiencyReport(dirpath=each) for each in (tmp_path / "a", None, tmp_path / "b"))
+    trainer = make_trainer(callbacks=[first, added, second])
+    with pytest.warns(NoEffectWarning, match="the first report reports"):
+        trainer.fit(net(), make_loader())
+    assert first.report["status"] == "finished"
+    assert (added.report, second.report) == ({}, {})
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles

@@ -56,13 +56,6 @@ def test_a_gradient_that_is_no_number_is_named() -> None:
         fit(Broken())
 
 
-def test_many_names_are_cut_and_counted(net: Callable[..., Net]) -> None:
-    model = net()
-    model.forgotten = nn.ModuleList(nn.Linear(2, 2) for _ in range(20))
-    with pytest.raises(GradientError, match=r"^40 parameters \(forgotten.0.weight, .*, \.\.\.\) have no"):
-        fit(model)
-
-
 def test_a_step_that_the_scaler_skips_is_no_step(net: Callable[..., Net]) -> None:
     """The first losses overflow float16 at the scaler's first scale, as they are meant to."""
     plugin = AutoPrecision(precision="16-mixed")

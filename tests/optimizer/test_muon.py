@@ -36,6 +36,8 @@ def test_embeddings_heads_vectors_and_convolutions_are_not_hidden() -> None:
     model = Language()
     assert names(model, hidden_matrices(model)) == {"hidden.weight"}
     assert names(model, hidden_matrices(model, ["hid*"])) == set()
+    optimizer = build(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), functools.partial(Muon, rest=["1.*"]))
+    assert optimizer.outcome().numbers == {"hidden": 1, "rest": 3}
 
 
 def test_the_two_parts_take_all_parameters_and_norms_and_biases_no_decay() -> None:
@@ -47,25 +49,14 @@ def test_the_two_parts_take_all_parameters_and_norms_and_biases_no_decay() -> No
     assert names(model, adamw.param_groups[1]["params"]) == {"hidden.bias", "convolution.bias", "head.bias"}
     assert len([p for group in optimizer.param_groups for p in group["params"]]) == 7
     assert optimizer.outcome().numbers == {"hidden": 1, "rest": 6}
-
-
-def test_patterns_name_more_of_the_rest() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    optimizer = build(model, functools.partial(Muon, lr=0.1, rest=["1.*"]))
-    assert names(model, optimizer.optimizers[0].param_groups[0]["params"]) == {"0.weight"}
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.25)
+    assert {group["lr"] for part in optimizer.optimizers for group in part.param_groups} == {0.025}
 
 
 def test_a_pattern_that_names_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"optimizer.rest='nosuch.\*': expected a parameter's name"):
         hidden_matrices(Language(), ["nosuch.*"])
     assert names(Language(), hidden_matrices(Language(), "hidden.weight")) == set()
-
-
-def test_a_schedule_moves_both_parts() -> None:
-    model = Language()
-    optimizer = build(model, functools.partial(Muon, lr=1.0))
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.25)
-    assert {group["lr"] for part in optimizer.optimizers for group in part.param_groups} == {0.25}
 
 
 def test_what_was_loaded_is_what_the_parts_use() -> None:
@@ -80,13 +71,6 @@ def test_what_was_loaded_is_what_the_parts_use() -> None:
     buffer = second.optimizers[0].state[model.hidden.weight]["momentum_buffer"]
     assert torch.equal(buffer, first.state[model.hidden.weight]["momentum_buffer"])
     assert buffer is second.state[model.hidden.weight]["momentum_buffer"]
-
-
-def test_a_bare_list_of_parameters_is_split_by_dimension() -> None:
-    layer = nn.Linear(2, 2)
-    hidden, rest = split_hidden(layer.parameters())
-    assert [group["params"] for group in hidden] == [[layer.weight]]
-    assert [group["params"] for group in rest] == [[layer.bias]]
 
 
 def test_without_a_hidden_matrix_it_is_refused() -> None:

@@ -1,25 +1,24 @@
-"""Advice: what saves memory at this peak and what does not, and how large a batch fits."""
+"""Advice: what saves memory at this peak and what does not, what is chosen, and how large a batch fits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_eff.config import composition
 from lightning_eff.config.recipes import RecipePath
-from lightning_eff.kernels.devices import this_cpu
-from lightning_eff.planner.advice import Advice
-from lightning_eff.planner.advice import advise as advise_on
-from lightning_eff.planner.advised_recipe import AdvisedRecipe
+from lightning_eff.core.errors import ConflictError
+from lightning_eff.planner import advice
+from lightning_eff.planner.advice import ADAPTERS, AdvisedRecipe, advise, savings_until_it_fits
 from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.planner.dry_run import ExampleBatch, dry_run
+from lightning_eff.planner.prediction import Prediction
 
-FIXED = replace(this_cpu(), peak_tflops={"float32": 0.14}, memory_gbs=12.5)
-"""A CPU whose rates do not depend on the machine."""
 SMALL = ["trainer.accelerator=cpu", "model.num_layers=2", "model.d_model=32", "data.context_length=32"]
 
 
@@ -28,30 +27,117 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def advise(compose: Any, memory: DeviceMemory, **options: float) -> Advice:
-    recipe = AdvisedRecipe.of(compose, memory)
-    assert recipe is not None
-    return advise_on(recipe, **options)
-
-
-def composer(*words: str) -> Any:
+def composer(*words: str) -> Callable[[Sequence[str]], Mapping[str, Any]]:
     def compose(more: Sequence[str]) -> Mapping[str, Any]:
         return composition.compose_recipe("baseline", [*SMALL, *words, *more], RecipePath.of([])).values
 
     return compose
 
 
+class Known(AdvisedRecipe):
+    """A recipe of 16 samples whose peaks are given: 1000 bytes without options, 60 a sample and 40."""
+
+    peaks: Mapping[str, int]
+
+    def forecast(self, options: tuple[str, ...]) -> Any:
+        size, flops = 1000, 100
+        for word in options:
+            if word == "optimizer=adamw_8bit_bnb":
+                msg = "not beside that"
+                raise ConflictError(msg)
+            name, _, value = word.rpartition("=")
+            if name.endswith("micro_batch_size"):
+                size -= self.peaks.get("micro_batch", 0) * (16 - int(value))
+            size -= self.peaks.get(word, 0)
+            flops += 33 * (word == "+callbacks=gradient_checkpointing")
+        prediction = Prediction(flops=flops)
+        return SimpleNamespace(num_bytes=size, peak=SimpleNamespace(phase="step"), prediction=prediction)
+
+    def forecast_batch(self, size: int) -> Any:
+        return SimpleNamespace(num_bytes=60 * size + 40)
+
+
+def known(memory_bytes: int, **peaks: int) -> Known:
+    def compose(words: Sequence[str]) -> Mapping[str, Any]:
+        return {"data": {"batch_size": 16}, "callbacks": {}}
+
+    data: Any = None
+    example = ExampleBatch(data, None, None, 16)
+    recipe = Known(compose, DeviceMemory("here", memory_bytes), example)
+    object.__setattr__(recipe, "peaks", {name.replace("__", "="): size for name, size in peaks.items()})
+    return recipe
+
+
+CHECKPOINTING = {"+callbacks__gradient_checkpointing": 300}
+HALF = {"precision__bf16_true": 200}
+LAST = {"+callbacks__peft_adapter": 500}
+
+
+def test_what_fits_needs_nothing_and_the_largest_batch_is_exact() -> None:
+    found = advise(known(100 * 60 + 99, **CHECKPOINTING))
+    assert (found.fits, found.chosen, found.largest_batch) == (True, [], 100)
+    assert "the batch fits: techniques that save memory only pay off with a larger batch" in str(found)
+    assert "largest batch that fits: data.batch_size=100" in str(found)
+    first = found.alone[0]
+    assert (first.saved_bytes, first.flops_ratio, first.why) == (300, 1.33, "new peak: step")
+    why = {each.words[0]: each.why for each in found.alone}
+    assert "not beside that" in why["optimizer=adamw_8bit_bnb"]
+    assert why["precision=bf16_mixed"] == "saves nothing here"
+    assert " 300 B  x1.33  +callbacks=gradient_checkpointing" in str(found)
+
+
+def test_smaller_micro_batches_come_first_as_far_as_they_help() -> None:
+    found = advise(known(750, micro_batch=50, **CHECKPOINTING))
+    (half,) = found.chosen
+    assert half.words == ("+callbacks=micro_batch", "callbacks.micro_batch.micro_batch_size=8")
+    assert " peak 600 B" in str(found)
+    assert advise(known(500, micro_batch=50)).chosen[0].words[1].endswith("=4")
+
+
+def test_the_best_candidates_are_added_until_it_fits_and_adapters_are_never_chosen() -> None:
+    found = advise(known(550, **CHECKPOINTING, **HALF, **LAST))
+    assert found.alone[0].words == ADAPTERS
+    assert "fewer weights" in found.alone[0].why
+    assert [(each.words[0], each.peak_bytes) for each in found.chosen] == [
+        ("+callbacks=gradient_checkpointing", 700),
+        ("precision=bf16_true", 500),
+    ]
+    assert found.largest_batch == 8
+    assert savings_until_it_fits(known(1), 1, time.monotonic() + 60.0) == []
+
+
+def test_time_is_bounded() -> None:
+    found = advise(known(2000), budget_s=0.0)
+    assert found.unfinished
+    assert (found.alone, found.largest_batch) == ([], None)
+    assert "time ran out" in str(found)
+
+
+def test_checkpointing_saves_nothing_if_the_peak_is_in_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a batch of one token there is nothing to recompute, and the optimizer's state is what counts."""
+    tried = (
+        ("+callbacks=gradient_checkpointing",),
+        ADAPTERS,
+        ("optimizer=in_backward", "trainer.gradient_clip_val=null"),
+    )
+    monkeypatch.setattr(advice, "CANDIDATES", tried)
+    compose = composer("data.batch_size=1", "data.context_length=2")
+    recipe = AdvisedRecipe.of(compose, DeviceMemory("here", 2**40))
+    found = {each.words: each for each in recipe.alone((), time.monotonic() + 900.0)}
+    assert found[tried[0]].why == "saves nothing here"
+    assert found[tried[1]].why.startswith("trains fewer weights")
+    assert found[tried[2]].saved_bytes is not None
+    assert found[tried[2]].saved_bytes > 0
+
+
 @pytest.mark.slow
-def test_nothing_is_chosen_if_it_fits_and_the_largest_batch_is_exact() -> None:
+def test_the_largest_batch_of_a_recipe_is_exact() -> None:
     compose = composer("data.batch_size=4")
     taken = dry_run(compose([])).peak
     assert taken is not None
     memory = DeviceMemory("here", 5 * taken.num_bytes)
-    found = advise(compose, memory)
-    assert found.fits
-    assert found.chosen == []
-    assert "the batch fits: techniques that save memory only pay off with a larger batch" in str(found)
-    size = next(each.value for each in found.largest if each.typed == "data.batch_size")
+    found = advise(AdvisedRecipe.of(compose, memory), budget_s=900.0)
+    assert found.largest_batch is not None
 
     def peak(rows: int) -> int:
         values = composer(f"data.batch_size={rows}")([])
@@ -59,54 +145,7 @@ def test_nothing_is_chosen_if_it_fits_and_the_largest_batch_is_exact() -> None:
         assert prediction is not None
         return prediction.num_bytes
 
-    assert peak(size) <= memory.memory_bytes < peak(size + 1)
-
-    (length,) = (each.value for each in found.largest if each.typed == "data.context_length")
-
-    def peak_of(tokens: int) -> int:
-        values = composer("data.batch_size=4", f"data.context_length={tokens}")([])
-        prediction = dry_run(values, ExampleBatch.of(values)).peak
-        assert prediction is not None
-        return prediction.num_bytes
-
-    assert peak_of(length) <= memory.memory_bytes < peak_of(length + 16)
-    assert f"data.context_length={length}" in str(found)
-
-
-@pytest.mark.slow
-def test_the_best_candidate_comes_first_until_it_fits() -> None:
-    compose = composer("data.batch_size=16")
-    taken = dry_run(compose([])).peak
-    assert taken is not None
-    found = advise(compose, DeviceMemory("here", taken.num_bytes // 2, device=FIXED))
-    assert not found.fits
-    alone = [each.saved_bytes or 0 for each in found.first]
-    assert alone == sorted(alone, reverse=True)
-    assert found.chosen[0] == next(each for each in found.first if "adapter" not in each.words[0])
-    checkpointing = next(each for each in found.first if each.words == ("+callbacks=gradient_checkpointing",))
-    assert checkpointing.time_ratio is not None
-    assert 1.1 < checkpointing.time_ratio < 1.4, "one more forward pass of the blocks is a third of a step"
-    assert found.chosen[-1].peak_bytes is not None
-    assert found.chosen[-1].peak_bytes <= taken.num_bytes // 2
-    assert found.largest[0].value < 16
-
-
-def test_checkpointing_saves_nothing_if_the_peak_is_in_the_update() -> None:
-    """With a batch of one token there is nothing to recompute, and the optimizer's state is what counts."""
-    found = advise(
-        composer("data.batch_size=1", "data.context_length=2"),
-        DeviceMemory("here", 2**40),
-        budget_s=900.0,
-    )
-    why = {each.words: each.why for each in found.first}
-    assert why[("+callbacks=gradient_checkpointing",)] == "saves nothing here"
-    assert "fewer weights" in why[("+callbacks=peft_adapter",)]
-    best = next(each for each in found.first if "adapter" not in each.words[0])
-    assert best.words[0] in {"optimizer=in_backward", "precision=bf16_true", "optimizer=adamw_8bit_bnb"}
-
-
-def test_time_is_bounded() -> None:
-    found = advise(composer("data.batch_size=1"), DeviceMemory("here", 2**40), budget_s=0.0)
-    assert found.unfinished
-    assert found.first == []
-    assert "time ran out" in str(found)
+    assert peak(found.largest_batch) <= memory.memory_bytes < peak(found.largest_batch + 1)
+    checkpointing = next(each for each in found.alone if each.words == ("+callbacks=gradient_checkpointing",))
+    assert checkpointing.flops_ratio is not None
+    assert 1.05 < checkpointing.flops_ratio < 1.1, "the head, most of this model, is not recomputed"

@@ -43,13 +43,4 @@ def test_the_drivers_context_is_not_free() -> None:
     assert short.as_dict()["fits"] is False
     assert "fits, 0 B left" in str(tight)
     assert "does not fit: 1 B short" in str(short)
-
-
-def test_without_a_peak_the_known_bytes_are_listed() -> None:
-    sizes = {"parameters": 1024, "buffers": 0, "gradients": 1024}
-    text = str(MemoryForecast(Prediction(reason="no", persistent_bytes=sizes), DeviceMemory("here", 1)))
-    assert text.splitlines() == [
-        "peak not predicted: no",
-        " by arithmetic, without activations: at least 2.0 KiB (parameters 1.0 KiB, gradients 1.0 KiB)",
-    ]
     assert str(MemoryForecast(Prediction(reason="no"), DeviceMemory("here", 1))) == "peak not predicted: no"

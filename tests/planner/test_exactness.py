@@ -97,7 +97,7 @@ def _pairs(names: tuple[str, ...]) -> set[tuple[tuple[int, str], ...]]:
 
 COMBINATIONS = _combinations(40)
 CASES = [
-    pytest.param(model, names, marks=[] if (index + place) % 6 == 0 else [pytest.mark.slow])
+    pytest.param(model, names, marks=[] if (index + place) % 12 == 0 else [pytest.mark.slow])
     for index, names in enumerate(COMBINATIONS)
     for place, model in enumerate(MODELS)
 ]
@@ -105,9 +105,7 @@ CASES = [
 
 def test_every_option_meets_every_other() -> None:
     met = set[Any]().union(*map(_pairs, COMBINATIONS))
-    possible = set[Any]().union(*(_pairs(n) for n in itertools.product(*FACTORS) if _allowed(n)))
-    assert met == possible
-    assert len(set(COMBINATIONS)) == 40
+    assert met == set[Any]().union(*(_pairs(n) for n in itertools.product(*FACTORS) if _allowed(n)))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::lightning_eff.core.errors.NoEffectWarning")

@@ -102,7 +102,10 @@ def test_without_an_override_that_fits_the_message_says_so(
     assert message(err)[-1] == "  no override was found with which a step fits"
 
 
-def test_a_model_that_does_not_fit_is_one_message_too(tiny: list[str], command: Command) -> None:
+def test_a_model_that_does_not_fit_is_one_message_too(
+    tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(out_of_memory, "BUDGET_S", 0.0)
     code, _, err = command(*words_for("NoRoom", tiny))
     assert code == 4
     assert message("\n" + err)[0] == "error: out of memory during setup"
@@ -135,22 +138,16 @@ class OutOf(Net):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.fail("save_checkpoint")
 
-    def on_fit_start(self) -> None:
-        self.fail("setup")
-
-
-PHASES = {**out_of_memory.PHASES, "setup": "setup"}
-
 
 @pytest.mark.parametrize(
-    "hook", ["training_step", "backward", "optimizer_step", "validation_step", "save_checkpoint", "setup"]
+    "hook", ["training_step", "backward", "optimizer_step", "validation_step", "save_checkpoint"]
 )
 def test_the_phase_is_read_from_the_traceback(hook: str, tmp_path: Path) -> None:
     saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
     trainer = make_trainer(callbacks=[saver], enable_checkpointing=True, val_check_interval=2)
     with pytest.raises(MemoryError) as failed:
         trainer.fit(OutOf(hook), make_loader(), make_loader(4))
-    assert phase_of(failed.value) == PHASES[hook]
+    assert phase_of(failed.value) == out_of_memory.PHASES[hook]
 
 
 def test_locals_in_the_traceback_are_freed() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import resource
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
@@ -27,10 +26,7 @@ from lightning_eff.precision.quantized_base import QuantizedBase
 from lightning_eff.report.meter import Probe
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import Recorder
-from tests.support.prediction import CNN_OF, GPT_OF, Encoder, choice, loader_for, trainer_of
-
-GIB = 2**30
-
+from tests.support.prediction import CNN_OF, GPT_OF, choice, loader_for, trainer_of
 
 Plugins = Callable[[], dict[str, Any]]
 
@@ -58,20 +54,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
         functools.partial(GPT_OF, d_model=64, num_heads=4),
         lambda: {"callbacks": [choice(eight_bit)]},
     ),
-    "several": (
-        functools.partial(GPT_OF, dropout=0.1),
-        lambda: {
-            "callbacks": [
-                GradientAccumulation(global_batch_size=8),
-                MicroBatch(micro_batch_size=2),
-                GradientCheckpointing(),
-                PeftAdapter(),
-            ],
-            "plugins": [AutoPrecision(precision="bf16-mixed")],
-        },
-    ),
     "batch norm recomputed": (CNN_OF, lambda: {"callbacks": [GradientCheckpointing(blocks="ResidualBlock")]}),
-    "dropout and weights": (Encoder, lambda: {"callbacks": [GradientAccumulation(global_batch_size=8)]}),
 }
 """What the combinations of test_exactness.py do not have."""
 
@@ -100,7 +83,7 @@ def test_categories_are_those_of_a_real_run() -> None:
 
     found = predict_step(real, batch, step, adamw)
     recorder, optimizer = Recorder(), adamw(real.parameters())
-    probe = Probe(recorder=recorder)
+    probe = Probe(recorder)
     for _ in range(2):
         probe.begin(batch, real, [optimizer])
         step(real, batch).backward()
@@ -133,15 +116,11 @@ class Unfit(GPT):
         return loss
 
 
-def test_a_failure_is_the_reason_and_persistent_bytes_are_counted() -> None:
+def test_a_failure_is_the_reason() -> None:
     make = functools.partial(Unfit, vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2)
     found = predict(make, next(iter(loader_for(make))), trainer=trainer_of({}))
     assert found.peak is None
     assert "numpy" in found.reason
-    weights = sum(p.nbytes for p in make().parameters())
-    assert found.persistent_bytes["parameters"] == found.persistent_bytes["gradients"] == weights
-    counts = 4 * len(list(make().parameters()))  # AdamW's number of steps
-    assert found.persistent_bytes["optimizer state"] == 2 * weights + counts
 
     def broken() -> GPT:
         text = "no weights here"
@@ -156,97 +135,40 @@ def test_a_trainer_for_another_device_is_rejected() -> None:
         predict(GPT_OF, torch.ones(1), trainer=trainer_of({"devices": 2, "strategy": "ddp"}))
 
 
-@pytest.mark.slow
-def test_three_billion_parameters_take_no_memory() -> None:
-    """At most 1 GiB for 28 layers of 3072 on 2 x 4096 tokens; benchmarks/planner_ladder.py has the time."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28,
-        num_attention_heads=24, num_key_value_heads=8, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
-    tokens = torch.zeros(2, 4096, dtype=torch.int64)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = predict_step(
-        lambda: LlamaForCausalLM(config).to(torch.bfloat16),
-        tokens,
-        lambda net, batch: net(input_ids=batch, labels=batch).loss,
-        functools.partial(torch.optim.AdamW, fused=True),
-    )
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert found.peak is not None, found.reason
-    weights = 2 * (128256 * 3072 + 28 * (2 * 3072**2 + 2 * 3072 * 1024 + 3 * 3072 * 8192 + 2 * 3072) + 3072)
-    assert found.peak.by_category["parameters"] == weights
-    assert found.peak.by_category["optimizer state"] >= 2 * weights
-    assert grown < GIB
-    assert 60.0 * GIB < found.peak.num_bytes < 62.5 * GIB, "60.0 GiB are published of torchtune's, on an A100"
-
-
 def test_a_batch_may_be_an_object() -> None:
     """Tensors are found, and counted, in what is no list and no dict of Python's own."""
-    from transformers import BatchEncoding
-
-    def step(net: nn.Module, batch: Any) -> Tensor:
-        return net(batch["x"]).square().mean()
-
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    x = torch.randn(256, 64)
-    plain, encoded = (
-        predict_step(nn.Linear(64, 8), batch, step, sgd).peak for batch in ({"x": x}, BatchEncoding({"x": x}))
-    )
-    assert plain is not None
-    assert encoded is not None
-    assert plain.by_category == encoded.by_category
-    assert plain.by_category["batch"] == x.nbytes
-
-
-def test_a_sparse_gradient_is_no_error(tmp_path: Path) -> None:
-    class Sparse(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(100, 8, sparse=True)
-
-        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-            return self.table(batch[0]).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    report = EfficiencyReport(dirpath=str(tmp_path))
-    trainer_of({}, report).fit(Sparse(), loader_for(Sparse))
-    assert report.report["status"] == "finished"
+    x, sgd = torch.randn(256, 64), functools.partial(torch.optim.SGD, lr=0.1)
+    batch = SimpleNamespace(x=x)
+    peak = predict_step(nn.Linear(64, 8), batch, lambda net, given: net(given.x).sum(), sgd).peak
+    assert peak is not None
+    assert peak.by_category["batch"] == x.nbytes
 
 
 def test_values_that_decide_how_often_are_listed_as_assumed() -> None:
-    lbfgs = functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=4)
-    found = predict_step(nn.Linear(8, 8), torch.ones(4, 8), lambda net, x: net(x).sum(), Closing(lbfgs))
+    class LBFGS(torch.optim.LBFGS):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(lambda: torch.zeros(()))
+
+    found = predict_step(
+        nn.Linear(8, 8),
+        torch.ones(4, 8),
+        lambda net, x: net(x).sum(),
+        functools.partial(LBFGS, lr=0.1, max_iter=4),
+    )
     assert any("lbfgs.py" in each for each in found.assumed)
 
 
-class Closing:
-    """Makes an optimizer whose step needs a closure step without one."""
-
-    def __init__(self, make: Any) -> None:
-        self._make = make
-
-    def __call__(self, parameters: Any) -> Any:
-        optimizer = self._make(parameters)
-        step = optimizer.step
-        optimizer.step = lambda: step(lambda: torch.zeros(()))
-        return optimizer
-
-
 def test_offloaded_activations_are_not_on_the_device() -> None:
-    """Blocks' inputs under `offload`: of eight, all but the ones in use, at the end of the forward pass."""
+    """Blocks' inputs under `offload`: of four, all but the ones in use, at the end of the forward pass."""
     batch = next(iter(loader_for(GPT_OF)))
     peaks = []
     for policy in ("full", "offload"):
         extra = {"callbacks": [GradientCheckpointing(policy=policy)]}
-        make = functools.partial(GPT_OF, num_layers=8)
+        make = functools.partial(GPT_OF, num_layers=4)
         peaks.append(predict(make, batch, trainer=functools.partial(trainer_of, extra)))
     full, offload = (each.in_blocks for each in peaks)
     assert full is not None
     assert offload is not None
     kept = [sum(each.by_phase["forward"].values()) for each in (full, offload)]
-    assert kept[0] - kept[1] >= 6 * batch[0].numel() * 32 * 4
+    assert kept[0] - kept[1] >= 2 * batch[0].numel() * 32 * 4
     assert HostOffload.observers == []

@@ -38,6 +38,8 @@ def test_a_verdict_includes_activations_if_they_are_known() -> None:
 
 
 BATCH = {"data": {"batch_size": 16}}
+WINDOW = {"gradient_accumulation": {"global_batch_size": 256}}
+BOTH = {"gradient_accumulation": {"global_batch_size": 45}, "micro_batch": {"micro_batch_size": 4}}
 
 
 @pytest.mark.parametrize(
@@ -45,20 +47,10 @@ BATCH = {"data": {"batch_size": 16}}
     [
         ({}, 8, 1),
         ({"trainer": {"accumulate_grad_batches": 3}}, 8, 3),
-        (BATCH | {"callbacks": {"gradient_accumulation": {"global_batch_size": 256}}}, 4, 4),
+        (BATCH | {"callbacks": WINDOW}, 4, 4),
         (BATCH | {"callbacks": {"micro_batch": {"micro_batch_size": "auto"}}}, 1, 1),
-        (BATCH | {"callbacks": {"gradient_accumulation": {"global_batch_size": 256}}}, 3, 6),
-        (
-            {
-                "data": {"batch_size": 10},
-                "callbacks": {
-                    "gradient_accumulation": {"global_batch_size": 45},
-                    "micro_batch": {"micro_batch_size": 4},
-                },
-            },
-            2,
-            9,
-        ),
+        (BATCH | {"callbacks": WINDOW}, 3, 6),
+        ({"data": {"batch_size": 10}, "callbacks": BOTH}, 2, 9),
     ],
 )
 def test_micro_batches_are_read_off_the_config(values: dict[str, Any], devices: int, expected: int) -> None:

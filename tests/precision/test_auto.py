@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor, nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.core import checkpoint_stamp
-from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning, SlowPathWarning
+from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.precision import auto
 from lightning_eff.precision.auto import AutoPrecision, step_context
 from tests.support.models import Net, make_loader, make_trainer
@@ -175,47 +173,6 @@ def test_an_overflowing_step_is_skipped_and_the_scale_halved(net: Callable[..., 
     assert torch.isfinite(model.first.weight).all()
 
 
-def test_scaler_is_saved_and_restored(net: Callable[..., Net], tmp_path: Any) -> None:
-    plugin = AutoPrecision(precision="16-mixed")
-    trainer = make_trainer(plugins=[plugin], max_steps=20)
-    trainer.fit(net(), make_loader())
-    assert plugin.scaler is not None
-    plugin.scaler.update(128.0)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    again = AutoPrecision(precision="16-mixed")
-    resumed = make_trainer(plugins=[again], max_steps=21)
-    resumed.fit(net(), make_loader(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
-    assert resumed.global_step == 21
-    assert again.scaler is not None
-    assert again.scaler.get_scale() == 128.0
-
-
-def test_a_checkpoint_that_names_the_plugin_as_it_was_called_before_is_resumed(
-    net: Callable[..., Net], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Until 0.1 it was `precision/mixed`."""
-    trainer = make_trainer(plugins=[AutoPrecision(precision="32-true")], max_steps=20)
-    trainer.fit(net(), make_loader())
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    techniques = checkpoint[checkpoint_stamp.KEY]["techniques"]
-    techniques["precision/mixed"] = techniques.pop("precision/auto")
-    torch.save(checkpoint, tmp_path / "b.ckpt")
-    resumed = make_trainer(plugins=[AutoPrecision(precision="32-true")], max_steps=21)
-    with caplog.at_level("INFO"):
-        resumed.fit(net(), make_loader(), ckpt_path=tmp_path / "b.ckpt", weights_only=True)
-    assert resumed.global_step == 21
-    assert "not as saved: without precision/mixed, with precision/auto" in caplog.text
-
-
-def test_lbfgs_with_fp16_is_refused(net: Callable[..., Net]) -> None:
-    choice = OptimizerChoice(optimizer=functools.partial(torch.optim.LBFGS, lr=0.1))
-    with pytest.raises(ConflictError, match="LBFGS with a gradient scaler"):
-        make_trainer(plugins=[AutoPrecision(precision="16-mixed")], callbacks=[choice]).fit(
-            net(), make_loader()
-        )
-
-
 def test_a_modules_own_lbfgs_with_fp16_is_refused_where_it_would_step(net: Callable[..., Net]) -> None:
     model = net()
     model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters(), lr=0.1)
@@ -268,8 +225,3 @@ def test_a_bare_module_needs_a_device() -> None:
     plugin = AutoPrecision(precision="bf16-mixed", device="cpu")
     plugin.convert_module(nn.Linear(2, 2))
     assert plugin.outcome().numbers["layers"] == {"": "Linear"}
-
-
-def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'auto', or one of bf16-mixed, 16-mixed, bf16-true, 32-true"):
-        AutoPrecision(precision="fp8")

@@ -21,13 +21,12 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 
 from lightning_eff.adapters import quantized
-from lightning_eff.adapters.methods import FOR_QUANTIZED, NOT_LINEAR, PROMPTS, method_names
+from lightning_eff.adapters.methods import FOR_QUANTIZED, NOT_LINEAR, method_names
 from lightning_eff.adapters.module_tree import linear_layers
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
-from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core import model_surgery, rules
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
@@ -124,9 +123,8 @@ def plain_loop(model: Frozen, num_steps: int, dtype: torch.dtype = torch.float32
     return losses[:num_steps]
 
 
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize("double_quant", [True, False])
-@pytest.mark.parametrize("shape", [(96, 64), (80, 48), (8, 16), (64, 4), (100, 64)])
+@pytest.mark.parametrize(("quant_type", "double_quant"), [("nf4", True), ("fp4", False)])
+@pytest.mark.parametrize("shape", [(96, 64), (8, 16), (64, 4), (100, 64)])
 def test_rows_that_are_no_whole_blocks_are_read_as_they_were_written(
     shape: tuple[int, int], double_quant: bool, quant_type: str
 ) -> None:
@@ -152,14 +150,14 @@ def test_rows_that_are_no_whole_blocks_are_read_as_they_were_written(
 @pytest.mark.parametrize(
     ("quant_type", "compute"),
     # In bf16 the library's 8-bit layer answers in bf16; its 4-bit one, and ours, in its input's format.
-    [("nf4", "fp32"), ("nf4", "bf16"), ("fp4", "fp32"), ("fp4", "bf16"), ("int8", "fp32")],
+    [("nf4", "bf16"), ("fp4", "fp32"), ("int8", "fp32")],
 )
 def test_trains_to_the_bit_as_the_libraries_alone(quant_type: str, compute: str) -> None:
     """T0. A weight quantized twice, or with another blocksize, is 5 % of its norm away."""
     plain = make()
     by_hand(plain, quant_type, DTYPES[compute])
-    expected = plain_loop(plain, 30, DTYPES[compute])
-    model = fitted(QuantizedBase(quant_type=quant_type, compute_dtype=compute), max_steps=30)
+    expected = plain_loop(plain, 20, DTYPES[compute])
+    model = fitted(QuantizedBase(quant_type=quant_type, compute_dtype=compute), max_steps=20)
     assert model.losses == expected
     # The library casts it in the first forward pass, so a run and its resumption would differ.
     biases = {p.dtype for n, p in model.named_parameters() if n.endswith("base_layer.bias")}
@@ -234,16 +232,11 @@ def test_the_error_that_is_reported_is_the_one_there_is(quant_type: str, most: f
     error = float((dequantize(layer.weight) - original).norm() / original.norm())
     assert plugin.outcome().numbers["errors"] == {"0": pytest.approx(error)}
     assert 0.1 * most < error < most
-    assert f"at most {error:.2%} lost (0)" in plugin.outcome().did
 
 
 @pytest.mark.parametrize(
     ("quant_type", "dtype", "loaded"),
-    [
-        ("bf16", torch.bfloat16, torch.float32),
-        ("fp16", torch.float16, torch.float32),
-        ("bf16", torch.bfloat16, torch.bfloat16),
-    ],
+    [("fp16", torch.float16, torch.float32), ("bf16", torch.bfloat16, torch.bfloat16)],
 )
 def test_sixteen_bits_for_frozen_matrices_and_float32_for_the_rest(
     quant_type: str, dtype: torch.dtype, loaded: torch.dtype
@@ -263,27 +256,7 @@ def test_sixteen_bits_for_frozen_matrices_and_float32_for_the_rest(
     assert after == sum(model.get_parameter(name).nbytes for name in low if "norm" not in name)
 
 
-def test_bf16_is_as_near_to_float64_as_plain_pytorch() -> None:
-    """T3, against bf16-true adapters' training; weights cast twice, or to fp8, are 16 times as far."""
-    plain, exact = make(dropout=0.0), make(dropout=0.0).double()
-    for model in (plain, exact):
-        torch.manual_seed(2)
-        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=LINEARS, **LORA), model)
-        for parameter in model.parameters():
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.to(torch.bfloat16).to(parameter.dtype)
-    with torch.no_grad():  # the same adapters to begin with
-        for ours, theirs in zip(exact.parameters(), plain.parameters(), strict=True):
-            ours.copy_(theirs)
-    expected = plain_loop(plain, 50, torch.bfloat16)
-    reference = plain_loop(exact, 50, torch.float64)
-    model = fitted(QuantizedBase(quant_type="bf16"), model=make(dropout=0.0), max_steps=50)
-    plain_error = max(abs(a - b) for a, b in zip(expected, reference, strict=True))
-    error = max(abs(a - b) for a, b in zip(model.losses, reference, strict=True))
-    assert 0.0 < error <= 2 * plain_error + 2 * 2.0**-8 * max(reference)
-
-
-@pytest.mark.parametrize("quant_type", [*FEW_BITS, "bf16"])
+@pytest.mark.parametrize("quant_type", ["nf4", "int8", "bf16"])
 def test_goes_on_to_the_bit_whatever_base_is_in_the_file(quant_type: str, tmp_path: Path) -> None:
     """The quantized one, the one before quantizing, or none at all, as an adapter's own file has it."""
     epochs = {"max_steps": -1, "max_epochs": 2}
@@ -323,18 +296,13 @@ def test_a_file_is_taken_as_it_is_and_never_quantized_again(quant_type: str) -> 
         quantize(each, quant_type, compute_dtype=torch.float32)
     x = torch.randn(3, 64)
     assert not torch.equal(layer(x), other(x))
-    other(x)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(layer(x), other(x))
-    assert all(
-        torch.equal(a, b) for a, b in zip(*(low_bits(m)["weight"] for m in (layer, other)), strict=True)
-    )
 
 
 @pytest.mark.parametrize(
     ("one", "other", "message"),
     [
-        ({}, {"quant_type": "fp4"}, "was saved in another format"),
         ({}, {"blocksize": 128}, "was saved with another blocksize: 64, and not 128"),
         ({}, {"double_quant": False}, "was saved in another format"),
         ({}, {"quant_type": "int8"}, "another format than int8 with one scale per row"),
@@ -366,19 +334,6 @@ def test_evaluation_computes_what_training_does_and_leaves_no_trace(quant_type: 
     torch.testing.assert_close(gradient, dequantize(layer.weight).sum(0).expand_as(x))
     twin = copy.deepcopy(layer)
     assert torch.equal(twin(x), training)
-
-
-@pytest.mark.parametrize("quant_type", [*FEW_BITS, "bf16"])
-def test_what_is_trained_itself_is_not_low(quant_type: str) -> None:
-    plugin = QuantizedBase(quant_type=quant_type)
-    model = fitted(plugin, PeftAdapter(options=LORA, modules_to_save=["blocks.1"], target_modules=["first"]))
-    copied: Any = model.get_submodule("blocks.1.modules_to_save.default.linear")
-    assert type(copied) is nn.Linear
-    assert copied.weight.dtype == torch.float32
-    assert copied.weight.requires_grad
-    names = set(plugin.outcome().numbers["layers"])
-    assert not any("blocks.1" in name and quant_type in FEW_BITS for name in names)
-    assert names >= ({"first", "blocks.0.linear", "second"} if quant_type in FEW_BITS else set())
 
 
 def test_layers_that_a_user_froze_are_quantized_without_adapters() -> None:
@@ -448,9 +403,8 @@ def test_weights_that_would_be_lost_or_changed_are_refused() -> None:
             assert [f.rule.verdict for f in findings] == [Verdict.REFUSED]
 
 
-@pytest.mark.parametrize("quant_type", ["nf4", "int8"])
-@pytest.mark.parametrize("method", sorted({*method_names()} - {*PROMPTS, *NOT_LINEAR}))
-def test_a_method_begins_at_the_quantized_model_or_is_refused(method: str, quant_type: str) -> None:
+@pytest.mark.parametrize("method", sorted({*method_names()} - {*NOT_LINEAR}))
+def test_a_method_begins_at_the_quantized_model_or_is_refused(method: str) -> None:
     """HRA and DEFT take 8-bit codes for weights without an error: the first output is off by 0.9."""
     options = {
         "road": {"group_size": 8},
@@ -458,10 +412,10 @@ def test_a_method_begins_at_the_quantized_model_or_is_refused(method: str, quant
         "gralora": {"r": 4},
         "oft": {"oft_block_size": 4},
     }
-    options |= {"adalora": {"total_step": 9}, "fourierft": {"n_frequency": 9}}
+    options |= {"fourierft": {"n_frequency": 9}}
     torch.manual_seed(1)
     model = make(0.0).requires_grad_(False)
-    QuantizedBase(quant_type=quant_type, device="cpu").apply(model)
+    QuantizedBase(quant_type="int8", device="cpu").apply(model)
     x = torch.randn(2, 8)
     before = model(x)
     keywords: dict[str, Any] = {"method": method, "options": options.get(method)}
@@ -500,28 +454,19 @@ TECHNIQUES: dict[str, Callable[[], list[Any]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def alone() -> Frozen:
+    return fitted(QuantizedBase())
+
+
 @pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 @pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning")
-@pytest.mark.parametrize("quant_type", ["nf4", "int8", "bf16"])
 @pytest.mark.parametrize("name", list(TECHNIQUES))
-def test_other_techniques_change_no_bit(name: str, quant_type: str) -> None:
-    alone = fitted(QuantizedBase(quant_type=quant_type))
-    model = fitted(QuantizedBase(quant_type=quant_type), PeftAdapter(options=LORA), *TECHNIQUES[name]())
+def test_other_techniques_change_no_bit(name: str, alone: Frozen) -> None:
+    model = fitted(QuantizedBase(), PeftAdapter(options=LORA), *TECHNIQUES[name]())
     assert model.losses == alone.losses
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated")
-@pytest.mark.parametrize("quant_type", FEW_BITS)
-def test_compiled_blocks_and_cut_batches_train_alike(quant_type: str) -> None:
-    """T2: a gradient that is lost, or counted twice, is 0.5 away."""
-    plugin = functools.partial(QuantizedBase, quant_type=quant_type, compute_dtype="fp32")
-    alone = fitted(plugin(), model=make(0.0))
-    for other in (TorchCompile(backend="aot_eager"), MicroBatch(micro_batch_size=2)):
-        model = fitted(plugin(), PeftAdapter(options=LORA), other, model=make(0.0))
-        for name, parameter in trained(model).items():
-            torch.testing.assert_close(parameter, trained(alone)[name], rtol=1e-5, atol=1e-6)
 
 
 def hf(folder: Path, **keywords: Any) -> HFCausalLM:
@@ -599,18 +544,9 @@ def test_a_second_fit_and_an_evaluation_find_nothing_to_do() -> None:
     assert set(again.outcome().numbers["layers"]) == set(LINEARS)
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"quant_type": "int4"}, "quant_type='int4': expected one of nf4, fp4, int8, bf16, fp16"),
-        ({"compute_dtype": "tf32"}, "compute_dtype='tf32': expected one of auto, bf16, fp16, fp32"),
-        ({"blocksize": 60}, "blocksize=60: expected one of 32, 64"),
-        ({"quant_type": "bf16", "compute_dtype": "fp32"}, "compute_dtype='fp32': expected bf16 or auto"),
-    ],
-)
-def test_a_value_that_cannot_be_is_refused(keywords: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        QuantizedBase(**keywords)
+def test_a_format_of_products_that_casts_16_bit_weights_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compute_dtype='fp32': expected bf16 or auto"):
+        QuantizedBase(quant_type="bf16", compute_dtype="fp32")
 
 
 def test_a_missing_bitsandbytes_is_told_with_the_line_that_installs_it(

@@ -64,17 +64,6 @@ def test_a_gpu_that_torchs_build_cannot_use_is_a_problem(monkeypatch: pytest.Mon
     assert find("gpu").fix == "nvidia-smi"
 
 
-def test_gpus_are_listed_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=140 * 2**30)
-    )
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    assert find("gpu 0").found == "NVIDIA H200, 140.0 GiB"
-
-
 def test_a_full_disk_and_a_read_only_folder_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         installation.shutil, "disk_usage", lambda _: SimpleNamespace(free=10, total=64 * 2**20)

@@ -1,30 +1,83 @@
-"""Probe: which batches are counted, and what. Meter: which are timed, and that closing restores all."""
+"""Batch times by a clock that the test turns, waits for data, and which batches are counted and timed."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from torch import Tensor, nn
 
 from lightning_eff.core import allocator
 from lightning_eff.kernels import devices
-from lightning_eff.report import throughput
-from lightning_eff.report.meter import Meter, Probe, samples_and_tokens
+from lightning_eff.report import meter
+from lightning_eff.report.meter import FETCH_ACTION, DataWait, Meter, Probe, Throughput, samples_and_tokens
 from lightning_eff.report.recording import Recorder
-from lightning_eff.report.throughput import FETCH_ACTION
 
-CPU = torch.device("cpu")
+CPU, LONG = torch.device("cpu"), torch.long
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return a clock that stands still until `now` is set."""
     watch = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: watch.now))
+    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: watch.now))
     return watch
+
+
+def test_rates_medians_and_shares_are_exact(clock: SimpleNamespace) -> None:
+    measured = Throughput()
+    summary = measured.summary()
+    assert summary.pop("num_batches") == 0
+    assert set(summary.values()) == {None}
+    for seconds in (4.0, 1.0, 2.0, 8.0, 1.0):
+        clock.now += 50.0  # before a restart: not a batch's
+        measured.restart()
+        clock.now += seconds
+        measured.finish_batch(num_samples=6, num_tokens=60, wait_s=0.5)
+    assert list(measured.batch_times_s) == [4.0, 1.0, 2.0, 8.0, 1.0]
+    assert measured.summary() == {
+        "batch_time_s": 2.0,
+        "batch_time_p90_s": 4.0,
+        "samples_per_s": 30 / 16,
+        "tokens_per_s": 300 / 16,
+        "data_wait_share": 2.5 / 16,
+        "num_batches": 5,
+    }
+
+
+def test_percentiles_and_what_is_none(clock: SimpleNamespace) -> None:
+    measured = Throughput()
+    for seconds in (*range(1, 11), 1000):
+        clock.now += seconds
+        measured.finish_batch(1, 0, wait_s=1.5 * seconds)
+    summary = measured.summary()
+    assert (summary["batch_time_p90_s"], summary["batch_time_s"]) == (10.0, 6.0)
+    assert (summary["tokens_per_s"], summary["data_wait_share"]) == (None, 1.0), "waits are at most all"
+
+
+@pytest.mark.parametrize("kind", [PassThroughProfiler, SimpleProfiler])
+def test_fetches_alone_add_up_and_the_profiler_is_restored(clock: SimpleNamespace, kind: type[Any]) -> None:
+    profiler = kind()
+    before = dict(vars(profiler))
+    wait = DataWait(profiler)
+    assert type(profiler) is kind
+    for fetch_s, train_s in ((1.0, 10.0), (2.0, 20.0)):
+        with profiler.profile(FETCH_ACTION):
+            clock.now += fetch_s
+        with profiler.profile("run_training_batch"):
+            clock.now += train_s
+    assert (wait.take(), wait.take()) == (3.0, 0.0), "what was taken is gone"
+    if kind is SimpleProfiler:
+        assert len(profiler.recorded_durations["run_training_batch"]) == 2, "it does its own work"
+    wait.close()
+    assert vars(profiler) == before
+    with profiler.profile(FETCH_ACTION):
+        clock.now += 1.0
+    wait.close()
+    assert wait.take() == 0.0, "it hears nothing any more"
 
 
 def run(
@@ -43,7 +96,7 @@ def run(
     for index in range(num_batches):
         with profiler.profile(FETCH_ACTION):
             clock.now += 1.0
-        batch = (torch.ones(5, 10), torch.zeros(5, 7, dtype=torch.long))
+        batch = (torch.ones(5, 10), torch.zeros(5, 7, dtype=LONG))
         measured.begin_batch(batch, layer, [optimizer])
         layer(batch[0]).sum().backward()
         if (index + 1) % accumulate == 0:
@@ -59,13 +112,7 @@ def test_batches_are_timed_after_those_that_are_counted_and_the_warmup(clock: Si
     measured = run(clock, num_batches=7)
     assert measured.probe.num_batches == 2
     assert list(measured.throughput.batch_times_s) == [8.0, 9.0, 10.0]
-    measured = run(clock, num_batches=7, accumulate=2, num_warmup_batches=1)
-    assert measured.probe.num_batches == 4, "the fourth ends with the second step"
-    assert list(measured.throughput.batch_times_s) == [9.0, 10.0]
-
-
-def test_figures_are_exact(clock: SimpleNamespace) -> None:
-    figures = run(clock, num_batches=7).summary(dtype=torch.float32, world_size=3)
+    figures = measured.summary(dtype=torch.float32, world_size=3)
     # Forward, and the weight's gradient: two products of 5 x 10 x 10.
     flops_per_sample = 2 * 2 * 10 * 10
     assert figures.pop("peak_bytes") >= 2 * 400 + 200
@@ -83,6 +130,9 @@ def test_figures_are_exact(clock: SimpleNamespace) -> None:
         "mfu": None,
         "peak_measured": "live bytes of the first batches",
     }
+    measured = run(clock, num_batches=7, accumulate=2, num_warmup_batches=1)
+    assert measured.probe.num_batches == 4, "the fourth ends with the second step"
+    assert list(measured.throughput.batch_times_s) == [9.0, 10.0]
 
 
 def test_what_was_not_measured_is_none(clock: SimpleNamespace) -> None:
@@ -106,27 +156,10 @@ def test_the_peak_of_an_allocator_is_used_if_it_has_one(
     measured = run(clock, num_batches=4, device=device, num_warmup_batches=0)
     figures = measured.summary(dtype=torch.bfloat16, world_size=1)
     assert reset == [device]
-    assert figures["peak_bytes"] == 12345
-    assert figures["peak_measured"] == "max_memory_allocated"
+    assert (figures["peak_bytes"], figures["peak_measured"]) == (12345, "max_memory_allocated")
     assert figures["num_batches"] == 3, "live bytes are not counted, so one counted batch is enough"
     assert figures["mfu"] == figures["flops_per_s"] / 989e12 > 0
     assert measured.summary(dtype=torch.float32, world_size=1)["mfu"] == figures["flops_per_s"] / 67e12
-
-
-def test_closing_in_the_middle_of_a_batch_stops_everything() -> None:
-    profiler, layer = PassThroughProfiler(), nn.Linear(10, 10)
-    before = dict(vars(profiler))
-    measured = Meter(CPU, profiler, num_warmup_batches=0, is_counted=True)
-    measured.begin_batch(torch.ones(5, 10), layer, [])
-    measured.close()
-    measured.close()
-    layer(torch.ones(5, 10))
-    assert vars(profiler) == before
-    assert measured.probe._flop_count.flops == 0
-    assert measured.summary(dtype=torch.float32, world_size=1)["peak_bytes"] is None
-
-
-LONG = torch.long
 
 
 @pytest.mark.parametrize(
@@ -137,8 +170,6 @@ LONG = torch.long
         ([["name"], {"image": torch.zeros(3, 2, 8, 8)}, torch.zeros(3, dtype=LONG)], (3, 0)),
         ((torch.tensor(1.0), torch.zeros(2, 3)), (2, 0)),
         ((torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)), (2, 0)),
-        (torch.tensor(1.0), (1, 0)),
-        (None, (1, 0)),
         ("text", (1, 0)),
     ],
 )
@@ -172,65 +203,27 @@ def train(probe: Probe | None, num_batches: int) -> nn.Linear:
     return layer
 
 
-def test_flops_are_of_the_first_batch_alone() -> None:
-    probe = Probe(count_flops=True)
-    train(probe, 4)
-    assert (probe.flops, probe.num_batches) == (2 * PRODUCT, 1), "forward, and the weight's gradient"
-    probe = Probe(count_flops=True, recorder=Recorder())
-    train(probe, 4)
-    assert (probe.flops, probe.num_batches) == (2 * PRODUCT, 2), "bytes need another batch"
-
-
-def test_peak_holds_parameters_gradients_momentum_and_activations() -> None:
-    first, second = Recorder(), Recorder()
-    train(Probe(recorder=first), 1)
-    train(Probe(recorder=second), 2)
-    weight, activation, scalar = 400, 200, 4
-    # In the first step, which makes the momentum: weight, its gradient, momentum, input.
-    assert first.peak_bytes == 3 * weight + activation
+def test_flops_are_of_the_first_batch_and_bytes_of_two_steps() -> None:
+    alone, recorder = Probe(), Recorder()
+    probe = Probe(recorder)
+    train(alone, 4)
+    counted = train(probe, 4)
+    assert (alone.flops, alone.num_batches) == (2 * PRODUCT, 1)
+    assert (probe.flops, probe.num_batches) == (2 * PRODUCT, 2)
     # In the second backward: the three weights, input, relu's gradient, the loss and its own gradient.
-    assert second.peak_bytes == 3 * weight + 2 * activation + 2 * scalar
-
-
-@pytest.mark.parametrize(
-    ("count_flops", "count_bytes", "num_batches", "steps", "done"),
-    [
-        (False, False, 0, 0, True),
-        (True, False, 0, 0, False),
-        (True, False, 1, 0, True),
-        (False, True, 1, 1, False),
-        (False, True, 2, 1, False),
-        (False, True, 2, 2, True),
-        (True, True, 3, 1, False),
-        (True, True, 3, 2, True),
-    ],
-)
-def test_done_after_the_first_batch_and_after_two_steps(
-    *, count_flops: bool, count_bytes: bool, num_batches: int, steps: int, done: bool
-) -> None:
-    layer, optimizer, x = make_training()
-    probe = Probe(count_flops=count_flops, recorder=Recorder() if count_bytes else None)
-    for _ in range(num_batches):
-        probe.begin(x, layer, [optimizer])
-        probe.end()
-    assert probe.is_done(steps) is done
+    assert recorder.peak_bytes == 3 * 400 + 2 * 200 + 2 * 4
+    assert torch.equal(train(None, 4).weight, counted.weight), "counting changes nothing"
 
 
 def test_closed_in_the_middle_of_a_batch_it_counts_no_more() -> None:
     layer, optimizer, x = make_training()
     recorder = Recorder()
-    probe = Probe(count_flops=True, recorder=recorder)
+    probe = Probe(recorder)
     probe.begin(x, layer, [optimizer])
     y = layer(x)
     probe.close()
     probe.close()
     z = layer(x)
-    assert (probe.num_batches, probe.flops, probe._flop_count.flops) == (0, None, PRODUCT)
+    assert (probe.num_batches, probe.flops, recorder.flops) == (0, 0, PRODUCT)
     assert recorder.now_bytes == 400 + 200 + 200
     assert torch.equal(y, z)
-
-
-def test_training_is_the_same_with_it() -> None:
-    counted = train(Probe(count_flops=True, recorder=Recorder()), 6)
-    assert torch.equal(train(None, 6).weight, counted.weight)
-    assert not torch.equal(counted.weight, make_training()[0].weight)

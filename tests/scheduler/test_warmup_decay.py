@@ -34,15 +34,8 @@ def walk(schedule: WarmupDecay, num_steps: int) -> list[list[float]]:
     return rates
 
 
-def test_linear_curve_is_exact() -> None:
-    schedule = make_schedule(total_steps=10, warmup_steps=2, decay="linear", min_lr_ratio=0.0)
-    assert [schedule.lr_factor(step) for step in range(12)] == [
-        *(0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0, 0.0)
-    ]
-
-
 # A curve that is one step off is wrong by more than 1e-3 somewhere.
-@pytest.mark.parametrize("decay_fraction", [1.0, 0.5, 0.2])
+@pytest.mark.parametrize("decay_fraction", [1.0, 0.2, 0.0])
 @pytest.mark.parametrize("warmup_steps", [0, 1, 20])
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
 def test_curve_equals_another_formula(decay: str, warmup_steps: int, decay_fraction: float) -> None:
@@ -79,20 +72,6 @@ def test_none_stays_at_one_with_and_without_a_length() -> None:
         assert [schedule.lr_factor(step) for step in (0, 1, 2, 3, 4, 99)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
-def test_a_short_decay_leaves_the_rest_at_one() -> None:
-    schedule = make_schedule(total_steps=8, decay="linear", decay_fraction=0.25, min_lr_ratio=0.5)
-    assert [schedule.lr_factor(step) for step in range(10)] == [*[1.0] * 7, 0.75, 0.5, 0.5]
-
-
-@pytest.mark.parametrize("decay", ["cosine", "linear"])
-def test_rate_never_rises_after_the_warmup(decay: str) -> None:
-    schedule = make_schedule(total_steps=50, warmup_steps=7, decay=decay, decay_fraction=0.6)
-    factors = [schedule.lr_factor(step) for step in range(7, 70)]
-    assert factors == sorted(factors, reverse=True)
-    assert factors[0] == 1.0
-    assert factors[43] == factors[-1] == 0.1
-
-
 def test_every_group_gets_its_rate_step_by_step() -> None:
     optimizer = make_optimizer(1.0, 0.5)
     schedule = make_schedule(optimizer, total_steps=8, warmup_steps=4, decay="linear", min_lr_ratio=0.0)
@@ -102,16 +81,11 @@ def test_every_group_gets_its_rate_step_by_step() -> None:
     assert weights == [-sum(factors), -sum(factors) / 2], "a gradient of one moves a weight by the rates' sum"
 
 
-def test_a_checkpoint_holds_the_step_alone() -> None:
-    schedule = make_schedule(total_steps=8)
-    walk(schedule, 3)
-    assert schedule.state_dict() == {"last_epoch": 3}
-
-
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
 def test_resumed_with_more_steps_follows_the_longer_schedule(decay: str) -> None:
     short = make_schedule(make_optimizer(0.5, 0.2), total_steps=8, warmup_steps=2, decay=decay)
     walk(short, 6)
+    assert short.state_dict() == {"last_epoch": 6}
     long = make_schedule(make_optimizer(0.5, 0.2), total_steps=32, warmup_steps=2, decay=decay)
     long.load_state_dict(short.state_dict())
     whole = walk(make_schedule(make_optimizer(0.5, 0.2), total_steps=32, warmup_steps=2, decay=decay), 32)
@@ -123,7 +97,7 @@ def test_resumed_with_more_steps_follows_the_longer_schedule(decay: str) -> None
 def test_resumed_with_the_same_length_goes_on_as_if_nothing_had_happened() -> None:
     keywords: dict[str, Any] = {"total_steps": 12, "warmup_steps": 5}
     whole = walk(make_schedule(**keywords), 12)
-    for stop in range(12):
+    for stop in (0, 1, 5, 11):
         first, second = make_schedule(**keywords), make_schedule(**keywords)
         walk(first, stop)
         second.load_state_dict(first.state_dict())
@@ -150,13 +124,6 @@ def test_values_out_of_range_are_named(key: str, value: Any) -> None:
         make_schedule(**({"total_steps": 10} | {key: value}))
     assert (caught.value.key, caught.value.value) == (key, value)
     assert str(caught.value).startswith(f"{key}={value!r}: expected ")
-
-
-def test_a_decay_fraction_of_zero_stays_until_the_end() -> None:
-    schedule = WarmupDecay(
-        make_optimizer(1.0), total_steps=10, decay="linear", decay_fraction=0.0, min_lr_ratio=0.1
-    )
-    assert [schedule.lr_factor(step) for step in (0, 5, 9, 10, 12)] == [1.0, 1.0, 1.0, 0.1, 0.1]
 
 
 def test_a_tensor_rate_is_filled_and_not_replaced() -> None:

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
@@ -21,7 +20,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, DoublePrecision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.torch_compile import TorchCompile
@@ -41,11 +40,12 @@ MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
     ("options", "message"),
     [
         ({"stage": 0}, "stage=0: expected one of 1, 2, 3"),
-        ({"offload_optimizer": "disk"}, "offload_optimizer='disk': expected one of cpu, nvme, or None"),
-        ({"offload_parameters": "cpu"}, "offload_parameters='cpu': expected None under stage 2"),
-        ({"offload_optimizer": "nvme", "nvme_path": "x"}, "offload_optimizer='nvme': expected cpu or None"),
-        ({"stage": 3, "offload_optimizer": "nvme"}, "nvme_path=None: expected a folder on a local disk"),
-        ({"nvme_path": "x"}, "nvme_path='x': expected a folder on a local disk for nvme, else None"),
+        ({"offload_optimizer": "nvme"}, "offload_optimizer='nvme': expected 'cpu', or None"),
+        (
+            {"offload_parameters": "cpu"},
+            "offload_parameters='cpu': expected None under stage 2, where each device keeps all weights\n"
+            "  try: DeepSpeedZero(stage=3)",
+        ),
         ({"config": {"gradient_clipping": 1.0}}, "set by trainer.gradient_clip_val"),
         ({"config": {"train_batch_size": 8}}, "set by data.batch_size"),
         ({"config": {"bf16": {"enabled": True}}}, "set by trainer.precision or precision="),
@@ -75,80 +75,43 @@ def test_config_is_passed_to_deepspeed_and_not_changed() -> None:
 
 
 def test_a_precision_plugin_becomes_deepspeeds_own() -> None:
-    strategy = DeepSpeedZero()
-    trainer = pl.Trainer(
-        strategy=strategy,
-        devices=2,
-        accelerator="cpu",
-        logger=False,
-        plugins=[AutoPrecision(precision="bf16-mixed")],
-    )
+    plugins = [AutoPrecision(precision="bf16-mixed")]
+    trainer = make_trainer(strategy=DeepSpeedZero(), devices=2, plugins=plugins)
     assert isinstance(trainer.precision_plugin, DeepSpeedPrecision)
     assert trainer.precision == "bf16-mixed"
-    with pytest.raises(ConfigError, match="precision='64-true': expected bf16-mixed"):
-        strategy.precision_plugin = DoublePrecision()
 
 
 def test_one_device_is_rejected_with_remedies() -> None:
     trainer = make_trainer(strategy=DeepSpeedZero(), devices=1)
     with pytest.raises(ConflictError) as raised:
         trainer.fit(Net())
-    for remedy in (
-        "Trainer(devices=2)",
-        'Trainer(strategy="auto")',
-        'DeepSpeedZero(offload_optimizer="cpu")',
-    ):
-        assert f"try: {remedy}" in str(raised.value)
-
-
-def test_remedies_can_be_pasted() -> None:
-    for options in ({"offload_parameters": "cpu"}, {"offload_optimizer": "nvme", "nvme_path": "x"}):
-        with pytest.raises(ConfigError, match=r"try: DeepSpeedZero\(stage=3\)"):
-            DeepSpeedZero(**options)
-    with pytest.raises(ConfigError, match=r"try: DeepSpeedZero\(nvme_path=./"):
-        DeepSpeedZero(stage=3, offload_optimizer="nvme")
-    with pytest.raises(
-        ConfigError,
-        match=r"nvme_path='no/such': expected an existing, writable folder[\s\S]*try: mkdir -p no/such",
-    ):
-        DeepSpeedZero(stage=3, offload_optimizer="nvme", nvme_path="no/such")
+    for remedy in ("devices=2)", 'Trainer(strategy="auto")', 'DeepSpeedZero(offload_optimizer="cpu")'):
+        assert remedy in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("other", "options", "refused"),
+    ("other", "stage", "options", "refused"),
     [
-        (WeightAveraging(), {"stage": 2}, False),
-        (WeightAveraging(), {"stage": 3}, True),
-        (EMAWeightAveraging(), {"stage": 3}, True),
-        (StochasticWeightAveraging(swa_lrs=0.1), {}, True),
-        (LearningRateFinder(), {}, True),
-        (BackboneFinetuning(), {}, True),
+        (WeightAveraging(), 2, {}, False),
+        (WeightAveraging(), 1, {"precision": "bf16-true"}, True),
+        (EMAWeightAveraging(), 3, {}, True),
+        (StochasticWeightAveraging(swa_lrs=0.1), 2, {}, True),
+        (LearningRateFinder(), 2, {}, True),
+        (BackboneFinetuning(), 2, {}, True),
     ],
 )
-def test_incompatible_lightning_callbacks_are_rejected(
-    other: Any, options: dict[str, Any], *, refused: bool
+def test_incompatible_lightning_callbacks_are_rejected_in_a_plain_trainer(
+    other: Any, stage: Any, options: dict[str, Any], *, refused: bool
 ) -> None:
-    trainer = make_trainer(strategy=DeepSpeedZero(**options), devices=2, callbacks=[other])
-    findings = rules.check_rules(rules.trainer_components(trainer), {})
-    assert bool(findings) is refused
-    assert all(finding.rule.remedies for finding in findings)
-
-
-def test_averages_of_16_bit_weights_are_rejected() -> None:
-    trainer = make_trainer(
-        strategy=DeepSpeedZero(stage=1), devices=2, callbacks=[WeightAveraging()], precision="bf16-true"
-    )
-    assert rules.check_rules(rules.trainer_components(trainer), {})
-
-
-def test_rules_also_apply_in_a_plain_trainer() -> None:
     """Before a process group exists, and before the callback has copied the model."""
-    trainer = make_trainer(strategy=DeepSpeedZero(stage=3), devices=2, callbacks=[WeightAveraging()])
-    module = Net()
-    trainer.strategy.connect(module)
-    module.trainer = trainer
-    with pytest.raises(ConflictError, match="deepspeed_zero with WeightAveraging"):
-        trainer.strategy.setup_environment()
+    trainer = make_trainer(strategy=DeepSpeedZero(stage=stage), devices=2, callbacks=[other], **options)
+    assert bool(rules.check_rules(rules.trainer_components(trainer), {})) is refused
+    if refused:
+        module = Net()
+        trainer.strategy.connect(module)
+        module.trainer = trainer
+        with pytest.raises(ConflictError, match=r"deepspeed_zero with [\s\S]*try: "):
+            trainer.strategy.setup_environment()
 
 
 @pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
@@ -210,6 +173,7 @@ print(max(float((alone[key] - theirs[key]).abs().max()) for key in theirs), alon
 """
 
 
+@pytest.mark.slow
 def test_one_device_with_offload_trains_like_no_strategy(tmp_path: Path) -> None:
     """In a separate process: a process group would stay."""
     script = tmp_path / "alone.py"

@@ -17,7 +17,6 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("lora", {"r": 4, "use_dora": True}),
     "rslora": ("lora", {"r": 4, "use_rslora": True}),
     "lora with bias": ("lora", {"r": 4, "bias": "lora_only"}),
-    "adalora": ("adalora", {"init_r": 6, "target_r": 3, "total_step": 50}),
     "ia3": ("ia3", {}),
     "vera": ("vera", {"r": 8}),
     "oft": ("oft", {"oft_block_size": 4}),
@@ -26,8 +25,6 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "hra": ("hra", {"r": 4}),
     "fourierft": ("fourierft", {"n_frequency": 10}),
     "randlora": ("randlora", {"r": 4}),
-    "delora": ("delora", {"r": 4}),
-    "gralora": ("gralora", {"r": 4}),
 }
 
 
@@ -39,9 +36,6 @@ class Exact(Deep):
         loss = F.cross_entropy(self(x.to(self.first.weight.dtype)), y)
         self.losses.append(float(loss.detach()))
         return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self(batch[0].double())
 
 
 def read(path: Path) -> dict[str, Any]:

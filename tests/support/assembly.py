@@ -43,66 +43,46 @@ INSTRUCTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What a kernel is compiled for, besides its config.
-
-    Args:
-        dtype: Of A and B.
-        out_dtype: Of D and of the bias.
-        layout: `nt`, `nn` or `tn`: whether A and B are transposed, as in a linear layer's forward pass, the
-            gradient of its input and that of its weight.
-        epilogue: Any of `bias`, `c`, `scales`, `at`, `pre`, `logsumexp`.
-        activation: Its name, or None.
-        tf32: Multiply float32 as TF32.
-        read_dtype: Of C and of the input of an activation; None for that of D.
-    """
+    """What a kernel is compiled for, besides its config."""
 
     dtype: torch.dtype = torch.bfloat16
-    out_dtype: torch.dtype = torch.bfloat16
-    layout: str = "nt"
-    epilogue: tuple[str, ...] = ()
+    out_dtype: torch.dtype = torch.bfloat16  # of D and of the bias
+    layout: str = "nt"  # or nn or tn: whether A and B are transposed
+    epilogue: tuple[str, ...] = ()  # any of bias, c, pre
     activation: str | None = None
     tf32: bool = False
-    read_dtype: torch.dtype | None = None
+    c_dtype: torch.dtype | None = None  # None for that of D
 
     def operands(self, *, adds: bool = False) -> Operands:
         """Return operands of zeros, with C for a config that adds."""
-        read_dtype, has_c = self.read_dtype or self.out_dtype, adds or "c" in self.epilogue
-        a, b = (torch.zeros(SIZE, SIZE, dtype=self.dtype) for _ in range(2))
-        scales = {"scale_a": torch.ones(SIZE), "scale_b": torch.ones(SIZE)}
-        columns = 2 * SIZE if self.activation == "swiglu" else SIZE
+        has_c = adds or "c" in self.epilogue
+        a, b, c = (
+            torch.zeros(SIZE, SIZE, dtype=dtype)
+            for dtype in (self.dtype, self.dtype, self.c_dtype or self.out_dtype)
+        )
         return operands.check_operands(
             a if self.layout[0] == "n" else a.T,
             b if self.layout[1] == "n" else b.T,
-            torch.zeros(SIZE, SIZE, dtype=read_dtype) if has_c else None,
+            c if has_c else None,
             beta=1.0 if has_c else 0.0,
             bias=torch.zeros(SIZE, dtype=self.out_dtype) if "bias" in self.epilogue else None,
             out_dtype=self.out_dtype,
             activation=self.activation,
-            at=torch.zeros(SIZE, columns, dtype=read_dtype) if "at" in self.epilogue else None,
-            **(scales if "scales" in self.epilogue else {}),
         )
 
     def shape(self, *, adds: bool = False) -> Shape:
         """Return what the choice of a config depends on."""
-        shape = self.operands(adds=adds).shape(adds=adds)
-        return replace(shape, saves_pre="pre" in self.epilogue, tf32=self.tf32)
+        return replace(self.operands(adds=adds).shape(adds=adds), tf32=self.tf32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """Properties of machine code.
+    """Properties of machine code."""
 
-    Args:
-        registers: Per thread.
-        stack_bytes: Per thread; 0 where nothing is spilled.
-        shared_bytes: Per block.
-        instructions: Counts by kind, see INSTRUCTIONS.
-    """
-
-    registers: int
-    stack_bytes: int
-    shared_bytes: int
-    instructions: dict[str, int]
+    registers: int  # per thread
+    stack_bytes: int  # per thread; 0 where nothing is spilled
+    shared_bytes: int  # per block
+    instructions: dict[str, int]  # counts by kind, see INSTRUCTIONS
 
 
 @contextmanager
@@ -132,9 +112,8 @@ def assemble(config: TileConfig, variant: Variant, device: str = "h200") -> list
     given = variant.operands(adds=config.adds)
     d = torch.zeros(given.size, dtype=given.out_dtype)
     pre = torch.zeros(SIZE, SIZE, dtype=given.out_dtype) if "pre" in variant.epilogue else None
-    sums = torch.zeros(SIZE) if "logsumexp" in variant.epilogue else None
     with gpu(device, tf32=variant.tf32) as compiled:
-        launch.launch(given, config, d, pre=pre, logsumexp=sums)
+        launch.launch(given, config, d, pre=pre)
     return [_read(kernel.asm["cubin"], kernel.metadata.shared) for kernel in compiled]
 
 

@@ -117,7 +117,6 @@ def zero(*, stage: int, bf16: bool, micro_batches: int, reuse: int = 10**9) -> d
         stage=stage,
         offload_optimizer=None,
         offload_parameters=None,
-        nvme_path=None,
     )
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())

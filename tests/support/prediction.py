@@ -79,6 +79,6 @@ def loader_for(make: Callable[[], pl.LightningModule]) -> DataLoader[Any]:
 def trainer_of(extra: dict[str, Any], *watching: pl.Callback) -> pl.Trainer:
     keywords: dict[str, Any] = {
         "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "enable_checkpointing": False, "max_steps": 4,
+        "enable_model_summary": False, "enable_checkpointing": False, "max_steps": 2,
     }  # fmt: skip
     return pl.Trainer(**keywords | extra | {"callbacks": [*extra.get("callbacks", []), *watching]})

@@ -1,4 +1,4 @@
-"""A loader whose batches are prefetched, and moved to the device, for the training loop.
+"""A loader with other workers for the training, whose batches are on the device ahead of use.
 
 All other attributes are the wrapped loader's. A stateful loader's state is the one after the last batch that
 was handed out, not after the last that was fetched. A second iteration during a pass (to look at some images)
@@ -8,35 +8,122 @@ gets an iterator of the loader itself, and takes nothing from the training.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from typing_extensions import override
 
-from lightning_eff.callbacks._data_preload.prefetch_iterator import (
-    LoaderStats,
-    PrefetchIterator,
-    PrefetchSettings,
-)
+from lightning_eff.report.live_bytes import tensors_in
+
+
+@dataclass(frozen=True)
+class FetchedBatch:
+    """One batch, or the error that ended the pass."""
+
+    batch: Any = None  # on the device if it is moved ahead
+    state: Any = None  # of a stateful loader, after this batch
+    arrived: Any = None  # CUDA event of the end of the copy to the device; None if nothing was copied
+    error: Exception | None = None  # what the loader raised, `StopIteration` at its end
+
+
+class PrefetchIterator(Iterator[Any]):
+    """One pass over the training's loader; `begin` returns that one's iterator, for the first batch."""
+
+    def __init__(self, loader: PrefetchLoader, begin: Callable[[], Iterator[Any]]) -> None:
+        self.source: Iterator[Any] | None = None
+        self.ready: deque[FetchedBatch] = deque()
+        self.taken_state: Any = None  # the loader's, after the last batch that was handed out
+        self.has_ended = False
+        self._loader = loader
+        self._begin = begin
+        self._num_fetched = 0
+        self._stream: Any = None
+
+    @override
+    def __next__(self) -> Any:
+        if self.has_ended:
+            raise StopIteration
+        # One batch is fetched in any case, others only ahead of use in this epoch.
+        while not self.ready or (
+            len(self.ready) <= self._loader.num_ahead
+            and self.ready[-1].error is None
+            and self._num_fetched < self._loader.limit()
+        ):
+            self.ready.append(self._fetch())
+            self._num_fetched += 1
+        fetched = self.ready.popleft()
+        if fetched.error is not None:
+            self.close()
+            raise fetched.error
+        if fetched.arrived is not None:
+            current = torch.cuda.current_stream(self._loader.device)
+            current.wait_event(fetched.arrived)
+            # The side stream allocated the tensors, this one uses them last.
+            for tensor in tensors_in(fetched.batch):
+                tensor.record_stream(current)
+        self.taken_state = fetched.state
+        return fetched.batch
+
+    def _fetch(self) -> FetchedBatch:
+        """Fetch one batch, or the error to raise where it would have been handed out."""
+        try:
+            if self.source is None:
+                self.source = self._begin()
+            batch, arrived = next(self.source), None
+            is_stateful_loader = isinstance(self._loader, StatefulPrefetchLoader)
+            state = self._loader.loader.state_dict() if is_stateful_loader else None
+            device = self._loader.device
+            if device is not None:
+                self._stream = self._stream or torch.cuda.Stream(device)
+                with torch.cuda.stream(self._stream):
+                    batch, arrived = move_data_to_device(batch, device), self._stream.record_event()
+        except Exception as error:  # noqa: BLE001 - raised when its batch is due
+            return FetchedBatch(error=error)
+        return FetchedBatch(batch, state, arrived)
+
+    def close(self) -> None:
+        """End the pass, and drop what is ready."""
+        self.has_ended = True
+        self.ready.clear()
 
 
 class PrefetchLoader:
-    """Any iterable with batches ready; `tuned` is the same loader with other workers, for the training."""
+    """Any iterable with batches ready.
 
-    _OWN = ("loader", "settings", "stats", "_tuned", "_current", "_taken_state", "_is_over")
+    Args:
+        loader: The wrapped loader.
+        tuned: The same loader with other workers, for the training; None for `loader` itself.
+        num_ahead: Batches that are fetched before they are asked for.
+        device: A CUDA device to copy batches to, on a side stream; None copies none.
+        limit: Returns how many batches the epoch takes: a stream may go on in the next one.
+    """
 
-    def __init__(self, loader: Any, settings: PrefetchSettings, tuned: Any = None) -> None:
+    _OWN = ("loader", "num_ahead", "device", "limit", "_tuned", "_current", "_taken_state", "_is_over")
+
+    def __init__(
+        self,
+        loader: Any,
+        tuned: Any = None,
+        *,
+        num_ahead: int = 0,
+        device: torch.device | None = None,
+        limit: Callable[[], float] = lambda: float("inf"),
+    ) -> None:
         self.loader = loader
-        self.settings = settings
-        self.stats = LoaderStats()
+        self.num_ahead = num_ahead
+        self.device = device
+        self.limit = limit
         self._tuned = loader if tuned is None else tuned
         self._current: PrefetchIterator | None = None
         self._taken_state: Any = None
         self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
-        if self._is_over or (self._current is not None and not self._current.ended):
+        if self._is_over or (self._current is not None and not self._current.has_ended):
             return iter(self.loader)
         # The pass's iterator makes the same draws from the random state as the loader's. torch 2.13: a loader
         # without workers draws a seed when its iterator is made, and the sampler's with the first batch; one
@@ -47,8 +134,7 @@ class PrefetchLoader:
         is_kept = is_at_once and tuned is not loader and tuned._iterator is not None  # noqa: SLF001
         if not is_at_once or (is_kept and not loader.persistent_workers):
             seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
-        get_state = loader.state_dict if isinstance(self, StatefulPrefetchLoader) else None
-        current = PrefetchIterator(functools.partial(iter, tuned), self.settings, self.stats, get_state)
+        current = PrefetchIterator(self, functools.partial(iter, tuned))
         if is_at_once:
             current.source = iter(tuned)
         else:
@@ -61,11 +147,6 @@ class PrefetchLoader:
 
     def __bool__(self) -> bool:
         return True  # without asking for a length
-
-    def pause(self, *, paused: bool = True) -> None:
-        """Stop or resume prefetching, while other code uses the dataset; waits for a batch in flight."""
-        if self._current is not None:
-            self._current.pause(paused=paused)
 
     def close(self) -> None:
         """End the pass, drop what is ready, and end workers that are not persistent."""

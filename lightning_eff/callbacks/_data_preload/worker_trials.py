@@ -40,7 +40,6 @@ class WorkerChoice:
 
     num_workers: int
     seconds_per_batch: dict[int, float]  # by number of workers; 0 is this process
-    idle_s: float  # the least time that a batch in this process waited for a disk, a network or a lock
     reason: str = ""  # why workers were not tried, or not trusted; empty if they were
 
 
@@ -91,7 +90,7 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
         torch.set_rng_state(random_states[0])
         np.random.set_state(random_states[1])
         random.setstate(random_states[2])
-    return WorkerChoice(0 if reason else best_num_workers(tried), tried, trial.idle_s, reason)
+    return WorkerChoice(0 if reason else best_num_workers(tried), tried, reason)
 
 
 def best_num_workers(seconds_per_batch: dict[int, float]) -> int:
@@ -112,7 +111,6 @@ class LoaderTrial:
     """Times batches of a loader's dataset, made by index; slow samples are timed in smaller batches."""
 
     def __init__(self, loader: DataLoader[Any], budget_s: float) -> None:
-        self.idle_s = 0.0
         self._loader = loader
         self._budget_s = budget_s
         self._num_samples = len(loader.dataset)  # pyright: ignore[reportArgumentType]
@@ -137,8 +135,7 @@ class LoaderTrial:
         self._size = min(self._batch_size, max(1, affordable))
         self._reference = list(self._batches(0, 1, MIN_BATCHES))
         self._is_random = not _are_equal(self._reference, list(self._batches(0, 1, MIN_BATCHES)))
-        seconds, self.idle_s = self._time(self._batches(0, 1 + MIN_BATCHES, MIN_BATCHES), 0)
-        return seconds
+        return self._time(self._batches(0, 1 + MIN_BATCHES, MIN_BATCHES), 0)
 
     def with_workers(self, count: int) -> float:
         """Return the seconds of a batch; refuse workers whose samples differ without drawing at random."""
@@ -147,24 +144,21 @@ class LoaderTrial:
             if not _are_equal(self._reference, batches):
                 text = "samples differ from this process's (a file or another handle that processes share?)"
                 raise ValueError(text)
-        return self._time(self._batches(count, 1 + 2 * MIN_BATCHES, MAX_BATCHES), count)[0]
+        return self._time(self._batches(count, 1 + 2 * MIN_BATCHES, MAX_BATCHES), count)
 
-    def _time(self, batches: Iterator[Any], count: int) -> tuple[float, float]:
-        """Return the seconds and the least idle seconds of a batch, after one batch for each worker."""
+    def _time(self, batches: Iterator[Any], count: int) -> float:
+        """Return the seconds of a batch, after one batch for each worker."""
         for _ in range(count):
             next(batches)
-        start = last_s = time.perf_counter()
-        cpu_s, num_done, idle_s = time.thread_time(), 0, float("inf")
+        start = now = time.perf_counter()
+        num_done = 0
         for _ in batches:
-            now, cpu_now = time.perf_counter(), time.thread_time()
-            idle_s = min(idle_s, now - last_s - (cpu_now - cpu_s))
-            num_done, last_s, cpu_s = num_done + 1, now, cpu_now
+            now, num_done = time.perf_counter(), num_done + 1
             if now - start > self._budget_s and num_done >= max(1, count):
                 break
             if num_done >= 16 * max(1, count) and now - start > 0.1:
                 break
-        scale = self._batch_size / self._size
-        return (last_s - start) / max(1, num_done) * scale, max(0.0, idle_s) * scale
+        return (now - start) / max(1, num_done) * (self._batch_size / self._size)
 
     def _batches(self, count: int, first: int, num_batches: int) -> Iterator[Any]:
         """Return batches number `first` to `first + num_batches`, made by `count` workers."""

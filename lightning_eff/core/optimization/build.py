@@ -1,14 +1,13 @@
 """Build what Lightning calls as `configure_optimizers` from an optimizer, a schedule and a module.
 
-One function, `attach`, serves a recipe's `optimizer` and `scheduler` groups and the callback for a plain
-Trainer. Norms and biases get no weight decay. If the module's own optimizer is replaced, its groups stay
-(which parameters are trained, and at which fraction of the learning rate), and so does its schedule unless
-another one is given.
+One function, `configure`, serves a recipe's `optimizer` and `scheduler` groups and the callback for a plain
+Trainer. Norms and biases get no weight decay. If the module's own optimizer is replaced, its groups stay:
+which parameters are trained, and at which fraction of the learning rate. Its schedule cannot: a scheduler is
+bound to its optimizer, and holds lists by group and other schedulers inside itself.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +15,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.core.optimizer import (
+    _configure_optimizers,  # pyright: ignore[reportPrivateUsage]
+)
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._foreach_utils import (
     _get_fused_kernels_supported_devices,  # pyright: ignore[reportPrivateUsage]
 )
 
-from lightning_eff.core.errors import ConfigError, ConflictWarning, SlowPathWarning
+from lightning_eff.core.errors import ConfigError, SlowPathWarning
 from lightning_eff.core.optimization.composite import OptimizerFactory
 from lightning_eff.core.optimization.factories import factory_keywords, optimizer_classes
-from lightning_eff.core.optimization.kept_schedule import KeptSchedule, ReplacedOptimizer
 from lightning_eff.core.optimization.parameter_groups import hidden_matrices, parameter_groups
 
 SchedulerFactory = Callable[..., LRScheduler]
@@ -72,88 +73,55 @@ def build(
             fraction = fraction_of[group["params"][0]]
             if fraction is not None:
                 group["lr"] = group["lr"] * fraction
-    built.register_load_state_dict_pre_hook(functools.partial(_refuse_foreign_state, keywords))
     return built
 
 
-def _refuse_foreign_state(keywords: Mapping[str, Any], built: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Refuse the state of an optimizer with other groups or options, before it is half loaded.
-
-    Raises:
-        ConfigError: The state is that of another optimizer.
-    """
-    ours, theirs = built.param_groups, saved["param_groups"]
-    missing = [key for key in keywords if key in ours[0] and theirs and key not in theirs[0]]
-    if len(ours) == len(theirs) and not missing:
-        return
-    found = f"without {missing[0]!r}" if missing else f"with {len(theirs)} parameter groups"
-    found += "" if missing else f" and not {len(ours)} (norms and biases may be one of their own)"
-    allowed = f"the optimizer that the checkpoint was saved with: its state is one {found}"
-    raise ConfigError(key="optimizer", value=type(built).__name__, allowed=allowed)
-
-
-def attach(
+def configure(
     module: pl.LightningModule,
     optimizer: OptimizerFactory,
     scheduler: SchedulerFactory | None = None,
-    *,
-    keep: Callable[[], Any] | None = None,
-) -> None:
-    """Replace `configure_optimizers` of `module`.
+    own_method: Callable[[], Any] | None = None,
+) -> Any:
+    """Return the optimizer and its schedule in one of the forms that Lightning accepts.
 
     Args:
-        module: May have the method or not; must use automatic optimization.
+        module: Whose `configure_optimizers` is replaced.
         optimizer: Called with parameter groups, for example `functools.partial(torch.optim.AdamW, lr=1e-3)`.
         scheduler: Called with the optimizer and stepped after each of its steps; a `total_steps=None`
-            among its keywords is filled with the Trainer's number of steps. None is a constant rate, or the
-            schedule from `keep`.
-        keep: The module's own method: its groups are kept, and its schedule unless there is another.
+            among its keywords is filled with the Trainer's number of steps. None is a constant rate.
+        own_method: The module's own, whose groups are kept.
 
     Raises:
-        ConfigError: The module optimizes manually.
+        ConfigError: The module has a schedule of its own, and none is given in its place.
     """
-    if not module.automatic_optimization:
-        fault = f"{type(module).__name__} uses manual optimization, so its optimizer cannot be replaced"
-        raise ConfigError(key="", value=fault, allowed="a module with automatic_optimization=True")
-    configure: Any = functools.partial(_configure, module, optimizer, scheduler, keep)
-    module.configure_optimizers = configure
-
-
-def _configure(
-    module: pl.LightningModule,
-    optimizer: OptimizerFactory,
-    scheduler: SchedulerFactory | None,
-    keep: Callable[[], Any] | None,
-) -> Any:
-    """Return the optimizer and its schedules in one of the forms that Lightning accepts."""
-    configured = keep() if keep is not None else None
-    optimizers, schedules = _split_configuration(configured)
-    if len(optimizers) != 1:
-        allowed = "a module with one optimizer of its own"
-        raise ConfigError(key="optimizer", value=f"{len(optimizers)} optimizers", allowed=allowed)
-    own = optimizers[0]
-    built = build(module, optimizer, _groups_of(own) if own is not None else None)
-    replaced = ReplacedOptimizer(own, built) if own is not None else None
-    if scheduler is not None:
-        # A schedule that takes the number of steps, and has not been given it, gets the Trainer's.
-        keywords = getattr(scheduler, "keywords", {})
-        parameter = inspect.signature(getattr(scheduler, "func", scheduler)).parameters.get("total_steps")
-        default = "unknown" if parameter is None else parameter.default
-        filled: dict[str, Any] = {}
-        if keywords.get("total_steps", default) is None:
-            steps = module.trainer.estimated_stepping_batches
-            filled["total_steps"] = int(steps) if 0 < steps < float("inf") else None
-        return [built], [{"scheduler": scheduler(built, **filled), "interval": "step"}]
-    if replaced is None:
+    groups: list[dict[str, Any]] | None = None
+    configured = own_method() if own_method is not None else None
+    if configured is not None:
+        optimizers, schedules, _ = _configure_optimizers(configured)
+        if len(optimizers) != 1:
+            allowed = "a module with one optimizer of its own"
+            raise ConfigError(key="optimizer", value=f"{len(optimizers)} optimizers", allowed=allowed)
+        own: Any = optimizers[0]
+        if scheduler is None and (any(schedules) or any("initial_lr" in group for group in own.param_groups)):
+            name = type(module).__name__
+            allowed = f"a schedule, since the one of {name} is bound to the optimizer that is replaced"
+            remedy = "OptimizerChoice(optimizer=..., scheduler=functools.partial(StepLR, step_size=10))"
+            raise ConfigError(key="scheduler", value=None, allowed=allowed, remedies=[remedy])
+        if hasattr(own, "close"):
+            own.close()
+        groups = _groups_of(own)
+    built = build(module, optimizer, groups)
+    if scheduler is None:
         return [built], []
-    if not schedules and any("initial_lr" in group for group in replaced.groups):
-        text = f"a schedule that {type(module).__name__} steps itself does not reach {type(built).__name__}"
-        warnings.warn(text, ConflictWarning, stacklevel=2)
-    for schedule in schedules:
-        stepped = schedule["scheduler"]
-        schedule.setdefault("reduce_on_plateau", isinstance(stepped, ReduceLROnPlateau))
-        schedule["scheduler"] = KeptSchedule(stepped, built, replaced)
-    return [built], schedules
+    # A schedule that takes the number of steps, and has not been given it, gets the Trainer's.
+    keywords = getattr(scheduler, "keywords", {})
+    parameter = inspect.signature(getattr(scheduler, "func", scheduler)).parameters.get("total_steps")
+    default = "unknown" if parameter is None else parameter.default
+    filled: dict[str, Any] = {}
+    if keywords.get("total_steps", default) is None:
+        steps = module.trainer.estimated_stepping_batches
+        filled["total_steps"] = int(steps) if 0 < steps < float("inf") else None
+    return [built], [{"scheduler": scheduler(built, **filled), "interval": "step"}]
 
 
 def _groups_of(own: Optimizer) -> list[dict[str, Any]]:
@@ -170,21 +138,3 @@ def _groups_of(own: Optimizer) -> list[dict[str, Any]]:
             kept["weight_decay"] = group.get("weight_decay")
         groups.append(kept)
     return groups
-
-
-def _split_configuration(configured: Any) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Split what `configure_optimizers` returned, in any form, into optimizers and schedules."""
-    if isinstance(configured, Mapping):
-        schedule = configured.get("lr_scheduler")
-        optimizers, found = [configured["optimizer"]], [] if schedule is None else [schedule]
-        shared = {"monitor": configured["monitor"]} if "monitor" in configured else {}
-    elif not isinstance(configured, (list, tuple)):
-        return [configured], []
-    elif len(configured) == 2 and isinstance(configured[0], (list, tuple)):
-        optimizers, schedules = configured
-        found, shared = schedules if isinstance(schedules, (list, tuple)) else [schedules], {}
-    else:
-        pairs = [_split_configuration(item) for item in configured]
-        return [o for optimizers, _ in pairs for o in optimizers], [s for _, found in pairs for s in found]
-    as_dicts = [s if isinstance(s, Mapping) else {"scheduler": s} for s in found]
-    return list(optimizers), [shared | dict(schedule) for schedule in as_dicts]

@@ -6,15 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""Keys that schedulers write into parameter groups and read back."""
+
 
 def factory_keywords(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return the keywords of a `functools.partial`, including those of partials among them.
-
-    Example:
-        >>> from torch.optim import SGD
-        >>> factory_keywords(functools.partial(SGD, lr=0.1, momentum=0.9))["momentum"]
-        0.9
-    """
+    """Return the keywords of a `functools.partial`, including those of partials among them."""
     keywords: dict[str, Any] = dict(getattr(factory, "keywords", {}))
     for inner in [value for value in keywords.values() if isinstance(value, functools.partial)]:
         keywords = factory_keywords(inner) | keywords
@@ -35,11 +32,6 @@ def state_layout(optimizer: Any) -> str:
     """Return the name of the class whose layout the state of an optimizer, or of an optimizer's class, has.
 
     A wrapper has the layout of the optimizer inside, whose class is its attribute `kind_behind`.
-
-    Example:
-        >>> from torch.optim import AdamW
-        >>> state_layout(AdamW)
-        'torch.AdamW'
     """
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     kind = getattr(optimizer, "kind_behind", None) or kind

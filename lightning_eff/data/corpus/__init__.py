@@ -1,1 +1,1 @@
-"""The parts of `data/text.py`: documents from files, their tokens, packed rows, and a loader that resumes."""
+"""The parts of `data/text.py`: documents, their tokens in a cache or a stream, rows, a resumable loader."""

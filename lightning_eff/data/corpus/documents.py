@@ -1,21 +1,28 @@
-"""Documents from files: text, JSON Lines, Parquet, and the prose of Python's own help.
+"""Documents from text files, JSON Lines, Parquet, a dataset on the hub, and the prose of Python's own help.
 
-A text file is one document. A row of JSON Lines or Parquet is one, in the field that is selected: a string,
-or the turns of a conversation, a list of `{role, content}`. Files are data: they are read and never executed.
+A text file is one document. A row of JSON Lines, Parquet or the hub is one, in the field that is selected: a
+string, or the turns of a conversation, a list of `{role, content}`. Files are data: they are read and never
+executed.
+
+JSON Lines are read by `json` and not by `datasets`: pyarrow infers one type for a column, fails where later
+rows have another one, and names no line.
 """
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import importlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 PYDOC = "pydoc"
 """A path that stands for the topics of `help()`, English prose that every Python has."""
+HUB = "hf://datasets/"
+"""Prefix of a dataset on the hub: `owner/name`, then perhaps `@revision`."""
 TEXT = (".txt", ".text", ".md", ".rst")
 LINES = (".jsonl", ".ndjson")
 TABLES = (".parquet",)
@@ -23,19 +30,8 @@ BINARY = (".arrow", ".bin", ".gz", ".json", ".npy", ".pkl", ".pt", ".safetensors
 """Suffixes that are rejected, so that a run does not train on them as if they were text."""
 
 Turns = list[dict[str, str]]
-
-
-@dataclass(frozen=True)
-class SourceDocument:
-    """One text or one conversation.
-
-    Args:
-        content: A string, or turns with the keys `role` and `content`.
-        location: `file` or `file:line`; the first line is 1.
-    """
-
-    content: str | Turns
-    location: str
+SourceDocument = tuple[str | Turns, str]
+"""A text or a conversation, and where it is from: `file` or `file:row`, the first row is 1."""
 
 
 class MissingFieldError(ValueError):
@@ -44,145 +40,169 @@ class MissingFieldError(ValueError):
     exit_code = 2
 
 
-def find_files(paths: Sequence[str]) -> list[Path]:
-    """Return the files of some paths without duplicates: files, folders (recursively), patterns with `*`.
+def import_extra(name: str) -> Any:
+    """Import a package of the extra `hf`."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        msg = f"data/text needs {name}: pip install 'lightning-eff[hf]'"
+        raise ModuleNotFoundError(msg) from error
+
+
+def find_sources(paths: Sequence[str]) -> list[str | Path]:
+    """Return the files of some paths: files, folders (recursively), patterns with `*`; `pydoc`; hub names.
+
+    Each is there once, whatever paths match it: read twice, a document might validate what it trained.
 
     Raises:
         FileNotFoundError: A path matches no file.
         ValueError: A file has an unsupported format.
 
     Example:
-        >>> find_files(["nowhere.txt"])
+        >>> find_sources(["pydoc", "nowhere.txt"])
         Traceback (most recent call last):
         FileNotFoundError: paths='nowhere.txt' matches no file, folder or pattern
     """
     known = (*TEXT, *LINES, *TABLES)
-    found: dict[Path, None] = {}
+    found: dict[str | Path, str | Path] = {}
     for text in paths:
-        if text == PYDOC:
+        if text == PYDOC or text.startswith(HUB):
+            found[text] = text
             continue
         path = Path(text).expanduser()
         if path.is_dir():
-            files = sorted(f for f in path.rglob("*") if f.suffix.lower() in known and f.is_file())
+            files = [file for file in path.rglob("*") if file.suffix.lower() in known]
             reason = f"has no file that ends in {', '.join(known)}"
         else:
-            matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207
-            files = sorted(f for f in matches if f.is_file())
+            files = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207
             reason = "matches no file, folder or pattern"
+        files = sorted(file for file in files if file.is_file())
         if not files:
             msg = f"paths={text!r} {reason}"
             raise FileNotFoundError(msg)
-        found.update(dict.fromkeys(files))
-    for file in found:
-        if file.suffix.lower() in BINARY:
-            msg = f"paths={str(file)!r} is neither text nor .jsonl nor .parquet: convert it to one of them"
-            raise ValueError(msg)
-    return list(found)
+        for file in files:
+            if file.suffix.lower() in BINARY:
+                msg = (
+                    f"paths={str(file)!r} is neither text nor .jsonl nor .parquet: convert it to one of them"
+                )
+                raise ValueError(msg)
+            found.setdefault(file.resolve(), file)
+    return list(found.values())
 
 
-def read_documents(paths: Sequence[str], field: str) -> list[SourceDocument]:
-    """Read all documents, in the order of the paths and of the file names.
+def content_digest(sources: Sequence[str | Path]) -> str:
+    """Return a hash of the names and contents of the sources; of a dataset on the hub, of its commit."""
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(f"{source} ".encode())
+        if isinstance(source, Path):
+            with source.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        elif source == PYDOC:
+            digest.update(json.dumps(_topics()).encode())
+        else:
+            digest.update(_hub_commit(source).encode())
+    return digest.hexdigest()
 
-    A file is read once, whatever paths match it: read twice, a document might validate what it trained.
 
-    Args:
-        paths: As `find_files` takes them; `pydoc` stands for the topics of Python's help.
-        field: Key of a JSON row, column of a Parquet file.
+def read_documents(sources: Sequence[str | Path], field: str) -> Iterator[SourceDocument]:
+    """Yield all documents, in the order of the sources; an error names file and row."""
+    for source in sources:
+        if source == PYDOC:
+            yield from ((text, f"{PYDOC}:{name}") for name, text in _topics().items())
+        else:
+            for row, location in _read_rows(source, field):
+                yield _check_content(row, location, field), location
 
-    Raises:
-        MissingFieldError: A row lacks the field.
-        ValueError: The field of a row is neither text nor a conversation, or no document was found.
-    """
-    seen: set[str | Path] = set()
-    documents: list[SourceDocument] = []
-    for path in paths:
-        if path == PYDOC and PYDOC not in seen:
-            from pydoc_data.topics import topics
 
-            documents += [SourceDocument(topics[name], f"{PYDOC}:{name}") for name in sorted(topics)]
-            seen.add(PYDOC)
-        for file in find_files([path]):
-            if file.resolve() in seen:
-                continue
-            seen.add(file.resolve())
-            if file.suffix.lower() in TABLES:
-                rows = _table_rows(file, field)
-            else:
-                try:
-                    text = file.read_text(encoding="utf-8-sig")  # without the byte order mark of some editors
-                except UnicodeDecodeError as error:
-                    msg = f"{file}: byte {error.start} is not UTF-8: convert the file, or leave it out"
-                    raise ValueError(msg) from error
-                is_text = file.suffix.lower() not in LINES
-                rows = [({field: text}, str(file))] if is_text else _json_rows(file, text)
-            documents += [_to_document(row, location, field) for row, location in rows]
-    if not documents:
-        msg = f"paths={list(paths)} contain no document"
-        raise ValueError(msg)
-    return documents
+def _topics() -> dict[str, str]:
+    from pydoc_data.topics import topics
+
+    return dict(sorted(topics.items()))
+
+
+def _read_rows(source: str | Path, field: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the rows of a source, with their locations."""
+    if not isinstance(source, Path) or source.suffix.lower() in TABLES:
+        yield from _table_rows(source)
+        return
+    try:
+        text = source.read_text(encoding="utf-8-sig")  # without the byte order mark of some editors
+    except UnicodeDecodeError as error:
+        msg = f"{source}: byte {error.start} is not UTF-8: convert the file, or leave it out"
+        raise ValueError(msg) from error
+    yield from _json_rows(source, text) if source.suffix.lower() in LINES else [({field: text}, str(source))]
 
 
 def _json_rows(file: Path, text: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the row and the location of each line."""
     for number, line in enumerate(text.split("\n"), start=1):
-        location = f"{file}:{number}"
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            msg = f"{location}: invalid JSON: {error.msg} at column {error.colno}"
+            msg = f"{file}:{number}: invalid JSON: {error.msg} at column {error.colno}"
             raise ValueError(msg) from error
         except RecursionError as error:
-            msg = f"{location}: JSON is nested too deeply"
+            msg = f"{file}:{number}: JSON is nested too deeply"
             raise ValueError(msg) from error
         if not isinstance(row, dict):
-            msg = f"{location}: expected an object {{...}}, not {type(row).__name__}"
+            msg = f"{file}:{number}: expected an object {{...}}, not {type(row).__name__}"
             raise ValueError(msg)
-        yield row, location
+        yield row, f"{file}:{number}"
 
 
-def _table_rows(file: Path, field: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the field of each row, and the row's location."""
-    try:
-        arrow: Any = importlib.import_module("pyarrow")
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-    except ModuleNotFoundError as error:
-        msg = f"{file}: Parquet needs pyarrow: pip install 'lightning-eff[hf]'"
-        raise ModuleNotFoundError(msg) from error
+def _table_rows(source: str | Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the rows of a Parquet file, or of the training split on the hub; nothing of them is stored."""
+    datasets = import_extra("datasets")
     number = 0
     try:
-        with parquet.ParquetFile(file) as table:
-            names: list[str] = table.schema_arrow.names
-            if field not in names:  # refused like a row that lacks it
-                yield dict.fromkeys(names), str(file)
-            for batch in table.iter_batches(columns=[field]):
-                for value in batch.column(0).to_pylist():
-                    number += 1
-                    yield {field: value}, f"{file}:{number}"
-    except arrow.ArrowException as error:
-        msg = f"{file}: invalid Parquet file: {str(error).splitlines()[0]}"
+        if isinstance(source, Path):
+            rows = datasets.load_dataset("parquet", data_files=str(source), split="train", streaming=True)
+        else:
+            name, _, revision = source.removeprefix(HUB).partition("@")
+            rows = datasets.load_dataset(name, revision=revision or None, split="train", streaming=True)
+        for row in rows:
+            number += 1
+            yield row, f"{source}:{number}"
+    except (ValueError, OSError) as error:
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        msg = f"{source}: cannot be read after {number} rows: {first}"
         raise ValueError(msg) from error
 
 
-def _to_document(row: Mapping[str, Any], location: str, field: str) -> SourceDocument:
-    """Check a row's field: a string, or a list of turns, of which `role` and `content` are kept."""
+def _hub_commit(source: str) -> str:
+    from huggingface_hub import HfApi
+
+    name, _, revision = source.removeprefix(HUB).partition("@")
+    if re.fullmatch(r"[0-9a-f]{40}", revision):
+        return revision  # known without the network
+    try:
+        return str(HfApi().dataset_info(name, revision=revision or None).sha)
+    except (ValueError, OSError) as error:
+        msg = (
+            f"paths={source!r}: the hub does not tell its commit ({type(error).__name__})\n"
+            f"  try: {HUB}owner/name@COMMIT, which may be in the cache, or HF_HUB_OFFLINE=0"
+        )
+        raise ValueError(msg) from error
+
+
+def _check_content(row: Mapping[str, Any], location: str, field: str) -> str | Turns:
+    """Return a row's field: a string, or a list of turns, of which `role` and `content` are kept."""
     if field not in row:
         known = sorted(row)[:12]
         msg = f"data.field={field!r}: expected a field of {location}; there are: {', '.join(known)}"
         raise MissingFieldError("\n".join([msg, *(f"  try: data.field={name}" for name in known[:3])]))
     value = row[field]
-    content: str | Turns | None = value if isinstance(value, str) else None
-    strings: list[Any] = [value]
+    content: Any = value
     if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
-        turns = [{key: turn.get(key) for key in ("role", "content")} for turn in value]
-        strings = [text for turn in turns for text in turn.values()]
-        content = turns if all(isinstance(text, str) for text in strings) else None
-    if content is None:
-        shown = f"{str(value)[:60]!r}"
-        msg = f"{location}: {field!r} is neither a text nor a list of {{role, content}}: {shown}"
+        content = [{key: turn.get(key) for key in ("role", "content")} for turn in value]
+    is_turns = isinstance(content, list) and content is not value
+    strings: list[Any] = [text for turn in content for text in turn.values()] if is_turns else [content]
+    if not all(isinstance(text, str) for text in strings):
+        msg = f"{location}: {field!r} is neither a text nor a list of {{role, content}}: {str(value)[:60]!r}"
         raise ValueError(msg)
     if any("\ud800" <= character <= "\udfff" for text in strings for character in text):
         msg = f"{location}: {field!r} contains an unpaired surrogate, which is no valid text: remove the row"
         raise ValueError(msg)
-    return SourceDocument(content, location)
+    return content

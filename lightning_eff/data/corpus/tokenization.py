@@ -5,37 +5,36 @@ Of a conversation only what the assistant says is a target. Its tokens are found
 1. The tokenizer's chat template marks them (`{% generation %}`).
 2. The template has no marks: a turn is the text that the template appends to the earlier turns and their
    generation prompt. A template that rewrites earlier turns is rejected.
-3. There is no template: a turn is `role:`, a line break, the content, the end token after an answer, and a
-   line break; the content of an answer and its end token are targets.
+3. There is no template: `DEFAULT_TEMPLATE` is used, which has marks.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models
 
-from lightning_eff.data.corpus.documents import Turns
-from lightning_eff.data.corpus.packing import TokenizedDocument
+from lightning_eff.data.corpus.documents import SourceDocument, Turns, import_extra
 
-END_OF_BYTES = 256
-"""The end token, after the 256 bytes."""
+END_OF_BYTES = "<|end|>"
+"""The end token, 256, after the 256 bytes."""
+DEFAULT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
+)
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ASSISTANT = "assistant"
 
+Tokens = tuple[list[int], list[bool]]
+"""Tokens, and whether each is a target if there is a token before it."""
+
 
 class TrainingTokenizer:
-    """A tokenizer with an end token, a chat template and the number of tokens.
-
-    Args:
-        name: Hugging Face name or folder; None for bytes. Code of a tokenizer is never executed.
-
-    Raises:
-        ValueError: The tokenizer cannot be loaded, or has no fast form (`tokenizer.json`).
-        ModuleNotFoundError: transformers is not installed.
+    """A fast tokenizer of transformers by name or folder, or of bytes; its code is never executed.
 
     Example:
         >>> TrainingTokenizer().tokenizer.encode("né").ids
@@ -43,22 +42,17 @@ class TrainingTokenizer:
     """
 
     def __init__(self, name: str | None = None) -> None:
-        self._hub: Any = None
-        self.tokenizer: Tokenizer
-        self.eos_id: int | None
-        if name is None:  # the bytes of UTF-8, and 256 for the end of a document
-            tokens = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<|end|>": END_OF_BYTES}
-            self.tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[], byte_fallback=True))
-            self.tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-            self.eos_id = END_OF_BYTES
+        transformers = import_extra("transformers")
+        if name is None:
+            tokens = {f"<0x{byte:02X}>": byte for byte in range(256)} | {END_OF_BYTES: 256}
+            of_bytes = Tokenizer(models.BPE(vocab=tokens, merges=[], byte_fallback=True))
+            of_bytes.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+            self._hub: Any = transformers.PreTrainedTokenizerFast(
+                tokenizer_object=of_bytes, eos_token=END_OF_BYTES
+            )
         else:
             try:
-                from transformers import AutoTokenizer
-            except ModuleNotFoundError as error:
-                msg = f"tokenizer={name!r} needs transformers: pip install 'lightning-eff[hf]'"
-                raise ModuleNotFoundError(msg) from error
-            try:
-                self._hub = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+                self._hub = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             except (OSError, ValueError, KeyError) as error:
                 reason = str(error).strip().splitlines()[0]
                 msg = (
@@ -67,11 +61,14 @@ class TrainingTokenizer:
                     " a name needs the network or the cache"
                 )
                 raise ValueError(msg) from error
-            if not self._hub.is_fast:
-                reason = "has no tokenizer.json: expected one that the library tokenizers can read"
-                msg = f"tokenizer={name!r} {reason}"
-                raise ValueError(msg)
-            self.tokenizer, self.eos_id = self._hub.backend_tokenizer, self._hub.eos_token_id
+        if not self._hub.is_fast:
+            msg = (
+                f"tokenizer={name!r} has no tokenizer.json: expected one that the library tokenizers can read"
+            )
+            raise ValueError(msg)
+        self._hub.chat_template = self._hub.chat_template or DEFAULT_TEMPLATE
+        self.tokenizer: Tokenizer = self._hub.backend_tokenizer
+        self.eos_id: int | None = self._hub.eos_token_id
         self.pad_id = 0 if self.eos_id is None else self.eos_id
         """The token for padding; its positions are masked or have no label."""
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -80,43 +77,38 @@ class TrainingTokenizer:
         # The name of a special token in a text is encoded as text, not as that token.
         self.tokenizer.encode_special_tokens = True
 
-    def encode_texts(self, texts: Sequence[str]) -> list[TokenizedDocument]:
-        """Return the tokens of each text and the end token, all but the first targets."""
-        self.tokenizer.encode_special_tokens = True
-        documents: list[TokenizedDocument] = []
-        for encoding in self.tokenizer.encode_batch(list(texts)):
-            ids = encoding.ids
-            if self.eos_id is not None and ids and ids[-1] != self.eos_id:
-                ids = [*ids, self.eos_id]
-            documents.append(TokenizedDocument.from_ids(ids))
-        return documents
+    def digest(self) -> str:
+        """Return a hash of all that decides which tokens a document has."""
+        facts = [self.tokenizer.to_str(), str(self._hub.chat_template), str(self._hub.special_tokens_map)]
+        return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
-    def encode_chat(self, turns: Turns) -> TokenizedDocument:
-        """Return the tokens of a conversation; what the assistant says are the targets.
+    def encode(self, documents: Sequence[SourceDocument]) -> list[Tokens]:
+        """Return the tokens of each document: texts with an end token, conversations by the template."""
+        texts = [content for content, _ in documents if isinstance(content, str)]
+        encodings = iter(self.tokenizer.encode_batch(texts))  # in parallel
+        encoded: list[Tokens] = []
+        for content, location in documents:
+            if isinstance(content, str):
+                ids = next(encodings).ids
+                if self.eos_id is not None and ids and ids[-1] != self.eos_id:
+                    ids = [*ids, self.eos_id]
+                encoded.append((ids, [True] * len(ids)))
+                continue
+            try:
+                encoded.append(self.encode_chat(content))
+            except ValueError as error:
+                msg = f"{location}: {error}"
+                raise ValueError(msg) from error
+        return encoded
 
-        Raises:
-            ValueError: The conversation has no answer, or the chat template rejects it.
-        """
+    def encode_chat(self, turns: Turns) -> Tokens:
+        """Return the tokens of a conversation; what the assistant says are the targets."""
+        from jinja2 import TemplateError
+
         if not any(turn["role"] == ASSISTANT and turn["content"] for turn in turns):
             roles = sorted({turn["role"] for turn in turns})
             msg = f"no turn of the role {ASSISTANT!r} has content, so there is no target; roles: {roles}"
             raise ValueError(msg)
-        if self._hub is None or self._hub.chat_template is None:
-            self.tokenizer.encode_special_tokens = True
-            ids = [token for token in self.tokenizer.encode("").ids if token != self.eos_id]
-            is_target = [False] * len(ids)
-            for turn in turns:
-                is_answer = turn["role"] == ASSISTANT
-                head, body, tail = (
-                    list(self.tokenizer.encode(text, add_special_tokens=False).ids)
-                    for text in (f"{turn['role']}:\n", turn["content"], "\n")
-                )
-                body += [self.eos_id] if is_answer and self.eos_id is not None else []
-                ids += [*head, *body, *tail]
-                is_target += [False] * len(head) + [is_answer] * len(body) + [False] * len(tail)
-            return TokenizedDocument.from_ids(ids, is_target)
-        from jinja2 import TemplateError
-
         try:
             if not MARKED.search(str(self._hub.chat_template)):
                 return self._encode_by_prefix(turns)
@@ -124,9 +116,11 @@ class TrainingTokenizer:
         except TemplateError as error:
             msg = f"the tokenizer's chat template rejects it: {error}"
             raise ValueError(msg) from error
-        return TokenizedDocument.from_ids(made["input_ids"], [bool(mask) for mask in made["assistant_masks"]])
+        finally:  # templates write special tokens by their names
+            self.tokenizer.encode_special_tokens = True
+        return list(made["input_ids"]), [bool(mask) for mask in made["assistant_masks"]]
 
-    def _encode_by_prefix(self, turns: Turns) -> TokenizedDocument:
+    def _encode_by_prefix(self, turns: Turns) -> Tokens:
         render = functools.partial(self._hub.apply_chat_template, tokenize=False)
         full: str = render(turns, add_generation_prompt=False)
         spans: list[tuple[int, int]] = []  # answers, as ranges of characters in `full`
@@ -141,7 +135,6 @@ class TrainingTokenizer:
                     )
                     raise ValueError(msg)
                 spans.append((len(before), len(after)))
-        self.tokenizer.encode_special_tokens = False  # a template writes special tokens by their names
+        self.tokenizer.encode_special_tokens = False
         made = self.tokenizer.encode(full, add_special_tokens=False)
-        is_target = [any(low <= start < high for low, high in spans) for start, _ in made.offsets]
-        return TokenizedDocument.from_ids(made.ids, is_target)
+        return made.ids, [any(low <= start < high for low, high in spans) for start, _ in made.offsets]

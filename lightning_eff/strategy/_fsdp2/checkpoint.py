@@ -106,18 +106,18 @@ def save_folder(checkpoint: dict[str, Any], path: Path, ranks: Ranks, io: Checkp
     start = time.perf_counter()
     if isinstance(io, Technique):
         checkpoint = checkpoint_stamp.add_plugin_stamp(checkpoint, io)
-    # 1. Rank 0 makes the folder and names the save.
-    with ranks.all_or_none() as step, _disk_errors(path, checkpoint):
-        if ranks.rank == 0:
-            step.local = {"path": str(path), "token": sharded_write.prepare(path)}
-    path, token = Path(step.gathered[0]["path"]), step.gathered[0]["token"]
-    # Tensors that are not sharded by rows are gathered here, by all ranks in the same order.
-    rest, rows = split_shards(checkpoint, _local_shard)
-    names = hashlib.sha256("\n".join(rows).encode()).hexdigest()
-    # 2. Each rank writes its shard, and locks it against clean-up until the index names it.
-    with ExitStack() as locks:
+    with ExitStack() as save:  # ends with rank 0's clean-up
+        # 1. Rank 0 makes the folder, locks it against clean-up and names the save.
+        with ranks.all_or_none() as step, _disk_errors(path, checkpoint):
+            if ranks.rank == 0:
+                step.local = {"path": str(path), "token": save.enter_context(sharded_write.new_save(path))}
+        path, token = Path(step.gathered[0]["path"]), step.gathered[0]["token"]
+        # Tensors that are not sharded by rows are gathered here, by all ranks in the same order.
+        rest, rows = split_shards(checkpoint, _local_shard)
+        names = hashlib.sha256("\n".join(rows).encode()).hexdigest()
+        # 2. Each rank writes its shard.
         with ranks.all_or_none() as step, _disk_errors(path, rows):
-            shard = locks.enter_context(sharded_write.write_shard(path, token, ranks.rank, ranks.size, rows))
+            shard = sharded_write.write_shard(path, token, ranks.rank, ranks.size, rows)
             step.local = {"digest": shard.digest, "bytes": shard.num_bytes, "names": names}
         shards = step.gathered
         # 3. Rank 0 replaces the index. Only now the folder is the new checkpoint.
@@ -129,8 +129,6 @@ def save_folder(checkpoint: dict[str, Any], path: Path, ranks: Ranks, io: Checkp
                 digests = [shard["digest"] for shard in shards]
                 index = sharded_write.write_index(path, token, digests, rest, rows)
                 step.local["bytes"] = index.num_bytes
-        if ranks.rank == 0:
-            sharded_write.clean_up(path, just_saved=True)
     if isinstance(io, sharded.CheckpointListener):
         num_bytes = step.gathered[0]["bytes"] + sum(shard["bytes"] for shard in shards)
         io.folder_saved(path, num_bytes, time.perf_counter() - start)

@@ -1,12 +1,12 @@
-"""Shard a model's blocks, then the rest, with PyTorch's `fully_shard`; run steps that gather the rest."""
+"""Shard a model's blocks, then the rest, with PyTorch's `fully_shard`; explain its error in steps."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from lightning_eff.core.model_surgery import BlockSelector, select_blocks
 from lightning_eff.strategy._shared import checks
 
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _MIXED = "got mixed torch.Tensor and DTensor"
 """Part of torch 2.13's error about an operation on a sharded and a plain tensor."""
 
@@ -78,67 +79,26 @@ def restore_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, A
             vars(parameter).setdefault(key, value)
 
 
-def step_as_forward(name: str, context: str) -> Any:
-    """Return a strategy's step that runs as `forward`, whose hooks gather the weights outside of blocks.
-
-    A step may call `self(x)`, which must not gather twice, or `self.layer(x)`, which alone would not gather.
-    An instance's own `forward`, which another technique may have set, is restored. The step raises a
-    ConflictError if it used a sharded weight.
-
-    Args:
-        name: The step's method of the module, the root of `fully_shard`, and of the strategy.
-        context: Method of the precision plugin that returns the step's context.
-    """
-
-    def step(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        module = self.lightning_module
-        own = {key: value for key, value in vars(module).items() if key == "forward"}
-        state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
-        tables = (module._forward_pre_hooks, module._forward_hooks)  # noqa: SLF001
-
-        def forward(*inner: Any, **more: Any) -> Any:
-            del module.forward
-            vars(module).update(own)
-            # FSDP's hooks of the root have run around this call already: `self(x)` must not run them again.
-            saved = [dict(hooks) for hooks in tables]
-            for hooks, before in zip(tables, saved, strict=True):
-                for key in [key for key, hook in before.items() if getattr(hook, "__self__", None) is state]:
-                    del hooks[key]
-            try:
-                return getattr(module, name)(*inner, **more)
-            finally:
-                for hooks, before in zip(tables, saved, strict=True):
-                    hooks.clear()
-                    hooks.update(before)  # in their order
-
-        module.forward = forward
-        try:
-            with getattr(self.precision_plugin, context)(), explain_sharded_weights():
-                return module(*arguments, **keywords)
-        finally:
-            vars(module).pop("forward", None)
-            vars(module).update(own)
-
-    return step
-
-
-@contextmanager
-def explain_sharded_weights() -> Generator[None]:
-    """Explain torch's error about a sharded weight in a step.
+def explained_step(name: str) -> Any:
+    """Return a strategy's step that explains torch's error about a sharded weight.
 
     Raises:
         ConflictError: A step used a sharded weight.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if _MIXED not in str(error):
-            raise
-        raise checks.conflict(
-            checks.FSDP2,
-            "a step used a weight while it was sharded. Weights outside of blocks are gathered from the "
-            "beginning of a step to its first backward; weights of a block only in its forward",
-            "one backward per step, of the sum of the losses",
-            "call the layer instead of reading its weight",
-            "strategy=deepspeed_zero",
-        ) from error
+
+    def step(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return getattr(Strategy, name)(self, *arguments, **keywords)
+        except RuntimeError as error:
+            if _MIXED not in str(error):
+                raise
+            raise checks.conflict(
+                checks.FSDP2,
+                "a step used a weight while it was sharded. Weights outside of blocks are gathered from the "
+                "beginning of a step to its first backward; weights of a block only in its forward",
+                "one backward per step, of the sum of the losses",
+                "call the layer instead of reading its weight",
+                "strategy=deepspeed_zero",
+            ) from error
+
+    return step

@@ -5,9 +5,8 @@ Without these checks the libraries would fail somewhere inside, or silently trai
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
@@ -63,48 +62,33 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Reject weights tied across blocks, and trainable weights of two dtypes in one block.
+    """Reject weights tied across blocks.
 
     `fully_shard` makes one group of each block, and one of all parameters outside of the blocks; a group is
-    gathered on its own, and reduced in one dtype.
+    gathered on its own.
     """
     group_of = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
-    groups: dict[int, dict[int, tuple[str, nn.Parameter]]] = {}
     first_use: dict[int, tuple[int, str]] = {}
     for prefix, module in model.named_modules():
         group = group_of.get(id(module), len(blocks))
         for name, parameter in module.named_parameters(prefix, recurse=False):
             first_group, first_name = first_use.setdefault(id(parameter), (group, name))
             if first_group != group:
-                problem = (
-                    f"{first_name} and {name} are one tied weight, but each block is gathered separately"
-                )
+                problem = f"{first_name} and {name} are one weight, but each block is gathered separately"
                 raise conflict(FSDP2, problem, "strategy=deepspeed_zero", "strategy=ddp")
-            groups.setdefault(group, {})[id(parameter)] = name, parameter
-    for members in groups.values():
-        trained = [(name, parameter) for name, parameter in members.values() if parameter.requires_grad]
-        for name, parameter in trained:
-            first_name, first = trained[0]
-            if parameter.dtype != first.dtype:
-                dtypes = [str(dtype).removeprefix("torch.") for dtype in (first.dtype, parameter.dtype)]
-                problem = f"{first_name} ({dtypes[0]}) and {name} ({dtypes[1]}) are reduced in one group, "
-                problem += "which needs one dtype"
-                same = "use the same dtype for both"
-                raise conflict(FSDP2, problem, same, "freeze one of them", "strategy=ddp")
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module, before: Mapping[str, ref[nn.Parameter]]) -> None:
-    """Reject an optimizer with parameters from before sharding, by name: it would train no shard of them."""
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Reject an optimizer with parameters from before sharding: it would train no shard of them."""
     known = {id(parameter) for parameter in model.parameters()}
-    names = {id(reference()): name for name, reference in before.items() if reference() is not None}
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
-                found = f"{type(optimizer).__name__} holds {names.get(id(parameter), '')}".rstrip()
                 raise conflict(
                     FSDP2,
-                    f"{found} (group {index}, position {position}, {tuple(parameter.shape)}), which is not a "
-                    "parameter of the sharded model: it was taken before sharding and would not be trained",
+                    f"{type(optimizer).__name__} holds a tensor {tuple(parameter.shape)} (group {index}, "
+                    f"position {position}) that is no parameter of the sharded model: it was taken before "
+                    "sharding and would not be trained",
                     "take parameters in configure_optimizers: self.parameters(), self.layer.weight",
                     "strategy=ddp",
                 )

@@ -38,15 +38,7 @@ def broadcast_from_rank0(tensors: Iterable[Tensor], device: torch.device) -> Non
     `fully_shard` shards whatever each rank has; DeepSpeed broadcasts parameters, but not buffers. Sharded
     tensors and those on `meta` are skipped; `device` is that of the process group's backend.
     """
-
-    def plain(tensor: Any) -> list[Tensor]:
-        """Return the tensors inside a tensor subclass: a quantized tensor's codes and scales."""
-        if is_sharded(tensor) or not hasattr(tensor, "__tensor_flatten__"):
-            return [tensor]
-        names, _ = tensor.__tensor_flatten__()
-        return [inner for name in names for inner in plain(getattr(tensor, name))]
-
-    for target in [inner for tensor in tensors for inner in plain(tensor)]:
+    for target in tensors:
         if target.is_meta or is_sharded(target) or not target.numel():
             continue
         sent = target.detach().to(device, copy=True).contiguous()
@@ -85,11 +77,7 @@ class RankDivergenceCheck:
         self._group = dist.new_group(backend="gloo")  # all ranks
 
     def compare(self) -> None:
-        """Read the comparison of the previous step and start that of this step.
-
-        Raises:
-            ConflictError: Ranks differed in the previous step.
-        """
+        """Read the comparison of the previous step, as `read` does, and start that of this step."""
         if self._group is None:
             return
         self.read()
@@ -99,11 +87,7 @@ class RankDivergenceCheck:
         self._seen = 0
 
     def read(self) -> None:
-        """Wait for the pending comparison, if any.
-
-        Raises:
-            ConflictError: Ranks differed.
-        """
+        """Wait for the pending comparison, if any; raise a ConflictError if ranks differed."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -121,11 +105,7 @@ class RankDivergenceCheck:
             )
 
     def end(self, *, reads: bool = True) -> None:
-        """Remove the hooks, read the last comparison and destroy the process group.
-
-        Args:
-            reads: False after a failure: then only the hooks are removed, without communication.
-        """
+        """Remove the hooks; unless a rank may have failed (`reads=False`), also communicate a last time."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

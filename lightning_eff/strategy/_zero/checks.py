@@ -9,13 +9,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from lightning_eff.core.arguments import StrPath
-from lightning_eff.core.dtypes import auto_precision
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.core.technique import Rule
 from lightning_eff.strategy._shared import checks
@@ -55,34 +52,8 @@ ONE_DEVICE = Rule(
 )
 
 
-def check_offload(
-    stage: int, optimizer: str | None, parameters: str | None, nvme_path: StrPath | None
-) -> None:
-    """Raise a ConfigError if a stage cannot offload `optimizer` or `parameters`, or the path is absent."""
-    if parameters is not None and stage != 3:
-        allowed = f"None under stage {stage}, where each device keeps all weights"
-        remedies = ["strategy.stage=3"]
-        raise ConfigError(key="offload_parameters", value=parameters, allowed=allowed, remedies=remedies)
-    uses_nvme = "nvme" in (optimizer, parameters)
-    if uses_nvme and stage != 3:
-        allowed = "cpu or None: nvme needs stage 3"
-        remedies = ["strategy.stage=3"]
-        raise ConfigError(key="offload_optimizer", value=optimizer, allowed=allowed, remedies=remedies)
-    if uses_nvme is (nvme_path is None):
-        allowed = "a folder on a local disk for nvme, else None"
-        remedy = "strategy.nvme_path=/local_nvme" if uses_nvme else "~strategy.nvme_path"
-        raise ConfigError(key="nvme_path", value=nvme_path, allowed=allowed, remedies=[remedy])
-    if nvme_path is not None and not os.access(nvme_path, os.W_OK | os.X_OK):
-        allowed = "an existing, writable folder on a local disk"
-        remedies = [f"mkdir -p {nvme_path}", "strategy.nvme_path=/tmp"]
-        raise ConfigError(key="nvme_path", value=nvme_path, allowed=allowed, remedies=remedies)
-
-
 def import_deepspeed(device: str | None = None) -> None:
-    """Import DeepSpeed, quietly.
-
-    It logs to stdout, which is reserved for `--json`, and warns of a machine without a GPU unless
-    DS_ACCELERATOR is set.
+    """Import DeepSpeed, which logs to stdout, where `--json` prints.
 
     Args:
         device: Type of the Trainer's device; None before it is known.
@@ -90,31 +61,25 @@ def import_deepspeed(device: str | None = None) -> None:
     Raises:
         EnvironmentLacksError: It cannot be imported, or was imported for another kind of device.
     """
-    is_cpu = not torch.cuda.is_available() and "DS_ACCELERATOR" not in os.environ
+    warns = not torch.cuda.is_available() and "DS_ACCELERATOR" not in os.environ  # that there is no GPU
+    os.environ |= {"DS_ACCELERATOR": "cpu"} if warns else {}
     try:
-        if is_cpu:
-            os.environ["DS_ACCELERATOR"] = "cpu"
         with redirect_stdout(sys.stderr):
             import deepspeed  # noqa: F401  # pyright: ignore[reportUnusedImport]
+            from deepspeed.accelerator import get_accelerator
     except ImportError as error:
         text = (
             f"{ZERO} needs deepspeed, which cannot be imported: {error}\n  try: pip install 'deepspeed>=0.19'"
         )
         raise EnvironmentLacksError(text) from error
     finally:
-        if is_cpu:
+        if warns:
             del os.environ["DS_ACCELERATOR"]
-    if device is None:
-        return
-    from deepspeed.accelerator import get_accelerator
-
     accelerator: Any = get_accelerator()
     found = accelerator.device_name()
-    if found != device:
-        text = (
-            f"{ZERO}: the Trainer runs on {device}, but DeepSpeed chose {found} when it was imported\n"
-            f"  try: DS_ACCELERATOR={device} in the environment"
-        )
+    if device not in (None, found):
+        text = f"{ZERO}: the Trainer runs on {device}, but DeepSpeed chose {found} when it was imported"
+        text += f"\n  try: DS_ACCELERATOR={device} in the environment"
         raise EnvironmentLacksError(text)
 
 
@@ -128,22 +93,6 @@ def disable_shared_memory_transport() -> None:
     names: dict[str, Any] = deepspeed.ops.__dict__
     known = names.setdefault("__compatible_ops__", {})
     known["deepspeed_shm_comm"] = False
-
-
-def precision_like(plugin: Precision, device_type: str) -> DeepSpeedPrecision:
-    """Return DeepSpeed's precision plugin for the precision of another plugin.
-
-    Raises:
-        ConfigError: DeepSpeed has no such precision.
-    """
-    requested: Any = plugin.precision
-    precision: Any = auto_precision(device_type)[0] if requested == "auto" else requested
-    try:
-        return DeepSpeedPrecision(precision)
-    except ValueError as error:
-        allowed = "bf16-mixed, bf16-true, 16-mixed, 16-true or 32-true under DeepSpeed"
-        remedies = ["precision=fp32", "strategy=ddp"]
-        raise ConfigError(key="precision", value=requested, allowed=allowed, remedies=remedies) from error
 
 
 def check_run(trainer: pl.Trainer) -> None:

@@ -32,8 +32,8 @@ class ZeroMemory(Sharding):
     Args:
         compute_itemsize: Bytes per element of the model as DeepSpeed casts it.
         accumulate_itemsize: Bytes per element of a gradient as it is kept.
-        optimizer_on: Location of optimizer state and float32 weights: "" for the device, `cpu` or `nvme`.
-        weights_on: Location of the weights' shards; stage 3.
+        optimizer_on_host: Whether optimizer state and float32 weights are on the host.
+        weights_on_host: Whether the weights' shards are; stage 3.
         bucket: Elements per bucket of gradients.
         num_buckets: Number of buckets.
         all_reduce: Whether stages 1 and 2 all-reduce, instead of reduce-scatter.
@@ -47,8 +47,8 @@ class ZeroMemory(Sharding):
     compute_itemsize: int = FLOAT32
     reduce_itemsize: int = FLOAT32
     accumulate_itemsize: int = FLOAT32
-    optimizer_on: str = ""
-    weights_on: str = ""
+    optimizer_on_host: bool = False
+    weights_on_host: bool = False
     bucket: int = 500_000_000
     num_buckets: int = 1
     all_reduce: bool = True
@@ -69,7 +69,7 @@ class ZeroMemory(Sharding):
     def share(self, model: ModelWeights, devices: int, micro_batches: int) -> DeviceShare:
         """Implement `Sharding`."""
         size = self.compute_itemsize
-        has_copies = self.stage < 3 or size != FLOAT32 or self.optimizer_on or self.weights_on
+        has_copies = self.stage < 3 or size != FLOAT32 or self.optimizer_on_host or self.weights_on_host
         share = self.kept(
             model,
             devices,
@@ -87,7 +87,7 @@ class ZeroMemory(Sharding):
         # Stage 1 reduces once per step, stage 2 once per micro-batch. Then updated slices are all-gathered.
         reductions = (micro_batches if self.stage == 2 else 1) * (2 if self.all_reduce else 1)
         sent = self.sent(model, devices, lambda weight: int(weight.trained), reductions)
-        if not self.optimizer_on:
+        if not self.optimizer_on_host:
             step = local * (FLOAT32 + (size if size != FLOAT32 else 0))
             return replace(share, buffers=max(buckets, step), sent=sent)
         largest = max((weight.numel for weight in model.trained), default=0) * size
@@ -108,11 +108,11 @@ class ZeroMemory(Sharding):
         local = sum(shard for weight, shard in self.shards(model, devices) if weight.trained)
         unsharded = sum(weight.numel for weight in model.weights if weight.numel <= self.persistent) * size
         step = min(local, self.step_elements) * FLOAT32
-        offloaded = {"": 0.0, "cpu": 0.0, "nvme": 0.0}
-        offloaded[self.weights_on] += share.weights - model.buffers_bytes
-        if self.optimizer_on:
-            offloaded["cpu"] += share.gradients
-            offloaded[self.optimizer_on] += share.optimizer + local * FLOAT32
+        weights, host = share.weights - model.buffers_bytes, 0.0
+        if self.weights_on_host:
+            weights, host = 0.0, weights
+        if self.optimizer_on_host:
+            host += share.gradients + share.optimizer + local * FLOAT32
             share, step = replace(share, gradients=0, optimizer=0), 0
         # Layers whose weights stay gathered from forward to backward: the last ones. Between forward and
         # backward of a layer each later layer runs twice.
@@ -134,12 +134,11 @@ class ZeroMemory(Sharding):
         scattered = min(self.bucket, total) * self.reduce_itemsize * (1 + 1 / devices)  # input and output
         return replace(
             share,
-            weights=offloaded[""] + unsharded + model.buffers_bytes,
+            weights=weights + unsharded + model.buffers_bytes,
             gathered=gathered,
             # Gathered weights are free when gradients are scattered and at the step: only the excess counts.
             buffers=self.bucket * size + max(0, step - gathered, scattered - gathered),
-            host=offloaded["cpu"],
-            disk=offloaded["nvme"],
+            host=host,
             sent=self.sent(model, devices, gathers, micro_batches),
         )
 
@@ -158,8 +157,6 @@ class ZeroMemory(Sharding):
             )
         elif self.all_reduce:
             lines.append("gradients are all-reduced, as DeepSpeed does by default, not reduce-scattered")
-        if "nvme" in (self.optimizer_on, self.weights_on):
-            lines.append("host buffers for reading from nvme are not counted")
         if self.not_counted:
             lines.append(f"effects of these options are not counted: {', '.join(self.not_counted)}")
         return [*lines, RING]

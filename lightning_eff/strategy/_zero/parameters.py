@@ -1,4 +1,4 @@
-"""What DeepSpeed does to a model's parameters and buffers: guard against changes, keep dtypes and shapes.
+"""What DeepSpeed does to a model's parameters: guard against changes, and add what it needs in empty groups.
 
 DeepSpeed trains float32 copies of the parameters that require gradients when it starts. A weight that is
 clamped or loaded during the run is overwritten by the next step, an unfrozen one is never stepped, a frozen
@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_eff.core.errors import ConflictWarning
 from lightning_eff.core.shards import is_sharded
@@ -72,59 +72,6 @@ class ParameterGuard:
             if parameter._version != version:  # noqa: SLF001
                 problem = f"{name} was changed in place, but each step overwrites it with DeepSpeed's copy"
                 raise conflict(ZERO, problem, "strategy=fsdp2", "strategy=ddp")
-
-
-def preserved_tensors(module: nn.Module, precision: str) -> list[tuple[Any, str, Tensor]]:
-    """Return the tensors that DeepSpeed's precision plugin must not cast: their owner, attribute and value.
-
-    The plugin calls `module.to(dtype)` also under 32-true, where a single device casts nothing, so float64
-    would lose digits and complex numbers their imaginary part. Trained parameters must be of that dtype;
-    buffers and frozen parameters need not.
-
-    Args:
-        module: The model before the cast.
-        precision: Lightning's name. Under 32-true all dtypes are kept; else only complex buffers, since there
-            is no 16-bit complex dtype to cast to.
-
-    Example:
-        >>> module = nn.Linear(1, 1)
-        >>> module.register_buffer("phase", nn.Buffer(1j * module.weight.detach()))
-        >>> [(name, value.dtype) for _, name, value in preserved_tensors(module, "bf16-true")]
-        [('phase', torch.complex64)]
-    """
-    keeps_all = precision == "32-true"
-    preserved: list[tuple[Any, str, Tensor]] = [
-        (owner, name, buffer)
-        for owner in module.modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-        if keeps_all or buffer.is_complex()
-    ]
-    if keeps_all:
-        frozen = [p for p in module.parameters() if not (p.requires_grad or is_sharded(p))]
-        preserved += [(parameter, "data", parameter.data) for parameter in frozen]
-    return preserved
-
-
-@contextmanager
-def full_shapes(model: nn.Module) -> Generator[None]:
-    """Give parameters that were sharded while the model was built their full shapes, without memory.
-
-    `deepspeed.zero.Init` replaces each parameter by an empty vector. Code that groups parameters by their
-    number of dimensions (decay for matrices, none for vectors) would take all of them for vectors. Inside the
-    context each is a view of a single 0.
-
-    Args:
-        model: Parameters that DeepSpeed did not shard stay as they are.
-    """
-    sharded: list[Any] = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_shape")]
-    local = [parameter.data for parameter in sharded]
-    for parameter in sharded:
-        parameter.data = parameter.data.new_zeros(1).expand(parameter.ds_shape)
-    try:
-        yield
-    finally:
-        for parameter, data in zip(sharded, local, strict=True):
-            parameter.data = data
 
 
 @contextmanager

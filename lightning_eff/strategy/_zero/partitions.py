@@ -13,8 +13,7 @@ attributes (DeepSpeed 0.19.8).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,8 +45,7 @@ class PartitionedState:
         """Return a tensor unsharded, from the float32 vectors if it is trained; a collective of all ranks."""
         if not self._is_trained(tensor):
             return full_tensor(tensor)
-        with self._partition(tensor) as flat:
-            return self._unflatten(tensor, flat)
+        return self._unflatten(tensor, self._partition(tensor))
 
     def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
         """Set a tensor, and its slice of the float32 vectors; a collective of all ranks."""
@@ -58,8 +56,7 @@ class PartitionedState:
         else:
             tensor.data.copy_(value)
         if self._is_trained(tensor):
-            with self._partition(tensor) as flat:
-                self._flatten_into(tensor, flat, value)
+            self._flatten_into(tensor, self._partition(tensor), value)
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
         """Return the optimizer's state of a parameter, unsharded; a collective of all ranks."""
@@ -67,12 +64,12 @@ class PartitionedState:
         state: dict[str, Any] = {}
         if not self._is_trained(parameter):
             return state
-        with self._partition(parameter) as flat:
-            for key, value in zero.optimizer.state.get(flat, {}).items():
-                if isinstance(value, Tensor) and value.shape == flat.shape and key not in COUNTS:
-                    state[key] = self._unflatten(parameter, value)
-                else:  # one count for all parameters of the vector; not shared when loaded
-                    state[key] = value.clone() if isinstance(value, Tensor) else value
+        flat = self._partition(parameter)
+        for key, value in zero.optimizer.state.get(flat, {}).items():
+            if isinstance(value, Tensor) and value.shape == flat.shape and key not in COUNTS:
+                state[key] = self._unflatten(parameter, value)
+            else:  # one count for all parameters of the vector; not shared when loaded
+                state[key] = value.clone() if isinstance(value, Tensor) else value
         return state
 
     def load_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
@@ -80,37 +77,29 @@ class PartitionedState:
         zero: Any = self._zero
         if not (state and self._is_trained(parameter)):
             return
-        shape = full_shape(parameter)
-        with self._partition(parameter) as flat:
-            own = zero.optimizer.state.setdefault(flat, {})
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == shape and key not in COUNTS:
-                    if key not in own:
-                        own[key] = torch.zeros_like(flat, dtype=value.dtype)
-                    self._flatten_into(parameter, own[key], value)
-                else:
-                    own[key] = value.clone() if isinstance(value, Tensor) else value
+        shape, flat = full_shape(parameter), self._partition(parameter)
+        own = zero.optimizer.state.setdefault(flat, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == shape and key not in COUNTS:
+                if key not in own:
+                    own[key] = torch.zeros_like(flat, dtype=value.dtype)
+                self._flatten_into(parameter, own[key], value)
+            else:
+                own[key] = value.clone() if isinstance(value, Tensor) else value
 
     def _is_trained(self, tensor: Tensor) -> bool:
         if self._zero is None or not self._is_stage_3:
             return id(tensor) in self._group_of
         return hasattr(tensor, "ds_id") and self._zero.get_param_id(tensor) in self._zero.grad_position
 
-    @contextmanager
-    def _partition(self, parameter: Tensor) -> Generator[Tensor]:
-        """Yield this rank's float32 vector that holds its slice of the parameter."""
+    def _partition(self, parameter: Tensor) -> Tensor:
+        """Return this rank's float32 vector that holds its slice of the parameter."""
         zero: Any = self._zero
         if not self._is_stage_3:
-            yield zero.single_partition_of_fp32_groups[self._group_of[id(parameter)]]
-            return
+            return zero.single_partition_of_fp32_groups[self._group_of[id(parameter)]]
         # `grad_position`: sub-group, and offset and length of this rank's slice in the sub-group's vector
         group, _, _ = zero.grad_position[zero.get_param_id(parameter)]
-        is_swapped = zero._swappable_optimizer_subgroup(group)  # noqa: SLF001 - offloaded to nvme
-        if is_swapped:
-            zero._optimizer_states_and_gradient_swap_in(group)  # noqa: SLF001
-        yield zero.fp32_partitioned_groups_flat[group]
-        if is_swapped:
-            zero._optimizer_states_and_gradient_swap_out(group)  # noqa: SLF001
+        return zero.fp32_partitioned_groups_flat[group]
 
     def _unflatten(self, parameter: Any, flat: Tensor) -> Tensor:
         """Return a full tensor from the ranks' vectors; a collective of all ranks."""

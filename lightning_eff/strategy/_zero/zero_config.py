@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_eff.core.arguments import StrPath
 from lightning_eff.core.errors import ConfigError, suggest_name
 from lightning_eff.strategy._zero.memory_arithmetic import ZeroMemory
 
@@ -32,9 +31,7 @@ OWNED = {
     "zero_allow_untested_optimizer": "the strategy, which tests the optimizer itself",
     "zero_optimization.stage": "strategy.stage",
     "zero_optimization.offload_optimizer.device": "strategy.offload_optimizer",
-    "zero_optimization.offload_optimizer.nvme_path": "strategy.nvme_path",
     "zero_optimization.offload_param.device": "strategy.offload_parameters",
-    "zero_optimization.offload_param.nvme_path": "strategy.nvme_path",
 }
 """DeepSpeed's keys that are set elsewhere, and where."""
 FREE = (
@@ -92,15 +89,13 @@ def deepspeed_config(
     stage: int,
     offload_optimizer: str | None,
     offload_parameters: str | None,
-    nvme_path: StrPath | None,
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration without precision and clipping, which Lightning adds later."""
     options: Mapping[str, Any] = config.get("zero_optimization", {})
     zero: dict[str, Any] = {"overlap_comm": stage == _OVERLAP_STAGE, **options, "stage": stage}
     for key, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_parameters)):
         if device is not None:
-            inner = {"pin_memory": False, **options.get(key, {}), "device": device}
-            zero[key] = inner | ({"nvme_path": str(nvme_path)} if device == "nvme" else {})
+            zero[key] = {"pin_memory": False, **options.get(key, {}), "device": device}
     return {
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
@@ -129,15 +124,15 @@ def scheme(config: Mapping[str, Any], precision: str) -> ZeroMemory:
     dtypes = config.get("communication_data_type"), config.get("data_types", {}).get("grad_accum_dtype")
     itemsizes = [DtypeEnum(dtype).value.itemsize if dtype else itemsize for dtype in dtypes]
     offloads = zero.offload_optimizer, zero.offload_param
-    devices = [str(offload.device) if offload and offload.device != "none" else "" for offload in offloads]
+    on_host = [bool(offload and offload.device != "none") for offload in offloads]
     has_buckets = zero.contiguous_gradients or zero.offload_optimizer is not None
     return ZeroMemory(
         stage=int(zero.stage),
         compute_itemsize=itemsize,
         reduce_itemsize=itemsizes[0],
         accumulate_itemsize=itemsizes[1],
-        optimizer_on=devices[0],
-        weights_on=devices[1],
+        optimizer_on_host=on_host[0],
+        weights_on_host=on_host[1],
         bucket=zero.reduce_bucket_size if has_buckets else 0,
         num_buckets=2 if zero.overlap_comm and zero.stage <= _OVERLAP_STAGE else 1,
         all_reduce=zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter,

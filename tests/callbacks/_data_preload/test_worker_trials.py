@@ -62,17 +62,6 @@ def test_a_trial_asks_for_samples_by_index_and_leaves_sampler_and_random_states_
     assert set(dataset.asked) == {0, *range(5, 5 * (2 * worker_trials.MIN_BATCHES + 1))}
 
 
-def test_trials_with_workers_ask_for_samples_of_their_own_and_leave_no_process() -> None:
-    loader = DataLoader(Noting(), batch_size=2)
-    choice = worker_trials.choose_num_workers(loader, max_workers=2, budget_s=0.5)
-    assert set(choice.seconds_per_batch) == {0, 1, 2}
-    for _ in range(3000):
-        if not multiprocessing.active_children():
-            break
-        time.sleep(0.01)
-    assert multiprocessing.active_children() == []
-
-
 class Sleeps(Dataset[int]):
     """Takes 2 ms for a sample, and counts those of all processes."""
 
@@ -87,13 +76,6 @@ class Sleeps(Dataset[int]):
         with self.num_made.get_lock():
             self.num_made.value += 1
         return index
-
-
-def test_a_batch_is_as_long_as_its_samples_and_workers_share_them() -> None:
-    choice = worker_trials.choose_num_workers(DataLoader(Sleeps(), batch_size=8), max_workers=2, budget_s=1.0)
-    assert choice.seconds_per_batch[0] >= 8 * 0.002
-    assert choice.idle_s > 0.0
-    assert set(choice.seconds_per_batch) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("most", "chosen"), [(0, 0), (1, 0), (2, 2), (4, 4), (8, 4)])
@@ -112,13 +94,19 @@ def test_more_workers_are_tried_until_they_do_not_help(
     assert tried == [count for count in (1, 2, 4, 8) if count <= most]
 
 
-def test_the_budget_bounds_the_samples_of_trials() -> None:
+def test_the_budget_bounds_the_samples_of_trials_and_no_process_is_left() -> None:
     samples = Sleeps()
     choice = worker_trials.choose_num_workers(
         DataLoader(samples, batch_size=1000), max_workers=2, budget_s=0.3
     )
     assert samples.num_made.value < 1000, "fewer than one batch has"
     assert choice.seconds_per_batch[0] >= 1000 * 0.002
+    assert set(choice.seconds_per_batch) == {0, 1, 2}
+    for _ in range(3000):
+        if not multiprocessing.active_children():
+            break
+        time.sleep(0.01)
+    assert multiprocessing.active_children() == []
 
 
 class ByProcess(Dataset[int]):
@@ -164,6 +152,7 @@ class Hangs(Dataset[int]):
         return self.pool.submit(int, index).result()
 
 
+@pytest.mark.slow  # PyTorch asks its workers every five seconds
 def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_trials, "WORKER_TIMEOUT_S", 0.5)
     choice = worker_trials.choose_num_workers(DataLoader(Hangs(), batch_size=4), max_workers=2, budget_s=0.2)
@@ -220,7 +209,7 @@ def test_batches_have_the_loaders_size_however_it_makes_them() -> None:
     asked = []
     for loader in forms.values():
         dataset.asked = []
-        worker_trials.choose_num_workers(loader, max_workers=0, budget_s=0.1)
+        worker_trials.choose_num_workers(loader, max_workers=0, budget_s=60.0)
         asked.append(dataset.asked[:4])
     assert asked == [[0, 3, 4, 5], [0, 3, 4, 5], [0, 3, 4, 5], [0, 1, 2, 3]]
 

@@ -102,3 +102,36 @@ def test_where_no_group_uses_the_default_rate_shares_are_of_the_largest(net: Cal
     model.configure_optimizers = lambda: torch.optim.AdamW(groups)
     optimizer = fitted(model, functools.partial(torch.optim.SGD, lr=0.1))
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.1])
+
+
+@pytest.mark.parametrize("form", ["lists", "dict", "dicts", "stepped by the module"])
+def test_a_modules_own_schedule_must_be_given_again(net: Callable[..., Net], form: str) -> None:
+    model = net()
+
+    def configure() -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        both = {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        forms = {"lists": ([optimizer], [schedule]), "dict": both, "dicts": [both]}
+        return forms.get(form, optimizer)
+
+    model.configure_optimizers = configure
+    with pytest.raises(ConfigError, match=r"scheduler=None: expected a schedule, since the one of Net"):
+        fitted(model, ADAMW)
+    half = functools.partial(torch.optim.lr_scheduler.ConstantLR, factor=0.5)
+    assert [group["lr"] for group in fitted(model, ADAMW, scheduler=half).param_groups] == [0.5, 0.5]
+
+
+def test_shares_are_kept_of_rates_that_a_schedule_had_set(net: Callable[..., Net]) -> None:
+    model = net()
+
+    def configure() -> Any:
+        groups = [{"params": model.first.parameters(), "lr": 0.01}, {"params": model.second.parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.01, 0.1], total_steps=9)
+        return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+    model.configure_optimizers = configure
+    constant = torch.optim.lr_scheduler.ConstantLR
+    optimizer = fitted(model, functools.partial(torch.optim.SGD, lr=1.0), scheduler=constant)
+    assert [group["initial_lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 1.0])

@@ -29,20 +29,14 @@ Layer = tuple[int, int, int]
 class Case:
     """One GEMM to measure.
 
-    Args:
-        M: Rows of the result.
-        N: Its columns.
-        K: Length of the sums.
-        layout: `nt`, `nn` or `tn`: whether A and B are stored transposed.
-        dtype: Of A and B.
-        kind: `plain`; `adds` for a product that is added in place to float32, as a weight's gradient is;
-            `fused` for a bias and an activation.
+    `adds`: the product is added in place to float32, as a weight's gradient is. `fused`: with a bias and an
+    activation.
     """
 
     M: int
     N: int
     K: int
-    layout: str = "nt"
+    layout: str = "nt"  # or nn or tn: whether A and B are stored transposed
     dtype: torch.dtype = torch.bfloat16
     kind: Literal["plain", "adds", "fused"] = "plain"
 
@@ -84,17 +78,11 @@ def default_cases(dtype: torch.dtype) -> list[Case]:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The tensors of a case.
+    """The tensors of a case."""
 
-    Args:
-        operands: As kernels are launched with them; C is `d` where the product is added to it.
-        d: Receives the result, `[M, N]`.
-        start: What `d` holds before a product is added to it; None where nothing is.
-    """
-
-    operands: Operands
-    d: Tensor
-    start: Tensor | None
+    operands: Operands  # C is `d` where the product is added to it
+    d: Tensor  # receives the result, [M, N]
+    start: Tensor | None  # what `d` holds before a product is added to it
 
     @classmethod
     def draw(cls, case: Case, device: torch.device, *, seed: int = 0) -> Problem:
@@ -136,23 +124,19 @@ class Problem:
 
         Each element has to be within `|D - ref| <= (K + 2) u (|A| @ |B| + |C|) + eps |ref|` of the reference
         in float64, u = 2^-23: any order of a float32 sum, no lost term of it, and one rounding to the
-        result's dtype.
-
-        Args:
-            result: The result, `[M, N]`.
-            rounds_twice: The sum may be rounded once more to the result's dtype, as torch allows its library
-                in split-K reductions, and as it does before an activation.
+        result's dtype; with `rounds_twice` one more, as torch allows its library in split-K reductions, and
+        as it does before an activation.
         """
         if not bool(result.isfinite().all()):
             return math.inf
-        given, (M, K) = self.operands, self.operands.a.shape
-        rows = torch.linspace(0, M - 1, min(M, MAX_ROWS), device=result.device).round().long()
+        given, last = self.operands, self.operands.M - 1
+        rows = torch.linspace(0, last, min(last + 1, MAX_ROWS), device=result.device).round().long()
         a, start = given.a[rows], None if self.start is None else self.start[rows]
         expected = reference.gemm(a, given.b, start, beta=1.0, bias=given.bias, activation=given.activation)
         terms = [term.abs() if term is not None else None for term in (start, given.bias)]
         size = reference.gemm(a.abs(), given.b.abs(), terms[0], beta=1.0, bias=terms[1])
         info, slope = torch.finfo(given.out_dtype), ACTIVATION_SLOPE if given.activation else 1.0
-        allowed = slope * (K + 2) * U32 * size + info.eps * expected.abs()
+        allowed = slope * (given.K + 2) * U32 * size + info.eps * expected.abs()
         allowed += info.smallest_normal * info.eps  # the spacing of subnormal numbers
         if given.activation:  # its own exponential and division
             allowed += 4 * U32 * expected.abs()

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_eff.kernels import bench, gemm_problem
-from lightning_eff.kernels.bench import Comparison, Result
-from lightning_eff.kernels.gemm_problem import Case, Problem
+from lightning_eff.commands._bench import gemm_problem
+from lightning_eff.commands._bench import gemm_timing as bench
+from lightning_eff.commands._bench.gemm_problem import Case, Problem
+from lightning_eff.commands._bench.gemm_timing import Comparison, Result
 from lightning_eff.kernels.tile_configs import CONFIGS
-from tests.support.processes import in_interpreter
 
 CPU = torch.device("cpu")
 SMALL = Case(M=4, N=4, K=4, dtype=torch.float32)
@@ -29,26 +29,20 @@ def test_copies_of_a_problem_have_its_numbers_and_strides(
     monkeypatch: pytest.MonkeyPatch, layout: str, kind: Any, a_strides: Any, b_strides: Any
 ) -> None:
     monkeypatch.setattr(gemm_problem, "MAX_COPIES", 2)
-    problems = Problem.draw(Case(M=3, N=5, K=7, layout=layout, kind=kind), CPU).rotation()
+    case = Case(M=3, N=5, K=7, layout=layout, kind=kind)
+    problems = Problem.draw(case, CPU).rotation()
     for each in problems:
         given = each.operands
         assert (given.a.shape, given.b.shape) == ((3, 7), (7, 5))
         assert (given.a.stride(), given.b.stride()) == (a_strides, b_strides)
-        assert torch.equal(given.a, problems[0].operands.a)
+        assert torch.equal(given.a, Problem.draw(case, CPU).operands.a), "the same for a seed"
         assert given.c is (each.d if kind == "adds" else None)
     assert len({each.operands.a.data_ptr() for each in problems}) == 3
     assert len({each.d.data_ptr() for each in problems}) == 3
+    assert not torch.equal(problems[0].operands.a, Problem.draw(case, CPU, seed=1).operands.a)
 
 
-def test_data_are_normal_scaled_and_the_same_for_a_seed() -> None:
-    case = Case(M=300, N=10, K=400, dtype=torch.float32)
-    a = Problem.draw(case, CPU).operands.a
-    assert abs(float(a.std()) * 400**0.5 - 1.0) < 0.02
-    assert torch.equal(a, Problem.draw(case, CPU).operands.a)
-    assert not torch.equal(a, Problem.draw(case, CPU, seed=1).operands.a)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "adds", "fused"])
 def test_the_tolerance_lets_a_rounded_result_pass_and_sees_one_lost_term(
     dtype: torch.dtype, kind: Any
@@ -83,20 +77,20 @@ def test_a_wrong_tile_is_seen_in_a_large_result(row: int) -> None:
     assert problem.error(result) > 1.0
 
 
+@on_linux
 def test_a_candidate_that_writes_nothing_or_is_refused_is_incorrect() -> None:
+    from triton.runtime.errors import OutOfResources
+
     problem = Problem.draw(SMALL, CPU)
     torch.mm(problem.operands.a, problem.operands.b, out=problem.d)
     assert bench.check(lambda each: each.d, problem).error == float("inf")
 
     def refused(_: Problem) -> Tensor:
-        from triton.runtime.errors import OutOfResources
-
         raise OutOfResources(262160, 232448, "shared memory")
 
-    if sys.platform == "linux":
-        result = bench.check(refused, problem)
-        assert not result.is_correct
-        assert "Required: 262160" in result.refusal
+    result = bench.check(refused, problem)
+    assert not result.is_correct
+    assert "Required: 262160" in result.refusal
 
 
 def test_candidates_take_turns_and_what_is_incorrect_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,15 +104,11 @@ def test_candidates_take_turns_and_what_is_incorrect_takes_none(monkeypatch: pyt
     monkeypatch.setattr(bench, "seconds_per_call", measured)
     monkeypatch.setattr(bench, "METHODS", {"cpu": ("flushed", "graph")})
     found = bench.compare(SMALL, CPU, round_ms=1)
-    pairs = {
-        method: [f"{name} {method}" for name in ("run_library", "run_gemm")]
-        for method in ("flushed", "graph")
-    }
-    assert turns == pairs["flushed"] * bench.ROUNDS + pairs["graph"] * bench.ROUNDS
-    assert found.results["gemm"].seconds == {
-        "flushed": [2.0, 4.0, 6.0, 8.0, 10.0],
-        "graph": [12.0, 14.0, 16.0, 18.0, 20.0],
-    }
+    assert turns == [
+        *["run_library flushed", "run_gemm flushed"] * bench.ROUNDS,
+        *["run_library graph", "run_gemm graph"] * bench.ROUNDS,
+    ]
+    assert found.results["gemm"].seconds["flushed"] == [2.0, 4.0, 6.0, 8.0, 10.0]
     assert found.ratio("gemm") == 5 / 6, "the median of 1/2, 3/4, 5/6, 7/8, 9/10"
     assert found.computed_by == "torch"
     turns.clear()
@@ -149,14 +139,6 @@ def test_a_gpu_is_timed_by_triton_with_an_empty_cache_and_from_buffer_to_buffer(
     ]
 
 
-def test_the_list_is_thirty_layers_in_three_layouts_and_the_cube() -> None:
-    cases = gemm_problem.default_cases(torch.bfloat16)
-    kinds = [case.kind for case in cases]
-    assert len(cases) == len(set(cases)) == 101
-    assert (kinds.count("plain"), kinds.count("adds"), kinds.count("fused")) == (93, 4, 4)
-    assert [case.layout for case in cases if case.M == case.N == case.K == 8192] == ["nt", "nn", "tn"]
-
-
 def comparison(ratios: dict[str, float], bucket: str = "some") -> Comparison:
     """A comparison in which the library takes a second; a candidate with a ratio of 0 is incorrect."""
     results = {
@@ -166,14 +148,10 @@ def comparison(ratios: dict[str, float], bucket: str = "some") -> Comparison:
     return Comparison(case=Case(M=1, N=1, K=1), results=results, bucket=bucket, computed_by="torch")
 
 
-def test_a_ratio_is_the_smaller_of_two_ways() -> None:
+def test_a_config_is_chosen_only_where_it_keeps_up_everywhere() -> None:
     both = comparison({"gemm": 2.0})
     both.results["library"].seconds["flushed"], both.results["gemm"].seconds["flushed"] = [1.0], [0.8]
-    assert both.ratio("gemm") == 1.25
-    assert both.ratio("no such config") is None
-
-
-def test_a_config_is_chosen_only_where_it_keeps_up_everywhere() -> None:
+    assert both.ratio("gemm") == 1.25, "the smaller of two ways"
     first, second, third = (str(tile) for tile in CONFIGS[:3])
     compared = [
         comparison({"gemm": 9.0, first: 1.5, second: 1.1, third: 3.0}),
@@ -186,24 +164,3 @@ def test_a_config_is_chosen_only_where_it_keeps_up_everywhere() -> None:
         "some": second, "slow": "torch", "fast": second, "no configs": "torch"
     }  # fmt: skip
     assert [each.best_config for each in compared] == [third, second, first, second, None]
-
-
-INTERPRETED = """
-import torch
-from lightning_eff.kernels import bench
-from lightning_eff.kernels.gemm_problem import Case, Problem
-from lightning_eff.kernels.tile_configs import CONFIGS
-
-for tile in (CONFIGS[1], CONFIGS[8], CONFIGS[10]):
-    for kind in ("adds",) if tile.adds else ("plain", "adds", "fused"):
-        for layout in ("nt", "nn", "tn"):
-            case = Case(M=72, N=136, K=40, layout=layout, kind=kind)
-            result = bench.check(bench.run_config(tile), Problem.draw(case, torch.device("cpu")))
-            assert result.is_correct, (case, result)
-"""
-
-
-@on_linux
-def test_configs_are_launched_for_each_kind_and_layout() -> None:
-    done = in_interpreter("-c", INTERPRETED)
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_eff.monitors import _attach
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
-from lightning_eff.planner import attach
 from tests.support.models import Net, make_loader, make_trainer
 
 FACTORY = "lightning.pytorch.callbacks_factory"
@@ -19,34 +19,26 @@ FACTORY = "lightning.pytorch.callbacks_factory"
 
 @pytest.mark.parametrize("value", ["", "0", "False", "off", " no "])
 def test_without_the_variable_nothing_is_added(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(attach.VARIABLE, value)
-    assert attach.callbacks() == []
+    monkeypatch.setenv(_attach.VARIABLE, value)
+    assert _attach.callbacks() == []
     assert not any(isinstance(each, EfficiencyReport) for each in make_trainer().callbacks)
 
 
 def test_lightning_finds_it_and_it_imports_nothing_unasked() -> None:
     assert [each.value for each in entry_points(group=FACTORY) if each.name == "lightning-eff"] == [
-        "lightning_eff.planner.attach:callbacks"
+        "lightning_eff.monitors._attach:callbacks"
     ]
-    code = "import sys, lightning_eff.planner.attach as a; a.callbacks(); print('torch' in sys.modules)"
+    code = "import sys, lightning_eff.monitors._attach as a; a.callbacks(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
-def test_with_it_a_plain_trainer_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(attach.VARIABLE, "1")
-    trainer = make_trainer(max_steps=6, default_root_dir=tmp_path)
-    trainer.fit(Net(), make_loader())
+def test_with_it_a_plain_trainer_reports_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(_attach.VARIABLE, "1")
+    make_trainer(max_steps=6, default_root_dir=tmp_path).fit(Net(), make_loader())
     report = json.loads((tmp_path / "efficiency.json").read_text())
-    assert report["num_steps"] == 6
-    assert len(report["losses"]) == 6
+    assert (report["num_steps"], len(report["losses"])) == (6, 6)
     assert (tmp_path / "report.html").is_file()
-
-
-def test_a_report_that_is_there_already_is_not_written_twice(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(attach.VARIABLE, "1")
     own = EfficiencyReport(num_warmup_batches=0)
     trainer = make_trainer(callbacks=[own], max_steps=6, default_root_dir=tmp_path)
     trainer.fit(Net(), make_loader())

@@ -20,13 +20,12 @@ from statistics import geometric_mean, median
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from lightning_eff.commands._bench.gemm_problem import Case, Problem
 from lightning_eff.kernels import devices, dispatch, tiles
-from lightning_eff.kernels.gemm_problem import Case, Problem
-from lightning_eff.kernels.language import INTERPRETED, triton
+from lightning_eff.kernels.gemm_kernels import INTERPRETED, triton
 from lightning_eff.kernels.launch import launch
 from lightning_eff.kernels.matmul import gemm
 from lightning_eff.kernels.tile_configs import TileConfig
@@ -36,7 +35,7 @@ LIBRARY, DISPATCH = "library", "gemm"
 METHODS = {"cpu": ("clock",), "cuda": ("flushed", "graph")}
 ROUNDS = 5
 GRAPH_REPLAYS = 10
-"""Replays of a graph by `do_bench_cudagraph`, whose `rep` is the length of one of them."""
+"""Of `do_bench_cudagraph`, whose `rep` is the length of one of them."""
 TOP_CONFIGS = 3
 """Configs that are measured unless all are: those that the cost model ranks first."""
 Run = Callable[[Problem], Tensor]
@@ -47,18 +46,12 @@ CANNOT_LAUNCH: tuple[type[Exception], ...] = (triton.TritonError,) if triton is 
 
 @dataclass(kw_only=True)
 class Result:
-    """The result of one candidate.
+    """The result of one candidate."""
 
-    Args:
-        error: Largest error over what is allowed; infinite for NaN, or where it could not run.
-        refusal: Why it could not run: the compiler's message.
-        seconds: Per call, of each round, by method: `clock` on the CPU, `flushed` and `graph` on a GPU; empty
-            unless it is correct.
-    """
-
-    error: float
-    refusal: str = ""
+    error: float  # the largest over what is allowed; infinite for NaN, or where it could not run
+    refusal: str = ""  # why it could not run: the compiler's message
     seconds: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """Per call, of each round, by method; empty unless it is correct."""
 
     @property
     def is_correct(self) -> bool:
@@ -68,19 +61,12 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All candidates of a case.
-
-    Args:
-        case: What was computed.
-        results: By name: torch's library, `gemm`, and configs.
-        bucket: Name under which dispatch keeps a choice for this case.
-        computed_by: Who computes it when `gemm` is called: a config, or `torch`.
-    """
+    """All candidates of a case."""
 
     case: Case
-    results: dict[str, Result]
-    bucket: str
-    computed_by: str
+    results: dict[str, Result]  # by name: torch's library, `gemm`, and configs
+    bucket: str  # the name under which dispatch keeps a choice for this case
+    computed_by: str  # who computes it when `gemm` is called: a config, or `torch`
 
     def ratio(self, name: str) -> float | None:
         """Return how many times as fast as the library a candidate is; None where either was not timed.
@@ -88,16 +74,21 @@ class Comparison:
         The median of the rounds' ratios, since what runs in turn has the same clocks; of two methods that
         with the smaller ratio.
         """
-        none = Result(error=math.inf)
-        library, own = (self.results.get(each, none).seconds for each in (LIBRARY, name))
+        if name not in self.results:
+            return None
+        library, own = self.results[LIBRARY].seconds, self.results[name].seconds
         ratios = [median(map(truediv, library[method], own[method])) for method in own if method in library]
         return min(ratios, default=None)
 
     @property
+    def configs(self) -> list[str]:
+        """Names of the candidates that are configs."""
+        return [name for name in self.results if name not in (LIBRARY, DISPATCH)]
+
+    @property
     def best_config(self) -> str | None:
         """The config with the largest ratio; None where no correct one was measured."""
-        configs = [name for name in self.results if name not in (LIBRARY, DISPATCH)]
-        timed = {name: ratio for name in configs if (ratio := self.ratio(name)) is not None}
+        timed = {name: ratio for name in self.configs if (ratio := self.ratio(name)) is not None}
         return max(timed, key=lambda name: timed[name], default=None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -124,11 +115,8 @@ def why_no_kernels() -> str:
 def compare(case: Case, device: torch.device, *, round_ms: int, every_config: bool = False) -> Comparison:
     """Check every candidate of a case, then time those that are correct, in turn.
 
-    Args:
-        case: To measure.
-        device: A GPU that `why_no_kernels` accepts, or the CPU.
-        round_ms: Milliseconds per candidate, method and round.
-        every_config: Measure all configs that fit, not only the best-ranked.
+    `round_ms` is the time of a candidate, a method and a round. Configs are those that fit and are ranked
+    best, or all that fit.
     """
     problem = Problem.draw(case, device)
     shape = problem.operands.shape(adds=case.kind == "adds")
@@ -168,7 +156,7 @@ def run_library(problem: Problem) -> Tensor:
     """Compute with torch's own functions, in the fewest calls."""
     a, b, bias, d = problem.operands.a, problem.operands.b, problem.operands.bias, problem.d
     if bias is not None:
-        return F.gelu(torch.addmm(bias, a, b), approximate="tanh")
+        return torch.nn.functional.gelu(torch.addmm(bias, a, b), approximate="tanh")
     if problem.start is None:
         return torch.mm(a, b, out=d)
     if a.dtype == d.dtype:
@@ -190,12 +178,8 @@ def check(run: Run, problem: Problem, *, rounds_twice: bool = False) -> Result:
 def seconds_per_call(run: Run, problems: Sequence[Problem], method: str, round_ms: int) -> float:
     """Time a candidate for about `round_ms`, and return the median.
 
-    Args:
-        run: The candidate.
-        problems: The same problem in one buffer after another.
-        method: `clock`: the host's, of repeated calls. `flushed`: a GPU's, each call after an emptied cache.
-            `graph`: a GPU's, of CUDA graphs whose calls go from buffer to buffer.
-        round_ms: Milliseconds.
+    `clock`: the host's, of repeated calls. `flushed`: a GPU's, each call after an emptied cache. `graph`: a
+    GPU's, of CUDA graphs whose calls go from buffer to buffer.
     """
     if method == "clock":
         names = {"run": run, "problem": problems[0]}
@@ -223,7 +207,7 @@ def fastest_by_bucket(comparisons: Iterable[Comparison]) -> dict[str, str]:
     fastest: dict[str, str] = {}
     for bucket, members in buckets.items():
         gains: dict[str, float] = {}
-        for name in [name for name in members[0].results if name not in (LIBRARY, DISPATCH)]:
+        for name in members[0].configs:
             ratios = [member.ratio(name) or 0.0 for member in members]
             if min(ratios) >= 1.0:
                 gains[name] = geometric_mean(ratios)

@@ -10,7 +10,11 @@ import os
 from typing import Any
 
 VARIABLE = "LIGHTNING_EFF_REPORT"
-OFF = ("", "0", "false", "no", "off")
+
+
+def is_asked_for() -> bool:
+    """Return whether the environment variable is set, and to something other than off."""
+    return os.environ.get(VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def refuse_legacy() -> list[Any]:
@@ -18,28 +22,19 @@ def refuse_legacy() -> list[Any]:
 
     Raises:
         ConflictError: The environment variable is set.
-
-    Example:
-        >>> refuse_legacy()
-        []
     """
-    if os.environ.get(VARIABLE, "").strip().lower() in OFF:
-        return []
-    from lightning_eff.core.errors import legacy_package_error
+    if is_asked_for():
+        from lightning_eff.core.errors import legacy_package_error
 
-    setting = f"{VARIABLE}={os.environ[VARIABLE]}"
-    raise legacy_package_error(setting)
+        setting = f"{VARIABLE}={os.environ[VARIABLE]}"
+        raise legacy_package_error(setting)
+    return []
 
 
 def callbacks() -> list[Any]:
-    """Return the report, if the environment variable is set.
+    """Return the report, if the environment variable is set."""
+    if is_asked_for():
+        from lightning_eff.monitors.efficiency_report import EfficiencyReport
 
-    Example:
-        >>> callbacks()
-        []
-    """
-    if os.environ.get(VARIABLE, "").strip().lower() in OFF:
-        return []
-    from lightning_eff.monitors.efficiency_report import EfficiencyReport
-
-    return [EfficiencyReport()]
+        return [EfficiencyReport()]
+    return []

@@ -1,0 +1,1 @@
+"""What `lightning-eff bench` measures, and how."""

@@ -1,0 +1,53 @@
+"""Shell completion: the script of each shell, and the words that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_eff.commands import _parser
+from lightning_eff.core import catalog
+
+SCRIPTS = {
+    # bash begins a new word after "=" and ":", and replaces only what follows: the rest is cut off.
+    "bash": """_lightning_eff() {
+  local line="${COMP_LINE:0:COMP_POINT}" words
+  read -ra words <<< "${line#* }"
+  [[ $line == *' ' ]] && words+=('')
+  local last="${words[-1]}" IFS=$'\\n'
+  COMPREPLY=($(lightning-eff --complete "${words[@]}"))
+  COMPREPLY=("${COMPREPLY[@]#"${last%"${last##*[=:]}"}"}")
+}
+complete -o nospace -o default -F _lightning_eff lightning-eff
+""",
+    "zsh": """#compdef lightning-eff
+_lightning_eff() { compadd -S '' -- ${(f)"$(lightning-eff --complete "${words[@]:1:$((CURRENT-1))}")"} }
+compdef _lightning_eff lightning-eff
+""",
+    "fish": """complete -c lightning-eff -f \\
+  -a '(lightning-eff --complete (commandline -opc)[2..-1] (commandline -ct))'
+""",
+}
+
+
+def complete(words: Sequence[str]) -> list[str]:
+    """Return the completions of the last of `words`.
+
+    Example:
+        >>> complete(["tr"]), complete(["train", "bas"]), complete(["train", "lm", "precision=tf"])
+        (['train'], ['baseline'], ['precision=tf32'])
+    """
+    start = words[-1] if words else ""
+    if len(words) <= 1:
+        known = list(catalog.verbs())
+    elif start.startswith("-"):
+        parsers = _parser.build()[1]
+        known = _parser.option_names(parsers[words[0]]) if words[0] in parsers else []
+    elif words[0] == "ls":
+        known = [entry.name for entry in [*catalog.recipes(), *catalog.options()]]
+    elif len(words) == 2:
+        known = [entry.name for entry in catalog.recipes()]
+    else:
+        uses = [entry.use for entry in catalog.options()]
+        known = uses if start.startswith("+") else [use.lstrip("+") for use in uses]
+        known += [f"{key}=" for key in catalog.parameter_keys()]
+    return sorted({word for word in known if word.startswith(start)})

@@ -1,0 +1,231 @@
+"""The command line as one argparse tree: what each verb takes, its options and examples.
+
+Nothing here imports torch, Lightning or Hydra, so that `--help` and completion answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from typing_extensions import override
+
+from lightning_eff import __version__
+from lightning_eff.core import catalog
+from lightning_eff.core.errors import UsageError, suggest_name
+
+RECIPE = "RECIPE [overrides]"
+DEVICES = "h100, h200, a100, rtx4090, b200 or cpu"
+ABOUT = """\
+overrides are Hydra's: key=value, group=option, +callbacks=name
+lightning-eff VERB --help shows a verb's options and examples
+"""
+Add = Callable[..., Any]
+"""`add_argument` of a verb's parser."""
+
+
+def _train(add: Add) -> None:
+    add(
+        "-m", "--multirun", action="store_true", help="one run for each combination of comma-separated values"
+    )
+    add("-c", "--cfg", choices=["job", "hydra", "all"], help="print the composed config and stop")
+    add("-r", "--resolve", action="store_true", help="with --cfg: with interpolations resolved")
+    add("-p", "--package", metavar="PATH", help="with --cfg: this part of it only")
+    topics = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    about = f"print what Hydra knows about the config and stop: {', '.join(topics)}"
+    add("-i", "--info", nargs="?", const="all", choices=topics, metavar="WHAT", help=about)
+
+
+def _plan(add: Add) -> None:
+    about = "try techniques that save memory, and the largest micro-batch that fits (a minute)"
+    add("--advice", action="store_true", help=about)
+
+
+def _compare(add: Add) -> None:
+    add("--steps", type=_at_least(6), default=8, metavar="N", help="optimizer steps of a trial (8)")
+    add(
+        "--rounds",
+        type=_at_least(1),
+        default=3,
+        metavar="N",
+        help="runs of each trial (3); the fastest counts",
+    )
+    about = "a trial is killed after so many seconds (180), and starts no more steps after a third of them"
+    add("--limit-s", type=_at_least(1, float), default=180.0, metavar="N", help=about)
+    add("--only", metavar="NAME,...", help="these rows besides the baseline; * matches anything")
+    about = "a row of your own on top of the baseline; may be repeated"
+    add("--row", action="append", default=[], metavar="'OVERRIDES'", help=about)
+
+
+def _bench(add: Add) -> None:
+    add("--quick", action="store_true", help="a few small shapes")
+    about = "measure every config that fits; `gemm` chooses by that from now on"
+    add("--tune", action="store_true", help=about)
+    about = f"measure nothing: which tile each shape would get there, and what is lost; {DEVICES}"
+    add("--explain", metavar="DEVICE", help=about)
+    about = "your own layers: tokens, output features, input features"
+    add("--shapes", type=_layers, default=[], metavar="M,N,K[;...]", help=about)
+    about = "operands (bf16); a CPU is timed in fp32"
+    add("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16", help=about)
+    add("--out", type=Path, metavar="DIR", help="write the raw numbers there, after each case: gemm.json")
+
+
+def _export(add: Add) -> None:
+    add("--merge", action="store_true", help="the merged model instead of the adapter")
+    about = "last (the newest complete one), best (by what the run monitored) or a path"
+    add("--checkpoint", default="last", metavar="WHICH", help=about)
+    about = "a new folder under the output root; otherwise RUN/export/adapter or RUN/export/model"
+    add("--out", metavar="DIR", help=about)
+    add("--output-root", default="outputs", metavar="DIR", help="folder of the runs (outputs)")
+
+
+EXAMPLES = {
+    "train": """
+  lightning-eff train lm trainer.max_steps=50 precision=fp32     a recipe with overrides
+  lightning-eff train lm 'callbacks=[]'                          without callbacks
+  lightning-eff train lm -m 'callbacks=[],[empty_cache]'         one run for each
+  lightning-eff train lm ckpt_path=last trainer.max_steps=400    resume from the newest checkpoint
+  lightning-eff train images model._target_=my_project.Net       your own model, from the current folder
+""",
+    "plan": """
+  lightning-eff plan lm                                     what is on, who set it, and the memory of a step
+  lightning-eff plan lm device=rtx4090                      on another device: h100, h200, a100, b200, cpu
+  lightning-eff plan lm +callbacks=triton_gemm device=h200  which linear layers the Triton kernel takes there
+  lightning-eff plan lm strategy=ddp trainer.devices=8 trainer.accelerator=cpu
+                                                            and the memory of each of 1 to 1,024 devices
+
+Exit code 5 when a combination is refused, 3 when this machine lacks something; both with a remedy.
+""",
+    "compare": """
+  lightning-eff compare lm                               no technique, each one alone, lm itself, all combined
+  lightning-eff compare lm --only torch_compile,micro_batch
+  lightning-eff compare lm --row 'optimizer=muon +callbacks=micro_batch'
+
+A trial that hangs or fails gets a row with the reason. An interruption prints what was measured.
+""",
+    "ls": """
+  lightning-eff ls memory        what has this word in its name or summary
+  lightning-eff ls empty_cache   one in full: what it saves and costs, conflicts, options
+""",
+    "export": """
+  lightning-eff export outputs/lora/2026-11-21_10-00-00-000000    the adapter of that run
+  lightning-eff export lora                                       of the recipe's newest run
+  lightning-eff export lm                                         of a run without adapters: its weights
+""",
+}
+TAKES = {"train": RECIPE, "plan": RECIPE, "compare": RECIPE, "ls": "[WORD]", "export": "RUN"}
+"""Words besides options; any other verb takes none."""
+OPTIONS = {"train": _train, "plan": _plan, "compare": _compare, "bench": _bench, "export": _export}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would exit, and suggests the nearest choice where it would list all."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        choice = re.match(r"(.*invalid choice: '(.*)') \(choose from (.*)\)", message)
+        if choice is not None:
+            known = re.findall(r"[\w-]+", choice[3])
+            message = f"{choice[1]}; {suggest_name(choice[2], known)}"
+        text = f"{self.prog.rpartition(' ')[2]}: {message}\n  try: {self.prog} --help"
+        raise UsageError(text)
+
+
+def build() -> tuple[_Parser, dict[str, _Parser]]:
+    """Return the parser of the command line, and that of each verb."""
+    common = argparse.ArgumentParser(add_help=False)
+    for flag, about in (
+        ("--json", "print JSON on the standard output"),
+        ("--debug", "print full tracebacks"),
+    ):
+        common.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=about)
+    style: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    style["parents"] = [common]
+    recipes = "".join(f"  {entry.name:<18}{entry.summary}\n" for entry in catalog.recipes())
+    usage = "lightning-eff VERB [RECIPE] [overrides]"
+    top = _Parser("lightning-eff", usage=usage, epilog=f"recipes:\n{recipes}\n{ABOUT}", **style)
+    top.add_argument("--version", action="version", version=f"lightning-eff {__version__}")
+    top.add_argument("--completion", choices=["bash", "zsh", "fish"], help="print completion for your shell")
+    branches = top.add_subparsers(dest="verb", title="verbs", metavar="VERB")
+    parsers: dict[str, _Parser] = {}
+    for name, summary in catalog.verbs().items():
+        prog, takes = f"lightning-eff {name}", TAKES.get(name)
+        texts = {"help": summary, "description": summary, "epilog": EXAMPLES.get(name)}
+        usage = " ".join(filter(None, (prog, takes, "[options]")))
+        parsers[name] = branches.add_parser(name, prog=prog, usage=usage, **texts, **style)
+        if name in OPTIONS:
+            OPTIONS[name](parsers[name].add_argument)
+        if takes == RECIPE:
+            about = "a folder of your own with groups and recipes; may be repeated"
+            keywords: Any = {"action": "append", "default": [], "metavar": "DIR", "help": about}
+            parsers[name].add_argument("--config-dir", "-cd", **keywords)
+    return top, parsers
+
+
+def option_names(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the long options of a verb's parser."""
+    return re.findall(r"--[a-z][\w-]*", parser.format_help())
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line; options and other words of a verb may come in any order.
+
+    Returns:
+        The options, `verb`, and `arguments` (the words after it). A verb of recipes has `recipe` and
+        `overrides`, any other one `word`, which is empty when it is left out.
+
+    Raises:
+        UsageError: There is an unknown option, no recipe, or a word too many.
+
+    Example:
+        >>> options = parse(["train", "seed=2", "lm", "-m", "~callbacks"])
+        >>> options.recipe, options.overrides, options.multirun
+        ('lm', ['seed=2', '~callbacks'], True)
+    """
+    top, parsers = build()
+    options, rest = top.parse_known_args(words, argparse.Namespace(json=False, debug=False))
+    parser = parsers.get(options.verb, top)
+    unknown = [word for word in rest if word.startswith("-")]
+    if unknown:
+        parser.error(f"unknown option {unknown[0]!r}; {suggest_name(unknown[0], option_names(parser))}")
+    if options.verb is None:
+        return options
+    options.arguments = list(words)
+    options.arguments.remove(options.verb)
+    takes = TAKES.get(options.verb)
+    if takes != RECIPE:
+        for word in rest[1 if takes else 0 :]:
+            parser.error(f"unknown argument {word!r}")
+        options.word = rest[0] if rest else ""
+        return options
+    recipes = [word for word in rest if "=" not in word and not word.startswith("~")]
+    if len(recipes) != 1:
+        found = f"one recipe, not {len(recipes)}: {' '.join(recipes)}" if recipes else "a recipe"
+        text = f"{options.verb}: expected {found}; lightning-eff ls lists the recipes"
+        raise UsageError(text)
+    options.recipe = recipes[0]
+    options.overrides = [word for word in rest if word not in recipes]
+    return options
+
+
+def _at_least(least: float, kind: type[float] = int) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = kind(text)  # argparse reports a ValueError
+        if value < least:
+            message = f"{text}: expected at least {least}"
+            raise argparse.ArgumentTypeError(message)
+        return value
+
+    return number
+
+
+def _layers(text: str) -> list[tuple[int, ...]]:
+    """Read `M,N,K;M,N,K`."""
+    layers = [tuple(number.strip() for number in layer.split(",")) for layer in text.split(";")]
+    if not all(len(layer) == 3 and all(n.isdecimal() and int(n) for n in layer) for layer in layers):
+        message = f"expected M,N,K[;M,N,K...], whole numbers of at least 1, not {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return [tuple(map(int, layer)) for layer in layers]

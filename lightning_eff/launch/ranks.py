@@ -1,0 +1,201 @@
+"""Start the ranks of a run on this machine; if one of them fails, end all and name it in one line.
+
+The process of the command is the parent of all ranks, as torchrun is. Ranks find torchrun's variables in the
+environment and write why they failed to its error file, so they need not know which of the two started them.
+
+Why not torch's own agent (`torch.distributed.launcher`): once a rank has failed it waits 30 s for those that
+hang in a collective. Why not Lightning's launcher: rank 0 is the parent of the others, so nothing watches it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning_eff.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, RankError
+from lightning_eff.launch.job import RUN_DIR, num_devices, num_ranks
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
+POLL_S = 0.2
+
+
+def run_ranks(words: Iterable[str], folder: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Train in a process for each device of this machine, which is machine NODE_RANK of the run.
+
+    Args:
+        words: The words after `lightning-eff train`.
+        folder: The run's folder.
+        trainer: The Trainer's settings. With several machines, MASTER_ADDR and MASTER_PORT in the environment
+            say where the ranks meet.
+
+    Returns:
+        The efficiency report in `folder`; empty without that monitor.
+
+    Raises:
+        RankError: A rank failed; the text names it and the cause.
+        KeyboardInterrupt, SystemExit: All ranks have stopped because of a signal to one of them, or to this
+            process.
+    """
+    from lightning.fabric.plugins.environments.lightning import find_free_network_port
+
+    command = [sys.executable, "-m", "lightning_eff", "train", *words]
+    num_local, node = num_devices(trainer), os.environ.get("NODE_RANK", "0")
+    first, num_cpus = num_local * int(node), os.cpu_count() or 1
+    common = {
+        "TORCHELASTIC_RUN_ID": "lightning_eff",
+        "GROUP_RANK": node,
+        "WORLD_SIZE": str(num_ranks(trainer)),
+        "LOCAL_WORLD_SIZE": str(num_local),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(find_free_network_port()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(num_cpus // num_local, 1)),
+        RUN_DIR: str(folder),
+    }
+    ranks: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory() as errors, _forwarded_signals(ranks) as received:
+        files = [Path(errors, str(local)) for local in range(num_local)]
+        try:
+            for local, file in enumerate(files):
+                own = {"RANK": str(first + local), "LOCAL_RANK": str(local), ERROR_FILE: str(file)}
+                environment = os.environ | common | own
+                # A session of its own: SIGKILL to its group also ends what the rank has started.
+                ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))  # noqa: S603
+            codes = _wait(ranks)
+        finally:
+            _kill(ranks)
+        if received:  # a rank may have died of the signal before it could stop
+            codes = [128 + received[0] if code == -received[0] else code for code in codes]
+        failure = first_failure(codes, files, folder, first_rank=first)
+    if failure is not None:
+        raise failure
+    if any(codes):
+        stopped = KeyboardInterrupt() if EXIT_INTERRUPTED in codes else SystemExit(EXIT_TERMINATED)
+        stopped.__dict__["is_reported"] = codes[0] in STOPPED and not first  # by rank 0
+        raise stopped
+    report = folder / "efficiency.json"
+    return json.loads(report.read_text()) if report.is_file() else {}
+
+
+@contextmanager
+def _forwarded_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> Generator[list[int]]:
+    """Forward SIGINT and SIGTERM to the ranks; yield the list of those received. A second SIGINT raises."""
+    received: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in received:
+            signal.default_int_handler(number, frame)
+        received.append(number)
+        for rank in ranks:
+            rank.send_signal(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    previous = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
+    """Return the exit codes of all ranks once they have ended, or those so far once one has failed."""
+    while None in (codes := [rank.poll() for rank in ranks]):
+        if any(code not in (None, 0, *STOPPED) for code in codes):
+            break
+        time.sleep(POLL_S)
+    return [rank.poll() for rank in ranks]  # again: the one that broke the connection ended before
+
+
+def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        with suppress(ProcessLookupError):  # its whole group has ended
+            os.killpg(rank.pid, signal.SIGKILL)  # inside a collective it does not handle SIGTERM
+    for rank in ranks:
+        rank.wait()
+
+
+def first_failure(
+    codes: Sequence[int | None], files: Sequence[Path], folder: Path, *, first_rank: int = 0
+) -> RankError | None:
+    """Return the error of the rank that failed first; None if none has.
+
+    Args:
+        codes: Exit code of each rank, None for one that had to be killed.
+        files: Error file of each rank. One that failed without it did so before the others lost it.
+        folder: The run's folder.
+        first_rank: Number of the first of these ranks.
+    """
+    found: list[tuple[float, int, str, int]] = []
+    for rank, (code, file) in enumerate(zip(codes, files, strict=True), start=first_rank):
+        if file.exists():
+            text: str = json.loads(file.read_text())["message"]["message"]
+            log = error_log(folder, rank)
+            where = f" (traceback: {log})" if log.exists() else ""
+            if "\n  try: " in text:  # complete, after the class of the error
+                text = text.partition(": ")[2]
+            else:
+                text = f"rank {rank}: {text.splitlines()[0]}{where}"
+            found.append((file.stat().st_mtime, rank, text, max(code or 0, EXIT_FAILED)))
+        elif code and code not in STOPPED:
+            told = f"ended with code {code}; its message is above"
+            if code < 0:
+                told = f"was killed by {signal.Signals(-code).name}"
+                told += ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
+            found.append((0.0, rank, f"rank {rank} {told}", max(code, EXIT_FAILED)))
+    if not found:
+        return None
+    _, _, text, exit_code = min(found)
+    return RankError(text, exit_code)
+
+
+def error_log(folder: Path, rank: int) -> Path:
+    """Return where a rank's traceback goes.
+
+    Example:
+        >>> error_log(Path("run"), 0).name, error_log(Path("run"), 1).name
+        ('error.log', 'error_rank1.log')
+    """
+    return folder / (f"error_rank{rank}.log" if rank else "error.log")
+
+
+def end_with_parent() -> None:
+    """End this rank as soon as the process that started it is gone; costs a thread that wakes up to look."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        exit_now(f"process {parent}, which started rank {os.environ.get('RANK')}, is gone", EXIT_FAILED)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def exit_now(text: str, code: int) -> None:
+    """Print the reason and end this process, whatever its other threads wait for."""
+    sys.stderr.write(f"error: {text}\n")
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def tell_parent(error: BaseException) -> bool:
+    """Write the error that is being handled to the parent's file; return whether there is one."""
+    file = os.environ.get(ERROR_FILE)
+    if file and not Path(file).exists():  # else the first cause stays
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+    return bool(file)

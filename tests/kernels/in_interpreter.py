@@ -1,0 +1,170 @@
+"""Tests for a process in which Triton's interpreter runs the kernels; test_interpreter.py starts it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_eff.callbacks.gradient_checkpointing import recompute
+from lightning_eff.commands._bench import gemm_timing
+from lightning_eff.commands._bench.gemm_problem import Case, Problem
+from lightning_eff.kernels import dispatch, linear, matmul, operator
+from lightning_eff.kernels.linear import Accumulation, TritonLinear
+from lightning_eff.kernels.matmul import gemm
+from lightning_eff.kernels.operands import Operands
+from lightning_eff.kernels.reference import ACTIVATIONS
+from lightning_eff.kernels.tile_configs import CONFIGS
+from tests.support.linear_layers import Tied, swapped, trained
+
+
+def ours(*args: Any, **keywords: Any) -> Tensor:
+    return gemm(*args, **keywords, backend="triton")
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+
+@pytest.fixture
+def w() -> Tensor:
+    return torch.randn(5, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+
+def test_a_bias_of_any_stride_and_a_result_over_an_operand() -> None:
+    a, b, bias = torch.randn(60, 60), torch.randn(60, 60), torch.randn(120)
+    for part in (bias[::2], bias[:1]):
+        assert_close(ours(a, b, bias=part), a @ b + part, rtol=1e-4, atol=1e-4)
+    expected = a @ b
+    assert_close(ours(a, b, out=a), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_large_stride_along_k() -> None:
+    far = torch.zeros(130 * 2**18, dtype=torch.float16).as_strided((16, 130), (1, 2**18))
+    far.copy_(torch.ones(16, 130))
+    product = ours(far, torch.ones(130, 16).half(), out_dtype=torch.float32)
+    assert torch.equal(product, torch.full((16, 16), 130.0))
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_gradients(activation: str | None, x: Tensor, w: Tensor) -> None:
+    found, seconds = [], []
+    for call in (ours, gemm):
+        found.append(torch.autograd.grad(call(x, w, activation=activation).square().sum(), (x, w)))
+        if activation in (None, "relu"):
+            y = call(x, w, activation=activation).square().sum()
+            (g,) = torch.autograd.grad(y, x, create_graph=True)
+            seconds.append(torch.autograd.grad(g.pow(2).sum(), w))
+    assert_close(*found, rtol=1e-4, atol=1e-4)
+    if seconds:
+        assert_close(*seconds, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch 2.13's jvp imports it
+def test_derivatives_that_are_not_there_are_refused(x: Tensor, w: Tensor) -> None:
+    y = ours(x, w, activation="silu").sum()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda t: ours(t, w.detach()), (x.detach(),), (x.detach(),))
+
+
+def test_counters_fake_tensors_and_the_compiler_see_through_the_operator(x: Tensor, w: Tensor) -> None:
+    with FlopCounterMode(display=False) as counter:
+        ours(x, w).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 4 * 5 * 3
+    with FakeTensorMode():
+        fake = ours(torch.empty(2, 4, 6), torch.empty(6, 5), out_dtype=torch.bfloat16)
+    assert (fake.shape, fake.dtype) == ((2, 4, 5), torch.bfloat16)
+
+    def step(a: Tensor, b: Tensor) -> Tensor:
+        return ours(a, b, activation="silu").sum()
+
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(x, w), step(x, w))
+
+
+def count(monkeypatch: pytest.MonkeyPatch, counts: Counter[str], owner: Any, name: str) -> None:
+    real: Callable[..., Any] = getattr(owner, name)
+
+    def counted(*args: Any, **keywords: Any) -> Any:
+        counts[name] += 1
+        return real(*args, **keywords)
+
+    monkeypatch.setattr(owner, name, counted)
+
+
+def test_checkpointing_keeps_a_product(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
+    counts = Counter[str]()
+    count(monkeypatch, counts, operator, "launch")
+    model = nn.Sequential(nn.Sequential(TritonLinear(5, 5, backend="triton"), nn.Tanh()))
+    recompute(model, policy="selective", blocks=["0"])
+    model(x).sum().backward()
+    assert counts["launch"] == 3, "forward and two gradients"
+
+
+def test_a_gemm_decides_once_who_computes_it(monkeypatch: pytest.MonkeyPatch, x: Tensor, w: Tensor) -> None:
+    """A layer has three GEMMs a step: one in its forward pass, two in its backward pass."""
+    counts = Counter[str]()
+    for module in (matmul, linear):
+        count(monkeypatch, counts, module, "check_operands")
+    for owner, name in (
+        *((matmul, "autocast"), (dispatch, "decide"), (Operands, "shape"), (operator, "launch")),
+    ):
+        count(monkeypatch, counts, owner, name)
+    names = ("autocast", "check_operands", "decide", "launch", "shape")
+    layer = TritonLinear(6, 5, activation="silu", backend="triton")
+    layer.accumulation = Accumulation()
+    for dtype in (None, None, torch.bfloat16):
+        counts.clear()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            y = layer(torch.randn(2, 4, 6, requires_grad=True))
+        with layer.accumulation.open():
+            y.sum().backward()
+        assert counts == dict.fromkeys(names, 3)
+    assert layer.accumulation.num_added == 2
+    counts.clear()
+    matmul.gemm(x.detach(), w.detach(), backend="torch")
+    assert counts == dict.fromkeys(names[:3], 1)
+    counts.clear()
+    matmul.gemm(x.detach(), w, backend="triton").sum().backward()
+    # The gradient's one GEMM is computed by our kernels because the forward pass was.
+    assert counts == dict.fromkeys(names[:3], 1) | {"launch": 2, "shape": 2}
+
+
+def test_training_by_the_kernels() -> None:
+    """T1 in float32: forward, both gradients, and the weight's added by the kernel itself with beta = 1."""
+
+    def make(accumulation: Accumulation | None = None) -> nn.Module:
+        model = swapped(Tied(), accumulation)
+        for module in model.modules():
+            if isinstance(module, TritonLinear):
+                module.backend = "triton"
+        return model
+
+    def distance(one: nn.Module, other: nn.Module) -> float:
+        pairs = zip(one.parameters(), other.parameters(), strict=True)
+        return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+    accumulation = Accumulation()
+    expected = trained(Tied, None, num_steps=8)
+    assert distance(trained(make, None, num_steps=8), expected) < 2e-5
+    assert distance(trained(lambda: make(accumulation), accumulation, num_steps=8), expected) < 2e-5
+    assert accumulation.num_added == 8 * 3
+    assert distance(Tied(), expected) > 0.01, "nothing was trained"
+
+
+@pytest.mark.parametrize("tile", [CONFIGS[1], CONFIGS[8], CONFIGS[10]], ids=str)
+def test_candidates_of_bench_are_correct(tile: Any) -> None:
+    for kind in ("adds",) if tile.adds else ("plain", "adds", "fused"):
+        for layout in ("nt", "nn", "tn"):
+            problem = Problem.draw(Case(M=72, N=136, K=40, layout=layout, kind=kind), torch.device("cpu"))
+            result = gemm_timing.check(gemm_timing.run_config(tile), problem)
+            assert result.is_correct, (layout, kind, result)

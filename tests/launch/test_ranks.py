@@ -1,0 +1,83 @@
+"""Which of several ranks is named, and who says that all have stopped; real ranks are in test_stop.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_eff.core.errors import ConfigError, RankError, exit_code
+from lightning_eff.launch import ranks
+from lightning_eff.launch.job import Launch
+from lightning_eff.launch.stop import ended_together
+
+LOST = RuntimeError("gloo: Connection closed by peer\nmore")
+
+
+@pytest.mark.parametrize(
+    ("codes", "errors", "expected"),
+    [
+        ([0, 0], {}, None),
+        ([143, None], {}, None),
+        ([1, -9], {0: LOST}, ("rank 1 was killed by SIGKILL, perhaps because memory ran out", 1)),
+        ([1, 3], {0: LOST}, ("rank 1 ended with code 3; its message is above", 3)),
+        ([1, 4], {1: MemoryError("no"), 0: LOST}, ("rank 1: MemoryError: no", 4)),
+        ([None, 1], {1: LOST}, ("rank 1: RuntimeError: gloo: Connection closed by peer", 1)),
+        ([2, None], {0: ConfigError("x", 1, allowed="2", remedies="3")}, ("x=1: expected 2\n  try: 3", 2)),
+    ],
+)  # fmt: skip
+def test_the_rank_that_failed_first_is_named(
+    codes: list[int | None],
+    errors: dict[int, Exception],
+    expected: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = [tmp_path / str(rank) for rank in range(2)]
+    for when, (rank, error) in enumerate(errors.items()):
+        monkeypatch.setenv(ranks.ERROR_FILE, str(files[rank]))
+        assert ranks.tell_parent(error)
+        assert ranks.tell_parent(KeyError("another, which its cleanup has raised"))
+        os.utime(files[rank], (when + 1, when + 1))
+    found = ranks.first_failure(codes, files, tmp_path)
+    assert (found and (str(found), found.exit_code)) == expected
+
+
+def test_a_rank_without_a_parent_names_itself(tmp_path: Path) -> None:
+    trainer: Any = SimpleNamespace(world_size=2, callbacks=[])
+    with pytest.raises(RankError) as raised, ended_together(trainer, tmp_path, Launch("slurm", 3, 4)):
+        raise LOST
+    log = tmp_path / "error_rank3.log"
+    assert str(raised.value) == f"rank 3: RuntimeError: gloo: Connection closed by peer (traceback: {log})"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_says_that_all_have_stopped(rank: int, tmp_path: Path) -> None:
+    trainer: Any = SimpleNamespace(world_size=2, callbacks=[])
+    with pytest.raises(KeyboardInterrupt) as raised, ended_together(trainer, tmp_path, Launch("", rank)):
+        raise KeyboardInterrupt
+    assert bool(raised.value.__dict__.get("is_reported")) is bool(rank)
+
+
+@pytest.mark.parametrize(("code", "slept"), [(0, 0), (1, 600), (143, 0)])
+def test_ranks_end_together_and_handlers_are_as_before(
+    code: int, slept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 of a script ends with a code, when rank 0 has to be killed, or has ended too."""
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    shell = tmp_path / "shell"
+    shell.write_text(f"#!/bin/sh\n[ $RANK = 0 ] && sleep {slept}\nexit {code}\n")
+    shell.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(shell))
+    if code:
+        with pytest.raises((RankError, SystemExit)) as raised:
+            ranks.run_ranks([], tmp_path, {"devices": 2})
+        assert exit_code(raised.value) == code
+    else:
+        assert ranks.run_ranks([], tmp_path, {"devices": 2}) == {}
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
