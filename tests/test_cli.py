@@ -129,13 +129,13 @@ def test_running_out_of_memory_exits_4(tiny: list[str], command: Command) -> Non
         "import torch\nfrom lightning_eff.models.gpt import GPT\n"
         "class Hungry(GPT):\n"
         "    def training_step(self, batch, batch_idx):\n"
-        "        return torch.ones(2**50)\n"
+        "        return super().training_step(batch, batch_idx) + torch.ones(2**50).mean()\n"
     )
     code, _, err = command("train", "lm", *tiny, "model._target_=my_hungry_model.Hungry")
     assert code == 4
     first, held = err[err.index("error: ") :].splitlines()[:2]
     assert first == "error: out of memory during the forward pass: tried to allocate 4096.0 TiB"
-    assert held.startswith("  needs at least: optimizer state ")
+    assert held.startswith("  it needs ")
     assert "Traceback" not in err
 
 

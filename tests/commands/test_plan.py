@@ -129,7 +129,7 @@ def test_a_recipe_of_ones_own_is_planned(command: Command, tmp_path: Path) -> No
         (["lm", "--advise"], "unknown option '--advise'; did you mean '--advice'?"),
         (["lmm"], "did you mean 'lm'"),
         (["lm", "device=h20"], "device='h20': expected one of h100, h200, a100"),
-        (["lm", "device=H100"], "b200, cpu\n  try: device=h100"),
+        (["lm", "device=H100"], "b200, cpu; did you mean 'h100'?"),
         (["lm", "device=h200", "device=a100"], "expected one device, not 2: h200, a100"),
         (["lm", "callbacks.gradient_checkpointing.policy=full"], "gradient_checkpointing"),
         (

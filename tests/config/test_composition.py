@@ -114,7 +114,7 @@ CONFIG_ERRORS = [
         (
             [f"callbacks.empty_cache.every_n_steps={value}"],
             "callbacks.empty_cache.every_n_steps",
-            "at least 1, or null",
+            "of at least 1",
         )
         for value in ("[1]", "0")
     ),
