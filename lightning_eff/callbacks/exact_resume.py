@@ -16,7 +16,7 @@ Source: the order of draws in torch's `DataLoader`;
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -132,10 +132,17 @@ class ExactResume(Managed):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        run, loop = self._run, trainer.fit_loop
-        if run.pending is not None and not run.is_begun:
-            # The loaders were made before the checkpoint was read: for the number of steps, say.
-            iter(loop._data_fetcher)  # noqa: SLF001 # pyright: ignore[reportArgumentType]
+        run, loop = self._run, cast(Any, trainer.fit_loop)
+        # Lightning makes loaders before it reads the checkpoint if the number of steps is asked for, and
+        # gives a loader with a state of its own none at an epoch's end.
+        states = loop._combined_loader_states_to_load  # noqa: SLF001
+        if run.pending is not None and (states or not run.is_begun):
+            if states:
+                loop._combined_loader._load_state_dicts(states)  # noqa: SLF001
+                loop._combined_loader_states_to_load = []  # noqa: SLF001
+            iter(loop._data_fetcher)  # noqa: SLF001
+        if trainer.reload_dataloaders_every_n_epochs and run.pending is not None and run.pending.is_over:
+            run.inexact.append("loaders that are made anew for an epoch draw another order")
         if run.num_remaining:
             # Lightning counts the batches of the epoch that were trained on; so many as are not left.
             done = int(loop.max_batches) - max(run.num_remaining)

@@ -13,7 +13,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_eff.callbacks._exact_resume import position, random_states
@@ -26,7 +33,10 @@ from tests.support.models import make_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 on torch 2.13
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),  # stock Lightning
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),  # resumed runs save nothing
+    pytest.mark.filterwarnings(
+        "ignore:You're resuming from a checkpoint that ended before"
+    ),  # stock Lightning
 ]
 NUM_SAMPLES = 12
 
@@ -35,7 +45,11 @@ class Samples(Dataset[Tensor]):
     """Samples that know their index; they draw from all generators if asked to."""
 
     def __init__(self, length: int = NUM_SAMPLES, *, draws: bool = False) -> None:
-        self.length, self.draws, self.loaded = length, draws, torch.zeros(1, dtype=torch.int64).share_memory_()
+        self.length, self.draws, self.loaded = (
+            length,
+            draws,
+            torch.zeros(1, dtype=torch.int64).share_memory_(),
+        )
 
     def __len__(self) -> int:
         return self.length
@@ -96,7 +110,13 @@ def fit(loader: Any, *callbacks: pl.Callback, ckpt: Path | None = None, **keywor
     pl.seed_everything(3, verbose=False)
     model = Dropping(asks_for_steps=keywords.pop("asks_for_steps", False))
     validation = keywords.pop("validation", None)
-    settings = {"enable_checkpointing": True, "num_sanity_val_steps": 0, "max_epochs": 3, "max_steps": -1}
+    is_saving = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    settings = {
+        "enable_checkpointing": is_saving,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 3,
+        "max_steps": -1,
+    }
     trainer = make_trainer(callbacks=list(callbacks), **(settings | keywords))
     trainer.fit(model, loader, validation, ckpt_path=ckpt)
     return model
@@ -112,7 +132,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def shuffled(dataset: Any = None, **keywords: Any) -> DataLoader[Tensor]:
-    return DataLoader(Samples() if dataset is None else dataset, **({"batch_size": 2, "shuffle": True} | keywords))
+    return DataLoader(
+        Samples() if dataset is None else dataset, **({"batch_size": 2, "shuffle": True} | keywords)
+    )
 
 
 def own_generator() -> DataLoader[Tensor]:
@@ -120,7 +142,7 @@ def own_generator() -> DataLoader[Tensor]:
 
 
 Case = tuple[Callable[[], Any], dict[str, Any]]
-VALIDATION = functools.partial(shuffled, Samples(4))
+VALIDATION = functools.partial(shuffled, Samples(4), shuffle=False)
 CASES: dict[str, Case] = {
     "plain": (shuffled, {}),
     "in order": (functools.partial(shuffled, shuffle=False), {}),
@@ -135,8 +157,7 @@ CASES: dict[str, Case] = {
         lambda: DataLoader(Samples(), batch_sampler=BatchSampler(Backwards(), 2, drop_last=False)), {}
     ),
     "unbatched": (
-        lambda: DataLoader(Samples(), batch_size=None, sampler=BatchSampler(Backwards(), 1, drop_last=False),
-                           collate_fn=torch.stack), {},
+        lambda: DataLoader(Samples(), batch_size=None, sampler=Backwards(), collate_fn=torch.atleast_2d), {}
     ),
     "list of loaders": (lambda: [shuffled(), shuffled(Samples(8))], {}),
     "stream": (lambda: DataLoader(Stream(), batch_size=2), {}),
@@ -146,27 +167,28 @@ CASES: dict[str, Case] = {
     "accumulation": (shuffled, {"accumulate_grad_batches": 4}),
     "part of an epoch": (shuffled, {"limit_train_batches": 4}),
     "loaders made early": (shuffled, {"asks_for_steps": True}),
-    "reloaded": (shuffled, {"reload_dataloaders_every_n_epochs": 1}),
 }  # fmt: skip
 SLOW = ("workers that draw", "persistent")
 
 
 def bit_equal_points(make: Callable[[], Any], tmp_path: Path, keywords: dict[str, Any]) -> list[bool]:
     """Return for each checkpoint but the last whether the run resumed from it ends with the same weights."""
-    techniques = keywords.pop("techniques", lambda: [])
+    techniques = keywords.pop("techniques", list)
     made = {key: value() if key == "validation" else value for key, value in keywords.items()}
     whole = fit(make(), ExactResume(), *techniques(), save_in(tmp_path), **made)
     results: list[bool] = []
     for path in checkpoints(tmp_path)[:-1]:
         made = {key: value() if key == "validation" else value for key, value in keywords.items()}
-        resumed = fit(make(), ExactResume(), *techniques(), ckpt=path, enable_checkpointing=False, **made)
+        resumed = fit(make(), ExactResume(), *techniques(), ckpt=path, **made)
         pairs = zip(whole.parameters(), resumed.parameters(), strict=True)
         results.append(all(torch.equal(one, other) for one, other in pairs))
         results[-1] &= whole.seen[-len(resumed.seen) :] == resumed.seen
     return results
 
 
-@pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_steps": 16, "max_epochs": -1}], ids=["epochs", "steps"])
+@pytest.mark.parametrize(
+    "limit", [{"max_epochs": 3}, {"max_steps": 16, "max_epochs": -1}], ids=["epochs", "steps"]
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
 )
@@ -183,7 +205,7 @@ def test_every_resume_point_is_to_the_bit_the_run_that_was_not_stopped(
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_with_data_preload_and_micro_batches(num_workers: int, order: int, tmp_path: Path) -> None:
     def techniques() -> list[pl.Callback]:
-        return [DataPreload(num_workers=num_workers), MicroBatch(size=1)][::order]
+        return [DataPreload(num_workers=num_workers), MicroBatch(micro_batch_size=1)][::order]
 
     points = bit_equal_points(shuffled, tmp_path, {"techniques": techniques})
     assert all(points), points
@@ -192,17 +214,17 @@ def test_with_data_preload_and_micro_batches(num_workers: int, order: int, tmp_p
 def test_stock_lightning_repeats_an_epoch_in_silence_and_we_do_not(tmp_path: Path) -> None:
     whole = fit(shuffled(), save_in(tmp_path / "stock"))
     at_end = tmp_path / "stock" / "step=6.ckpt"
-    stock = fit(shuffled(), ckpt=at_end, enable_checkpointing=False)
+    stock = fit(shuffled(), ckpt=at_end)
     assert stock.seen[:6] == whole.seen[:6] != whole.seen[6:12]  # epoch 0's order again
     whole = fit(shuffled(), ExactResume(), save_in(tmp_path / "ours"))
-    ours = fit(shuffled(), ExactResume(), ckpt=tmp_path / "ours" / "step=6.ckpt", enable_checkpointing=False)
+    ours = fit(shuffled(), ExactResume(), ckpt=tmp_path / "ours" / "step=6.ckpt")
     assert ours.seen == whole.seen[6:]
 
 
 def test_the_run_of_a_checkpoint_of_stock_lightning_says_that_it_is_not_exact(tmp_path: Path) -> None:
     fit(shuffled(), save_in(tmp_path), max_epochs=1)
     resume = ExactResume()
-    fit(shuffled(), resume, ckpt=tmp_path / "step=2.ckpt", enable_checkpointing=False)
+    fit(shuffled(), resume, ckpt=tmp_path / "step=2.ckpt")
     assert "resumed at step 2: not exact: the checkpoint has neither" in resume.outcome().did
     assert not resume.outcome().effective
 
@@ -212,16 +234,32 @@ def test_skipped_batches_are_not_loaded(num_workers: int, tmp_path: Path) -> Non
     fit(shuffled(), ExactResume(), save_in(tmp_path), max_epochs=1)
     data, resume = Samples(), ExactResume(workers="fast")
     loader = shuffled(data, num_workers=num_workers)
-    fit(loader, resume, ckpt=tmp_path / "step=4.ckpt", max_epochs=1, enable_checkpointing=False)
+    fit(loader, resume, ckpt=tmp_path / "step=4.ckpt", max_epochs=1)
     assert int(data.loaded) == 4
     said = "not exact: augmentation in workers differs until the epoch's end" in resume.outcome().did
     assert said == (num_workers > 0)
 
 
+def test_loaders_that_are_made_anew_each_epoch_are_exact_in_mid_epoch_alone(tmp_path: Path) -> None:
+    keywords = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    whole = fit(shuffled(), ExactResume(), save_in(tmp_path), **keywords)
+    resume = ExactResume()
+    assert fit(shuffled(), resume, ckpt=tmp_path / "step=8.ckpt", **keywords).seen == whole.seen[8:]
+    assert "order and random states as saved" in resume.outcome().did
+    fit(shuffled(), resume, ckpt=tmp_path / "step=6.ckpt", **keywords)
+    assert "not exact: loaders that are made anew for an epoch draw another order" in resume.outcome().did
+
+
 def test_batches_of_workers_that_are_loaded_again_are_counted(tmp_path: Path) -> None:
     fit(shuffled(num_workers=1), ExactResume(), save_in(tmp_path), max_epochs=1)
     resume = ExactResume()
-    fit(shuffled(num_workers=1), resume, ckpt=tmp_path / "step=4.ckpt", max_epochs=1, enable_checkpointing=False)
+    fit(
+        shuffled(num_workers=1),
+        resume,
+        ckpt=tmp_path / "step=4.ckpt",
+        max_epochs=1,
+        enable_checkpointing=False,
+    )
     assert "order and random states as saved; loaded 4 batches again in" in resume.outcome().did
 
 
@@ -231,7 +269,7 @@ def test_a_stream_that_draws_while_it_is_read_is_not_called_exact(tmp_path: Path
 
     fit(loader(), ExactResume(), save_in(tmp_path), max_epochs=1)
     resume = ExactResume()
-    fit(loader(), resume, ckpt=tmp_path / "step=3.ckpt", max_epochs=1, enable_checkpointing=False)
+    fit(loader(), resume, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
     assert "not exact: samples without indices draw random numbers in this process" in resume.outcome().did
 
 
@@ -240,9 +278,9 @@ def test_changed_data_is_refused_in_the_middle_of_an_epoch(make: Callable[[], An
     fit(shuffled(), ExactResume(), save_in(tmp_path), max_epochs=1)
     middle = tmp_path / "step=4.ckpt"
     with pytest.raises(ConfigError, match=r"expected (12|2) samples.* and not (14|3)\n.*changed_data"):
-        fit(make(), ExactResume(), ckpt=middle, enable_checkpointing=False)
-    assert fit(make(), ExactResume(changed_data="continue"), ckpt=middle, enable_checkpointing=False).seen
-    assert fit(make(), ExactResume(), ckpt=tmp_path / "step=6.ckpt", enable_checkpointing=False).seen
+        fit(make(), ExactResume(), ckpt=middle)
+    assert fit(make(), ExactResume(changed_data="continue"), ckpt=middle).seen
+    assert fit(make(), ExactResume(), ckpt=tmp_path / "step=6.ckpt").seen
 
 
 def test_a_checkpoint_grows_by_less_than_20_kb_of_plain_tensors(tmp_path: Path) -> None:
@@ -278,7 +316,7 @@ def test_a_stateful_stream_loses_no_batch_to_the_one_that_lightning_fetches_ahea
     whole = fit(loader(), ExactResume(), save_in(tmp_path), max_epochs=1)
     assert [index for batch in whole.seen for index in batch] == list(range(NUM_SAMPLES))
     for path in checkpoints(tmp_path)[:-1]:
-        resumed = fit(loader(), ExactResume(), ckpt=path, max_epochs=1, enable_checkpointing=False)
+        resumed = fit(loader(), ExactResume(), ckpt=path, max_epochs=1)
         assert resumed.seen == whole.seen[-len(resumed.seen) :]
         assert len(resumed.seen) == 6 - int(path.stem.removeprefix("step="))
 

@@ -265,7 +265,9 @@ def test_merging_leaves_the_layer_alone_that_shares_the_weight(
     model, ids = trained(Llama(), **keywords), torch.arange(8)[None]
     expected = model(ids)
     untied = adapter_export.merge_adapters(model)
-    assert untied == ([] if keywords is TOKENS else ["model.model.embed_tokens.weight", "model.lm_head.weight"])
+    assert untied == (
+        [] if keywords is TOKENS else ["model.model.embed_tokens.weight", "model.lm_head.weight"]
+    )
     adapter_export.save_full_model(model, tmp_path)
     torch.testing.assert_close(model(ids), expected, rtol=0.0, atol=1e-5)
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False

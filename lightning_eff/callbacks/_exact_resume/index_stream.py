@@ -28,29 +28,32 @@ class IndexStream:
     ) -> None:
         self.sampler = sampler
         self.capture, self.restore = capture, restore
+        self.is_resumed = False
+        """Whether the next pass begins with the states in `first_states`."""
         self.num_skipped = 0
-        """Batches of indices that the next pass leaves out."""
+        """Batches of indices that a resumed pass leaves out."""
         self.remaining: list[Any] | None = None
         """All batches of indices of the next pass, in place of the sampler's."""
         self.first_states: RandomStates | None = None
         """The random states when the current pass was asked for its first indices."""
 
     def __iter__(self) -> Iterator[Any]:
-        num_skipped, self.num_skipped = self.num_skipped, 0
         remaining, self.remaining = self.remaining, None
-        if remaining is not None:
-            return iter(remaining)
-        return self._pass(iter(self.sampler), num_skipped)
+        return self._pass(iter(self.sampler)) if remaining is None else iter(remaining)
 
-    def _pass(self, indices: Iterator[Any], num_skipped: int) -> Iterator[Any]:
-        if num_skipped and self.first_states is not None:
-            current = self.capture()
+    def _pass(self, indices: Iterator[Any]) -> Iterator[Any]:
+        num_skipped, self.num_skipped = self.num_skipped, 0
+        is_resumed, self.is_resumed = self.is_resumed, False
+        current = self.capture()
+        if is_resumed:
+            self.first_states = self.first_states or current
             self.restore(self.first_states)
-            for _ in itertools.islice(indices, num_skipped):
-                pass
+            # A sampler draws its order with its first index: if none is skipped, with the one that is used.
+            taken = list(itertools.islice(indices, num_skipped or 1))
             self.restore(current)
+            yield from () if num_skipped else taken
         else:
-            self.first_states = self.capture()
+            self.first_states = current
         yield from indices
 
     def __len__(self) -> int:

@@ -38,13 +38,14 @@ class ResumableLoader:
         run: What the loaders of this rank share.
     """
 
-    _OWN = ("loader", "run", "num_batches", "is_over", "_start", "_states")
+    _OWN = ("loader", "run", "num_batches", "is_over", "_start", "_begun", "_states")
 
     def __init__(self, loader: Any, run: ResumableRun) -> None:
         self.loader, self.run = loader, run
         self.num_batches = 0
         self.is_over = False
         self._start: RandomStates | None = None
+        self._begun: RandomStates | None = None
         self._states: tuple[Any, Any] = (None, None)
 
     @property
@@ -63,12 +64,18 @@ class ResumableLoader:
             num_dropped = 0
         if stream is not None:
             stream.first_states = None if position is None else position.first
+            # Before its first batch a sampler had drawn nothing, and draws in the resumed run.
+            stream.is_resumed = position is not None and self.num_batches + run.num_pending_ahead > 0
             stream.remaining = None if position is None else run.remaining(self, position)
             is_replayed = run.replays and getattr(self.loader, "num_workers", 0) > 0
             is_skipped = stream.remaining is not None or not is_replayed
             stream.num_skipped = num_dropped if is_skipped else 0
             num_dropped -= stream.num_skipped
         iterator = iter(self.loader)
+        is_lazy = stream is not None and stream.first_states is None  # without workers
+        self._begun = run.capture() if is_lazy else None
+        if stream is not None and position is not None and is_lazy:
+            stream.first_states = self._begun
         run.begun()
         return self._batches(iterator, num_dropped)
 
@@ -108,11 +115,14 @@ class ResumableLoader:
     def position(self, num_ahead: int) -> Position:
         """Return the position, `num_ahead` batches before what was handed out."""
         stream, sampler = self.stream, sampler_of(self.loader)
+        # Mostly the states after the pass began, which a resumed run meets again: then they are left out.
+        is_told = stream is None or stream.first_states is None or self._begun is None
+        is_told = is_told or not differing(stream.first_states, self._begun)
         dataset = getattr(self.loader, "dataset", None)
         return Position(
             num_batches=max(0, self.num_batches - num_ahead),
             start=self.run.capture() if self._start is None else self._start,
-            first=None if stream is None else stream.first_states,
+            first=None if is_told else stream.first_states,
             order=order_of(sampler),
             seed=sampler.seed if isinstance(sampler, DistributedSampler) else 0,
             epoch=int(getattr(sampler, "epoch", 0)),
@@ -131,6 +141,9 @@ class ResumableLoader:
         if is_stateful(self.loader):
             self.loader.load_state_dict(state_dict)
             self._states = state_dict, state_dict
+            if self.run.pending is not None and self.run.pending.is_over:
+                for _ in self.loader:  # to the end of the pass: the next one is the next epoch's
+                    pass
 
     def __getattr__(self, name: str) -> Any:
         if "loader" not in self.__dict__:  # while it is copied

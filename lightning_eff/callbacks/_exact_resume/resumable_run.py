@@ -56,6 +56,7 @@ class ResumableRun:
         self.did: list[str] = []
         self.inexact: list[str] = []
         """What will differ from the run that was saved."""
+        self.refusal: ConfigError | None = None
         self._after_start: RandomStates = {}
         self._num_requests = 0
         self._undo = ExitStack()
@@ -110,6 +111,11 @@ class ResumableRun:
         if self.rank >= len(positions):
             self.pending.now = self.capture()
 
+    @property
+    def num_pending_ahead(self) -> int:
+        """Return how many batches had been fetched, and not trained on, at the pending position."""
+        return 0 if self.pending is None else self.pending.num_ahead
+
     def begin(self, loader: ResumableLoader) -> Position | None:
         """Set the random states that a pass of a resumed run begins with; return where it begins."""
         if self.pending is None:
@@ -123,14 +129,12 @@ class ResumableRun:
                 self.restore(self.pending.now)
             return None
         position = self.pending.loaders[index]
-        self._check(position, loader.position(0))
+        self._compare(position, loader.position(0))
         sampler = sampler_of(loader.loader)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(position.epoch)
-        if not self.replays and getattr(loader, "num_workers", 0) > 0:
-            self.inexact.append(
-                "random augmentation in workers differs until the epoch's end (workers='fast')"
-            )
+        if not self.replays and getattr(loader.loader, "num_workers", 0) > 0:
+            self.inexact.append("augmentation in workers differs until the epoch's end (workers=fast)")
         self.restore(position.start)
         return position
 
@@ -140,11 +144,17 @@ class ResumableRun:
             self._after_start = self.capture() if self.pending.is_over else self.pending.now
 
     def before_batch(self, loader: ResumableLoader) -> None:
-        """Set the random states of the save, before the first batch that had not been fetched then."""
+        """Set the random states of the save, before the first batch that had not been fetched then.
+
+        Raises:
+            ConfigError: The dataset or the batch size has changed in the middle of an epoch.
+        """
+        if self.refusal is not None:
+            raise self.refusal
         if self.pending is None or loader is not self.loaders[0]:
             return
         self._num_requests += 1
-        if self._num_requests > (0 if self.pending.is_over else self.pending.num_ahead):
+        if self._num_requests > (0 if self.pending.is_over else self.num_pending_ahead):
             self.restore(self._after_start)
             self.pending = None
 
@@ -179,20 +189,16 @@ class ResumableRun:
         self.num_remaining.append(len(batches))
         return batches
 
-    def _check(self, saved: Position, current: Position) -> None:
-        """Refuse to go on in the middle of an epoch of other data.
-
-        Raises:
-            ConfigError: The dataset has another length, or batches another size.
-        """
-        if not self.refuses_changes:
-            return
+    def _compare(self, saved: Position, current: Position) -> None:
+        """Find what has changed since the save: refused before the first batch, or not exact."""
         for name, text in (("num_samples", "samples"), ("batch_size", "samples in a batch")):
             before, now = getattr(saved, name), getattr(current, name)
-            if before != now:
+            if before != now and self.refuses_changes:
                 allowed = f"{before} {text}, as in the epoch in which the checkpoint was saved, and not {now}"
                 remedies = ["callbacks.exact_resume.changed_data=continue"]
-                raise ConfigError(key="ckpt_path", value="in mid-epoch", allowed=allowed, remedies=remedies)
+                self.refusal = ConfigError("ckpt_path", "in mid-epoch", allowed=allowed, remedies=remedies)
+            elif before != now:
+                self.inexact.append(f"{before} {text} are now {now}")
         if saved.order != current.order and self.num_saved_ranks == self.num_ranks:
             self.inexact.append(f"the sampler was {saved.order} and is {current.order}")
 
