@@ -76,19 +76,18 @@ class ExactResume(Managed):
             rank=trainer.global_rank,
             num_ranks=trainer.world_size,
         )
-        run.num_ahead = lambda: len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))  # noqa: SLF001
+        loop: Any = trainer.fit_loop
+        run.num_ahead = lambda: len(getattr(loop._data_fetcher, "batches", ()))  # noqa: SLF001
         self._resumed_step, self._not_saved, self._previous = None, "", self
         self.cleanup.callback(run.unwrap)
         self.cleanup.callback(
-            dataloaders.add_loader_transform(
-                trainer, lambda loader: self._observe(loader, trainer), position=-1
-            )
+            dataloaders.add_loader_transform(trainer, lambda loader: self._observe(loader, loop), position=-1)
         )
         self.cleanup.callback(dataloaders.add_loader_transform(trainer, run.wrap, position=1))
-        self._isolate(trainer.fit_loop.epoch_loop.val_loop)
+        self._isolate(loop.epoch_loop.val_loop)
 
-    def _observe(self, loader: Any, trainer: pl.Trainer) -> Any:
-        combined = trainer.fit_loop._combined_loader  # noqa: SLF001 - the previous one, while loaders are made
+    def _observe(self, loader: Any, loop: Any) -> Any:
+        combined = loop._combined_loader  # noqa: SLF001 - the previous one, while loaders are made
         if combined is not self._previous:
             self._run.unwrap()
             self._previous = combined
@@ -141,7 +140,8 @@ class ExactResume(Managed):
                 loop._combined_loader._load_state_dicts(states)  # noqa: SLF001
                 loop._combined_loader_states_to_load = []  # noqa: SLF001
             iter(loop._data_fetcher)  # noqa: SLF001
-        if trainer.reload_dataloaders_every_n_epochs and run.pending is not None and run.pending.is_over:
+        is_reloaded = getattr(trainer, "reload_dataloaders_every_n_epochs", 0)
+        if is_reloaded and run.pending is not None and run.pending.is_over:
             run.inexact.append("loaders that are made anew for an epoch draw another order")
         if run.num_remaining:
             # Lightning counts the batches of the epoch that were trained on; so many as are not left.

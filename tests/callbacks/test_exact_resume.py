@@ -17,6 +17,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     Sampler,
     WeightedRandomSampler,
@@ -24,6 +25,8 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_eff.callbacks._exact_resume import position, random_states
+from lightning_eff.callbacks._exact_resume.position import RankPosition
+from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.exact_resume import POSITIONS, ExactResume, resumable
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -362,3 +365,47 @@ def test_a_loader_of_a_loop_of_ones_own(num_workers: int, num_batches: int) -> N
     other = resumable(shuffled(num_workers=num_workers))
     other.load_state_dict(state)
     assert run(other, 2) == rest
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_saved", [1, 2, 4])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_other_ranks_share_the_rest_of_the_epoch(num_saved: int, num_ranks: int, shuffle: bool) -> None:
+    """24 samples in batches of one, four of them before the save: the rest once each."""
+
+    def on_rank(rank: int, count: int) -> tuple[ResumableRun, Any]:
+        run = ResumableRun(rank=rank, num_ranks=count)
+        data = Samples(24)
+        sampler = DistributedSampler(data, count, rank, shuffle=shuffle, seed=7) if count > 1 else None
+        loader = DataLoader(data, sampler=sampler, shuffle=shuffle if sampler is None else None)
+        return run, run.wrap(run.observe(loader))
+
+    torch.manual_seed(3)
+    seen: list[int] = []
+    positions: list[RankPosition] = []
+    for rank in range(num_saved):
+        run, loader = on_rank(rank, num_saved)
+        loader.sampler.set_epoch(2) if num_saved > 1 else None
+        iterator = iter(loader)
+        seen += [int(next(iterator)[0, 0]) for _ in range(4 // num_saved)]
+        positions.append(position.unpack(position.pack(run.position())))
+    for rank in range(num_ranks):
+        torch.manual_seed(rank + 100)
+        run, loader = on_rank(rank, num_ranks)
+        run.resume([*positions])
+        rest = [int(batch[0, 0]) for batch in loader]
+        seen += rest
+        assert run.num_remaining == ([] if num_ranks == num_saved else [len(rest)])
+    assert sorted(seen) == list(range(24))
+
+
+def test_ranks_of_which_each_has_an_order_of_its_own_are_not_called_exact() -> None:
+    run = ResumableRun()
+    loader = run.wrap(run.observe(shuffled()))
+    next(iter(loader))
+    one = run.position()
+    other = ResumableRun()
+    loader = other.wrap(other.observe(shuffled()))
+    other.resume([one, one])
+    assert len(list(loader)) == 5
+    assert "ranks do not share one order: samples of this epoch may be seen again" in other.inexact

@@ -20,7 +20,8 @@ class Position:
         num_batches: Trained on in this pass.
         start: Random states when the pass began.
         first: Random states when its sampler was asked for the first indices; None for those after the start.
-        order: What decides the order: `sequential`, `random`, `distributed`, or the sampler's class.
+        order: What decides the order: `sequential`, `random`, `distributed`, `distributed in order`, or the
+            sampler's class.
         seed: Of a distributed sampler.
         epoch: Of a sampler that has one.
         num_samples: Length of the dataset; -1 where it has none.
@@ -96,4 +97,5 @@ def unpack(packed: Tensor) -> RankPosition:
         start = now | states(loader["start"])
         first = None if loader["first"] is None else now | states(loader["first"])
         loaders.append(Position(**loader | {"start": start, "first": first}))
-    return RankPosition(**content | {"now": now, "loaders": loaders})
+    values: Any = content | {"now": now, "loaders": loaders}
+    return RankPosition(**values)

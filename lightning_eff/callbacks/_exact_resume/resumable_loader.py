@@ -114,15 +114,14 @@ class ResumableLoader:
 
     def position(self, num_ahead: int) -> Position:
         """Return the position, `num_ahead` batches before what was handed out."""
-        stream, sampler = self.stream, sampler_of(self.loader)
+        sampler, dataset = sampler_of(self.loader), getattr(self.loader, "dataset", None)
         # Mostly the states after the pass began, which a resumed run meets again: then they are left out.
-        is_told = stream is None or stream.first_states is None or self._begun is None
-        is_told = is_told or not differing(stream.first_states, self._begun)
-        dataset = getattr(self.loader, "dataset", None)
+        first = None if self.stream is None or self._begun is None else self.stream.first_states
+        is_needed = first is not None and self._begun is not None and differing(first, self._begun)
         return Position(
             num_batches=max(0, self.num_batches - num_ahead),
             start=self.run.capture() if self._start is None else self._start,
-            first=None if is_told else stream.first_states,
+            first=first if is_needed else None,
             order=order_of(sampler),
             seed=sampler.seed if isinstance(sampler, DistributedSampler) else 0,
             epoch=int(getattr(sampler, "epoch", 0)),
@@ -174,7 +173,7 @@ def sampler_of(loader: Any) -> Any:
 def order_of(sampler: Any) -> str:
     """Return what decides the order of samples, as `Position.order` names it."""
     if type(sampler) is DistributedSampler:
-        return "distributed" if sampler.shuffle else "sequential"
+        return "distributed" if sampler.shuffle else "distributed in order"
     return {SequentialSampler: "sequential", RandomSampler: "random"}.get(
         type(sampler), type(sampler).__name__
     )

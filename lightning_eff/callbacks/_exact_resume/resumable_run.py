@@ -16,6 +16,7 @@ from lightning_eff.callbacks._exact_resume.random_states import RandomStates
 from lightning_eff.callbacks._exact_resume.resumable_loader import (
     ResumableLoader,
     is_stateful,
+    order_of,
     sampler_of,
 )
 from lightning_eff.core.errors import ConfigError
@@ -162,23 +163,14 @@ class ResumableRun:
         """Return this rank's batches of what other ranks left of the epoch; None for the ranks that saved."""
         if self.num_saved_ranks == self.num_ranks:
             return None
-        samples: Any = range(saved.num_samples)
-        if saved.order == "sequential":
-            order = list(samples)
-        elif saved.order == "distributed":
-            sampler = DistributedSampler(samples, 1, 0, shuffle=True, seed=saved.seed)
-            sampler.set_epoch(saved.epoch)
-            order = list(sampler)
-        elif saved.order == "random" and saved.first is not None:
-            current, states = self.capture(), saved.first
-            generator = torch.Generator()
-            generator.set_state(states["generator.0"] if "generator.0" in states else states["torch"])
-            random_states.restore(states, self.device)
-            order = list(RandomSampler(samples, generator=generator if "generator.0" in states else None))
-            self.restore(current)
-        else:
-            text = f"the order of {saved.order} on another number of ranks is not known"
-            self.inexact.append(f"{text}: samples of this epoch may be repeated or left out")
+        runs = (self.num_saved_ranks, saved.order), (self.num_ranks, order_of(sampler_of(loader.loader)))
+        if any(ranks > 1 and not order.startswith("distributed") for ranks, order in runs):
+            self.inexact.append("ranks do not share one order: samples of this epoch may be seen again")
+            return None
+        order = self._order(saved)
+        if order is None:
+            text = f"the order of {saved.order} is not known on other ranks"
+            self.inexact.append(f"{text}: samples of this epoch may be seen again")
             return None
         rest = order[saved.num_batches * saved.batch_size * self.num_saved_ranks :]
         rest += rest[: -len(rest) % self.num_ranks]  # as many for each rank, as torch's sampler does it
@@ -188,6 +180,28 @@ class ResumableRun:
             batches.pop()
         self.num_remaining.append(len(batches))
         return batches
+
+    def _order(self, saved: Position) -> list[int] | None:
+        """Return the order of all samples of the epoch in which a checkpoint was saved."""
+        samples: Any = range(saved.num_samples)
+        if saved.order in ("sequential", "distributed in order"):
+            return list(samples)
+        if saved.order == "distributed":
+            sampler = DistributedSampler[int](samples, num_replicas=1, rank=0, seed=saved.seed)
+            sampler.set_epoch(saved.epoch)
+            return list(sampler)
+        if saved.order != "random":
+            return None
+        current, states, generator = self.capture(), saved.first or saved.start, None
+        torch.set_rng_state(states["torch"])
+        if "generator.0" in states:
+            generator = torch.Generator()
+            generator.set_state(states["generator.0"])
+        if saved.first is None:  # the seed of workers is drawn first
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+        order = list(RandomSampler(samples, generator=generator))
+        self.restore(current)
+        return order
 
     def _compare(self, saved: Position, current: Position) -> None:
         """Find what has changed since the save: refused before the first batch, or not exact."""
