@@ -171,7 +171,7 @@ CASES: dict[str, Case] = {
     "part of an epoch": (shuffled, {"limit_train_batches": 4}),
     "loaders made early": (shuffled, {"asks_for_steps": True}),
 }  # fmt: skip
-SLOW = ("workers that draw", "persistent")
+SLOW = ("workers", "workers that draw", "persistent")
 
 
 def bit_equal_points(make: Callable[[], Any], tmp_path: Path, keywords: dict[str, Any]) -> list[bool]:
@@ -204,8 +204,17 @@ def test_every_resume_point_is_to_the_bit_the_run_that_was_not_stopped(
     assert all(points), points
 
 
-@pytest.mark.parametrize("order", [1, -1])
-@pytest.mark.parametrize("num_workers", [0, 2])
+def test_one_resume_point_with_workers(tmp_path: Path) -> None:
+    make, _ = CASES["workers that draw"]
+    whole = fit(make(), ExactResume(), save_in(tmp_path), max_epochs=2)
+    resumed = fit(make(), ExactResume(), ckpt=tmp_path / "step=8.ckpt", max_epochs=2)
+    assert whole.seen[8:] == resumed.seen
+    assert torch.equal(whole.layer.weight, resumed.layer.weight)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "order"), [(0, 1), (0, -1), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
 def test_with_data_preload_and_micro_batches(num_workers: int, order: int, tmp_path: Path) -> None:
     def techniques() -> list[pl.Callback]:
         return [DataPreload(num_workers=num_workers), MicroBatch(micro_batch_size=1)][::order]
