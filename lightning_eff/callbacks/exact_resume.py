@@ -61,6 +61,7 @@ class ExactResume(Managed):
         self.changed_data = changed_data
         self._run = ResumableRun()
         self._resumed_step: int | None = None
+        self._num_saves, self._has_begun = 0, False
         self._not_saved = ""
         self._previous: Any = self
 
@@ -79,6 +80,7 @@ class ExactResume(Managed):
         loop: Any = trainer.fit_loop
         run.num_ahead = lambda: len(getattr(loop._data_fetcher, "batches", ()))  # noqa: SLF001
         self._resumed_step, self._not_saved, self._previous = None, "", self
+        self._num_saves, self._has_begun = 0, False
         self.cleanup.callback(run.unwrap)
         self.cleanup.callback(
             dataloaders.add_loader_transform(trainer, lambda loader: self._observe(loader, loop), position=-1)
@@ -116,6 +118,7 @@ class ExactResume(Managed):
             is_over = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
             packed = position.pack(self._run.position(is_over=is_over))
             checkpoint[KEY][POSITIONS] = _of_all_ranks(packed, trainer.strategy)
+            self._num_saves += 1
 
     @override
     def on_load_checkpoint(
@@ -131,7 +134,7 @@ class ExactResume(Managed):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        run, loop = self._run, cast(Any, trainer.fit_loop)
+        run, loop, self._has_begun = self._run, cast(Any, trainer.fit_loop), True
         # Lightning makes loaders before it reads the checkpoint if the number of steps is asked for, and
         # gives a loader with a state of its own none at an epoch's end.
         states = loop._combined_loader_states_to_load  # noqa: SLF001
@@ -154,12 +157,14 @@ class ExactResume(Managed):
 
     def outcome(self) -> Outcome:
         """Return whether the run was resumed, and what of it is not as saved."""
-        if self._resumed_step is None:
-            return Outcome(did="checkpoints keep the order of samples and the random states of each rank")
-        differs = [self._not_saved] if self._not_saved else list(dict.fromkeys(self._run.inexact))
-        did = f"not exact: {'; '.join(differs)}" if differs else "order and random states as saved"
-        texts = [f"resumed at step {self._resumed_step}: {did}", *dict.fromkeys(self._run.did)]
-        return Outcome(did="; ".join(texts), effective=not self._not_saved)
+        times = "once" if self._num_saves == 1 else f"{self._num_saves} times"
+        texts = [f"order and random states saved {times}"] if self._num_saves else []
+        if self._resumed_step is not None:
+            differs = [self._not_saved] if self._not_saved else list(dict.fromkeys(self._run.inexact))
+            did = f"not exact: {'; '.join(differs)}" if differs else "order and random states as saved"
+            texts = [f"resumed at step {self._resumed_step}: {did}", *dict.fromkeys(self._run.did), *texts]
+        did = "; ".join(texts) or "nothing saved or resumed yet"
+        return Outcome(did=did, effective=self._has_begun and not self._not_saved)
 
 
 def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> ResumableLoader:
