@@ -25,7 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_eff.callbacks._exact_resume import position
-from lightning_eff.callbacks._exact_resume.resumable_loader import ResumableLoader
+from lightning_eff.callbacks._exact_resume.exact_loader import ExactLoader
 from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import check_arguments
@@ -167,7 +167,7 @@ class ExactResume(Managed):
         return Outcome(did=did, effective=self._has_begun and not self._not_saved)
 
 
-def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> ResumableLoader:
+def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> ExactLoader:
     """Return a loader with `state_dict` and `load_state_dict`, for loops of one's own, under Fabric too.
 
     Example:
@@ -184,7 +184,7 @@ def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> 
     return StandaloneLoader(run.observe(loader), run)
 
 
-class StandaloneLoader(ResumableLoader):
+class StandaloneLoader(ExactLoader):
     """A loader whose state is its position and the random states of this process."""
 
     def __init__(self, loader: Any, run: ResumableRun) -> None:

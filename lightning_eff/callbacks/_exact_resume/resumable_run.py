@@ -10,15 +10,15 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_eff.callbacks._exact_resume import random_states
-from lightning_eff.callbacks._exact_resume.index_stream import IndexStream
-from lightning_eff.callbacks._exact_resume.position import Position, RankPosition
-from lightning_eff.callbacks._exact_resume.random_states import RandomStates
-from lightning_eff.callbacks._exact_resume.resumable_loader import (
-    ResumableLoader,
+from lightning_eff.callbacks._exact_resume.exact_loader import (
+    ExactLoader,
     is_stateful,
     order_of,
     sampler_of,
 )
+from lightning_eff.callbacks._exact_resume.index_stream import IndexStream
+from lightning_eff.callbacks._exact_resume.position import Position, RankPosition
+from lightning_eff.callbacks._exact_resume.random_states import RandomStates
 from lightning_eff.core.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ class ResumableRun:
     ) -> None:
         self.device, self.replays, self.refuses_changes = device, replays, refuses_changes
         self.rank, self.num_ranks = rank, num_ranks
-        self.loaders: list[ResumableLoader] = []
+        self.loaders: list[ExactLoader] = []
         self.num_ahead: Callable[[], int] = lambda: 0
         """Returns how many batches were handed out that are not trained on yet."""
         self.pending: RankPosition | None = None
@@ -73,9 +73,9 @@ class ResumableRun:
             self._undo.callback(object.__setattr__, loader, name, sampler)
         return loader
 
-    def wrap(self, loader: Any) -> ResumableLoader:
+    def wrap(self, loader: Any) -> ExactLoader:
         """Return the loader as one of this run's."""
-        self.loaders.append(ResumableLoader(loader, self))
+        self.loaders.append(ExactLoader(loader, self))
         return self.loaders[-1]
 
     def unwrap(self) -> None:
@@ -117,7 +117,7 @@ class ResumableRun:
         """Return how many batches had been fetched, and not trained on, at the pending position."""
         return 0 if self.pending is None else self.pending.num_ahead
 
-    def begin(self, loader: ResumableLoader) -> Position | None:
+    def begin(self, loader: ExactLoader) -> Position | None:
         """Set the random states that a pass of a resumed run begins with; return where it begins."""
         if self.pending is None:
             return None
@@ -146,7 +146,7 @@ class ResumableRun:
         if self.pending is not None:
             self._after_start = self.capture() if self.pending.is_over else self.pending.now
 
-    def before_batch(self, loader: ResumableLoader) -> None:
+    def before_batch(self, loader: ExactLoader) -> None:
         """Set the random states of the save, before the first batch that had not been fetched then.
 
         Raises:
@@ -161,7 +161,7 @@ class ResumableRun:
             self.restore(self._after_start)
             self.pending = None
 
-    def remaining(self, loader: ResumableLoader, saved: Position) -> list[list[int]] | None:
+    def remaining(self, loader: ExactLoader, saved: Position) -> list[list[int]] | None:
         """Return this rank's batches of what other ranks left of the epoch; None for the ranks that saved."""
         if self.num_saved_ranks == self.num_ranks:
             return None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
 
 
-class ResumableLoader:
+class ExactLoader:
     """Any training loader, with a position; all other attributes are its own.
 
     Args:
