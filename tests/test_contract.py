@@ -13,6 +13,7 @@ import torch
 
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.empty_cache import EmptyCache
+from lightning_eff.callbacks.exact_resume import ExactResume
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -82,6 +83,7 @@ CASES = {
     "empty_cache": Case(lambda: EmptyCache(every_n_steps=2), "callbacks"),
     "optimizer_choice": Case(lambda: OptimizerChoice(optimizer=SGD), "callbacks"),
     "data_preload": Case(lambda: DataPreload(num_workers=1), "callbacks"),
+    "exact_resume": Case(ExactResume, "callbacks"),
     "gradient_accumulation": Case(lambda: GradientAccumulation(global_batch_size=4), "callbacks"),
     "micro_batch": Case(MicroBatch, "callbacks"),
     "triton_gemm": Case(lambda: TritonGemm(min_features=1), "callbacks"),

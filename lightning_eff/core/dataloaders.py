@@ -16,29 +16,38 @@ LoaderTransform = Callable[[Any], Any]
 """Takes a training loader as the strategy prepared it; returns it or a replacement."""
 
 
-def add_loader_transform(trainer: pl.Trainer, transform: LoaderTransform) -> Callable[[], None]:
+def add_loader_transform(
+    trainer: pl.Trainer, transform: LoaderTransform, *, position: int = 0
+) -> Callable[[], None]:
     """Apply `transform` to each loader that this Trainer is going to train with.
+
+    Args:
+        trainer: Whose strategy prepares loaders.
+        transform: Applied in the order of `position`, those alike in the order in which they were added.
+        position: -1 for the loader as it is made, 1 for the one that is iterated.
 
     Returns:
         A function that removes the transform, in any order relative to others.
     """
     strategy: Any = trainer.strategy
-    transforms: list[LoaderTransform] | None = strategy.__dict__.get("_loader_transforms")
+    transforms: list[tuple[int, LoaderTransform]] | None = strategy.__dict__.get("_loader_transforms")
     if transforms is None:
         transforms = strategy.__dict__["_loader_transforms"] = []
         process = strategy.process_dataloader
 
         def prepare(dataloader: object) -> object:
             prepared = process(dataloader)
-            for transform in transforms if trainer.training else ():
+            for _, transform in transforms if trainer.training else ():
                 prepared = transform(prepared)
             return prepared
 
         strategy.process_dataloader = prepare
-    transforms.append(transform)
+    entry = position, transform
+    transforms.append(entry)
+    transforms.sort(key=lambda pair: pair[0])
 
     def remove() -> None:
-        transforms.remove(transform)
+        transforms.remove(entry)
         if not transforms:
             strategy.__dict__.pop("process_dataloader", None)
             strategy.__dict__.pop("_loader_transforms", None)

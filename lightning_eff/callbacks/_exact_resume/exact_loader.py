@@ -1,0 +1,179 @@
+"""A training loader that begins where an earlier process stopped.
+
+A pass is begun again from the random states of its start, its first batches are left out, and then the
+states of the save are set: the sampler draws the same order, workers get the same seeds, and the next step
+draws what it would have drawn. Indices are skipped without loading their samples, but where samples may draw
+random numbers in workers, or where there are no indices, the batches are loaded and dropped.
+
+torch 2.13: `iter(loader)` asks the sampler for its pass and then draws the seed of the workers; the sampler
+draws its order when it is asked for the first indices, which workers are at once.
+
+A loader with a state of its own (torchdata, litdata, Hugging Face) keeps its position itself. Where Lightning
+does not know a loader's length it fetches a batch ahead, so the state before that batch is the one to save.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sized
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+from typing_extensions import override
+
+from lightning_eff.callbacks._exact_resume.index_stream import IndexStream
+from lightning_eff.callbacks._exact_resume.position import Position
+from lightning_eff.callbacks._exact_resume.random_states import RandomStates, differing
+
+if TYPE_CHECKING:
+    from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
+
+
+class ExactLoader:
+    """Any training loader, with a position; all other attributes are its own.
+
+    Args:
+        loader: The loader.
+        run: What the loaders of this rank share.
+    """
+
+    _OWN = ("loader", "run", "num_batches", "is_over", "_start", "_begun", "_states")
+
+    def __init__(self, loader: Any, run: ResumableRun) -> None:
+        self.loader, self.run = loader, run
+        self.num_batches = 0
+        self.is_over = False
+        self._start: RandomStates | None = None
+        self._begun: RandomStates | None = None
+        self._states: tuple[Any, Any] = (None, None)
+
+    @property
+    def stream(self) -> IndexStream | None:
+        """Return the stream of the loader's indices; None where it has none."""
+        samplers = (getattr(self.loader, name, None) for name in ("batch_sampler", "sampler"))
+        return next((sampler for sampler in samplers if isinstance(sampler, IndexStream)), None)
+
+    def __iter__(self) -> Iterator[Any]:
+        run, stream = self.run, self.stream
+        position = run.begin(self)
+        self.is_over = False
+        self._start = run.capture() if position is None else position.start
+        self.num_batches = num_dropped = 0 if position is None else position.num_batches
+        if is_stateful(self.loader):
+            num_dropped = 0
+        if stream is not None:
+            stream.first_states = None if position is None else position.first
+            # Before its first batch a sampler had drawn nothing, and draws in the resumed run.
+            stream.is_resumed = position is not None and self.num_batches + run.num_pending_ahead > 0
+            stream.remaining = None if position is None else run.remaining(self, position)
+            is_replayed = run.replays and getattr(self.loader, "num_workers", 0) > 0
+            is_skipped = stream.remaining is not None or not is_replayed
+            stream.num_skipped = num_dropped if is_skipped else 0
+            num_dropped -= stream.num_skipped
+        iterator = iter(self.loader)
+        is_lazy = stream is not None and stream.first_states is None  # without workers
+        self._begun = run.capture() if is_lazy else None
+        if stream is not None and position is not None and is_lazy:
+            stream.first_states = self._begun
+        run.begun()
+        return self._batches(iterator, num_dropped)
+
+    def _batches(self, iterator: Iterator[Any], num_dropped: int) -> Iterator[Any]:
+        if num_dropped:
+            self._drop(iterator, num_dropped)
+        is_ahead = is_stateful(self.loader) and sized_len(self.loader) is None
+        while True:
+            self.run.before_batch(self)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                self.is_over = True
+                return
+            self.num_batches += 1
+            if is_ahead:
+                self._states = self._states[1], self.loader.state_dict()
+            yield batch
+
+    def _drop(self, iterator: Iterator[Any], num_dropped: int) -> None:
+        """Load batches that were trained on, and drop them."""
+        start = time.perf_counter()
+        next(iterator, None)
+        states = self.run.capture()
+        for _ in range(num_dropped - 1):
+            next(iterator, None)
+        self.run.did.append(f"loaded {num_dropped} batches again in {time.perf_counter() - start:.1f} s")
+        if self.stream is None and differing(self.run.capture(), states):
+            self.run.inexact.append("samples without indices draw random numbers in this process")
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __bool__(self) -> bool:
+        return True  # without asking for a length
+
+    def position(self, num_ahead: int) -> Position:
+        """Return the position, `num_ahead` batches before what was handed out."""
+        sampler, dataset = sampler_of(self.loader), getattr(self.loader, "dataset", None)
+        # Mostly the states after the pass began, which a resumed run meets again: then they are left out.
+        first = None if self.stream is None or self._begun is None else self.stream.first_states
+        is_needed = first is not None and self._begun is not None and differing(first, self._begun)
+        return Position(
+            num_batches=max(0, self.num_batches - num_ahead),
+            start=self.run.capture() if self._start is None else self._start,
+            first=first if is_needed else None,
+            order=order_of(sampler),
+            seed=sampler.seed if isinstance(sampler, DistributedSampler) else 0,
+            epoch=int(getattr(sampler, "epoch", 0)),
+            num_samples=len(dataset) if isinstance(dataset, Sized) else -1,
+            batch_size=getattr(self.loader, "batch_size", None) or -1,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of a loader that has one, after the last batch that was trained on."""
+        if not is_stateful(self.loader):
+            return {}
+        return self._states[0] if self.run.num_ahead() else self.loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give a loader that has a state its state back."""
+        if is_stateful(self.loader):
+            self.loader.load_state_dict(state_dict)
+            self._states = state_dict, state_dict
+            if self.run.pending is not None and self.run.pending.is_over:
+                for _ in self.loader:  # to the end of the pass: the next one is the next epoch's
+                    pass
+
+    def __getattr__(self, name: str) -> Any:
+        if "loader" not in self.__dict__:  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.loader, name, value)
+
+
+def is_stateful(loader: Any) -> bool:
+    """Return whether a loader saves and restores its position itself."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def sampler_of(loader: Any) -> Any:
+    """Return the sampler of single indices that decides a loader's order."""
+    sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None) if sampler is None else sampler
+    sampler = sampler.sampler if isinstance(sampler, IndexStream) else sampler
+    return getattr(sampler, "sampler", sampler)
+
+
+def order_of(sampler: Any) -> str:
+    """Return what decides the order of samples, as `Position.order` names it."""
+    if type(sampler) is DistributedSampler:
+        return "distributed" if sampler.shuffle else "distributed in order"
+    return {SequentialSampler: "sequential", RandomSampler: "random"}.get(
+        type(sampler), type(sampler).__name__
+    )

@@ -1,0 +1,73 @@
+"""The indices of one loader, from a later position or in another order on request."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_eff.callbacks._exact_resume.random_states import RandomStates
+
+
+class IndexStream:
+    """A loader's batch sampler; a pass may begin behind its first batches without loading them.
+
+    A loader asks for the pass before it draws the seed of its workers, and for the first indices after it:
+    the random states at both moments are needed to draw the same order again.
+
+    Args:
+        sampler: The loader's batch sampler, or its sampler where it does not batch.
+        capture: Returns the random states.
+        restore: Sets them.
+    """
+
+    def __init__(
+        self, sampler: Any, capture: Callable[[], RandomStates], restore: Callable[[RandomStates], None]
+    ) -> None:
+        self.sampler = sampler
+        self.capture, self.restore = capture, restore
+        self.is_resumed = False
+        """Whether the next pass begins with the states in `first_states`."""
+        self.num_skipped = 0
+        """Batches of indices that a resumed pass leaves out."""
+        self.remaining: list[Any] | None = None
+        """All batches of indices of the next pass, in place of the sampler's."""
+        self.first_states: RandomStates | None = None
+        """The random states when the current pass was asked for its first indices."""
+
+    def __iter__(self) -> Iterator[Any]:
+        remaining, self.remaining = self.remaining, None
+        return self._pass(iter(self.sampler)) if remaining is None else iter(remaining)
+
+    def _pass(self, indices: Iterator[Any]) -> Iterator[Any]:
+        num_skipped, self.num_skipped = self.num_skipped, 0
+        is_resumed, self.is_resumed = self.is_resumed, False
+        current = self.capture()
+        if is_resumed:
+            self.first_states = self.first_states or current
+            self.restore(self.first_states)
+            # A sampler draws its order with its first index: if none is skipped, with the one that is used.
+            taken = list(itertools.islice(indices, num_skipped or 1))
+            self.restore(current)
+            yield from () if num_skipped else taken
+        else:
+            self.first_states = current
+        yield from indices
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if "sampler" not in self.__dict__:  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
+
+    @override
+    def __reduce__(self) -> Any:  # a spawned worker has no use for the states
+        return (_same, (self.sampler,))
+
+
+def _same(sampler: Any) -> Any:
+    return sampler

@@ -1,0 +1,101 @@
+"""Where a rank is in its data, and that as one tensor of bytes: ranks exchange tensors, not objects."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_eff.callbacks._exact_resume.random_states import RandomStates, differing
+
+
+@dataclass
+class Position:
+    """The position of one loader in its pass.
+
+    Args:
+        num_batches: Trained on in this pass.
+        start: Random states when the pass began.
+        first: Random states when its sampler was asked for the first indices; None for those after the start.
+        order: What decides the order: `sequential`, `random`, `distributed`, `distributed in order`, or the
+            sampler's class.
+        seed: Of a distributed sampler.
+        epoch: Of a sampler that has one.
+        num_samples: Length of the dataset; -1 where it has none.
+        batch_size: Samples in a batch; -1 where the loader does not tell.
+    """
+
+    num_batches: int
+    start: RandomStates
+    first: RandomStates | None
+    order: str
+    seed: int
+    epoch: int
+    num_samples: int
+    batch_size: int
+
+
+@dataclass
+class RankPosition:
+    """The positions of a rank's loaders, and its random states.
+
+    Args:
+        now: Random states at the save.
+        num_ahead: Batches that Lightning had fetched beyond the last one trained on: one, where it does not
+            know the loader's length.
+        is_over: Whether the epoch had ended: the loaders begin a new pass.
+        loaders: In Lightning's order.
+    """
+
+    now: RandomStates
+    num_ahead: int
+    is_over: bool
+    loaders: list[Position]
+
+
+def pack(position: RankPosition) -> Tensor:
+    """Return a position as bytes: a length, JSON, and the random states that it refers to.
+
+    Returns:
+        uint8, about 16 kB for one loader: states that equal those at the save are left out.
+    """
+    content = asdict(position)
+    for loader in content["loaders"]:
+        loader["start"] = differing(loader["start"], position.now)
+        loader["first"] = loader["first"] and differing(loader["first"], position.now)
+    tensors: list[Tensor] = []
+
+    def refer(tensor: Tensor) -> int:
+        tensors.append(tensor)
+        return tensor.numel()
+
+    header = json.dumps(content, default=refer).encode()
+    size = torch.tensor([len(header)]).view(torch.uint8)
+    return torch.cat([size, torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors])
+
+
+def unpack(packed: Tensor) -> RankPosition:
+    """Return the position that `pack` was given; bytes behind it are ignored."""
+    header_end = 8 + int(packed[:8].clone().view(torch.int64))
+    content: dict[str, Any] = json.loads(packed[8:header_end].numpy().tobytes())
+    offset = header_end
+
+    def states(sizes: dict[str, int]) -> RandomStates:
+        nonlocal offset
+        result: RandomStates = {}
+        for name, size in sizes.items():
+            result[name] = packed[offset : offset + size].clone()
+            offset += size
+        return result
+
+    now = states(content["now"])
+    loaders: list[Position] = []
+    for loader in content["loaders"]:
+        start = now | states(loader["start"])
+        first = None if loader["first"] is None else now | states(loader["first"])
+        loaders.append(Position(**loader | {"start": start, "first": first}))
+    values: Any = content | {"now": now, "loaders": loaders}
+    return RankPosition(**values)

@@ -1,0 +1,74 @@
+"""The states of all random generators that a training step or its data draw from, as plain tensors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+RandomStates = dict[str, Tensor]
+"""A tensor of bytes for each generator: `torch`, `device`, `python`, `numpy`, and `generator.0` and so on."""
+
+
+def capture(device: torch.device | None = None, generators: Iterable[torch.Generator] = ()) -> RandomStates:
+    """Return the states of torch's CPU generator, the device's, Python's, NumPy's and of others."""
+    version, words, gauss = random.getstate()
+    del version
+    legacy: Any = cast(Any, np.random).get_state(legacy=False)
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": _bytes(np.array(words, dtype=np.uint32), gauss),
+    }
+    if legacy["bit_generator"] == "MT19937":  # NumPy's default; others belong to whoever set them
+        key, position = legacy["state"]["key"], legacy["state"]["pos"]
+        words = np.append(key, [position]).astype(np.uint32)
+        states["numpy"] = _bytes(words, legacy["gauss"] if legacy["has_gauss"] else None)
+    if device is not None and device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state(device)
+    return states | {f"generator.{index}": g.get_state() for index, g in enumerate(generators)}
+
+
+def restore(
+    states: Mapping[str, Tensor],
+    device: torch.device | None = None,
+    generators: Iterable[torch.Generator] = (),
+) -> None:
+    """Set the generators whose states are there to these states."""
+    torch.set_rng_state(states["torch"])
+    words, gauss = _words(states["python"])
+    random.setstate((3, tuple(words.tolist()), gauss))
+    if "numpy" in states:
+        words, gauss = _words(states["numpy"])
+        has_gauss = int(gauss is not None)
+        np.random.set_state(("MT19937", words[:-1], int(words[-1]), has_gauss, gauss or 0.0))
+    if "device" in states and device is not None and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states["device"], device)
+    for index, generator in enumerate(generators):
+        if f"generator.{index}" in states:
+            generator.set_state(states[f"generator.{index}"])
+
+
+def differing(states: RandomStates, others: RandomStates) -> RandomStates:
+    """Return the states that differ from the ones of the same name in `others`."""
+    return {
+        name: state
+        for name, state in states.items()
+        if name not in others or not torch.equal(state, others[name])
+    }
+
+
+def _bytes(words: Any, gauss: float | None) -> Tensor:
+    """Return unsigned words, and the second normal number of a pair if it is still to be drawn, as bytes."""
+    tail = b"" if gauss is None else np.float64(gauss).tobytes()
+    return torch.frombuffer(bytearray(words.tobytes() + tail), dtype=torch.uint8)
+
+
+def _words(state: Tensor) -> tuple[Any, float | None]:
+    raw = state.numpy().tobytes()
+    size = 625 * 4
+    gauss = float(np.frombuffer(raw[size:], dtype=np.float64)[0]) if len(raw) > size else None
+    return np.frombuffer(raw[:size], dtype=np.uint32), gauss

@@ -1,0 +1,230 @@
+"""What the loaders of one rank share: its random states, and a position to resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+
+from lightning_eff.callbacks._exact_resume import random_states
+from lightning_eff.callbacks._exact_resume.exact_loader import (
+    ExactLoader,
+    is_stateful,
+    order_of,
+    sampler_of,
+)
+from lightning_eff.callbacks._exact_resume.index_stream import IndexStream
+from lightning_eff.callbacks._exact_resume.position import Position, RankPosition
+from lightning_eff.callbacks._exact_resume.random_states import RandomStates
+from lightning_eff.core.errors import ConfigError
+
+
+class ResumableRun:
+    """The loaders of one rank.
+
+    Args:
+        device: Whose generator is kept, next to the CPU's.
+        replays: Whether batches of workers are loaded again and dropped, rather than skipped.
+        refuses_changes: Whether other data or another batch size than the checkpoint's is an error.
+        rank: Of this process.
+        num_ranks: Of this run.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        *,
+        replays: bool = True,
+        refuses_changes: bool = True,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        self.device, self.replays, self.refuses_changes = device, replays, refuses_changes
+        self.rank, self.num_ranks = rank, num_ranks
+        self.loaders: list[ExactLoader] = []
+        self.num_ahead: Callable[[], int] = lambda: 0
+        """Returns how many batches were handed out that are not trained on yet."""
+        self.pending: RankPosition | None = None
+        """The position to resume, until its first batch is asked for."""
+        self.num_saved_ranks = 1
+        self.is_begun = False
+        """Whether a pass has begun at the pending position."""
+        self.num_remaining: list[int] = []
+        """Batches that other ranks than the checkpoint's have left of the epoch, a number for each loader."""
+        self.did: list[str] = []
+        self.inexact: list[str] = []
+        """What will differ from the run that was saved."""
+        self.refusal: ConfigError | None = None
+        self._after_start: RandomStates = {}
+        self._num_requests = 0
+        self._undo = ExitStack()
+
+    def observe(self, loader: Any) -> Any:
+        """Let the passes of a loader with indices begin at a later one; return the loader."""
+        has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        if has_indices and not is_stateful(loader):
+            name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+            sampler = getattr(loader, name)
+            # DataLoader.__setattr__ forbids it once it is made
+            object.__setattr__(loader, name, IndexStream(sampler, self.capture, self.restore))
+            self._undo.callback(object.__setattr__, loader, name, sampler)
+        return loader
+
+    def wrap(self, loader: Any) -> ExactLoader:
+        """Return the loader as one of this run's."""
+        self.loaders.append(ExactLoader(loader, self))
+        return self.loaders[-1]
+
+    def unwrap(self) -> None:
+        """Give all loaders their own samplers back."""
+        self._undo.close()
+        self.loaders.clear()
+
+    def capture(self) -> RandomStates:
+        """Return the random states of this process, and of the loaders' own generators."""
+        return random_states.capture(self.device, self._generators())
+
+    def restore(self, states: RandomStates) -> None:
+        """Set them."""
+        random_states.restore(states, self.device, self._generators())
+
+    def position(self, *, is_over: bool = False) -> RankPosition:
+        """Return where this rank is; `is_over` tells that the epoch has ended."""
+        num_ahead = self.num_ahead()
+        loaders = [loader.position(num_ahead) for loader in self.loaders]
+        return RankPosition(self.capture(), num_ahead, is_over, loaders)
+
+    def resume(self, positions: list[RankPosition]) -> None:
+        """Begin the next passes at the positions that a checkpoint has of each rank.
+
+        Another number of ranks shares the rest of the epoch among them; random states are then other ones.
+        """
+        self.num_saved_ranks = len(positions)
+        self.pending = positions[min(self.rank, len(positions) - 1)]
+        self.is_begun = False
+        self.did, self.inexact, self.num_remaining = [], [], []
+        if self.num_ranks == len(positions):
+            return
+        self.inexact.append(f"saved on {len(positions)} ranks, now {self.num_ranks}: other random numbers")
+        if self.rank >= len(positions):
+            self.pending.now = self.capture()
+
+    @property
+    def num_pending_ahead(self) -> int:
+        """Return how many batches had been fetched, and not trained on, at the pending position."""
+        return 0 if self.pending is None else self.pending.num_ahead
+
+    def begin(self, loader: ExactLoader) -> Position | None:
+        """Set the random states that a pass of a resumed run begins with; return where it begins."""
+        if self.pending is None:
+            return None
+        self.is_begun = True
+        if loader is self.loaders[0]:
+            self._num_requests = 0
+        index = self.loaders.index(loader)
+        if self.pending.is_over or index >= len(self.pending.loaders):
+            if loader is self.loaders[0]:
+                self.restore(self.pending.now)
+            return None
+        position = self.pending.loaders[index]
+        self._compare(position, loader.position(0))
+        sampler = sampler_of(loader.loader)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(position.epoch)
+        if getattr(loader.loader, "persistent_workers", False):
+            self.inexact.append("persistent workers do not keep their random states")
+        if not self.replays and getattr(loader.loader, "num_workers", 0) > 0:
+            self.inexact.append("augmentation in workers differs until the epoch's end (workers=fast)")
+        self.restore(position.start)
+        return position
+
+    def begun(self) -> None:
+        """Keep the random states between a pass's start and its first batch: hooks run in between."""
+        if self.pending is not None:
+            self._after_start = self.capture() if self.pending.is_over else self.pending.now
+
+    def before_batch(self, loader: ExactLoader) -> None:
+        """Set the random states of the save, before the first batch that had not been fetched then.
+
+        Raises:
+            ConfigError: The dataset or the batch size has changed in the middle of an epoch.
+        """
+        if self.refusal is not None:
+            raise self.refusal
+        if self.pending is None or loader is not self.loaders[0]:
+            return
+        self._num_requests += 1
+        if self._num_requests > (0 if self.pending.is_over else self.num_pending_ahead):
+            self.restore(self._after_start)
+            self.pending = None
+
+    def remaining(self, loader: ExactLoader, saved: Position) -> list[list[int]] | None:
+        """Return this rank's batches of what other ranks left of the epoch; None for the ranks that saved."""
+        if self.num_saved_ranks == self.num_ranks:
+            return None
+        runs = (self.num_saved_ranks, saved.order), (self.num_ranks, order_of(sampler_of(loader.loader)))
+        if any(ranks > 1 and not order.startswith("distributed") for ranks, order in runs):
+            self.inexact.append("ranks do not share one order: samples of this epoch may be seen again")
+            return None
+        order = self._order(saved)
+        if order is None:
+            text = f"the order of {saved.order} is not known on other ranks"
+            self.inexact.append(f"{text}: samples of this epoch may be seen again")
+            return None
+        rest = order[saved.num_batches * saved.batch_size * self.num_saved_ranks :]
+        rest += rest[: -len(rest) % self.num_ranks]  # as many for each rank, as torch's sampler does it
+        own = rest[self.rank :: self.num_ranks]
+        batches = [own[i : i + saved.batch_size] for i in range(0, len(own), saved.batch_size)]
+        if batches and getattr(loader, "drop_last", False) and len(batches[-1]) < saved.batch_size:
+            batches.pop()
+        self.num_remaining.append(len(batches))
+        return batches
+
+    def _order(self, saved: Position) -> list[int] | None:
+        """Return the order of all samples of the epoch in which a checkpoint was saved."""
+        samples: Any = range(saved.num_samples)
+        if saved.order in ("sequential", "distributed in order"):
+            return list(samples)
+        if saved.order == "distributed":
+            sampler = DistributedSampler[int](samples, num_replicas=1, rank=0, seed=saved.seed)
+            sampler.set_epoch(saved.epoch)
+            return list(sampler)
+        if saved.order != "random":
+            return None
+        current, states, generator = self.capture(), saved.first or saved.start, None
+        torch.set_rng_state(states["torch"])
+        if "generator.0" in states:
+            generator = torch.Generator()
+            generator.set_state(states["generator.0"])
+        if saved.first is None:  # the seed of workers is drawn first
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+        order = list(RandomSampler(samples, generator=generator))
+        self.restore(current)
+        return order
+
+    def _compare(self, saved: Position, current: Position) -> None:
+        """Find what has changed since the save: refused before the first batch, or not exact."""
+        for name, text in (("num_samples", "samples"), ("batch_size", "samples in a batch")):
+            before, now = getattr(saved, name), getattr(current, name)
+            if before != now and self.refuses_changes:
+                allowed = f"{before} {text}, as in the epoch in which the checkpoint was saved, and not {now}"
+                remedies = ["callbacks.exact_resume.changed_data=continue"]
+                self.refusal = ConfigError("ckpt_path", "in mid-epoch", allowed=allowed, remedies=remedies)
+            elif before != now:
+                self.inexact.append(f"{before} {text} are now {now}")
+        if saved.order != current.order and self.num_saved_ranks == self.num_ranks:
+            self.inexact.append(f"the sampler was {saved.order} and is {current.order}")
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the generators that users gave their loaders and samplers, each once."""
+        found: dict[int, torch.Generator] = {}
+        for loader in self.loaders:
+            owners = loader.loader, getattr(loader.loader, "batch_sampler", None), sampler_of(loader.loader)
+            for owner in owners:
+                generator = getattr(owner, "generator", None)
+                if isinstance(generator, torch.Generator):
+                    found[id(generator)] = generator
+        return list(found.values())

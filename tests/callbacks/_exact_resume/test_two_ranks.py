@@ -1,0 +1,108 @@
+"""Two ranks (gloo): a resumed run is to the bit the run that was not stopped; one rank goes on for two."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_eff.callbacks.exact_resume import ExactResume
+from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
+from lightning_eff.strategy.fsdp2 import FSDP2
+from tests.support.models import make_trainer
+from tests.support.ranks import is_equal, run_two_ranks
+
+NUM_SAMPLES = 24
+STRATEGIES: dict[str, Any] = {
+    "ddp": lambda: "ddp",
+    "fsdp2": lambda: FSDP2(blocks=[torch.nn.Linear]),
+    "zero2": lambda: DeepSpeedZero(stage=2),
+}
+NAMES = [name for name in STRATEGIES if sys.platform == "linux" or name != "zero2"]
+
+
+class Dropping(pl.LightningModule):
+    """Layers with dropout; keeps the samples that this rank saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append([int(index) for index in batch])
+        return self.layers(batch[:, None] / NUM_SAMPLES).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def fit(ckpt: Path | None, *callbacks: pl.Callback, **keywords: Any) -> dict[str, Any]:
+    """Train two epochs; return the samples of this rank, and all weights."""
+    pl.seed_everything(3, verbose=False)
+    torch.manual_seed(3 + int(os.environ.get("LOCAL_RANK", "0")))  # dropout of each rank
+    model, resume = Dropping(), ExactResume()
+    is_saving = {"enable_checkpointing": bool(callbacks), "max_epochs": 2, "max_steps": -1}
+    trainer = make_trainer(callbacks=[resume, *callbacks], **(is_saving | keywords))
+    data = [torch.tensor(float(index)) for index in range(NUM_SAMPLES)]
+    trainer.fit(model, DataLoader(data, batch_size=3, shuffle=True), ckpt_path=ckpt)  # pyright: ignore[reportArgumentType]
+    weights = trainer.strategy.lightning_module_state_dict()  # a sharding strategy gathers them on rank 0
+    return {
+        "seen": model.seen,
+        "weights": weights if trainer.is_global_zero else {},
+        "did": resume.outcome().did,
+        "rank": trainer.global_rank,
+    }
+
+
+def main(folder: str) -> None:
+    root, results, rank = Path(folder), {}, 0
+    for name in NAMES:
+        saving = ModelCheckpoint(dirpath=root / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        two = {"devices": 2, "strategy": STRATEGIES[name]()}
+        results[name] = {0: fit(None, saving, **two)}
+        for step in (1, 3, 4, 6):
+            two = {"devices": 2, "strategy": STRATEGIES[name]()}
+            results[name][step] = fit(root / name / f"step={step}.ckpt", **two)
+        rank = results[name][0]["rank"]
+    torch.save(results, root / f"rank{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    done = run_two_ranks(__name__, folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 3, 4, 6])
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_go_on_to_the_bit(name: str, step: int, ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    for results in ranks[1]:
+        whole, resumed = results[name][0], results[name][step]
+        assert resumed["seen"] == whole["seen"][step:]
+        assert is_equal(resumed["weights"], whole["weights"])
+        assert resumed["did"] == f"resumed at step {step}: order and random states as saved"
+    assert ranks[1][0][name][0]["weights"]
+    assert ranks[1][0][name][0]["seen"] != ranks[1][1][name][0]["seen"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_one_rank_trains_on_what_two_left_of_the_epoch(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, both = ranks
+    before = [index for results in both for batch in results["ddp"][0]["seen"][:2] for index in batch]
+    alone = fit(folder / "ddp" / "step=2.ckpt", max_epochs=1)
+    after = [index for batch in alone["seen"] for index in batch]
+    assert sorted(before + after) == list(range(NUM_SAMPLES))
+    assert "not exact: saved on 2 ranks, now 1: other random numbers" in alone["did"]

@@ -1,0 +1,420 @@
+"""ExactResume: a resumed run is to the bit the run that was not stopped, and says so where it is not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_eff.callbacks._exact_resume import position, random_states
+from lightning_eff.callbacks._exact_resume.position import RankPosition
+from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
+from lightning_eff.callbacks.data_preload import DataPreload
+from lightning_eff.callbacks.exact_resume import POSITIONS, ExactResume, resumable
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.core.checkpoint_stamp import KEY
+from lightning_eff.core.errors import ConfigError
+from tests.support.models import make_trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 on torch 2.13
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),  # resumed runs save nothing
+    pytest.mark.filterwarnings(
+        "ignore:You're resuming from a checkpoint that ended before"
+    ),  # stock Lightning
+]
+NUM_SAMPLES = 12
+
+
+class Samples(Dataset[Tensor]):
+    """Samples that know their index; they draw from all generators if asked to."""
+
+    def __init__(self, length: int = NUM_SAMPLES, *, draws: bool = False) -> None:
+        self.length, self.draws, self.loaded = (
+            length,
+            draws,
+            torch.zeros(1, dtype=torch.int64).share_memory_(),
+        )
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.loaded += 1
+        noise = torch.rand(()) + np.random.rand() if self.draws else torch.zeros(())
+        return torch.stack([torch.tensor(float(index)), noise.float()])
+
+
+class Stream(IterableDataset[Tensor]):
+    """The same without indices, in an order that is drawn when the pass begins."""
+
+    def __init__(self, *, draws: bool = False) -> None:
+        self.draws = draws
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in torch.randperm(NUM_SAMPLES).tolist():
+            yield torch.stack([torch.tensor(float(index)), torch.rand(()) if self.draws else torch.zeros(())])
+
+
+class Backwards(Sampler[int]):
+    """A sampler of a user's own."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from reversed(torch.randperm(NUM_SAMPLES).tolist())
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class Dropping(pl.LightningModule):
+    """A layer with dropout, whose steps keep the samples that they saw."""
+
+    def __init__(self, *, asks_for_steps: bool = False) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 3)
+        self.dropout = torch.nn.Dropout(0.5)
+        self.seen: list[list[int]] = []
+        self.asks_for_steps = asks_for_steps
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batches = batch if isinstance(batch, list) else [batch]
+        self.seen.append([int(index) for one in batches for index in one[:, 0]])
+        return self.dropout(self.layer(torch.cat(batches) / NUM_SAMPLES)).pow(2).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("noise", torch.rand(()) + np.random.rand())
+
+    def configure_optimizers(self) -> Any:
+        if self.asks_for_steps:
+            assert self.trainer.estimated_stepping_batches > 0
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(loader: Any, *callbacks: pl.Callback, ckpt: Path | None = None, **keywords: Any) -> Dropping:
+    """Train a model with the same seed; validation and the model's options are keywords too."""
+    pl.seed_everything(3, verbose=False)
+    model = Dropping(asks_for_steps=keywords.pop("asks_for_steps", False))
+    validation = keywords.pop("validation", None)
+    is_saving = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    settings = {
+        "enable_checkpointing": is_saving,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 3,
+        "max_steps": -1,
+    }
+    trainer = make_trainer(callbacks=list(callbacks), **(settings | keywords))
+    trainer.fit(model, loader, validation, ckpt_path=ckpt)
+    return model
+
+
+def save_in(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    paths = [path for path in folder.glob("*.ckpt") if "-v" not in path.stem]
+    return sorted(paths, key=lambda path: int(path.stem.removeprefix("step=")))
+
+
+def shuffled(dataset: Any = None, **keywords: Any) -> DataLoader[Tensor]:
+    return DataLoader(
+        Samples() if dataset is None else dataset, **({"batch_size": 2, "shuffle": True} | keywords)
+    )
+
+
+def own_generator() -> DataLoader[Tensor]:
+    return shuffled(generator=torch.Generator().manual_seed(5))
+
+
+Case = tuple[Callable[[], Any], dict[str, Any]]
+VALIDATION = functools.partial(shuffled, Samples(4), shuffle=False)
+CASES: dict[str, Case] = {
+    "plain": (shuffled, {}),
+    "in order": (functools.partial(shuffled, shuffle=False), {}),
+    "samples that draw": (lambda: shuffled(Samples(draws=True)), {}),
+    "workers": (functools.partial(shuffled, num_workers=2), {}),
+    "workers that draw": (lambda: shuffled(Samples(draws=True), num_workers=2), {}),
+    "persistent": (functools.partial(shuffled, num_workers=1, persistent_workers=True), {}),
+    "generator": (own_generator, {}),
+    "sampler": (functools.partial(shuffled, shuffle=None, sampler=Backwards()), {}),
+    "weighted": (lambda: shuffled(shuffle=None, sampler=WeightedRandomSampler([1.0, 2.0] * 6, 12)), {}),
+    "batch sampler": (
+        lambda: DataLoader(Samples(), batch_sampler=BatchSampler(Backwards(), 2, drop_last=False)), {}
+    ),
+    "unbatched": (
+        lambda: DataLoader(Samples(), batch_size=None, sampler=Backwards(), collate_fn=torch.atleast_2d), {}
+    ),
+    "list of loaders": (lambda: [shuffled(), shuffled(Samples(8))], {}),
+    "stream": (lambda: DataLoader(Stream(), batch_size=2), {}),
+    "stateful": (lambda: StatefulDataLoader(Samples(), batch_size=2, shuffle=True), {}),
+    "validation": (shuffled, {"validation": VALIDATION}),
+    "validation in the epoch": (shuffled, {"validation": VALIDATION, "val_check_interval": 2}),
+    "accumulation": (shuffled, {"accumulate_grad_batches": 4}),
+    "part of an epoch": (shuffled, {"limit_train_batches": 4}),
+    "loaders made early": (shuffled, {"asks_for_steps": True}),
+}  # fmt: skip
+SLOW = ("workers", "workers that draw", "persistent")
+
+
+def bit_equal_points(make: Callable[[], Any], tmp_path: Path, keywords: dict[str, Any]) -> list[bool]:
+    """Return for each checkpoint but the last whether the run resumed from it ends with the same weights."""
+    techniques = keywords.pop("techniques", list)
+    made = {key: value() if key == "validation" else value for key, value in keywords.items()}
+    whole = fit(make(), ExactResume(), *techniques(), save_in(tmp_path), **made)
+    results: list[bool] = []
+    for path in checkpoints(tmp_path)[:-1]:
+        made = {key: value() if key == "validation" else value for key, value in keywords.items()}
+        resumed = fit(make(), ExactResume(), *techniques(), ckpt=path, **made)
+        pairs = zip(whole.parameters(), resumed.parameters(), strict=True)
+        results.append(all(torch.equal(one, other) for one, other in pairs))
+        results[-1] &= whole.seen[-len(resumed.seen) :] == resumed.seen
+    return results
+
+
+@pytest.mark.parametrize(
+    "limit", [{"max_epochs": 3}, {"max_steps": 16, "max_epochs": -1}], ids=["epochs", "steps"]
+)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+)
+def test_every_resume_point_is_to_the_bit_the_run_that_was_not_stopped(
+    name: str, limit: dict[str, int], tmp_path: Path
+) -> None:
+    make, keywords = CASES[name]
+    points = bit_equal_points(make, tmp_path, keywords | limit)
+    assert len(points) >= 4
+    assert all(points), points
+
+
+def test_one_resume_point_with_workers(tmp_path: Path) -> None:
+    make, _ = CASES["workers that draw"]
+    whole = fit(make(), ExactResume(), save_in(tmp_path), max_epochs=2)
+    resumed = fit(make(), ExactResume(), ckpt=tmp_path / "step=8.ckpt", max_epochs=2)
+    assert whole.seen[8:] == resumed.seen
+    assert torch.equal(whole.layer.weight, resumed.layer.weight)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "order"), [(0, 1), (0, -1), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
+def test_with_data_preload_and_micro_batches(num_workers: int, order: int, tmp_path: Path) -> None:
+    def techniques() -> list[pl.Callback]:
+        return [DataPreload(num_workers=num_workers), MicroBatch(micro_batch_size=1)][::order]
+
+    points = bit_equal_points(shuffled, tmp_path, {"techniques": techniques})
+    assert all(points), points
+
+
+def test_stock_lightning_repeats_an_epoch_in_silence_and_we_do_not(tmp_path: Path) -> None:
+    whole = fit(shuffled(), save_in(tmp_path / "stock"))
+    at_end = tmp_path / "stock" / "step=6.ckpt"
+    stock = fit(shuffled(), ckpt=at_end)
+    assert stock.seen[:6] == whole.seen[:6] != whole.seen[6:12]  # epoch 0's order again
+    whole = fit(shuffled(), ExactResume(), save_in(tmp_path / "ours"))
+    ours = fit(shuffled(), ExactResume(), ckpt=tmp_path / "ours" / "step=6.ckpt")
+    assert ours.seen == whole.seen[6:]
+
+
+def test_the_run_of_a_checkpoint_of_stock_lightning_says_that_it_is_not_exact(tmp_path: Path) -> None:
+    fit(shuffled(), save_in(tmp_path), max_epochs=1)
+    resume = ExactResume()
+    fit(shuffled(), resume, ckpt=tmp_path / "step=2.ckpt")
+    assert "resumed at step 2: not exact: the checkpoint has neither" in resume.outcome().did
+    assert not resume.outcome().effective
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_skipped_batches_are_not_loaded(num_workers: int, tmp_path: Path) -> None:
+    fit(shuffled(), ExactResume(), save_in(tmp_path), max_epochs=1)
+    data, resume = Samples(), ExactResume(workers="fast")
+    loader = shuffled(data, num_workers=num_workers)
+    fit(loader, resume, ckpt=tmp_path / "step=4.ckpt", max_epochs=1)
+    assert int(data.loaded) == 4
+    said = "not exact: augmentation in workers differs until the epoch's end" in resume.outcome().did
+    assert said == (num_workers > 0)
+
+
+def test_loaders_that_are_made_anew_each_epoch_are_exact_in_mid_epoch_alone(tmp_path: Path) -> None:
+    keywords = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    whole = fit(shuffled(), ExactResume(), save_in(tmp_path), **keywords)
+    resume = ExactResume()
+    assert fit(shuffled(), resume, ckpt=tmp_path / "step=8.ckpt", **keywords).seen == whole.seen[8:]
+    assert "order and random states as saved" in resume.outcome().did
+    fit(shuffled(), resume, ckpt=tmp_path / "step=6.ckpt", **keywords)
+    assert "not exact: loaders that are made anew for an epoch draw another order" in resume.outcome().did
+
+
+def test_batches_of_workers_that_are_loaded_again_are_counted(tmp_path: Path) -> None:
+    fit(shuffled(num_workers=1), ExactResume(), save_in(tmp_path), max_epochs=1)
+    resume = ExactResume()
+    fit(
+        shuffled(num_workers=1),
+        resume,
+        ckpt=tmp_path / "step=4.ckpt",
+        max_epochs=1,
+        enable_checkpointing=False,
+    )
+    assert "order and random states as saved; loaded 4 batches again in" in resume.outcome().did
+
+
+def test_a_stream_that_draws_while_it_is_read_is_not_called_exact(tmp_path: Path) -> None:
+    def loader() -> DataLoader[Tensor]:
+        return DataLoader(Stream(draws=True), batch_size=2)
+
+    fit(loader(), ExactResume(), save_in(tmp_path), max_epochs=1)
+    resume = ExactResume()
+    fit(loader(), resume, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
+    assert "not exact: samples without indices draw random numbers in this process" in resume.outcome().did
+
+
+@pytest.mark.parametrize("make", [lambda: shuffled(Samples(14)), functools.partial(shuffled, batch_size=3)])
+def test_changed_data_is_refused_in_the_middle_of_an_epoch(make: Callable[[], Any], tmp_path: Path) -> None:
+    fit(shuffled(), ExactResume(), save_in(tmp_path), max_epochs=1)
+    middle = tmp_path / "step=4.ckpt"
+    with pytest.raises(ConfigError, match=r"expected (12|2) samples.* and not (14|3)\n.*changed_data"):
+        fit(make(), ExactResume(), ckpt=middle)
+    assert fit(make(), ExactResume(changed_data="continue"), ckpt=middle).seen
+    assert fit(make(), ExactResume(), ckpt=tmp_path / "step=6.ckpt").seen
+
+
+def test_a_checkpoint_grows_by_less_than_20_kb_of_plain_tensors(tmp_path: Path) -> None:
+    fit(shuffled(), save_in(tmp_path / "without"), max_epochs=1)
+    fit(shuffled(), ExactResume(), save_in(tmp_path / "with"), max_epochs=1)
+    sizes = [(tmp_path / name / "step=3.ckpt").stat().st_size for name in ("without", "with")]
+    assert 0 < sizes[1] - sizes[0] < 20_000
+    saved = torch.load(tmp_path / "with" / "step=3.ckpt", weights_only=True)
+    assert saved[KEY][POSITIONS].shape[0] == 1
+    assert position.unpack(saved[KEY][POSITIONS][0]).loaders[0].num_batches == 3
+
+
+def test_a_stateful_stream_loses_no_batch_to_the_one_that_lightning_fetches_ahead(tmp_path: Path) -> None:
+    class Counting(IterableDataset[Tensor]):
+        def __init__(self) -> None:
+            self.begin = 0
+
+        def __iter__(self) -> Iterator[Tensor]:
+            for index in range(self.begin, NUM_SAMPLES):
+                self.begin = index + 1
+                yield torch.tensor([float(index), 0.0])
+            self.begin = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"begin": self.begin}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.begin = state["begin"]
+
+    def loader() -> StatefulDataLoader[Tensor]:
+        return StatefulDataLoader(Counting(), batch_size=2)
+
+    whole = fit(loader(), ExactResume(), save_in(tmp_path), max_epochs=1)
+    assert [index for batch in whole.seen for index in batch] == list(range(NUM_SAMPLES))
+    for path in checkpoints(tmp_path)[:-1]:
+        resumed = fit(loader(), ExactResume(), ckpt=path, max_epochs=1)
+        assert resumed.seen == whole.seen[-len(resumed.seen) :]
+        assert len(resumed.seen) == 6 - int(path.stem.removeprefix("step="))
+
+
+def test_nothing_is_left_on_the_loader() -> None:
+    loader = shuffled()
+    before = dict(vars(loader))
+    fit(loader, ExactResume(), max_epochs=1)
+    assert vars(loader) == before
+
+
+def test_all_generators_come_back_and_so_does_the_second_number_of_a_pair() -> None:
+    import random
+
+    random.gauss(0, 1), np.random.randn()
+    own = torch.Generator().manual_seed(4)
+
+    def draw() -> list[float]:
+        python, numpy = random.gauss(0, 1), float(np.random.randn())
+        return [python, numpy, random.random(), float(torch.rand(())), float(torch.rand((), generator=own))]
+
+    states = random_states.capture(generators=[own])
+    first = draw()
+    random_states.restore(states, generators=[own])
+    assert draw() == first
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_batches", [0, 1, 5, 6])
+def test_a_loader_of_a_loop_of_ones_own(num_workers: int, num_batches: int) -> None:
+    def run(loader: Any, epochs: int) -> list[list[float]]:
+        return [[*batch[:, 0].tolist(), float(torch.rand(()))] for _ in range(epochs) for batch in loader]
+
+    torch.manual_seed(0)
+    loader = resumable(shuffled(num_workers=num_workers))
+    iterator = iter(loader)
+    for _ in range(num_batches):
+        next(iterator)
+        torch.rand(())
+    state = loader.state_dict()
+    rest = [[*batch[:, 0].tolist(), float(torch.rand(()))] for batch in iterator] + run(loader, 1)
+    torch.manual_seed(1)
+    other = resumable(shuffled(num_workers=num_workers))
+    other.load_state_dict(state)
+    assert run(other, 2) == rest
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_saved", [1, 2, 4])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_other_ranks_share_the_rest_of_the_epoch(num_saved: int, num_ranks: int, shuffle: bool) -> None:
+    """24 samples in batches of one, four of them before the save: the rest once each."""
+
+    def on_rank(rank: int, count: int) -> tuple[ResumableRun, Any]:
+        run = ResumableRun(rank=rank, num_ranks=count)
+        data = Samples(24)
+        sampler = DistributedSampler(data, count, rank, shuffle=shuffle, seed=7) if count > 1 else None
+        loader = DataLoader(data, sampler=sampler, shuffle=shuffle if sampler is None else None)
+        return run, run.wrap(run.observe(loader))
+
+    torch.manual_seed(3)
+    seen: list[int] = []
+    positions: list[RankPosition] = []
+    for rank in range(num_saved):
+        run, loader = on_rank(rank, num_saved)
+        loader.sampler.set_epoch(2) if num_saved > 1 else None
+        iterator = iter(loader)
+        seen += [int(next(iterator)[0, 0]) for _ in range(4 // num_saved)]
+        positions.append(position.unpack(position.pack(run.position())))
+    for rank in range(num_ranks):
+        torch.manual_seed(rank + 100)
+        run, loader = on_rank(rank, num_ranks)
+        run.resume([*positions])
+        rest = [int(batch[0, 0]) for batch in loader]
+        seen += rest
+        assert run.num_remaining == ([] if num_ranks == num_saved else [len(rest)])
+    assert sorted(seen) == list(range(24))
+
+
+def test_ranks_of_which_each_has_an_order_of_its_own_are_not_called_exact() -> None:
+    run = ResumableRun()
+    loader = run.wrap(run.observe(shuffled()))
+    next(iter(loader))
+    one = run.position()
+    other = ResumableRun()
+    loader = other.wrap(other.observe(shuffled()))
+    other.resume([one, one])
+    assert len(list(loader)) == 5
+    assert "ranks do not share one order: samples of this epoch may be seen again" in other.inexact
