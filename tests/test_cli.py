@@ -250,7 +250,7 @@ def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
 
 
 def test_completion_knows_options_keys_and_shells(command: Command) -> None:
-    assert complete(["train", "lm", "+callbacks=e"]) == ["+callbacks=empty_cache"]
+    assert complete(["train", "lm", "+callbacks=em"]) == ["+callbacks=empty_cache"]
     assert "callbacks.empty_cache.every_n_steps=" in complete(["train", "lm", "callbacks.empty"])
     assert complete(["ls", "callbacks/em"]) == ["callbacks/empty_cache"]
     for shell in SCRIPTS:

@@ -171,7 +171,7 @@ def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> 
     """Return a loader with `state_dict` and `load_state_dict`, for loops of one's own, under Fabric too.
 
     Example:
-        >>> import torch
+        >>> from torch.utils.data import DataLoader
         >>> loader = resumable(DataLoader(range(8), batch_size=2, shuffle=True))
         >>> first = iter(loader)
         >>> batch, state = next(first), loader.state_dict()
