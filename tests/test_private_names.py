@@ -137,6 +137,7 @@ def test_objects_keep_what_is_looked_at() -> None:
     assert FSDPStrategy(activation_checkpointing_policy={torch.nn.Linear})._activation_checkpointing_kwargs
     optimizer = torch.optim.SGD([torch.zeros(1)])
     assert _configure_optimizers({"optimizer": optimizer}) == ([optimizer], [], None)
+    assert hasattr(iter(DataLoader([1])), "_sampler_iter")  # pyright: ignore[reportArgumentType]
     assert DataLoader([1])._iterator is None  # pyright: ignore[reportArgumentType]
     assert issubclass(torch.nn.SyncBatchNorm, _BatchNorm)
     assert {field.name for field in dataclasses.fields(CallbackArgs)} == {"callback_trigger", "compile_id"}

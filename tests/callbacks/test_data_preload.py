@@ -53,7 +53,7 @@ def trained(preload: DataPreload | None, loader: Any, net: Any, **keywords: Any)
 
 @pytest.mark.parametrize(
     ("num_workers", "persistent", "own_workers"),
-    [("auto", False, 0), (1, False, 0), (2, False, 1), (2, True, 0), (2, True, 1)],
+    [("auto", False, 0), (1, False, 0), (2, False, 1), (2, True, 0), (2, True, 1), (0, False, 1)],
 )
 def test_shuffled_epochs_with_dropout_are_to_the_bit_those_without_it(
     num_workers: Any, persistent: bool, own_workers: int, net: Callable[..., Net]

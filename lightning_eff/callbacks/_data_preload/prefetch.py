@@ -8,6 +8,7 @@ gets an iterator of the loader itself, and takes nothing from the training.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -136,7 +137,11 @@ class PrefetchLoader:
             seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
         current = PrefetchIterator(self, functools.partial(iter, tuned))
         if is_at_once:
-            current.source = iter(tuned)
+            current.source = source = iter(tuned)
+            if tuned is not loader and not tuned.num_workers:
+                # The sampler draws its order now too, with the first index.
+                indices = source._sampler_iter  # noqa: SLF001
+                source._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)  # noqa: SLF001
         else:
             object.__setattr__(tuned, "generator", torch.Generator().manual_seed(seed))
         self._current = current
