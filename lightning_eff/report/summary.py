@@ -24,13 +24,11 @@ FIGURES = {
 }
 """Label and format of each measured number, in the order shown."""
 LOWERED_BY = {
-    "activations": "callbacks/gradient_checkpointing, callbacks/micro_batch, precision/bf16_mixed",
-    "temporaries": "callbacks/micro_batch",
-    "gradients": "optimizer/in_backward, callbacks/peft_adapter, strategy/deepspeed_zero",
-    "optimizer state": (
-        "optimizer/adamw_8bit_bnb, optimizer/cpu_offload, callbacks/peft_adapter, strategy/deepspeed_zero"
-    ),
-    "parameters": "precision/bf16_true, precision/quantized_base, strategy/fsdp2",
+    "activations": ("callbacks/gradient_checkpointing", "callbacks/micro_batch", "precision/bf16_mixed"),
+    "temporaries": ("callbacks/micro_batch",),
+    "gradients": ("optimizer/in_backward", "callbacks/peft_adapter", "strategy/deepspeed_zero"),
+    "optimizer state": ("optimizer/adamw_8bit_bnb", "optimizer/cpu_offload", "callbacks/peft_adapter"),
+    "parameters": ("precision/bf16_true", "precision/quantized_base", "strategy/fsdp2"),
 }
 """Techniques that lower a category of memory, by the names of `lightning-eff ls`."""
 
@@ -85,13 +83,21 @@ def report_text(report: Mapping[str, Any]) -> str:
     held = Counter({name: size for name, size in peak.get("by_category", {}).items() if size}).most_common()
     if held:
         sizes = ", ".join(f"{name} {human_bytes(size)}" for name, size in held)
-        techniques = LOWERED_BY.get(held[0][0])
+        techniques = _lowering(held[0][0], report["ledger"])
         lines.append(f" at the peak ({peak['phase']}): {sizes}")
-        lines += [f" to lower {held[0][0]}: {techniques}"] if techniques else []
+        lines += [f" to lower {held[0][0]}: {', '.join(techniques)}"] if techniques else []
     rows = [[row["technique"], row["status"], row["did"]] for row in report["ledger"]]
     if rows:
         lines.append(text_table(["technique", "status", "what it did"], rows))
     return "\n".join(lines)
+
+
+def _lowering(category: str, ledger: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the techniques that lower a category of memory and are not applied yet."""
+    applied = {row["technique"]: row["did"] for row in ledger if row["status"] == "applied"}
+    if "16-" in applied.get("precision/auto", ""):
+        applied |= {"precision/bf16_mixed": ""}
+    return [name for name in LOWERED_BY.get(category, ()) if name not in applied]
 
 
 def report_page(report: Mapping[str, Any], throughput: Throughput, config: str = "") -> str:

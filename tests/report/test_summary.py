@@ -14,7 +14,7 @@ MEASURED = {
     "batch_time_s": 0.0123, "samples_per_s": 1300.04, "tokens_per_s": 166_400.0, "flops_per_s": 2.5e12,
     "mfu": 0.4567, "peak_bytes": 3 * 2**29, "data_wait_share": 0.021, "num_batches": 96,
 }  # fmt: skip
-APPLIED = {"technique": "precision/auto", "asked": {}, "status": "applied", "did": "16 layers in bf16"}
+APPLIED = {"technique": "precision/auto", "asked": {}, "status": "applied", "did": "bf16-mixed on cpu"}
 IDLE = {"technique": "callbacks/empty_cache", "asked": {}, "status": "no effect", "did": "never"}
 
 
@@ -36,10 +36,9 @@ def test_the_text_of_a_finished_run() -> None:
         " | FLOP/s per device 2.5T | MFU 45.7%"
         " | peak memory 1.5 GiB | data wait 2.1%",
         " at the peak (backward): activations 3.0 MiB, parameters 1.0 MiB",
-        " to lower activations: callbacks/gradient_checkpointing, callbacks/micro_batch,"
-        " precision/bf16_mixed",
+        " to lower activations: callbacks/gradient_checkpointing, callbacks/micro_batch",
         " technique              status     what it did",
-        " precision/auto         applied    16 layers in bf16",
+        " precision/auto         applied    bf16-mixed on cpu",
         " callbacks/empty_cache  no effect  never",
     ]
 
