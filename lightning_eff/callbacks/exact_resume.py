@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from lightning_eff.callbacks._exact_resume import position
 from lightning_eff.callbacks._exact_resume.exact_loader import ExactLoader
+from lightning_eff.callbacks._exact_resume.position import RankPosition
 from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import check_arguments
@@ -64,6 +65,7 @@ class ExactResume(Managed):
         self._num_saves, self._has_begun = 0, False
         self._not_saved = ""
         self._previous: Any = self
+        self._last: RankPosition | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -80,7 +82,7 @@ class ExactResume(Managed):
         loop: Any = trainer.fit_loop
         run.num_ahead = lambda: len(getattr(loop._data_fetcher, "batches", ()))  # noqa: SLF001
         self._resumed_step, self._not_saved, self._previous = None, "", self
-        self._num_saves, self._has_begun = 0, False
+        self._num_saves, self._has_begun, self._last = 0, False, None
         self.cleanup.callback(run.unwrap)
         self.cleanup.callback(
             dataloaders.add_loader_transform(trainer, lambda loader: self._observe(loader, loop), position=-1)
@@ -100,11 +102,12 @@ class ExactResume(Managed):
         validate = validation.run
 
         def run() -> Any:
-            states = self._run.capture()
+            self._run.isolated = self._run.capture()
             try:
                 return validate()
             finally:
-                self._run.restore(states)
+                self._run.restore(self._run.isolated)
+                self._run.isolated = None
 
         validation.run = run
         self.cleanup.callback(delattr, validation, "run")
@@ -114,11 +117,37 @@ class ExactResume(Managed):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        if trainer.state.fn == TrainerFn.FITTING and self._run.loaders:
-            is_over = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-            packed = position.pack(self._run.position(is_over=is_over))
-            checkpoint[KEY][POSITIONS] = _of_all_ranks(packed, trainer.strategy)
+        own = self._position(trainer) if self._run.loaders else self._last
+        if trainer.state.fn == TrainerFn.FITTING and own is not None:
+            checkpoint[KEY][POSITIONS] = _of_all_ranks(position.pack(own), trainer.strategy)
             self._num_saves += 1
+
+    def _position(self, trainer: pl.Trainer) -> RankPosition:
+        loop: Any = trainer.fit_loop.epoch_loop
+        progress = loop.batch_progress
+        is_in_step = progress.current.ready > progress.current.processed
+        notes = ["saved within a step, which is repeated with other random numbers"] if is_in_step else []
+        if not is_in_step and not progress.is_last_batch and loop._should_accumulate():  # noqa: SLF001
+            notes.append("saved within an accumulation window, whose gradients are lost")
+        is_over = progress.is_last_batch and not is_in_step
+        return self._run.position(is_over=is_over, is_in_step=is_in_step, notes=notes)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._keep(trainer)
+        super().on_exception(trainer, pl_module, exception)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._keep(trainer)
+        super().teardown(trainer, pl_module, stage)
+
+    def _keep(self, trainer: pl.Trainer) -> None:
+        """Keep the position for a checkpoint that is saved when the run has ended, or was stopped."""
+        if self._run.loaders:
+            self._last = self._position(trainer)
 
     @override
     def on_load_checkpoint(
@@ -164,7 +193,7 @@ class ExactResume(Managed):
             did = f"not exact: {'; '.join(differs)}" if differs else "order and random states as saved"
             texts = [f"resumed at step {self._resumed_step}: {did}", *dict.fromkeys(self._run.did), *texts]
         did = "; ".join(texts) or "nothing saved or resumed yet"
-        return Outcome(did=did, effective=self._has_begun and not self._not_saved)
+        return Outcome(did=did, effective=self._has_begun and not (self._not_saved and not self._num_saves))
 
 
 def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> ExactLoader:

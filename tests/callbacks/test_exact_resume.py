@@ -19,6 +19,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Sampler,
     WeightedRandomSampler,
 )
@@ -79,6 +80,21 @@ class Backwards(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         yield from reversed(torch.randperm(NUM_SAMPLES).tolist())
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class OwnGenerator(Sampler[int]):
+    """A sampler that keeps a generator of NumPy, around another sampler with one of torch."""
+
+    def __init__(self) -> None:
+        self.inner = RandomSampler(range(NUM_SAMPLES), generator=torch.Generator().manual_seed(6))
+        self.random = np.random.default_rng(7)
+
+    def __iter__(self) -> Iterator[int]:
+        shift = int(self.random.integers(NUM_SAMPLES))
+        yield from ((index + shift) % NUM_SAMPLES for index in self.inner)
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -154,6 +170,7 @@ CASES: dict[str, Case] = {
     "workers that draw": (lambda: shuffled(Samples(draws=True), num_workers=2), {}),
     "persistent": (functools.partial(shuffled, num_workers=1, persistent_workers=True), {}),
     "generator": (own_generator, {}),
+    "sampler with generators": (lambda: shuffled(shuffle=None, sampler=OwnGenerator()), {}),
     "sampler": (functools.partial(shuffled, shuffle=None, sampler=Backwards()), {}),
     "weighted": (lambda: shuffled(shuffle=None, sampler=WeightedRandomSampler([1.0, 2.0] * 6, 12)), {}),
     "batch sampler": (
@@ -344,15 +361,17 @@ def test_all_generators_come_back_and_so_does_the_second_number_of_a_pair() -> N
     import random
 
     random.gauss(0, 1), np.random.randn()
-    own = torch.Generator().manual_seed(4)
+    own, other = torch.Generator().manual_seed(4), np.random.default_rng(5)
+    generators = {"own": own, "other": other}
 
     def draw() -> list[float]:
         python, numpy = random.gauss(0, 1), float(np.random.randn())
-        return [python, numpy, random.random(), float(torch.rand(())), float(torch.rand((), generator=own))]
+        drawn = [python, numpy, random.random(), other.random(), float(torch.rand(()))]
+        return [*drawn, float(torch.rand((), generator=own))]
 
-    states = random_states.capture(generators=[own])
+    states = random_states.capture(generators=generators)
     first = draw()
-    random_states.restore(states, generators=[own])
+    random_states.restore(states, generators=generators)
     assert draw() == first
 
 
@@ -418,3 +437,63 @@ def test_ranks_of_which_each_has_an_order_of_its_own_are_not_called_exact() -> N
     other.resume([one, one])
     assert len(list(loader)) == 5
     assert "ranks do not share one order: samples of this epoch may be seen again" in other.inexact
+
+
+def test_a_checkpoint_of_validation_has_the_states_from_before_it(tmp_path: Path) -> None:
+    """ModelCheckpoint saves at the end of validation, by default."""
+
+    def saving() -> ModelCheckpoint:
+        return ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_top_k=-1)
+
+    keywords = {"val_check_interval": 2, "max_epochs": 2}
+    whole = fit(shuffled(), ExactResume(), saving(), validation=VALIDATION(), **keywords)
+    for step in (2, 4, 6, 8, 10):
+        ckpt = tmp_path / f"step={step}.ckpt"
+        resumed = fit(shuffled(), ExactResume(), validation=VALIDATION(), ckpt=ckpt, **keywords)
+        assert resumed.seen == whole.seen[step:]
+        assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_run_that_is_stopped_saves_its_position(error: type[BaseException], tmp_path: Path) -> None:
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 4:
+                raise error
+
+    whole = fit(shuffled(), ExactResume(), max_epochs=2)
+    saving = ModelCheckpoint(dirpath=tmp_path, save_on_exception=True, every_n_epochs=9)
+    with pytest.raises((error, SystemExit)):
+        fit(shuffled(), ExactResume(), saving, Stops(), max_epochs=2)
+    (path,) = tmp_path.glob("*.ckpt")
+    resume = ExactResume()
+    resumed = fit(shuffled(), resume, ckpt=path, max_epochs=2)
+    assert resumed.seen == whole.seen[4:]
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    assert "order and random states as saved" in resume.outcome().did
+
+
+@pytest.mark.parametrize(
+    ("hook", "keywords", "said"),
+    [
+        ("on_train_batch_start", {}, "saved within a step, which is repeated"),
+        ("on_train_batch_end", {"accumulate_grad_batches": 2}, "saved within an accumulation window"),
+    ],
+)
+def test_a_save_that_cannot_be_repeated_says_so(
+    hook: str, keywords: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    class Saves(pl.Callback):
+        pass
+
+    def save(self: Any, trainer: pl.Trainer, *arguments: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 3:
+            trainer.save_checkpoint(tmp_path / "odd.ckpt")
+
+    setattr(Saves, hook, save)
+    whole = fit(shuffled(), ExactResume(), Saves(), max_epochs=1, **keywords)
+    resume = ExactResume()
+    resumed = fit(shuffled(), resume, ckpt=tmp_path / "odd.ckpt", max_epochs=1, **keywords)
+    assert resumed.seen == whole.seen[-len(resumed.seen) :]
+    assert len(resumed.seen) == (4 if hook == "on_train_batch_start" else 3)
+    assert f"not exact: {said}" in resume.outcome().did

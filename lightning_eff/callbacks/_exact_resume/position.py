@@ -48,12 +48,14 @@ class RankPosition:
             know the loader's length.
         is_over: Whether the epoch had ended: the loaders begin a new pass.
         loaders: In Lightning's order.
+        notes: What of the save a resumed run cannot repeat.
     """
 
     now: RandomStates
     num_ahead: int
     is_over: bool
     loaders: list[Position]
+    notes: list[str]
 
 
 def pack(position: RankPosition) -> Tensor:

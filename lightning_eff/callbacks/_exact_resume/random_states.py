@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -11,10 +13,15 @@ import torch
 from torch import Tensor
 
 RandomStates = dict[str, Tensor]
-"""A tensor of bytes for each generator: `torch`, `device`, `python`, `numpy`, and `generator.0` and so on."""
+"""A tensor of bytes for each generator: `torch`, `device`, `python`, `numpy`, and others by name."""
+Generators = Mapping[str, torch.Generator | np.random.Generator]
+"""Generators of a user's own, by name."""
+NO_OTHERS: Generators = MappingProxyType({})
 
 
-def capture(device: torch.device | None = None, generators: Iterable[torch.Generator] = ()) -> RandomStates:
+def capture(
+    device: torch.device | None = None, generators: Generators = MappingProxyType({})
+) -> RandomStates:
     """Return the states of torch's CPU generator, the device's, Python's, NumPy's and of others."""
     version, words, gauss = random.getstate()
     del version
@@ -29,13 +36,19 @@ def capture(device: torch.device | None = None, generators: Iterable[torch.Gener
         states["numpy"] = _bytes(words, legacy["gauss"] if legacy["has_gauss"] else None)
     if device is not None and device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state(device)
-    return states | {f"generator.{index}": g.get_state() for index, g in enumerate(generators)}
+    for name, generator in generators.items():
+        if isinstance(generator, torch.Generator):
+            states[name] = generator.get_state()
+        else:
+            text = json.dumps(generator.bit_generator.state, default=lambda array: array.tolist())
+            states[name] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return states
 
 
 def restore(
     states: Mapping[str, Tensor],
     device: torch.device | None = None,
-    generators: Iterable[torch.Generator] = (),
+    generators: Generators = NO_OTHERS,
 ) -> None:
     """Set the generators whose states are there to these states."""
     torch.set_rng_state(states["torch"])
@@ -47,9 +60,13 @@ def restore(
         np.random.set_state(("MT19937", words[:-1], int(words[-1]), has_gauss, gauss or 0.0))
     if "device" in states and device is not None and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states["device"], device)
-    for index, generator in enumerate(generators):
-        if f"generator.{index}" in states:
-            generator.set_state(states[f"generator.{index}"])
+    for name, generator in generators.items():
+        if name not in states:
+            continue
+        if isinstance(generator, torch.Generator):
+            generator.set_state(states[name])
+        else:
+            generator.bit_generator.state = json.loads(states[name].numpy().tobytes())
 
 
 def differing(states: RandomStates, others: RandomStates) -> RandomStates:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from lightning_eff.callbacks._exact_resume import random_states
 from lightning_eff.callbacks._exact_resume.exact_loader import (
@@ -20,6 +21,8 @@ from lightning_eff.callbacks._exact_resume.index_stream import IndexStream
 from lightning_eff.callbacks._exact_resume.position import Position, RankPosition
 from lightning_eff.callbacks._exact_resume.random_states import RandomStates
 from lightning_eff.core.errors import ConfigError
+
+KINDS = (torch.Generator, np.random.Generator)
 
 
 class ResumableRun:
@@ -58,6 +61,8 @@ class ResumableRun:
         self.inexact: list[str] = []
         """What will differ from the run that was saved."""
         self.refusal: ConfigError | None = None
+        self.isolated: RandomStates | None = None
+        """States to which training returns after the validation that runs now."""
         self._after_start: RandomStates = {}
         self._num_requests = 0
         self._undo = ExitStack()
@@ -91,11 +96,20 @@ class ResumableRun:
         """Set them."""
         random_states.restore(states, self.device, self._generators())
 
-    def position(self, *, is_over: bool = False) -> RankPosition:
-        """Return where this rank is; `is_over` tells that the epoch has ended."""
+    def position(
+        self, *, is_over: bool = False, is_in_step: bool = False, notes: Sequence[str] = ()
+    ) -> RankPosition:
+        """Return where this rank is.
+
+        Args:
+            is_over: Whether the epoch has ended.
+            is_in_step: Whether the last batch is still trained on: a resumed run begins with it.
+            notes: What of the save a resumed run cannot repeat.
+        """
         num_ahead = self.num_ahead()
-        loaders = [loader.position(num_ahead) for loader in self.loaders]
-        return RankPosition(self.capture(), num_ahead, is_over, loaders)
+        loaders = [loader.position(num_ahead + is_in_step) for loader in self.loaders]
+        now = self.capture() if self.isolated is None else self.isolated
+        return RankPosition(now, num_ahead, is_over, loaders, list(notes))
 
     def resume(self, positions: list[RankPosition]) -> None:
         """Begin the next passes at the positions that a checkpoint has of each rank.
@@ -105,7 +119,7 @@ class ResumableRun:
         self.num_saved_ranks = len(positions)
         self.pending = positions[min(self.rank, len(positions) - 1)]
         self.is_begun = False
-        self.did, self.inexact, self.num_remaining = [], [], []
+        self.did, self.inexact, self.num_remaining = [], [*self.pending.notes], []
         if self.num_ranks == len(positions):
             return
         self.inexact.append(f"saved on {len(positions)} ranks, now {self.num_ranks}: other random numbers")
@@ -218,13 +232,22 @@ class ResumableRun:
         if saved.order != current.order and self.num_saved_ranks == self.num_ranks:
             self.inexact.append(f"the sampler was {saved.order} and is {current.order}")
 
-    def _generators(self) -> list[torch.Generator]:
-        """Return the generators that users gave their loaders and samplers, each once."""
-        found: dict[int, torch.Generator] = {}
+    def _generators(self) -> dict[str, torch.Generator | np.random.Generator]:
+        """Return the generators that users gave their loaders, samplers and datasets, each once."""
+        found: dict[int, Any] = {}
         for loader in self.loaders:
-            owners = loader.loader, getattr(loader.loader, "batch_sampler", None), sampler_of(loader.loader)
-            for owner in owners:
-                generator = getattr(owner, "generator", None)
-                if isinstance(generator, torch.Generator):
-                    found[id(generator)] = generator
-        return list(found.values())
+            samplers = [getattr(loader.loader, "batch_sampler", None), sampler_of(loader.loader)]
+            values = [getattr(loader.loader, "generator", None)]
+            for sampler in samplers:
+                held = list(getattr(sampler, "__dict__", {}).values())
+                samplers += [value for value in held if isinstance(value, Sampler) and value not in samplers]
+                values += held
+            generators = [value for value in values if isinstance(value, KINDS)]
+            found |= {id(value): value for value in generators}
+        named = {f"generator.{index}": value for index, value in enumerate(found.values())}
+        datasets = [getattr(loader.loader, "dataset", None) for loader in self.loaders]
+        for dataset in datasets:
+            for key, value in getattr(dataset, "__dict__", {}).items():
+                if isinstance(value, KINDS) and id(value) not in found:
+                    named[f"dataset.{key}"] = value
+        return named

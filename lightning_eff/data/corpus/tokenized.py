@@ -86,11 +86,15 @@ class RowStream(IterableDataset[dict[str, Tensor]]):
 
     @override
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        generator = torch.Generator().manual_seed(self.seed or 0)
+        generator, is_empty = torch.Generator().manual_seed(self.seed or 0), True
         for chunk in self.chunks():
             rows = self.make_rows(chunk)
+            is_empty = is_empty and not len(rows)
             order = list(range(len(rows)))
             if self.seed is not None:
                 order = torch.randperm(len(rows), generator=generator).tolist()
             order += order[: -len(order) % self.world_size]
             yield from (rows[index] for index in order[self.rank :: self.world_size])
+        if is_empty:  # a run by steps would begin one epoch after another, for ever
+            msg = "data.paths: none of the documents has text to train on"
+            raise ValueError(msg)
