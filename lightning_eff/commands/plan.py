@@ -55,7 +55,8 @@ def main(options: argparse.Namespace) -> int:
 
         known = (*DEVICES, "cpu")
         if device not in known:
-            allowed = f"one of {', '.join(known)}; {suggest_name(device, known)}"
+            close = suggest_name(device, known)
+            allowed = f"one of {', '.join(known)}" + (f"; {close}" if close.startswith("did") else "")
             raise ConfigError(key="device", value=device, allowed=allowed)
     path = RecipePath.of(options.config_dir)
     composed = compose_recipe(options.recipe, options.overrides, path)
