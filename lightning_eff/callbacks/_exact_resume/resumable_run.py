@@ -136,6 +136,8 @@ class ResumableRun:
         if self.pending is None:
             return None
         self.is_begun = True
+        if getattr(loader.loader, "persistent_workers", False):
+            self.inexact.append("persistent workers do not keep their random states")
         if loader is self.loaders[0]:
             self._num_requests = 0
         index = self.loaders.index(loader)
@@ -148,8 +150,6 @@ class ResumableRun:
         sampler = sampler_of(loader.loader)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(position.epoch)
-        if getattr(loader.loader, "persistent_workers", False):
-            self.inexact.append("persistent workers do not keep their random states")
         if not self.replays and getattr(loader.loader, "num_workers", 0) > 0:
             self.inexact.append("augmentation in workers differs until the epoch's end (workers=fast)")
         self.restore(position.start)
