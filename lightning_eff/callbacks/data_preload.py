@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_eff.callbacks._data_preload import worker_trials
-from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, StatefulPrefetchLoader, is_stateful
+from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, StatefulPrefetchLoader
 from lightning_eff.callbacks._data_preload.worker_trials import WorkerChoice
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import Count, CountOrZero, Positive, check_arguments
@@ -134,7 +134,7 @@ class DataPreload(Managed):
                 object.__setattr__(tuned, name, value)  # DataLoader.__setattr__ forbids some once it is made
         # What this process makes is not fetched ahead: its random draws would mix with the training's.
         is_ahead = device.type == "cuda" and num_workers > 0 and not self._transfer_hook
-        kind = StatefulPrefetchLoader if is_stateful(loader) else PrefetchLoader
+        kind = StatefulPrefetchLoader if dataloaders.is_stateful(loader) else PrefetchLoader
         prepared = kind(
             loader,
             tuned,
@@ -152,7 +152,7 @@ class DataPreload(Managed):
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             self._not_measured = "its dataset has no indices"
             return None
-        if is_stateful(loader):
+        if dataloaders.is_stateful(loader):
             self._not_measured = "a stateful loader's position depends on its workers"
             return None
         if isinstance(self.num_workers, int):

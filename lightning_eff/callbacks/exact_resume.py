@@ -6,7 +6,7 @@ rank, with each checkpoint, and restores both before the first batch. Batches th
 by their indices; with workers they are loaded again and dropped, since samples may draw random numbers there.
 
 Validation during training leaves the random states as it found them: a resumed run does not repeat the
-validation behind which it was saved.
+validation after which it was saved.
 
 Costs: about 16 kB in a checkpoint for each rank, and the time to load the skipped batches of workers.
 Conflicts: none.
@@ -197,7 +197,7 @@ class ExactResume(Managed):
 
 
 def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> ExactLoader:
-    """Return a loader with `state_dict` and `load_state_dict`, for loops of one's own, under Fabric too.
+    """Return a loader with `state_dict` and `load_state_dict`, for loops of one's own in one process.
 
     Example:
         >>> from torch.utils.data import DataLoader

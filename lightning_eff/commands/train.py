@@ -97,7 +97,7 @@ def _configure_logging(launch: Launch) -> None:
 
 
 def _starts_ranks(values: Mapping[str, Any]) -> bool:
-    """Return whether a run has several ranks, which nobody has started."""
+    """Return whether a run has several ranks, and no launcher has started them."""
     return not Launch.of().by and num_ranks(values["trainer"]) > 1
 
 

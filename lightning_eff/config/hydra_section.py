@@ -18,7 +18,7 @@ from lightning_eff.core.errors import ConfigError, suggest_name
 HYDRA_PLUGINS: Mapping[str, type[Plugin]] = {"hydra.launcher": Launcher, "hydra.sweeper": Sweeper}
 SAMPLER, SAMPLER_BASE = "hydra.sweeper.sampler", "optuna.samplers.BaseSampler"
 LOG_CLASSES = re.compile(r"hydra\.(job|hydra)_logging\.(handlers|formatters|filters)\.")
-"""What Python's logging builds of the classes that it is told, or writes to a file."""
+"""Keys from which Python's logging builds classes, or writes to a file."""
 _MAKES_A_MAPPING = re.compile(r"\$\{(?!(now|hydra|oc\.env|python_version):|[\w.@/\[\]]+\})")
 """An interpolation whose resolver may return a mapping, and so a `_target_`; the excluded ones do not."""
 

@@ -11,6 +11,40 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+from typing_extensions import override
+
+
+class LoaderWrapper:
+    """A loader around another one: attributes that are not in `_OWN` are the inner loader's."""
+
+    _OWN: tuple[str, ...] = ("loader",)
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __bool__(self) -> bool:
+        return True  # without asking for a length
+
+    def __getattr__(self, name: str) -> Any:
+        if "loader" not in self.__dict__:  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.loader, name, value)
+
+
+def is_stateful(loader: Any) -> bool:
+    """Return whether a loader saves and restores its position itself."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
 
 LoaderTransform = Callable[[Any], Any]
 """Takes a training loader as the strategy prepared it; returns it or a replacement."""

@@ -41,14 +41,13 @@ def run_ranks(words: Iterable[str], folder: Path, trainer: Mapping[str, Any]) ->
 
     Raises:
         RankError: A rank failed; the text names it and the cause.
-        KeyboardInterrupt, SystemExit: All ranks have stopped because of a signal to one of them, or to this
-            process.
+        KeyboardInterrupt, SystemExit: All ranks have stopped, because of a signal to any of them or to us.
     """
     from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
     command = [sys.executable, "-m", "lightning_eff", "train", *words]
     num_local, node = num_devices(trainer), os.environ.get("NODE_RANK", "0")
-    first, num_cpus = num_local * int(node), os.cpu_count() or 1
+    first = num_local * int(node)
     common = {
         "TORCHELASTIC_RUN_ID": "lightning_eff",
         "GROUP_RANK": node,
@@ -56,7 +55,8 @@ def run_ranks(words: Iterable[str], folder: Path, trainer: Mapping[str, Any]) ->
         "LOCAL_WORLD_SIZE": str(num_local),
         "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
         "MASTER_PORT": os.environ.get("MASTER_PORT") or str(find_free_network_port()),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(num_cpus // num_local, 1)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
+        or str(max((os.cpu_count() or 1) // num_local, 1)),
         RUN_DIR: str(folder),
     }
     ranks: list[subprocess.Popen[bytes]] = []
@@ -143,11 +143,11 @@ def first_failure(
                 text = f"rank {rank}: {text.splitlines()[0]}{where}"
             found.append((file.stat().st_mtime, rank, text, max(code or 0, EXIT_FAILED)))
         elif code and code not in STOPPED:
-            told = f"ended with code {code}; its message is above"
+            cause = f"ended with code {code}; its message is above"
             if code < 0:
-                told = f"was killed by {signal.Signals(-code).name}"
-                told += ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
-            found.append((0.0, rank, f"rank {rank} {told}", max(code, EXIT_FAILED)))
+                cause = f"was killed by {signal.Signals(-code).name}"
+                cause += ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
+            found.append((0.0, rank, f"rank {rank} {cause}", max(code, EXIT_FAILED)))
     if not found:
         return None
     _, _, text, exit_code = min(found)

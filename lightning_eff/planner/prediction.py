@@ -106,9 +106,7 @@ def predict(
     """
     with Fakes() as fakes, quietly():
         made = trainer() if callable(trainer) else trainer
-        if made.num_devices != 1 or made.world_size != 1 or made.strategy.root_device.type != "cpu":
-            msg = f"a Trainer for {made.strategy.root_device}: expected accelerator='cpu', devices=1"
-            raise ValueError(msg)
+        _check_one_cpu(made)
 
         def run(probe: Probe) -> nn.Module:
             module = fakes.of(model) if isinstance(model, nn.Module) else model()
@@ -121,6 +119,13 @@ def predict(
             if isinstance(callback, ReplacesLinearLayers):
                 found.gemms.update(callback.gemms())
         return found
+
+
+def _check_one_cpu(trainer: pl.Trainer) -> None:
+    device = trainer.strategy.root_device
+    if trainer.num_devices != 1 or trainer.world_size != 1 or device.type != "cpu":
+        msg = f"a Trainer for {device}: expected accelerator='cpu', devices=1"
+        raise ValueError(msg)
 
 
 def predict_step(

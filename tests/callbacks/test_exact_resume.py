@@ -32,7 +32,7 @@ from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.exact_resume import POSITIONS, ExactResume, resumable
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.core.checkpoint_stamp import KEY
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.errors import CheckpointError, ConfigError
 from tests.support.models import make_trainer
 
 pytestmark = [
@@ -511,3 +511,28 @@ def test_persistent_workers_are_exact_in_the_first_epoch_and_never_called_so(tmp
     assert "not exact: persistent workers do not keep their random states" in resume.outcome().did
     fit(loader(), resume, ckpt=tmp_path / "step=6.ckpt", max_epochs=2)
     assert "not exact: persistent workers" in resume.outcome().did
+
+
+def test_a_damaged_position_is_an_error_of_the_checkpoint() -> None:
+    run = ResumableRun()
+    run.wrap(run.observe(shuffled()))
+    packed = position.pack(run.position())
+    for damaged in (packed[:20], packed[:4], torch.zeros(64, dtype=torch.uint8)):
+        with pytest.raises(CheckpointError, match="position in the data is damaged"):
+            position.unpack(damaged)
+
+
+def test_a_second_save_in_an_epoch_that_other_ranks_began_is_not_called_exact() -> None:
+    def saved_after_two(run: ResumableRun) -> RankPosition:
+        loader = run.wrap(run.observe(shuffled()))
+        iterator = iter(loader)
+        next(iterator), next(iterator)
+        return position.unpack(position.pack(run.position()))
+
+    two, alone = ResumableRun(num_ranks=2), ResumableRun()
+    first = saved_after_two(two)
+    first.loaders[0].order = "distributed"
+    alone.resume([first, first])
+    second = saved_after_two(alone)
+    assert first.notes == []
+    assert second.notes == ["saved in an epoch that another number of ranks had begun: its rest is not known"]

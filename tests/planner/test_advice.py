@@ -98,7 +98,7 @@ def test_the_best_candidates_are_added_until_it_fits_and_adapters_are_never_chos
         ("+callbacks=gradient_checkpointing", 700),
         ("precision=bf16_true", 500),
     ]
-    assert savings_until_it_fits(known(1), 1, time.monotonic() + 60.0) == []
+    assert savings_until_it_fits(known(1), 1, float("inf")) == []
 
 
 def test_time_is_bounded() -> None:

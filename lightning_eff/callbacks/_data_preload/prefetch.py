@@ -1,6 +1,6 @@
 """A loader with other workers for the training, whose batches are on the device ahead of use.
 
-All other attributes are the wrapped loader's. A stateful loader's state is the one after the last batch that
+A stateful loader's state is the one after the last batch that
 was handed out, not after the last that was fetched. A second iteration during a pass (to look at some images)
 gets an iterator of the loader itself, and takes nothing from the training.
 """
@@ -18,6 +18,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from typing_extensions import override
 
+from lightning_eff.core.dataloaders import LoaderWrapper
 from lightning_eff.report.live_bytes import tensors_in
 
 
@@ -92,7 +93,7 @@ class PrefetchIterator(Iterator[Any]):
         self.ready.clear()
 
 
-class PrefetchLoader:
+class PrefetchLoader(LoaderWrapper):
     """Any iterable with batches ready.
 
     Args:
@@ -114,7 +115,7 @@ class PrefetchLoader:
         device: torch.device | None = None,
         limit: Callable[[], float] = lambda: float("inf"),
     ) -> None:
-        self.loader = loader
+        super().__init__(loader)
         self.num_ahead = num_ahead
         self.device = device
         self.limit = limit
@@ -147,12 +148,6 @@ class PrefetchLoader:
         self._current = current
         return current
 
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __bool__(self) -> bool:
-        return True  # without asking for a length
-
     def close(self) -> None:
         """End the pass, drop what is ready, and end workers that are not persistent."""
         current, self._current = self._current, None
@@ -182,19 +177,11 @@ class PrefetchLoader:
         self.close()
         return self._tuned._iterator  # noqa: SLF001
 
-    def __getattr__(self, name: str) -> Any:
-        if "loader" not in self.__dict__:  # while it is copied
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
     @override
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            super().__setattr__(name, value)
-            return
-        if self._tuned is not self.loader:
+        if name not in self._OWN and self._tuned is not self.loader:
             setattr(self._tuned, name, value)
-        setattr(self.loader, name, value)
+        super().__setattr__(name, value)
 
 
 class StatefulPrefetchLoader(PrefetchLoader):
@@ -210,8 +197,3 @@ class StatefulPrefetchLoader(PrefetchLoader):
         self.close()
         self._taken_state = None
         self.loader.load_state_dict(state_dict)
-
-
-def is_stateful(loader: Any) -> bool:
-    """Return whether a loader's position can be saved and restored."""
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

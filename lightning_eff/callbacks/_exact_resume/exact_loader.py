@@ -20,30 +20,33 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
-from typing_extensions import override
 
 from lightning_eff.callbacks._exact_resume.index_stream import IndexStream
 from lightning_eff.callbacks._exact_resume.position import Position
 from lightning_eff.callbacks._exact_resume.random_states import RandomStates, differing
+from lightning_eff.core.dataloaders import LoaderWrapper, is_stateful
 
 if TYPE_CHECKING:
     from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
 
 
-class ExactLoader:
-    """Any training loader, with a position; all other attributes are its own.
+class ExactLoader(LoaderWrapper):
+    """Any training loader, with a position.
 
     Args:
         loader: The loader.
         run: What the loaders of this rank share.
     """
 
-    _OWN = ("loader", "run", "num_batches", "is_over", "_start", "_begun", "_states")
+    _OWN = ("loader", "run", "num_batches", "is_over", "is_shared", "_start", "_begun", "_states")
 
     def __init__(self, loader: Any, run: ResumableRun) -> None:
-        self.loader, self.run = loader, run
+        super().__init__(loader)
+        self.run = run
         self.num_batches = 0
         self.is_over = False
+        self.is_shared = False
+        """Whether this pass is the rest of an epoch that another number of ranks had begun."""
         self._start: RandomStates | None = None
         self._begun: RandomStates | None = None
         self._states: tuple[Any, Any] = (None, None)
@@ -67,8 +70,9 @@ class ExactLoader:
             # Before its first batch a sampler had drawn nothing, and draws in the resumed run.
             stream.is_resumed = position is not None and self.num_batches + run.num_pending_ahead > 0
             stream.remaining = None if position is None else run.remaining(self, position)
+            self.is_shared = stream.remaining is not None
             is_replayed = run.replays and getattr(self.loader, "num_workers", 0) > 0
-            is_skipped = stream.remaining is not None or not is_replayed
+            is_skipped = self.is_shared or not is_replayed
             stream.num_skipped = num_dropped if is_skipped else 0
             num_dropped -= stream.num_skipped
         iterator = iter(self.loader)
@@ -106,12 +110,6 @@ class ExactLoader:
         if self.stream is None and differing(self.run.capture(), states):
             self.run.inexact.append("samples without indices draw random numbers in this process")
 
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __bool__(self) -> bool:
-        return True  # without asking for a length
-
     def position(self, num_ahead: int) -> Position:
         """Return the position, `num_ahead` batches before what was handed out."""
         sampler, dataset = sampler_of(self.loader), getattr(self.loader, "dataset", None)
@@ -143,23 +141,6 @@ class ExactLoader:
             if self.run.pending is not None and self.run.pending.is_over:
                 for _ in self.loader:  # to the end of the pass: the next one is the next epoch's
                     pass
-
-    def __getattr__(self, name: str) -> Any:
-        if "loader" not in self.__dict__:  # while it is copied
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    @override
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            super().__setattr__(name, value)
-        else:
-            setattr(self.loader, name, value)
-
-
-def is_stateful(loader: Any) -> bool:
-    """Return whether a loader saves and restores its position itself."""
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def sampler_of(loader: Any) -> Any:

@@ -12,7 +12,7 @@ from lightning_eff.callbacks._exact_resume.random_states import RandomStates
 
 
 class IndexStream:
-    """A loader's batch sampler; a pass may begin behind its first batches without loading them.
+    """A loader's batch sampler; a pass may begin after its first batches without loading them.
 
     A loader asks for the pass before it draws the seed of its workers, and for the first indices after it:
     the random states at both moments are needed to draw the same order again.

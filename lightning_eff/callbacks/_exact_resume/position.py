@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_eff.callbacks._exact_resume.random_states import RandomStates, differing
+from lightning_eff.core.errors import CheckpointError
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Position:
         seed: Of a distributed sampler.
         epoch: Of a sampler that has one.
         num_samples: Length of the dataset; -1 where it has none.
-        batch_size: Samples in a batch; -1 where the loader does not tell.
+        batch_size: Samples in a batch; -1 where the loader has none.
     """
 
     num_batches: int
@@ -80,7 +81,19 @@ def pack(position: RankPosition) -> Tensor:
 
 
 def unpack(packed: Tensor) -> RankPosition:
-    """Return the position that `pack` was given; bytes behind it are ignored."""
+    """Return the position that `pack` was given; bytes after it are ignored.
+
+    Raises:
+        CheckpointError: The bytes are no position.
+    """
+    try:
+        return _unpack(packed)
+    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+        text = "the checkpoint's position in the data is damaged\n  try: ~callbacks.exact_resume"
+        raise CheckpointError(text) from error
+
+
+def _unpack(packed: Tensor) -> RankPosition:
     header_end = 8 + int(packed[:8].clone().view(torch.int64))
     content: dict[str, Any] = json.loads(packed[8:header_end].numpy().tobytes())
     offset = header_end

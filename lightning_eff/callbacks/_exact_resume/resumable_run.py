@@ -13,16 +13,17 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from lightning_eff.callbacks._exact_resume import random_states
 from lightning_eff.callbacks._exact_resume.exact_loader import (
     ExactLoader,
-    is_stateful,
     order_of,
     sampler_of,
 )
 from lightning_eff.callbacks._exact_resume.index_stream import IndexStream
 from lightning_eff.callbacks._exact_resume.position import Position, RankPosition
 from lightning_eff.callbacks._exact_resume.random_states import RandomStates
+from lightning_eff.core.dataloaders import is_stateful
 from lightning_eff.core.errors import ConfigError
 
 KINDS = (torch.Generator, np.random.Generator)
+"""Generators that an object may keep as an attribute."""
 
 
 class ResumableRun:
@@ -61,6 +62,7 @@ class ResumableRun:
         self.inexact: list[str] = []
         """What will differ from the run that was saved."""
         self.refusal: ConfigError | None = None
+        """The data has changed: raised with the first batch; Lightning hides errors of `iter(loader)`."""
         self.isolated: RandomStates | None = None
         """States to which training returns after the validation that runs now."""
         self._after_start: RandomStates = {}
@@ -109,6 +111,11 @@ class ResumableRun:
         num_ahead = self.num_ahead()
         loaders = [loader.position(num_ahead + is_in_step) for loader in self.loaders]
         now = self.capture() if self.isolated is None else self.isolated
+        if not is_over and any(loader.is_shared for loader in self.loaders):
+            notes = [
+                *notes,
+                "saved in an epoch that another number of ranks had begun: its rest is not known",
+            ]
         return RankPosition(now, num_ahead, is_over, loaders, list(notes))
 
     def resume(self, positions: list[RankPosition]) -> None:
@@ -118,7 +125,7 @@ class ResumableRun:
         """
         self.num_saved_ranks = len(positions)
         self.pending = positions[min(self.rank, len(positions) - 1)]
-        self.is_begun = False
+        self.is_begun, self.refusal = False, None
         self.did, self.inexact, self.num_remaining = [], [*self.pending.notes], []
         if self.num_ranks == len(positions):
             return

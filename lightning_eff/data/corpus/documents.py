@@ -181,7 +181,7 @@ def _hub_commit(source: str) -> str:
         return str(HfApi().dataset_info(name, revision=revision or None).sha)
     except (ValueError, OSError) as error:
         msg = (
-            f"paths={source!r}: the hub does not tell its commit ({type(error).__name__})\n"
+            f"paths={source!r}: the hub does not return its commit ({type(error).__name__})\n"
             f"  try: {HUB}owner/name@COMMIT, which may be in the cache, or HF_HUB_OFFLINE=0"
         )
         raise ValueError(msg) from error

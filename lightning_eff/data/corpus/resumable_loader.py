@@ -1,8 +1,8 @@
 """A loader that resumes in the middle of an epoch.
 
 Why not torchdata's StatefulDataLoader: it draws the order of a resumed epoch when its iterator is made, which
-Lightning does before it tells the sampler which epoch it is, so that from the second epoch on the rest of an
-epoch would be of the first one's order.
+Lightning does before it sets the sampler's epoch, so that from the second epoch on the rest of an epoch would
+be in the first one's order.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_eff.callbacks._data_preload import prefetch
-from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, StatefulPrefetchLoader, is_stateful
+from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, StatefulPrefetchLoader
+from lightning_eff.core.dataloaders import is_stateful
 
 # torchdata 0.11 on torch 2.13
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
