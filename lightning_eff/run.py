@@ -26,6 +26,7 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.checkpoint.sharded_write import remove_leftovers
 from lightning_eff.config.ckpt_path import (
     RESOLVED,
+    FinishedRunError,
     callbacks_of,
     check_something_left,
     find_checkpoint,
@@ -53,10 +54,14 @@ class Run:
     run_dir: Path
     ckpt_path: Path | None
     values: Mapping[str, Any]
+    is_finished: bool = False
+    """Whether `ckpt_path=auto` has found that an earlier run with these settings has trained it all."""
 
     @keep_overrides()
     def fit(self) -> dict[str, Any]:
         """Train; return the efficiency report, empty without that monitor."""
+        if self.is_finished:
+            return {}
         if self.trainer.is_global_zero:
             for folder in self.run_dir.parent.glob("*/checkpoints"):
                 for path in remove_leftovers(folder):
@@ -90,7 +95,7 @@ class _LastStepCheckpoint(Checkpoint):
 
 @keep_overrides()
 def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
-    """Instantiate a checked config; nothing is written. `ckpt_path=last` is the recipe's newest checkpoint.
+    """Instantiate a checked config; nothing is written. `ckpt_path` is a path, `last` or `auto`.
 
     Raises:
         ConfigError: A constructor rejects a value, or the checkpoint does not exist.
@@ -98,7 +103,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
         EnvironmentLacksError: The machine lacks what a technique needs.
         UsageError: A third-party class rejects its arguments.
     """
-    ckpt_path = find_checkpoint(values["ckpt_path"], Path(values["output_root"]) / recipe)
+    ckpt_path = find_checkpoint(values, Path(values["output_root"]) / recipe)
     values = with_base(values, ckpt_path)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(values)
@@ -114,9 +119,16 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     for callback in callbacks_of(trainer):
         if isinstance(callback, OptimizerChoice):
             callback.replace(model, keep_own=False)
+    run = Run(trainer, model, data, run_dir, ckpt_path, values)
     if ckpt_path is not None:
-        check_something_left(ckpt_path, trainer)
-    return Run(trainer, model, data, run_dir, ckpt_path, values)
+        try:
+            check_something_left(ckpt_path, trainer)
+        except FinishedRunError:
+            if values["ckpt_path"] != "auto":
+                raise
+            run.is_finished = True
+            log.info("ckpt_path=auto: nothing is left to train; ckpt_path=null trains anew")
+    return run
 
 
 def model_without_memory(

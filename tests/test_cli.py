@@ -64,7 +64,7 @@ assert answer("--complete", "train", "--mu") == "--multirun\\n"
             "trainer.epochs=3: expected a parameter of Trainer; did you mean 'max_epochs'",
         ),
         (["train", "lm", "ckpt_path=last"], "a checkpoint; there is none under outputs/lm"),
-        (["train", "lm", "ckpt_path=a.ckpt"], "an existing checkpoint, or last"),
+        (["train", "lm", "ckpt_path=a.ckpt"], "an existing checkpoint, last or auto"),
         (["train", "lm", "model.num_heads=5"], "model: d_model=192 must be a multiple of 2 * num_heads = 10"),
         (["train", "lm", "trainer.accelerator=gpuu"], "trainer: You selected an invalid accelerator name"),
         (["train", "lm", "data.source_dir=nowhere"], "data: source_dir='nowhere' is no folder"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,11 @@ from lightning_eff.core.errors import CheckpointError, ConfigError, check_path
 log = logging.getLogger(__name__)
 
 
-def newest_valid(runs: Path) -> Path | None:
-    """Return the newest intact checkpoint of a folder of runs, and log a warning for each damaged one."""
+def newest_valid(runs: Path, is_wanted: Callable[[Path], bool] | None = None) -> Path | None:
+    """Return the newest intact checkpoint of a folder of runs, and log a warning for each damaged one.
+
+    With `is_wanted`, only of those for which it returns True; it is called before a file is read.
+    """
     # Links to a checkpoint that is found by its own name, and dangling links, are dropped.
     found = [path for path in runs.glob("**/checkpoints/*.ckpt") if path.exists()]
     by_file = {path.resolve(): path for path in sorted(found, key=Path.is_symlink, reverse=True)}
@@ -38,6 +41,8 @@ def newest_valid(runs: Path) -> Path | None:
             dated.append((content.stat().st_mtime, path))
     has_skipped = False
     for _, path in sorted(dated, key=lambda pair: pair[0], reverse=True):
+        if is_wanted is not None and not is_wanted(path):
+            continue
         try:
             sharded.verified_index(path) if path.is_dir() else digest.read_with(path, digest.verify)
         except CheckpointError as error:

@@ -68,7 +68,8 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
                 job.reports.append(job.run_ranks(composed.values, options.overrides, composed.run_dir))
             else:
                 run_dir = job.prepare(app, composed, options.overrides)
-                app.run(job, run_dir, save_config=not launch.rank)
+                if not job.reports:  # else an earlier run has finished it
+                    app.run(job, run_dir, save_config=not launch.rank)
     if options.json and not launch.rank:
         print_json(job.reports[0] if len(job.reports) == 1 else {"rows": job.reports})
     for failure in job.failures[1:]:
@@ -139,6 +140,8 @@ class _Job:
             if explained is error:
                 raise
             raise explained from None
+        if self._prepared.is_finished:
+            self.reports.append({})
         try:  # here a disk that refuses is an error of the setting, not of the run
             run_dir.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,19 +21,34 @@ from lightning_eff.config.strict_yaml import read_yaml
 from lightning_eff.core.checkpoint_stamp import nested_dict
 from lightning_eff.core.errors import CheckpointError, ConfigError, UsageError, check_path
 
+log = logging.getLogger(__name__)
+
 BASE = "callbacks.peft_adapter.base_checkpoint"
 RESOLVED = "resolved.yaml"
 """File in the run's folder with the values it was built from; `export` builds its model from them."""
 
 
-def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
-    """Return the checkpoint to resume from: a path, or `last` for the newest complete one below `folder`.
+class FinishedRunError(ConfigError):
+    """The checkpoint is at or after the run's end: there is nothing left to train."""
+
+
+def find_checkpoint(values: Mapping[str, Any], folder: Path) -> Path | None:
+    """Return the checkpoint to resume from, which `ckpt_path` names: a path, `last` or `auto`.
+
+    `last` is the newest intact checkpoint below `folder`. `auto` is the newest intact one of a run with the
+    same settings as `values`; None if there is none.
 
     Raises:
         ConfigError: There is none.
     """
+    ckpt_path: str | None = values["ckpt_path"]
     if ckpt_path is None:
         return None
+    if ckpt_path == "auto":
+        newest = newest_valid(folder, lambda path: _has_settings(path, values))
+        none = f"no checkpoint of a run with these settings under {folder}: begins at step 0"
+        log.info("ckpt_path=auto: %s", none if newest is None else f"resumes from {newest}")
+        return newest
     if ckpt_path == "last":
         newest = newest_valid(folder)
         if newest is None:
@@ -42,12 +59,31 @@ def find_checkpoint(ckpt_path: str | None, folder: Path) -> Path | None:
     check_path("ckpt_path", ckpt_path)
     path = Path(ckpt_path)
     if not path.exists():
-        raise ConfigError(key="ckpt_path", value=ckpt_path, allowed="an existing checkpoint, or last")
+        raise ConfigError(key="ckpt_path", value=ckpt_path, allowed="an existing checkpoint, last or auto")
     if path.is_dir() and not sharded.is_sharded_checkpoint(path):
         kind, *remedies = sharded.describe_folder(path).split("\n  try: ")
         allowed = f"a checkpoint; this is {kind}"
         raise ConfigError(key="ckpt_path", value=ckpt_path, allowed=allowed, remedies=remedies)
     return path
+
+
+def _has_settings(path: Path, values: Mapping[str, Any]) -> bool:
+    """Return whether the run that saved a checkpoint had these settings, its own folder aside."""
+    try:
+        saved = read_yaml(path.parent.parent / RESOLVED, expect_mapping=True).content
+    except UsageError:  # a checkpoint outside a run's folder
+        return False
+    base, found = _base_in(values), _base_in(saved)
+    if base is not None and found is not None and Path(found).is_relative_to(base):
+        saved = _replace_base(saved, base)  # a folder of runs, in which that run found its base
+    return _settings(saved) == _settings(values)
+
+
+def _settings(values: Mapping[str, Any]) -> str:
+    """Return as text what does not differ between two runs of one command."""
+    kept = {key: value for key, value in values.items() if key not in ("ckpt_path", "run_dir")}
+    run_dir = json.dumps(str(values["run_dir"]))[:-1]  # paths in it begin so
+    return json.dumps(kept, sort_keys=True).replace(run_dir, '"')
 
 
 def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str, Any]:
@@ -72,8 +108,7 @@ def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str,
         if found is None:
             return values
         base = str(found)
-        adapter = {**values["callbacks"]["peft_adapter"], "base_checkpoint": base}
-        values = {**values, "callbacks": {**values["callbacks"], "peft_adapter": adapter}}
+        values = _replace_base(values, base)
     path = Path(base).expanduser()
     is_one = path.suffix == ".safetensors" or not path.is_dir() or sharded.is_sharded_checkpoint(path)
     if path.exists() and is_one:
@@ -86,6 +121,11 @@ def _base_in(values: Any) -> str | None:
     for key in BASE.split("."):
         values = values.get(key) if isinstance(values, Mapping) else None
     return values if isinstance(values, str) else None
+
+
+def _replace_base(values: Mapping[str, Any], base: str) -> Mapping[str, Any]:
+    adapter = {**values["callbacks"]["peft_adapter"], "base_checkpoint": base}
+    return {**values, "callbacks": {**values["callbacks"], "peft_adapter": adapter}}
 
 
 def _read_without_tensors(path: Path, key: str, value: str) -> Any:
@@ -108,7 +148,8 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
 
     Raises:
         CheckpointError: It holds an adapter, and the run has none.
-        ConfigError: It is damaged, or leaves nothing to train.
+        FinishedRunError: It leaves nothing to train.
+        ConfigError: It is damaged.
     """
     saved = _read_without_tensors(path, "ckpt_path", str(path))
     if not isinstance(saved, Mapping) or LIGHTNING_VERSION not in saved:
@@ -134,7 +175,7 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
         if limit is not None and 0 <= limit <= done[unit]:
             allowed = f"more than the {done[unit]} {unit} that {path} has already trained"
             key = f"trainer.max_{unit}"
-            raise ConfigError(key, limit, allowed=allowed, remedies=[f"{key}={2 * done[unit]}"])
+            raise FinishedRunError(key, limit, allowed=allowed, remedies=[f"{key}={2 * done[unit]}"])
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:

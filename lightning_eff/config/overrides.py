@@ -58,8 +58,11 @@ def allow_new_keys(
         group, _, key = str(item.key_or_group).partition(".")
         if key and not item.is_delete() and group in TOP_LEVEL:
             line = "++" + line.lstrip("+")
-        elif group in MULTI_CHOICE_GROUPS and group not in listed and not item.is_delete():
-            line = "+" + line.lstrip("+")
+        elif group in MULTI_CHOICE_GROUPS and not item.is_delete():
+            if isinstance(item.value(), str):  # Hydra replaces several lists by one, and not by one option
+                line = line.replace("=", "=[", 1) + "]"
+            if group not in listed:
+                line = "+" + line.lstrip("+")
         lines.append(line)
     return lines
 

@@ -17,6 +17,8 @@ EXIT_ENVIRONMENT = 3
 EXIT_OUT_OF_MEMORY = 4
 EXIT_REFUSED = 5
 EXIT_INTERRUPTED = 130
+EXIT_SIGUSR1 = 138
+"""SLURM sends this signal some time before it ends a job."""
 EXIT_TERMINATED = 143
 LEGACY = "pytorch_lightning"
 """The legacy package of Lightning, which has other classes of the same names."""

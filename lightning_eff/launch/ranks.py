@@ -17,17 +17,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_eff.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, RankError
+from lightning_eff.core.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_SIGUSR1,
+    EXIT_TERMINATED,
+    RankError,
+)
 from lightning_eff.launch.job import RUN_DIR, num_devices, num_ranks
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
+STOPPED = (EXIT_INTERRUPTED, EXIT_SIGUSR1, EXIT_TERMINATED)
 POLL_S = 0.2
 
 
@@ -77,7 +83,8 @@ def run_ranks(words: Iterable[str], folder: Path, trainer: Mapping[str, Any]) ->
     if failure is not None:
         raise failure
     if any(codes):
-        stopped = KeyboardInterrupt() if EXIT_INTERRUPTED in codes else SystemExit(EXIT_TERMINATED)
+        code = next(code for code in STOPPED if code in codes)
+        stopped = KeyboardInterrupt() if code == EXIT_INTERRUPTED else SystemExit(code)
         stopped.__dict__["is_reported"] = codes[0] in STOPPED and not first  # by rank 0
         raise stopped
     report = folder / "efficiency.json"
@@ -86,7 +93,7 @@ def run_ranks(words: Iterable[str], folder: Path, trainer: Mapping[str, Any]) ->
 
 @contextmanager
 def _forwarded_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> Generator[list[int]]:
-    """Forward SIGINT and SIGTERM to the ranks; yield the list of those received. A second SIGINT raises."""
+    """Forward signals that stop a run to the ranks; yield those received. A second SIGINT raises."""
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -96,14 +103,21 @@ def _forwarded_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> Generator[li
         for rank in ranks:
             rank.send_signal(number)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-    previous = {number: signal.signal(number, forward) for number in numbers}
-    try:
+    with handled(["SIGINT", "SIGUSR1", "SIGTERM"], forward):
         yield received
+
+
+@contextmanager
+def handled(names: Sequence[str], handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
+    """Let a function handle signals that the system has; in the main thread only, as Python demands."""
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [signal.Signals[name] for name in names if is_main and hasattr(signal, name)]
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:

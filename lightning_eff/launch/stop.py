@@ -7,6 +7,9 @@ that raises saves a checkpoint, which waits at a barrier that the other ranks ne
 Here the signal handler only records the signal. Before each batch all ranks reduce what they have recorded
 (in place of the broadcast that Lightning runs at that point), and stop together, between two optimizer steps,
 so that a checkpoint can be saved. A rank that fails saves none.
+
+SIGUSR1, which SLURM can send before a job's time is over, stops a run as SIGTERM does, with an exit code of
+its own, by which a job's script knows that it is to be requeued.
 """
 
 from __future__ import annotations
@@ -27,9 +30,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_eff.core.errors import RankError, exit_code, root_cause_line
+from lightning_eff.core.errors import (
+    EXIT_SIGUSR1,
+    EXIT_TERMINATED,
+    RankError,
+    exit_code,
+    root_cause_line,
+)
 from lightning_eff.launch.job import Launch
-from lightning_eff.launch.ranks import STOPPED, error_log, exit_now, tell_parent
+from lightning_eff.launch.ranks import STOPPED, error_log, exit_now, handled, tell_parent
 
 CLEANUP_TIMEOUT_S = 10.0
 """Time that a failed rank has for its callbacks, one of which may wait for the other ranks."""
@@ -37,27 +46,65 @@ CLEANUP_TIMEOUT_S = 10.0
 
 @contextmanager
 def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generator[None]:
-    """Around `fit` of several ranks: all stop after the same step, or one fails without the others.
+    """Around `fit`: a signal ends it between two steps; of several ranks all stop, or one fails alone.
 
     Raises:
-        RankError: This rank has failed; the text names it and the cause.
+        RankError: This rank of several has failed; the text names it and the cause.
+        SystemExit: SIGUSR1 has stopped the run: Lightning has one exception for this signal and SIGTERM.
     """
-    if trainer.world_size == 1:
-        yield
-        return
+    is_alone = trainer.world_size == 1
+    stop = StopAfterStep() if is_alone else CoordinatedStop(launch.rank)
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    callbacks.insert(0, CoordinatedStop(launch.rank))
+    callbacks.insert(0, stop)
     try:
-        yield
+        # Under SLURM Lightning saves from inside its handler, within a step, unless there is a handler.
+        with handled(["SIGUSR1"], stop.record):
+            yield
     except BaseException as error:
         code = exit_code(error)
+        if code == EXIT_TERMINATED and stop.received == signal.SIGUSR1:
+            stopped = SystemExit(EXIT_SIGUSR1)
+            stopped.__dict__["is_reported"] = bool(launch.rank)
+            raise stopped from error
         if code in STOPPED:
             error.__dict__["is_reported"] = bool(launch.rank)  # by rank 0
-        elif not hasattr(error, "exit_code"):  # else it is complete, with remedies
+        elif not is_alone and not hasattr(error, "exit_code"):  # else it is complete, with remedies
             where = f"(traceback: {error_log(folder, launch.rank)})"
             text = f"rank {launch.rank}: {root_cause_line(error)} {where}"
             raise RankError(text, code) from error
         raise
+
+
+class StopAfterStep(pl.Callback):
+    """Stop a run of one rank when it has received a signal, but not between the batches of one step."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._trainer: pl.Trainer | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._trainer = trainer
+        vars(_connector(trainer))["_sigterm_notifier_fn"] = self.record
+
+    def record(self, number: int, _: FrameType | None) -> None:
+        """Keep a signal; outside of training, as in a long validation, the run stops at once."""
+        self.received = number
+        if self._trainer is not None and not self._trainer.training:
+            _connector(self._trainer).received_sigterm = True
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loop: Any = trainer.fit_loop.epoch_loop
+        if self.received and not loop._should_accumulate():  # noqa: SLF001
+            _connector(trainer).received_sigterm = True
+
+
+def _connector(trainer: pl.Trainer) -> Any:
+    """Return what Lightning 2.6 handles signals with, a private attribute."""
+    return vars(trainer)["_signal_connector"]
 
 
 class CoordinatedStop(pl.Callback):
@@ -66,28 +113,29 @@ class CoordinatedStop(pl.Callback):
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._has_agreed = False
-        self._received = 0
+        self.received = 0
         self._previous_handler: Any = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Lightning 2.6 broadcasts rank 0's SIGTERM before each batch; both attributes are private there.
-        vars(vars(trainer)["_signal_connector"])["_sigterm_notifier_fn"] = self._record
+        vars(_connector(trainer))["_sigterm_notifier_fn"] = self.record
         vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = partial(self._agree, trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._previous_handler = signal.signal(signal.SIGINT, self._record)
+            self._previous_handler = signal.signal(signal.SIGINT, self.record)
 
-    def _record(self, number: int, frame: FrameType | None) -> None:
-        if self._received == number == signal.SIGINT:  # Ctrl-C twice: do not wait for the step
+    def record(self, number: int, frame: FrameType | None) -> None:
+        """Keep a signal for the next batch."""
+        if self.received == number == signal.SIGINT:  # Ctrl-C twice: do not wait for the step
             signal.default_int_handler(number, frame)
-        self._received = number
+        self.received = number
 
     def _agree(self, trainer: pl.Trainer) -> None:
         """Stop here if any rank has received a signal, except between micro-batches of one step."""
-        received = torch.tensor([self._received], device=trainer.strategy.root_device)
+        received = torch.tensor([self.received], device=trainer.strategy.root_device)
         # All ranks of the run take part, before every batch: SIGTERM (15) wins over SIGINT (2) and none (0).
         dist.all_reduce(received, op=dist.ReduceOp.MAX)
         number = int(received)

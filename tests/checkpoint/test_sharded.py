@@ -379,7 +379,7 @@ def test_the_newest_valid_checkpoint_may_be_a_folder(
 
 def test_a_run_resumes_from_a_sharded_checkpoint_only(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt")
-    assert ckpt_path.find_checkpoint(str(tmp_path / "a.ckpt"), tmp_path) == tmp_path / "a.ckpt"
+    assert ckpt_path.find_checkpoint({"ckpt_path": str(tmp_path / "a.ckpt")}, tmp_path) == tmp_path / "a.ckpt"
     io = Durable()
     io.save_checkpoint({}, tmp_path / "b.ckpt")
     for name, library in ((".metadata", "torch.distributed.checkpoint"), ("latest", "DeepSpeed")):
@@ -389,14 +389,14 @@ def test_a_run_resumes_from_a_sharded_checkpoint_only(tmp_path: Path) -> None:
         with pytest.raises(
             ConfigError, match=f"this is a folder in the format of {library}, which runs code"
         ):
-            ckpt_path.find_checkpoint(str(path), tmp_path)
+            ckpt_path.find_checkpoint({"ckpt_path": str(path)}, tmp_path)
         with pytest.raises(CheckpointError, match="which runs code when it is loaded"):
             io.load_checkpoint(path)
         with pytest.warns(CheckpointWarning, match="it is a folder that another strategy wrote"):
             io.remove_checkpoint(path)
         assert names(path) == [name]
     with pytest.raises(ConfigError, match=r"a folder without index\.ckpt: an incomplete save, or not"):
-        ckpt_path.find_checkpoint(str(tmp_path), tmp_path)
+        ckpt_path.find_checkpoint({"ckpt_path": str(tmp_path)}, tmp_path)
 
 
 def test_a_base_checkpoint_may_be_a_folder(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def test_every_technique_has_a_row_and_who_set_it(command: Command) -> None:
         "callbacks/gradient_checkpointing": "recipe low_memory",
         "callbacks/gradient_accumulation": "recipe lm",
         "callbacks/micro_batch": "recipe low_memory",
+        "callbacks/exact_resume": "recipe baseline",
         "callbacks/torch_compile": "+callbacks=torch_compile",
     }
     assert found["callbacks/empty_cache"]["asked"] == {"every_n_steps": 7}

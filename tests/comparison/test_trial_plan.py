@@ -24,7 +24,7 @@ LM: dict[str, Any] = {"data": {"batch_size": 16}, "trainer": {}, "callbacks": {}
 def test_every_technique_has_a_row_without_a_list_of_them() -> None:
     found = single_technique_trials(LM).keys()
     callbacks = [e.name.partition("/")[2] for e in catalog.options() if e.name.startswith("callbacks/")]
-    assert set(callbacks) - {"optimizer_choice"} <= found
+    assert set(callbacks) - {"optimizer_choice", "exact_resume"} <= found
     assert {"baseline", "precision=bf16_mixed", "strategy=fsdp2", "optimizer=in_backward"} <= found
     assert not {"precision=fp32", "strategy=auto", "optimizer=adamw", "optimizer_choice"} & found
     assert "strategy=ddp" not in found
@@ -62,7 +62,7 @@ def test_a_row_composes_with_the_global_batch_of_the_recipe(name: str) -> None:
     composed = compose_recipe("low_memory", single_technique_trials(recipe)[name]).values
     assert global_batch_size(composed) == global_batch_size(recipe) == 16
     listed = set(composed.get("callbacks") or {})
-    assert listed == ({name} if "=" not in name and name != "baseline" else set())
+    assert listed == {"exact_resume"} | ({name} if "=" not in name and name != "baseline" else set())
     same = ("model", "seed", "optimizer", "scheduler")
     assert [composed[key] for key in same] == [recipe[key] for key in same]
 
@@ -83,8 +83,8 @@ def test_a_row_of_ones_own_is_on_top_of_the_baseline() -> None:
         "precision=bf16_mixed",
     ]
     assert merge_overrides(bare_trial(LM), own) == [
-        "callbacks=[micro_batch,a]", "precision=bf16_mixed", "strategy=auto", "data.batch_size=2",
-        "optimizer=muon",
+        "callbacks=[exact_resume,micro_batch,a]", "precision=bf16_mixed", "strategy=auto",
+        "data.batch_size=2", "optimizer=muon",
     ]  # fmt: skip
 
 
@@ -110,7 +110,8 @@ def test_what_helped_is_combined_the_best_first_as_far_as_it_fits() -> None:
     refused = bare_trial(LM, "callbacks=[c]")
     both = combine_trials([bf16, one, fp16, refused, other], lambda trial: "c]" not in trial[0])
     assert both == [
-        "callbacks=[a,b]", "precision=bf16_mixed", "strategy=auto", "data.batch_size=4", "callbacks.a.x=1",
+        "callbacks=[exact_resume,a,b]", "precision=bf16_mixed", "strategy=auto",
+        "data.batch_size=4", "callbacks.a.x=1",
     ]  # fmt: skip
     assert combine_trials([bf16], lambda _: True) is None, "that is a row already"
     assert combine_trials([], lambda _: True) is None

@@ -32,17 +32,27 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("recipe", "overrides", "names"),
     [
-        ("lm", [], ["gradient_accumulation", "empty_cache"]),
+        ("lm", [], ["exact_resume", "gradient_accumulation", "empty_cache"]),
         ("lm", ["callbacks=[]"], []),
         ("lm", ["callbacks=[empty_cache]"], ["empty_cache"]),
-        ("lm", ["+callbacks=optimizer_choice"], ["gradient_accumulation", "empty_cache", "optimizer_choice"]),
-        ("lm", ["~callbacks.empty_cache"], ["gradient_accumulation"]),
+        (
+            "lm",
+            ["+callbacks=data_preload"],
+            ["exact_resume", "gradient_accumulation", "empty_cache", "data_preload"],
+        ),
+        ("lm", ["~callbacks.empty_cache"], ["exact_resume", "gradient_accumulation"]),
         ("lm", ["callbacks=[gradient_accumulation]"], ["gradient_accumulation"]),
         ("lm", ["callbacks=empty_cache"], ["empty_cache"]),
-        ("baseline", [], []),
+        ("low_memory", ["callbacks=empty_cache"], ["empty_cache"]),
+        ("baseline", [], ["exact_resume"]),
         ("baseline", ["callbacks=[empty_cache]"], ["empty_cache"]),
-        ("baseline", ["+callbacks=[empty_cache]"], ["empty_cache"]),
-        ("baseline", ["+callbacks=empty_cache"], ["empty_cache"]),
+        ("baseline", ["+callbacks=[empty_cache]"], ["exact_resume", "empty_cache"]),
+        ("baseline", ["+callbacks=empty_cache"], ["exact_resume", "empty_cache"]),
+        (
+            "baseline",
+            ["+callbacks=data_preload", "+callbacks=empty_cache"],
+            ["exact_resume", "data_preload", "empty_cache"],
+        ),
     ],
 )
 def test_forms_of_choosing_callbacks(
@@ -77,7 +87,6 @@ USAGE_ERRORS = [
     (["model.d_model=${nothing.there}"], "model.d_model"),
     (["model.d_model=???"], "model.d_model"),
     (["model=null"], "must be a string or a list"),
-    (["+callbacks=empty_cache", "+callbacks=optimizer_choice"], "try: callbacks=[one,other] in one list"),
 ]
 
 
@@ -221,10 +230,15 @@ def test_a_recipe_and_groups_of_ones_own(empty_folder: Path) -> None:
         often="defaults:\n  - lm\n  - callbacks: [very_often]\n  - _self_\nseed: 7\n",
         callbacks__very_often="# @package callbacks.very_often\n"
         "_target_: lightning_eff.callbacks.empty_cache.EmptyCache\nevery_n_steps: 1\n",
+        twice="defaults:\n  - lm\n  - callbacks: very_often\n  - _self_\n",
     )
+    with pytest.raises(UsageError, match=r"try: callbacks=\[one,other\] in one list"):
+        composition.compose_recipe("twice", [], mine)
     values = composition.compose_recipe("often", [], mine).values
     assert values["seed"] == 7
-    assert list(values["callbacks"]) == ["gradient_accumulation", "empty_cache", "very_often"]
+    assert list(values["callbacks"]) == [
+        "exact_resume", "gradient_accumulation", "empty_cache", "very_often"
+    ]  # fmt: skip
 
 
 def test_settings_of_what_was_taken_out_are_left_out_and_misspelt_ones_are_not(empty_folder: Path) -> None:

@@ -1,0 +1,90 @@
+"""`ckpt_path=auto`: the same command again goes on where a run was stopped, and ends when all is trained."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.command_line import Command
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+]
+STOPPED = """
+import os, signal
+from pathlib import Path
+from lightning_eff.models.gpt import GPT
+
+class Stopped(GPT):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 4 and not Path("stopped").exists():  # the first batch of the third step of two
+            Path("stopped").write_text("")
+            os.kill(os.getpid(), signal.Signals[os.environ["STOP_BY"]])
+        return super().training_step(batch, batch_idx)
+"""
+MORE = [
+    "model._target_=my_stopped.Stopped", "trainer.max_steps=6", "trainer.val_check_interval=100",
+    "data.batch_size=1",
+    "callbacks.gradient_accumulation.global_batch_size=2", "model.dropout=0.2",
+]  # fmt: skip
+
+
+def saved(folder: str) -> dict[str, dict[str, Any]]:
+    """Return the weights of each checkpoint below a folder by its name."""
+    return {
+        path.stem: torch.load(path, weights_only=True)["state_dict"] for path in Path(folder).rglob("*.ckpt")
+    }
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGUSR1", 138), ("SIGTERM", 143)])
+def test_the_same_command_again_goes_on_to_the_bit(
+    name: str, code: int, tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOP_BY", name)
+    Path("my_stopped.py").write_text(STOPPED)
+    words = ["train", "lm", *tiny, *MORE, "ckpt_path=auto"]
+    ended, _, err = command(*words)
+    assert ended == code, err
+    assert "no checkpoint of a run with these settings under outputs/lm: begins at step 0" in err
+    assert [*saved("outputs")] == ["step-3"], "the step was finished, with both of its batches"
+
+    ended, _, err = command(*words)
+    assert ended == 0, err
+    assert "/checkpoints/step-3.ckpt" in err
+    assert "resumed at step 3: order and random states as saved" in err
+    ended, _, err = command(*words, "output_root=whole")
+    assert ended == 0, err
+    resumed, whole = saved("outputs")["step-6"], saved("whole")["step-6"]
+    assert [key for key in whole if not torch.equal(whole[key], resumed[key])] == []
+
+    num_runs = len(list(Path("outputs/lm").iterdir()))
+    ended, out, err = command(*words, "--json")
+    assert (ended, out.strip()) == (0, "{}"), err
+    assert "nothing is left to train" in err
+    assert len(list(Path("outputs/lm").iterdir())) == num_runs
+
+
+def test_auto_takes_a_checkpoint_of_the_same_settings_only(tiny: list[str], command: Command) -> None:
+    words = ["train", "lora", *tiny, "trainer.val_check_interval=1", "ckpt_path=auto"]
+    assert command("train", "lm", *tiny)[0] == 0
+    assert command(*words)[0] == 0
+    assert command("train", "lm", *tiny, "seed=2")[0] == 0  # a newer base: the run keeps its own
+    assert "nothing is left to train" in command(*words)[2]
+    assert "begins at step 0" in command(*words, "seed=3")[2]
+    checkpoint, _ = sorted(Path("outputs/lora").glob("*/checkpoints/*-2.ckpt"))
+    content = checkpoint.read_bytes()
+    checkpoint.write_bytes(content[:1000])
+    ended, _, err = command(*words)
+    assert ended == 0, err
+    assert "skipped: " in err
+    assert "begins at step 0" in err
+    shutil.rmtree("outputs/lora")
+    Path("outputs/lora").mkdir()
+    Path("outputs/lora/checkpoints").mkdir()
+    Path("outputs/lora/checkpoints/odd.ckpt").write_bytes(content)
+    assert "begins at step 0" in command(*words)[2], "not in a run's folder"
