@@ -9,7 +9,7 @@ from hydra.errors import MissingConfigException
 
 from lightning_eff.config.recipes import RecipeChain, RecipePath
 from lightning_eff.config.validate import TOP_LEVEL
-from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, parameter_keys
+from lightning_eff.core.catalog import CONF, parameter_keys
 from lightning_eff.core.errors import EnvironmentLacksError, UsageError, suggest_name
 
 
@@ -44,8 +44,6 @@ def composition_error(error: Exception) -> str:
         return f"{key}: no such key; {hint}"
     if first.startswith("Multiple values for "):
         group = first.split()[3].rstrip(".")
-        if group in MULTI_CHOICE_GROUPS:
-            return f"{group} is set more than once; try: {group}=[one,other] in one list, with + to append"
         remedy = f"leave one of them out, or write `override {group}: OPTION`"
         return f"{group} is set more than once, and takes one option: {remedy}"
     reason = f" ({str(cause).splitlines()[0]})" if str(error) and cause is not None and str(cause) else ""

@@ -230,10 +230,7 @@ def test_a_recipe_and_groups_of_ones_own(empty_folder: Path) -> None:
         often="defaults:\n  - lm\n  - callbacks: [very_often]\n  - _self_\nseed: 7\n",
         callbacks__very_often="# @package callbacks.very_often\n"
         "_target_: lightning_eff.callbacks.empty_cache.EmptyCache\nevery_n_steps: 1\n",
-        twice="defaults:\n  - lm\n  - callbacks: very_often\n  - _self_\n",
     )
-    with pytest.raises(UsageError, match=r"try: callbacks=\[one,other\] in one list"):
-        composition.compose_recipe("twice", [], mine)
     values = composition.compose_recipe("often", [], mine).values
     assert values["seed"] == 7
     assert list(values["callbacks"]) == [
