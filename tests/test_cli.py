@@ -138,7 +138,6 @@ def test_running_out_of_memory_exits_4(tiny: list[str], command: Command) -> Non
     assert "Traceback" not in err
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_going_on_from_the_last_checkpoint(tiny: list[str], command: Command) -> None:
     assert command("train", "lm", *tiny)[0] == 0
     code, _, err = command("train", "lm", *tiny, "ckpt_path=last")

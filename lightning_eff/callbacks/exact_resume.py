@@ -16,10 +16,10 @@ Source: the order of draws in torch's `DataLoader`;
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -28,6 +28,7 @@ from lightning_eff.callbacks._exact_resume import position
 from lightning_eff.callbacks._exact_resume.exact_loader import ExactLoader
 from lightning_eff.callbacks._exact_resume.position import RankPosition
 from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
+from lightning_eff.callbacks._exact_resume.standalone_loader import StandaloneLoader
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.checkpoint_stamp import KEY
@@ -119,8 +120,15 @@ class ExactResume(Managed):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         own = self._position(trainer) if self._run.loaders else self._last
         if trainer.state.fn == TrainerFn.FITTING and own is not None:
-            checkpoint[KEY][POSITIONS] = _of_all_ranks(position.pack(own), trainer.strategy)
+            checkpoint[KEY][POSITIONS] = position.of_all_ranks(position.pack(own))
             self._num_saves += 1
+
+    def _ignore_warning(self) -> None:
+        """Do not let Lightning warn that the loader is not resumable: it asks for a state of its own."""
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+        added = warnings.filters[0]
+        filters = cast(list[Any], warnings.filters)
+        self.cleanup.callback(lambda: added in filters and filters.remove(added))
 
     def _position(self, trainer: pl.Trainer) -> RankPosition:
         loop: Any = trainer.fit_loop.epoch_loop
@@ -159,6 +167,7 @@ class ExactResume(Managed):
         if packed is None:
             self._not_saved = "the checkpoint has neither random states nor the position in the data"
         else:
+            self._ignore_warning()
             self._run.resume([position.unpack(row) for row in packed])
 
     @override
@@ -177,10 +186,10 @@ class ExactResume(Managed):
             run.inexact.append("loaders that are made anew for an epoch draw another order")
         if run.num_remaining:
             # Lightning counts the batches of the epoch that were trained on; so many as are not left.
-            done = int(loop.max_batches) - max(run.num_remaining)
             current = loop.epoch_loop.batch_progress.current
+            shift = int(loop.max_batches) - max(run.num_remaining) - current.ready
             for name in ("ready", "started", "processed", "completed"):
-                setattr(current, name, done - (current.ready - getattr(current, name)))
+                setattr(current, name, getattr(current, name) + shift)
         if self._resumed_step is not None:
             rank_zero_info(self.outcome().did)
 
@@ -197,7 +206,10 @@ class ExactResume(Managed):
 
 
 def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> ExactLoader:
-    """Return a loader with `state_dict` and `load_state_dict`, for loops of one's own in one process.
+    """Return a loader with `state_dict` and `load_state_dict`, for loops of one's own, as under Fabric.
+
+    With several ranks all of them ask for the state, which has a position for each rank; Fabric's
+    `setup_dataloaders` comes first.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -209,33 +221,4 @@ def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> 
         >>> [batch.tolist() for batch in loader] == rest
         True
     """
-    run = ResumableRun(replays=workers == "replay")
-    return StandaloneLoader(run.observe(loader), run)
-
-
-class StandaloneLoader(ExactLoader):
-    """A loader whose state is its position and the random states of this process."""
-
-    def __init__(self, loader: Any, run: ResumableRun) -> None:
-        super().__init__(loader, run)
-        run.loaders.append(self)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        packed = position.pack(self.run.position(is_over=self.is_over))
-        return {"position": packed, "own": super().state_dict()}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict["own"])
-        self.run.resume([position.unpack(state_dict["position"])])
-
-
-def _of_all_ranks(own: torch.Tensor, strategy: Any) -> torch.Tensor:
-    """Return the bytes of each rank, a row each, padded."""
-    if strategy.world_size == 1:
-        return own[None]
-    sizes = strategy.all_gather(torch.tensor(own.numel(), device=strategy.root_device))
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=strategy.root_device)
-    padded[: own.numel()] = own.to(strategy.root_device)
-    return strategy.all_gather(padded).cpu()
+    return StandaloneLoader(loader, replays=workers == "replay")

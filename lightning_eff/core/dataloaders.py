@@ -15,9 +15,9 @@ from typing_extensions import override
 
 
 class LoaderWrapper:
-    """A loader around another one: attributes that are not in `_OWN` are the inner loader's."""
+    """A loader around another one: attributes that are not in `OWN` are the inner loader's."""
 
-    _OWN: tuple[str, ...] = ("loader",)
+    OWN: tuple[str, ...] = ("loader",)
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -35,7 +35,7 @@ class LoaderWrapper:
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
+        if name in self.OWN:
             super().__setattr__(name, value)
         else:
             setattr(self.loader, name, value)

@@ -19,8 +19,8 @@ padding, and in everything that the assistant does not say in a conversation.
 - `false`: one document a row, padded to the longest of its batch and masked; longer ones are cut off.
 
 Truncated and dropped text and the share of padding are logged. The validation documents are the same in
-every run, the order of rows depends on the run's seed (`seed_everything`) and the epoch; in the middle of an
-epoch the loader resumes at the position in the checkpoint.
+every run, the order of rows depends on the run's seed (`seed_everything`) and the epoch; with
+`callbacks/exact_resume` a run resumes in the middle of an epoch too.
 
 Documents are tokenized once, in `prepare_data`, into a file under `cache_dir` that is read through a memory
 map. With `cache_dir=None` they are streamed: read, tokenized and packed in chunks of 200 while they are
@@ -44,7 +44,6 @@ from typing_extensions import override
 
 from lightning_eff.data.corpus.documents import find_sources
 from lightning_eff.data.corpus.packing import GroupedBatches, Pieces, TokenRows, collate_padded
-from lightning_eff.data.corpus.resumable_loader import ResumableLoader
 from lightning_eff.data.corpus.tokenization import TrainingTokenizer
 from lightning_eff.data.corpus.tokenized import RowStream, tokenize, tokenize_once
 
@@ -188,10 +187,7 @@ class Text(pl.LightningDataModule):
         if self.cache_dir is None:
             chunks, order = functools.partial(self._chunks, split), seed if split == "train" else None
             stream = RowStream(chunks, self._rows_of_chunk, order, rank, world_size)
-            loader = ResumableLoader(stream, batch_size=batch_size, collate_fn=collate)
-            # Lightning has the next batch of a loader without length before it trains on this one.
-            loader.num_ahead = int(self.trainer is not None)
-            return loader
+            return DataLoader(stream, batch_size=batch_size, collate_fn=collate)
         if self.packing == "grouped":
             collate, batch_size = (lambda batches: pad(batches[0])), 1
         # Neighbouring seeds give unrelated orders; the epoch is added to the seed.
@@ -199,7 +195,7 @@ class Text(pl.LightningDataModule):
         sampler = (
             DistributedSampler(self._rows[split], world_size, rank, seed=seed) if split == "train" else None
         )
-        return ResumableLoader(self._rows[split], batch_size=batch_size, sampler=sampler, collate_fn=collate)
+        return DataLoader(self._rows[split], batch_size=batch_size, sampler=sampler, collate_fn=collate)
 
     def _chunks(self, split: str) -> Iterator[list[dict[str, Any]]]:
         """Yield the chunks of a split; in each of the first ten the first documents validate."""

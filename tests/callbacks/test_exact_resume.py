@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import (
@@ -392,6 +394,31 @@ def test_a_loader_of_a_loop_of_ones_own(num_workers: int, num_batches: int) -> N
     other = resumable(shuffled(num_workers=num_workers))
     other.load_state_dict(state)
     assert run(other, 2) == rest
+
+
+@pytest.mark.parametrize("num_batches", [2, 6, 8])
+def test_a_loader_under_fabric(num_batches: int) -> None:
+    def begin() -> Any:
+        return resumable(fabric.setup_dataloaders(shuffled(num_workers=0)))
+
+    def run(loader: Any) -> list[list[float]]:
+        passes = (loader for _ in range(3))
+        return [[*batch[:, 0].tolist(), float(torch.rand(()))] for each in passes for batch in each]
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    torch.manual_seed(0)
+    whole = run(begin())
+    torch.manual_seed(0)
+    loader, saved = begin(), {}
+    for number, batch in enumerate(itertools.chain.from_iterable(loader for _ in range(3)), start=1):
+        assert [*batch[:, 0].tolist(), float(torch.rand(()))] == whole[number - 1]
+        if number == num_batches:
+            saved = loader.state_dict()
+    torch.manual_seed(1)
+    other = begin()
+    other.load_state_dict(saved)
+    rest = run(other)
+    assert rest[: len(whole) - num_batches] == whole[num_batches:]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

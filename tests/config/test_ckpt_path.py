@@ -11,10 +11,7 @@ import torch
 
 from tests.support.command_line import Command
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 STOPPED = """
 import os, signal
 from pathlib import Path

@@ -15,11 +15,11 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import Sampler
 
 from lightning_eff.callbacks.empty_cache import EmptyCache
+from lightning_eff.callbacks.exact_resume import ExactResume
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core import checkpoint_stamp
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.data.corpus.resumable_loader import ResumableLoader
 from lightning_eff.precision.auto import AutoPrecision
 from tests.support.models import Net, make_loader, make_trainer
 
@@ -181,7 +181,9 @@ class Seen(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The dirpath has changed from")
+@pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory", "ignore:The dirpath has changed from", "ignore:You're resuming from"
+)
 @pytest.mark.parametrize("how", ["at the end of the epoch", "after the run", "with validation"])
 @pytest.mark.parametrize("stop", [3, 5, 7])
 def test_a_run_that_its_steps_ended_goes_on_at_its_place(stop: int, how: str, tmp_path: Path) -> None:
@@ -189,7 +191,7 @@ def test_a_run_that_its_steps_ended_goes_on_at_its_place(stop: int, how: str, tm
 
     def run(steps: int, *callbacks: pl.Callback, resume: Path | None = None) -> Seen:
         model, data = Seen(), range(1000)
-        loader = ResumableLoader(data, batch_size=1, sampler=Ordered())  # pyright: ignore[reportArgumentType]
+        loader = torch.utils.data.DataLoader(data, batch_size=1, sampler=Ordered())  # pyright: ignore[reportArgumentType]
         saver = ModelCheckpoint(tmp_path / str(steps), filename="{step}", save_top_k=-1)
         trainer = make_trainer(max_steps=steps, callbacks=[saver, *callbacks], enable_checkpointing=True)
         validation = torch.utils.data.DataLoader(torch.zeros(2, 1)) if how == "with validation" else None
@@ -200,7 +202,7 @@ def test_a_run_that_its_steps_ended_goes_on_at_its_place(stop: int, how: str, tm
 
     whole = run(13).seen
     assert whole == [0, 1, 2, 3, 4, 100, 101, 102, 103, 104, 200, 201, 202]
-    first = run(stop, EmptyCache(every_n_steps=5)).seen
+    first = run(stop, ExactResume()).seen
     path = tmp_path / str(stop) / f"step={stop}.ckpt"
-    assert first + run(13, EmptyCache(every_n_steps=5), resume=path).seen == whole
+    assert first + run(13, ExactResume(), resume=path).seen == whole
     assert first + run(13, resume=path).seen != whole

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from lightning_eff.callbacks.exact_resume import ExactResume
 from lightning_eff.data.corpus import tokenized
 from lightning_eff.data.corpus.packing import best_fit_bins
 from lightning_eff.data.corpus.tokenization import TrainingTokenizer
@@ -244,7 +245,7 @@ def test_the_hub_is_not_asked_when_it_is_switched_off(
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"does not tell its commit \(Offline.*\n  try: .*@COMMIT"):
+    with pytest.raises(ValueError, match=r"does not return its commit \(Offline.*\n  try: .*@COMMIT"):
         prepare("hf://datasets/owner/name")
 
 
@@ -363,7 +364,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
             cache_dir=None if is_stream else str(tmp_path / "cache"),
         )  # fmt: skip
         saver = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-        trainer = make_trainer(max_steps=12, callbacks=[saver], enable_checkpointing=True)
+        trainer = make_trainer(max_steps=12, callbacks=[saver, ExactResume()], enable_checkpointing=True)
         trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         return model, seen
 

@@ -104,7 +104,7 @@ class PrefetchLoader(LoaderWrapper):
         limit: Returns how many batches the epoch takes: a stream may go on in the next one.
     """
 
-    _OWN = ("loader", "num_ahead", "device", "limit", "_tuned", "_current", "_taken_state", "_is_over")
+    OWN = ("loader", "num_ahead", "device", "limit", "_tuned", "_current", "_taken_state", "_is_over")
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class PrefetchLoader(LoaderWrapper):
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self._OWN and self._tuned is not self.loader:
+        if name not in self.OWN and self._tuned is not self.loader:
             setattr(self._tuned, name, value)
         super().__setattr__(name, value)
 

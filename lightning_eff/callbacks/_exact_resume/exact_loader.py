@@ -38,7 +38,7 @@ class ExactLoader(LoaderWrapper):
         run: What the loaders of this rank share.
     """
 
-    _OWN = ("loader", "run", "num_batches", "is_over", "is_shared", "_start", "_begun", "_states")
+    OWN = ("loader", "run", "num_batches", "is_over", "is_shared", "_start", "_begun", "_states")
 
     def __init__(self, loader: Any, run: ResumableRun) -> None:
         super().__init__(loader)
@@ -127,20 +127,32 @@ class ExactLoader(LoaderWrapper):
             batch_size=getattr(self.loader, "batch_size", None) or -1,
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def own_state(self) -> dict[str, Any]:
         """Return the state of a loader that has one, after the last batch that was trained on."""
         if not is_stateful(self.loader):
             return {}
         return self._states[0] if self.run.num_ahead() else self.loader.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def restore_own_state(self, state: dict[str, Any]) -> None:
         """Give a loader that has a state its state back."""
         if is_stateful(self.loader):
-            self.loader.load_state_dict(state_dict)
-            self._states = state_dict, state_dict
+            self.loader.load_state_dict(state)
+            self._states = state, state
             if self.run.pending is not None and self.run.pending.is_over:
                 for _ in self.loader:  # to the end of the pass: the next one is the next epoch's
                     pass
+
+
+class StatefulExactLoader(ExactLoader):
+    """Around a loader with a state: Lightning saves as many states as there are such loaders without us."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state."""
+        return self.own_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give it back."""
+        self.restore_own_state(state_dict)
 
 
 def sampler_of(loader: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_eff.callbacks._exact_resume.random_states import RandomStates, differing
@@ -78,6 +79,26 @@ def pack(position: RankPosition) -> Tensor:
     header = json.dumps(content, default=refer).encode()
     size = torch.tensor([len(header)]).view(torch.uint8)
     return torch.cat([size, torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors])
+
+
+def of_all_ranks(own: Tensor) -> Tensor:
+    """Return the bytes of each rank, a row each, padded."""
+    if num_ranks() == 1:
+        return own[None]
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    size = torch.tensor([own.numel()], device=device)
+    sizes = [torch.empty_like(size) for _ in range(num_ranks())]
+    dist.all_gather(sizes, size)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
+    padded[: own.numel()] = own.to(device)
+    rows = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(rows, padded)
+    return torch.stack(rows).cpu()
+
+
+def num_ranks() -> int:
+    """Return the number of processes that train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def unpack(packed: Tensor) -> RankPosition:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from lightning_eff.callbacks._exact_resume import random_states
 from lightning_eff.callbacks._exact_resume.exact_loader import (
     ExactLoader,
+    StatefulExactLoader,
     order_of,
     sampler_of,
 )
@@ -82,7 +83,7 @@ class ResumableRun:
 
     def wrap(self, loader: Any) -> ExactLoader:
         """Return the loader as one of this run's."""
-        self.loaders.append(ExactLoader(loader, self))
+        self.loaders.append((StatefulExactLoader if is_stateful(loader) else ExactLoader)(loader, self))
         return self.loaders[-1]
 
     def unwrap(self) -> None:

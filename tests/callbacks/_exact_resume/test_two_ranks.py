@@ -10,11 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_eff.callbacks.exact_resume import ExactResume
+from lightning_eff.callbacks.exact_resume import ExactResume, resumable
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import make_trainer
@@ -63,6 +64,28 @@ def fit(ckpt: Path | None, *callbacks: pl.Callback, **keywords: Any) -> dict[str
     }
 
 
+def under_fabric(folder: Path) -> dict[int, list[list[float]]]:
+    """Return what a loop of one's own sees in three epochs, and from each of some points on."""
+
+    def loaded(fabric: Fabric, point: int) -> list[list[float]]:
+        torch.manual_seed(point + fabric.global_rank)
+        loader: Any = DataLoader(range(NUM_SAMPLES), batch_size=3, shuffle=True)  # pyright: ignore[reportArgumentType]
+        loader = resumable(fabric.setup_dataloaders(loader))
+        state, seen = {"loader": loader}, list[list[float]]()
+        if point:
+            fabric.load(folder / f"fabric-{point}.ckpt", state)
+        while len(seen) + point < 12:
+            for batch in loader:
+                seen.append([*batch.tolist(), float(torch.rand(()))])
+                if not point and len(seen) in (3, 4, 6):
+                    fabric.save(folder / f"fabric-{len(seen)}.ckpt", state)
+        return seen
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    return {point: loaded(fabric, point) for point in (0, 3, 4, 6)}
+
+
 def main(folder: str) -> None:
     root, results, rank = Path(folder), {}, 0
     for name in NAMES:
@@ -73,15 +96,25 @@ def main(folder: str) -> None:
             two = {"devices": 2, "strategy": STRATEGIES[name]()}
             results[name][step] = fit(root / name / f"step={step}.ckpt", **two)
         rank = results[name][0]["rank"]
+    results["fabric"] = under_fabric(root)
+    two = {"devices": 2, "strategy": "ddp", "max_epochs": 1}
+    results["from one"] = fit(root / "one" / "step=2.ckpt", **two)
     torch.save(results, root / f"rank{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Return a folder of checkpoints, of two ranks and of one, and the results of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
+    saving = ModelCheckpoint(dirpath=folder / "one", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    torch.save(fit(None, saving, max_epochs=1)["seen"], folder / "one.pt")
     done = run_two_ranks(__name__, folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def samples(batches: list[list[int]]) -> list[int]:
+    return [index for batch in batches for index in batch]
 
 
 @pytest.mark.slow
@@ -98,11 +131,24 @@ def test_two_ranks_go_on_to_the_bit(name: str, step: int, ranks: tuple[Path, lis
 
 
 @pytest.mark.slow
+def test_two_ranks_under_fabric_go_on_to_the_bit(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    for results in ranks[1]:
+        whole = results["fabric"][0]
+        assert whole[:4] != whole[4:8]
+        for point in (3, 4, 6):
+            assert results["fabric"][point][: len(whole) - point] == whole[point:]
+    assert ranks[1][0]["fabric"][0] != ranks[1][1]["fabric"][0]
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_one_rank_trains_on_what_two_left_of_the_epoch(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_other_ranks_train_on_what_is_left_of_the_epoch(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, both = ranks
-    before = [index for results in both for batch in results["ddp"][0]["seen"][:2] for index in batch]
+    before = samples([batch for results in both for batch in results["ddp"][0]["seen"][:2]])
     alone = fit(folder / "ddp" / "step=2.ckpt", max_epochs=1)
-    after = [index for batch in alone["seen"] for index in batch]
-    assert sorted(before + after) == list(range(NUM_SAMPLES))
+    assert sorted(before + samples(alone["seen"])) == list(range(NUM_SAMPLES))
     assert "not exact: saved on 2 ranks, now 1: other random numbers" in alone["did"]
+    before = samples(torch.load(folder / "one.pt")[:2])
+    after = samples([batch for results in both for batch in results["from one"]["seen"]])
+    assert sorted(before + after) == list(range(NUM_SAMPLES))
+    assert "not exact: saved on 1 ranks, now 2: other random numbers" in both[0]["from one"]["did"]
