@@ -19,7 +19,6 @@ from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.monitors.efficiency_report import LEDGER_FILE, PAGE_FILE, EfficiencyReport
 from lightning_eff.precision.auto import AutoPrecision
-from lightning_eff.report import meter
 from tests.support.models import Net, make_loader, make_trainer
 
 
@@ -123,14 +122,6 @@ def test_a_failed_run_is_reported_when_its_last_checkpoint_fails_too(tmp_path: P
     report = json.loads((tmp_path / LEDGER_FILE).read_text())
     assert (report["status"], report["num_steps"]) == ("failed", 5)
     assert report["reason"] == "RuntimeError: the label is missing"
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Return a clock that stands still until `now` is set."""
-    watch = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: watch.now))
-    return watch
 
 
 class Timed(Net):
