@@ -166,3 +166,4 @@ def test_closed_in_the_middle_of_a_batch_it_counts_no_more() -> None:
     assert (probe.num_batches, probe.flops, recorder.flops) == (0, 0, 2 * 5 * 10 * 10)
     assert recorder.now_bytes == 400 + 200 + 200
     assert torch.equal(y, z), "counting changes nothing"
+    assert not torch.nn.modules.module._global_forward_hooks
