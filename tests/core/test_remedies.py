@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.config import composition
 from lightning_eff.core import rules
@@ -128,15 +127,10 @@ def test_an_override_in_python(remedy: str, python: str) -> None:
 
 
 def test_a_plain_trainer_is_told_python(net: Callable[..., Net]) -> None:
-    accumulation = GradientAccumulation(global_batch_size=10)
-    with pytest.raises(ConfigError, match=r"(?m)^  try: GradientAccumulation\(global_batch_size=8\)$"):
-        make_trainer(callbacks=[accumulation]).fit(net(), make_loader())
     with pytest.raises(ConfigError, match=r'(?m)^  try: MicroBatch\(micro_batch_size="auto"\)$'):
         MicroBatch(micro_batch_size=4, find=True)
-
-    class Manual(Net):
-        automatic_optimization = False
-
+    model = net()
+    model.automatic_optimization = False
     with pytest.raises(ConflictError, match=r"(?m)^  try: remove MicroBatch$"):
-        make_trainer(callbacks=[MicroBatch()]).fit(Manual(), make_loader())
+        make_trainer(callbacks=[MicroBatch()]).fit(model, make_loader())
     assert "try: Trainer(devices=2)" in str(ConflictWarning("no\n  try: trainer.devices=2"))
