@@ -20,11 +20,17 @@ from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.recompute import HostOffload
 from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.models.gpt import GPT
-from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.planner.prediction import Prediction, predict
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.quantized_base import QuantizedBase
-from tests.support.prediction import CNN_OF, GPT_OF, choice, loader_for, trainer_of
+from tests.support.prediction import (
+    CNN_OF,
+    GPT_OF,
+    assert_predicted_is_measured,
+    choice,
+    loader_for,
+    trainer_of,
+)
 
 Plugins = Callable[[], dict[str, Any]]
 
@@ -61,14 +67,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_predicted_is_measured(name: str, tmp_path: Path) -> None:
     make, extra = CASES[name]
-    loader = loader_for(make)
-    found = predict(make, next(iter(loader)), trainer=lambda: trainer_of(extra()), num_batches=len(loader))
-    assert found.reason == ""
-    report = EfficiencyReport(dirpath=str(tmp_path))
-    trainer_of(extra(), report).fit(make(), loader)
-    assert found.peak is not None
-    assert found.peak.num_bytes == report.report["measured"]["peak_bytes"]
-    assert sum(found.peak.by_category.values()) == found.peak.num_bytes
+    assert_predicted_is_measured(make, extra, tmp_path)
 
 
 @pytest.mark.parametrize("size", [4, 2])
