@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.profilers import SimpleProfiler
 
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.checkpoint_io import durable
@@ -134,11 +135,14 @@ def test_waiting_for_data_is_seen_and_validation_is_not_part_of_a_batch(
 
     report = EfficiencyReport(dirpath=str(tmp_path))
     loader = torch.utils.data.DataLoader(SlowData(), batch_size=4)
-    trainer = make_trainer(callbacks=[report], val_check_interval=2, num_sanity_val_steps=0)
+    profiler = SimpleProfiler()
+    keywords = {"val_check_interval": 2, "num_sanity_val_steps": 0, "profiler": profiler}
+    trainer = make_trainer(callbacks=[report], **keywords)
     trainer.fit(Timed(), loader, make_loader(4))
     measured = report.report["measured"]
     assert measured["batch_time_s"] == measured["batch_time_p90_s"] == 5.0, "four samples, one step"
     assert measured["data_wait_share"] == 0.8
+    assert len(profiler.recorded_durations["run_training_batch"]) == 10, "the profiler does its own work"
 
 
 def test_of_several_reports_the_first_reports(net: Callable[..., Net], tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
@@ -19,8 +18,7 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.recompute import HostOffload
 from lightning_eff.kernels.tile_configs import Shape
-from lightning_eff.models.gpt import GPT
-from lightning_eff.planner.prediction import Prediction, predict
+from lightning_eff.planner.prediction import predict
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.quantized_base import QuantizedBase
 from tests.support.prediction import (
@@ -88,29 +86,6 @@ def test_a_model_is_copied_and_not_changed() -> None:
     found = predict(model, next(iter(loader)), trainer=trainer_of({}))
     assert found == predict(GPT_OF, next(iter(loader)), trainer=trainer_of({}))
     assert all(torch.equal(before[name], p) and p.grad is None for name, p in model.named_parameters())
-
-
-class Unfit(GPT):
-    """Reads values through numpy, which fake tensors cannot provide."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        loss.detach().numpy()
-        return loss
-
-
-def test_a_failure_is_the_reason() -> None:
-    make = functools.partial(Unfit, vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2)
-    found = predict(make, next(iter(loader_for(make))), trainer=trainer_of({}))
-    assert found.peak is None
-    assert "numpy" in found.reason
-
-    def broken() -> GPT:
-        text = "no weights here"
-        raise FileNotFoundError(text)
-
-    found = predict(broken, torch.ones(1), trainer=trainer_of({}))
-    assert found == Prediction(reason="FileNotFoundError: no weights here")
 
 
 def test_a_trainer_for_another_device_is_rejected() -> None:

@@ -7,37 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch import nn
 
 from lightning_eff.core import allocator
 from lightning_eff.kernels import devices
-from lightning_eff.report.meter import FETCH_ACTION, DataWait, Meter, Probe, samples_and_tokens
+from lightning_eff.report.meter import FETCH_ACTION, Meter, Probe, samples_and_tokens
 from lightning_eff.report.recording import Recorder
 
 CPU, LONG = torch.device("cpu"), torch.long
-
-
-@pytest.mark.parametrize("kind", [PassThroughProfiler, SimpleProfiler])
-def test_fetches_alone_add_up_and_the_profiler_is_restored(clock: SimpleNamespace, kind: type[Any]) -> None:
-    profiler = kind()
-    before = dict(vars(profiler))
-    wait = DataWait(profiler)
-    assert type(profiler) is kind
-    for fetch_s, train_s in ((1.0, 10.0), (2.0, 20.0)):
-        with profiler.profile(FETCH_ACTION):
-            clock.now += fetch_s
-        with profiler.profile("run_training_batch"):
-            clock.now += train_s
-    assert (wait.take(), wait.take()) == (3.0, 0.0), "what was taken is gone"
-    if kind is SimpleProfiler:
-        assert len(profiler.recorded_durations["run_training_batch"]) == 2, "it does its own work"
-    wait.close()
-    assert vars(profiler) == before
-    with profiler.profile(FETCH_ACTION):
-        clock.now += 1.0
-    wait.close()
-    assert wait.take() == 0.0, "it hears nothing any more"
 
 
 def run(
