@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.recompute import HostOffload, RecomputedBlock
 
 WIDTH = 8
@@ -164,3 +166,7 @@ def test_odd_blocks_give_the_same_bits(make_block: Callable[[], nn.Module]) -> N
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert hooks is not None
     assert hooks.num_recomputed == 2
+
+
+def test_a_compiled_call_has_the_signature_by_which_keywords_are_placed() -> None:
+    assert list(inspect.signature(CompiledCall(Plain().forward, {})).parameters) == ["x"]
