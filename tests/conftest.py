@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,14 @@ def net() -> Callable[..., Net]:
 def deep() -> Callable[..., Deep]:
     """Return a maker of models with repeated blocks."""
     return _maker(Deep)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return the meter's clock, which stands still until `now` is set."""
+    watch = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("lightning_eff.report.meter.time", SimpleNamespace(perf_counter=lambda: watch.now))
+    return watch
 
 
 @pytest.fixture(scope="module")

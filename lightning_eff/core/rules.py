@@ -101,7 +101,6 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
     """Return what is known about a run so far, description by name; the module may not be known yet."""
     strategy: Any = trainer.strategy
     device = strategy.root_device.type
-    ddp = ddp_options(strategy)
     clips = bool(trainer.gradient_clip_val)
     facts = {
         "run/accumulation": (trainer.accumulate_grad_batches > 1, "accumulate_grad_batches"),
@@ -113,9 +112,11 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
             clips and isinstance(strategy.precision_plugin, MixedPrecision),
             "gradient_clip_val under Lightning's own mixed precision",
         ),
-        "run/static_graph": (bool(ddp.get("static_graph")), "static_graph=True"),
-        "run/unused_parameters": (bool(ddp.get("find_unused_parameters")), "find_unused_parameters=True"),
         # Private attributes of Lightning 2.6's DDPStrategy and FSDPStrategy.
+        "run/static_graph": (
+            bool(getattr(strategy, "_ddp_kwargs", {}).get("static_graph")),
+            "static_graph=True",
+        ),
         "run/comm_hook": (getattr(strategy, "_ddp_comm_hook", None) is not None, "a DDP communication hook"),
         "run/sync_batch_norm": (getattr(strategy, "_layer_sync", None) is not None, "sync_batchnorm=True"),
         "run/strategy_checkpointing": (
@@ -142,11 +143,6 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
         }
     known = {name: description for name, (holds, description) in facts.items() if holds}
     return {f"run/{device}": f"device {device}", **known, **machine_facts(device)}
-
-
-def ddp_options(strategy: object) -> Mapping[str, Any]:
-    """Return the keywords that a strategy passes to DistributedDataParallel; empty if it does not use it."""
-    return getattr(strategy, "_ddp_kwargs", {})  # private in Lightning 2.6
 
 
 def trainer_components(trainer: pl.Trainer) -> list[object]:

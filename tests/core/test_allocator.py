@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +15,38 @@ CPU = torch.device("cpu")
 MIB = 2**20
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """Replace PyTorch's functions by ones that answer with fixed numbers; record each call."""
-    made: list[tuple[str, Any]] = []
-
-    def answer(module: Any, name: str, value: Any) -> None:
-        monkeypatch.setattr(module, name, lambda device=None: made.append((name, device)) or value)
-
-    answer(torch.accelerator, "memory_reserved", 900)
-    answer(torch.accelerator, "empty_cache", None)
-    answer(torch.accelerator, "get_memory_info", (111, 2000))
-    answer(torch.accelerator, "reset_peak_memory_stats", None)
-    answer(torch.accelerator, "max_memory_allocated", 700)
-    answer(torch.mps, "driver_allocated_memory", 90)
-    answer(torch.mps, "recommended_max_memory", 300)
-    answer(torch.mps, "empty_cache", None)
-    return made
+ANSWERS: dict[Any, dict[str, Any]] = {
+    torch.accelerator: {
+        "memory_reserved": 900, "get_memory_info": (111, 2000), "max_memory_allocated": 700,
+        "reset_peak_memory_stats": None, "empty_cache": None,
+    },
+    torch.mps: {"driver_allocated_memory": 90, "recommended_max_memory": 300, "empty_cache": None},
+}  # fmt: skip
+"""What PyTorch's functions answer, in the order in which they are called."""
 
 
-def test_cuda_answers_through_the_accelerator(calls: list[tuple[str, Any]]) -> None:
-    device = torch.device("cuda", 1)
+@pytest.mark.parametrize(
+    ("device", "module", "figures"),
+    [
+        (torch.device("cuda", 1), torch.accelerator, (900, 2000, 700)),
+        (torch.device("mps"), torch.mps, (90, 300, None)),  # it keeps no peak, so none is reset
+    ],
+)
+def test_a_device_answers_through_its_module(
+    device: torch.device, module: Any, figures: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, Any]] = []
+    for owner, answers in ANSWERS.items():
+        for name, value in answers.items():
+            key = (owner, name)
+            monkeypatch.setattr(*key, lambda on=None, key=key, value=value: calls.append((*key, on)) or value)
     assert allocator.has_cache(device)
-    assert allocator.held_bytes(device) == 900
-    assert allocator.total_bytes(device) == 2000
-    assert allocator.peak_bytes(device) == 700
+    found = (allocator.held_bytes(device), allocator.total_bytes(device), allocator.peak_bytes(device))
+    assert found == figures
     allocator.reset_peak(device)
     allocator.empty_cache(device)
-    names = ["memory_reserved", "get_memory_info", "max_memory_allocated", "reset_peak_memory_stats"]
-    assert calls == [*((name, device) for name in names), ("empty_cache", None)]
-
-
-def test_mps_answers_through_its_own_module(calls: list[tuple[str, Any]]) -> None:
-    device = torch.device("mps")
-    assert allocator.has_cache(device)
-    assert allocator.held_bytes(device) == 90
-    assert allocator.total_bytes(device) == 300
-    calls.clear()
-    allocator.empty_cache(device)
-    allocator.reset_peak(device)
-    assert allocator.peak_bytes(device) is None
-    assert calls == [("empty_cache", None)], "it keeps no peak, so none is reset"
+    asked = device if module is torch.accelerator else None
+    assert calls == [(module, name, None if name == "empty_cache" else asked) for name in ANSWERS[module]]
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
@@ -68,13 +58,6 @@ def test_the_cpus_resident_pages_are_held() -> None:
     assert abs(allocator.held_bytes(CPU) - before) < 16 * MIB, "no page of it has been touched"
     block.fill_(1)
     assert 48 * MIB < allocator.held_bytes(CPU) - before < 80 * MIB
-
-
-def test_the_cpu_has_the_machines_memory_and_keeps_no_peak(calls: list[tuple[str, Any]]) -> None:
-    assert allocator.total_bytes(CPU) == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > 0
-    allocator.reset_peak(CPU)
-    assert allocator.peak_bytes(CPU) is None
-    assert calls == []
 
 
 def test_another_c_library_has_nothing_to_empty(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from lightning_eff.callbacks.empty_cache import EmptyCache
-from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.core.arguments import Count, CountOrZero, Fraction, StrPath, accepts, describe
-from lightning_eff.core.errors import ConfigError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.strategy.fsdp2 import FSDP2
@@ -60,8 +58,3 @@ def test_what_is_accepted(hint: Any, accepted: list[Any], refused: list[Any]) ->
 )
 def test_constructors_take_paths_devices_sets_classes_and_numpy_numbers(make: Callable[[], object]) -> None:
     make()
-
-
-def test_every_entry_of_a_schedule_is_checked() -> None:
-    with pytest.raises(ConfigError, match=r"schedule={0: 4, 1: -4}: expected a mapping \(a whole number"):
-        GradientAccumulation(schedule={0: 4, 1: -4})

@@ -13,7 +13,6 @@ from lightning_eff.core.errors import ConfigError, exit_code, root_cause_line, s
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (RuntimeError("shapes differ"), 1),
         (ValueError("the notes say: out of memory"), 1),
         (ConfigError("lr", -1, allowed="a positive number"), 2),
         (errors.UsageError("no such verb"), 2),
@@ -63,19 +62,13 @@ def test_under_puts_a_path_in_front_and_leaves_the_error_as_it_was() -> None:
     [
         ("emty_cache", ["mixed", "empty_cache"], "did you mean 'empty_cache'?"),
         ("bf16", ["bf16_true", "bf16_mixed", "fp16_mixed"], "did you mean 'bf16_mixed' or 'bf16_true'?"),
-        (
-            "epochs",
-            ["every_n_epochs", "min_epochs", "max_epochs"],
-            "did you mean 'max_epochs' or 'min_epochs'?",
-        ),
         ("Linear", ["x.linear", "linearity", "bilinear"], "did you mean 'linearity' or 'x.linear'?"),
         ("a.*", ["a.bcde", "abcdef"], "there are: a.bcde, abcdef"),
-        ("b", ["a", "bcde", "a"], "there are: a, bcde"),
         ("", [], "there are none"),
         (
             "zzz",
-            [f"a{i:02}" for i in range(25)],
-            f"there are: {', '.join(f'a{i:02}' for i in range(24))}, ...",
+            list("abcdefghijklmnopqrstuvwxy"),
+            f"there are: {', '.join('abcdefghijklmnopqrstuvwx')}, ...",
         ),
     ],
 )

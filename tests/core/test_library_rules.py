@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConflictError, ConflictWarning, EnvironmentLacksError
@@ -23,7 +25,7 @@ from lightning_eff.core.technique import Verdict
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.muon import Muon
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
-from tests.support.models import Net, make_loader, make_trainer
+from tests.support.models import Deep, Net, make_loader, make_trainer
 
 FREE = schedulefree.AdamWScheduleFree
 HALF = functools.partial(WarmupDecay, total_steps=4)
@@ -34,15 +36,26 @@ def found(optimizer: Any, *others: Any, run: dict[str, str] | None = None, **key
     return rules.check_rules([choice, *choice.components(), *others], run or {})
 
 
-WHOLE = [torch.optim.Adafactor, torch.optim.Muon, Muon]
+PAGED = bitsandbytes.optim.PagedAdamW8bit
 
 
-@pytest.mark.parametrize("optimizer", WHOLE)
-def test_optimizers_of_whole_matrices_are_refused_where_matrices_are_flattened(optimizer: Any) -> None:
-    findings = found(optimizer, DeepSpeedStrategy)
-    assert {f.rule.verdict for f in findings} == {Verdict.REFUSED}
-    assert found(torch.optim.AdamW, DeepSpeedStrategy) == []
-    assert found(optimizer) == []
+@pytest.mark.parametrize(
+    ("optimizers", "others", "run", "verdict"),
+    [
+        ([torch.optim.Adafactor, torch.optim.Muon, Muon], [DeepSpeedStrategy], {}, Verdict.REFUSED),
+        ([PAGED, CpuOffload], [FSDPStrategy, ModelParallelStrategy], {}, Verdict.REFUSED),
+        ([PAGED, CpuOffload], [None], {"run/cpu": "device cpu"}, Verdict.WARNED),
+        ([FREE], [WeightAveraging, StochasticWeightAveraging], {}, Verdict.REFUSED),
+    ],
+)
+def test_an_optimizer_is_judged_beside_what_it_cannot_be_with(
+    optimizers: list[Any], others: list[Any], run: dict[str, str], verdict: Verdict
+) -> None:
+    for optimizer, other in itertools.product(optimizers, others):
+        assert {finding.rule.verdict for finding in found(optimizer, other, run=run)} == {verdict}
+        assert found(optimizer) == []
+        assert found(torch.optim.AdamW, other, run=run) == []
+    assert found(bitsandbytes.optim.AdamW8bit, run={"run/cpu": "device cpu"}) == []
 
 
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamWFp8"])
@@ -53,26 +66,6 @@ def test_torchaos_optimizers_need_a_compiler(kind: str) -> None:
         rules.raise_rejected([finding])
     assert found(getattr(torchao.optim, kind), run={"machine/compiler": "g++"}) == []
     assert found(bitsandbytes.optim.AdamW8bit) == [], "a class of the same name and another package"
-
-
-@pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy])
-def test_bitsandbytes_is_refused_where_state_is_sharded(strategy: Any) -> None:
-    (finding,) = found(bitsandbytes.optim.PagedAdamW8bit, strategy)
-    assert finding.rule.remedies == ("optimizer=adamw_8bit",)
-    (finding,) = found(CpuOffload, strategy)
-    assert "itself places the optimizer state" in finding.rule.reason
-
-
-def test_paged_and_offloaded_state_has_nowhere_to_go_on_a_cpu() -> None:
-    cpu = {"run/cpu": "device cpu"}
-    for optimizer in (bitsandbytes.optim.PagedAdamW8bit, CpuOffload):
-        assert [f.rule.verdict for f in found(optimizer, run=cpu)] == [Verdict.WARNED]
-    assert found(bitsandbytes.optim.AdamW8bit, run=cpu) == []
-
-
-@pytest.mark.parametrize("average", [WeightAveraging, StochasticWeightAveraging])
-def test_two_averages_of_the_weights_are_refused(average: Any) -> None:
-    assert [f.rule.verdict for f in found(FREE, average)] == [Verdict.REFUSED]
 
 
 def test_schedule_free_warns_of_a_schedule_and_of_batch_norms(net: Callable[..., Net]) -> None:
@@ -102,9 +95,6 @@ def test_fused_with_clipping_under_lightnings_own_mixed_precision_is_refused(net
 
 
 def test_a_modules_own_optimizer_is_judged_by_the_first_technique_that_looks(net: Callable[..., Net]) -> None:
-    from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
-    from tests.support.models import Deep
-
     model = Deep()
     model.configure_optimizers = lambda: FREE(model.parameters(), lr=0.01)
     trainer = make_trainer(callbacks=[WeightAveraging(), GradientCheckpointing()])

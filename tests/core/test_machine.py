@@ -37,13 +37,5 @@ def test_a_compiler_is_looked_for_by_its_variable_first(
     assert machine.find_compiler(device) == f"/bin/{programs[0]}"
     monkeypatch.setenv(variable, programs[1])
     assert machine.find_compiler(device) == f"/bin/{programs[1]}"
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     monkeypatch.setattr(machine.shutil, "which", lambda _: None)
     assert machine.find_compiler(device) is None
-
-
-def test_facts_of_the_machine_name_a_compiler_and_what_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    for compiler, named in (("/bin/c++", {"machine/compiler"}), (None, set())):
-        monkeypatch.setattr(machine, "find_compiler", lambda _, found=compiler: found)
-        assert set(machine.machine_facts("cpu")) == {"machine/emulated_float16", *named}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
@@ -96,34 +96,18 @@ def test_a_configure_model_on_the_instance_comes_back() -> None:
     assert model.configure_model is own
 
 
-def test_the_same_change_queued_twice_counts_once() -> None:
+def test_a_queued_change_counts_once_also_in_a_copy_and_lightning_finds_it() -> None:
     log: list[Any] = []
     model, trainer, callback = Net(), make_trainer(), Queues(Stage.TILE, log)
+    assert not is_overridden("configure_model", model)
     for _ in range(2):
         model_surgery.queue(trainer, model, Stage.TILE, callback.change)
-    model.configure_model()
-    assert log == [("TILE", True, False)]
-
-
-def test_a_copy_of_a_queued_module_changes_itself() -> None:
-    model, seen = Net(), []
-    model_surgery.queue(make_trainer(), model, Stage.TILE, seen_ids(seen))
+    assert is_overridden("configure_model", model)
     twin = copy.deepcopy(model)
     twin.configure_model()
-    assert seen == [id(twin)]
-
-
-def seen_ids(seen: list[int]) -> Callable[[nn.Module], int]:
-    return lambda model: seen.append(id(model)) or 0
-
-
-def test_lightning_finds_configure_model_overridden() -> None:
-    from lightning.pytorch.utilities.model_helpers import is_overridden
-
-    model = Net()
-    assert not is_overridden("configure_model", model)
-    model_surgery.queue(make_trainer(), model, Stage.TILE, len)
-    assert is_overridden("configure_model", model)
+    assert log == [("TILE", True, False)]
+    assert "_TILE" in twin.__dict__
+    assert "_TILE" not in model.__dict__, "the copy changes itself"
     model_surgery.restore(model)
     pickle.dumps(model)
 
@@ -138,42 +122,39 @@ class Other(Layer):
     pass
 
 
-class MixtureLayer(nn.Module):
-    """A layer with experts below it, as Mixtral's: the layer is the block, not the expert."""
+class Part(nn.Module):
+    """Has the children that it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, **children: nn.Module) -> None:
         super().__init__()
-        self.attention = Layer()
-        self.mixture = nn.Module()
-        self.mixture.experts = nn.ModuleList(Layer() for _ in range(4))
+        for name, child in children.items():
+            self.add_module(name, child)
 
 
-class StageOfBlocks(nn.Module):
-    """A stage of a hierarchical model: its blocks are meant, not the stage."""
+def layers(count: int) -> nn.ModuleList:
+    return nn.ModuleList(Layer() for _ in range(count))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Layer() for _ in range(2))
-        self.downsample = Layer()
+
+def mixture() -> nn.Module:
+    """Return a layer with experts below it, as Mixtral's: the layer is the block, not the expert."""
+    return Part(attention=Layer(), mixture=Part(experts=layers(4)))
+
+
+def stage() -> nn.Module:
+    """Return a stage of a hierarchical model: its blocks are meant, not the stage."""
+    return Part(blocks=layers(2), downsample=Layer())
 
 
 def stack(*parts: nn.Module) -> nn.Module:
-    model = nn.Module()
-    model.embedding = nn.Embedding(3, 2)
-    model.layers = nn.ModuleList(parts)
-    model.head = nn.Linear(2, 3)
-    return model
+    return Part(embedding=nn.Embedding(3, 2), layers=nn.ModuleList(parts), head=nn.Linear(2, 3))
 
 
+SHARED = stack(Layer(), Layer())
 TREES = {
     "a stack": (lambda: stack(*(Layer() for _ in range(3))), ["layers.0", "layers.1", "layers.2"]),
     "one of its kind": (lambda: stack(Layer(), Other(), Layer()), ["layers.0", "layers.2"]),
-    "experts": (lambda: stack(MixtureLayer(), MixtureLayer()), ["layers.0", "layers.1"]),
-    "stages": (
-        lambda: stack(StageOfBlocks(), StageOfBlocks()),
-        [f"layers.{i}.blocks.{j}" for i in range(2) for j in range(2)],
-    ),
-    "leaves alone": (lambda: nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), []),
+    "experts": (lambda: stack(mixture(), mixture()), ["layers.0", "layers.1"]),
+    "stages": (lambda: stack(stage(), stage()), [f"layers.{i}.blocks.{j}" for i in "01" for j in "01"]),
     "encoder and decoder": (
         lambda: nn.Transformer(8, 2, 2, 3, 8, batch_first=True),
         [f"encoder.layers.{i}" for i in range(2)] + [f"decoder.layers.{i}" for i in range(3)],
@@ -189,18 +170,12 @@ TREES = {
         ),
         ["1.modules_to_save.default.0", "1.modules_to_save.default.1"],
     ),
-    "a stack used twice": (lambda: twice(stack(Layer(), Layer())), ["a.layers.0", "a.layers.1"]),
+    "a stack used twice": (lambda: Part(a=SHARED, b=SHARED), ["a.layers.0", "a.layers.1"]),
 }
 
 
 def adapted(model: nn.Module, **keywords: Any) -> nn.Module:
     adapt(model, **keywords)
-    return model
-
-
-def twice(part: nn.Module) -> nn.Module:
-    model = nn.Module()
-    model.a, model.b = part, part
     return model
 
 

@@ -6,20 +6,16 @@ import ast
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
-from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.config import composition
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning
 from lightning_eff.core.library_rules import LIBRARY_RULES
 from lightning_eff.core.remedies import format_remedies, keep_overrides, override_as_python
 from lightning_eff.core.rules import RuleFinding
-from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.run import build_trainer
 from tests.support.models import Net, make_loader, make_trainer
 
@@ -131,31 +127,10 @@ def test_an_override_in_python(remedy: str, python: str) -> None:
 
 
 def test_a_plain_trainer_is_told_python(net: Callable[..., Net]) -> None:
-    accumulation = GradientAccumulation(global_batch_size=10)
-    with pytest.raises(ConfigError, match=r"(?m)^  try: GradientAccumulation\(global_batch_size=8\)$"):
-        make_trainer(callbacks=[accumulation]).fit(net(), make_loader())
     with pytest.raises(ConfigError, match=r'(?m)^  try: MicroBatch\(micro_batch_size="auto"\)$'):
         MicroBatch(micro_batch_size=4, find=True)
-
-    class Manual(Net):
-        automatic_optimization = False
-
+    model = net()
+    model.automatic_optimization = False
     with pytest.raises(ConflictError, match=r"(?m)^  try: remove MicroBatch$"):
-        make_trainer(callbacks=[MicroBatch()]).fit(Manual(), make_loader())
+        make_trainer(callbacks=[MicroBatch()]).fit(model, make_loader())
     assert "try: Trainer(devices=2)" in str(ConflictWarning("no\n  try: trainer.devices=2"))
-
-
-def test_what_a_modules_own_code_is_refused_for_is_gone_with_its_remedy(net: Callable[..., Net]) -> None:
-    factory = functools.partial(InBackward, lr=0.01)
-
-    class Clips(Net):
-        def configure_gradient_clipping(self, *arguments: Any, **keywords: Any) -> None:
-            del arguments, keywords
-
-    trainer = make_trainer(callbacks=[OptimizerChoice(optimizer=factory)])
-    with pytest.raises(
-        ConflictError, match=r"try: partial\(InBackward, max_parameter_norm=1.0\) in place of that method"
-    ):
-        trainer.fit(Clips(), make_loader())
-    normed = functools.partial(factory, max_parameter_norm=1.0)
-    make_trainer(callbacks=[OptimizerChoice(optimizer=normed)], max_steps=1).fit(net(), make_loader())

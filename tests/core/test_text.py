@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -10,25 +11,18 @@ from lightning_eff.core.text import human_bytes, human_count, text_table
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "shown"),
+    ("human", "shown"),
     [
-        (1023, "1023 B"), (1024, "1.0 KiB"), (-2048, "-2.0 KiB"), (2**20 - 1, "1.0 MiB"),
-        (1.5 * 2**30, "1.5 GiB"), (2**40, "1.0 TiB"), (5000 * 2**40, "5000.0 TiB"),
+        (human_bytes, {1023: "1023 B", 1024: "1.0 KiB", -2048: "-2.0 KiB", 2**20 - 1: "1.0 MiB"}),
+        (human_bytes, {1.5 * 2**30: "1.5 GiB", 2**40: "1.0 TiB", 5000 * 2**40: "5000.0 TiB"}),
+        (human_count, {0: "0", 999: "999", 1000: "1.0k", -1500: "-1.5k", 2.5e9: "2.5G", 999_960: "1.0M"}),
+        (human_count, {999.7: "1.0k", 989.4e12: "989.4T", 1.2e16: "12.0P"}),
     ],
-)  # fmt: skip
-def test_bytes_are_shown_in_binary_units(num_bytes: float, shown: str) -> None:
-    assert human_bytes(num_bytes) == shown
-
-
-@pytest.mark.parametrize(
-    ("count", "shown"),
-    [
-        (0, "0"), (999, "999"), (1000, "1.0k"), (-1500, "-1.5k"), (2.5e9, "2.5G"), (999_960, "1.0M"),
-        (999.7, "1.0k"), (989.4e12, "989.4T"), (1.2e16, "12.0P"),
-    ],
-)  # fmt: skip
-def test_counts_are_shown_with_decimal_prefixes(count: float, shown: str) -> None:
-    assert human_count(count) == shown
+)
+def test_bytes_have_binary_units_and_counts_decimal_prefixes(
+    human: Callable[[float], str], shown: dict[float, str]
+) -> None:
+    assert {number: human(number) for number in shown} == shown
 
 
 def test_columns_begin_below_each_other_and_lines_end_with_words() -> None:

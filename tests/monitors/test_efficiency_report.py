@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.profilers import SimpleProfiler
 
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.checkpoint_io import durable
@@ -19,7 +21,6 @@ from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.monitors.efficiency_report import LEDGER_FILE, PAGE_FILE, EfficiencyReport
 from lightning_eff.precision.auto import AutoPrecision
-from lightning_eff.report import meter
 from tests.support.models import Net, make_loader, make_trainer
 
 
@@ -74,26 +75,23 @@ class FailsAtFive(Net):
         return super().training_step(batch, batch_idx)
 
 
-def written_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a save in the background be under way when the run ends."""
+@pytest.mark.parametrize(("fails", "asynchronous"), [(True, False), (True, True), (False, True)])
+def test_a_checkpoint_that_is_saved_as_the_run_ends_is_in_the_report(
+    fails: bool, asynchronous: bool, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     whole = durable.write_with_digest
 
     def slow(*arguments: Any) -> Any:
+        """Let a save in the background be under way when the run ends."""
         time.sleep(0.5)
         return whole(*arguments)
 
     monkeypatch.setattr(durable, "write_with_digest", slow)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_checkpoint_that_is_saved_when_the_run_fails_is_in_the_report(
-    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    written_slowly(monkeypatch)
-    saver = ModelCheckpoint(tmp_path, save_on_exception=True)
-    plugins = [Durable(asynchronous=asynchronous)]
-    with caplog.at_level("INFO"), pytest.raises(RuntimeError, match="the label is missing"):
-        fit(FailsAtFive(), tmp_path, saver, plugins=plugins, enable_checkpointing=True)
+    saver = ModelCheckpoint(tmp_path, save_on_exception=True, every_n_train_steps=10)
+    keywords = {"plugins": [Durable(asynchronous=asynchronous)], "enable_checkpointing": True}
+    failure = pytest.raises(RuntimeError, match="the label is missing") if fails else nullcontext()
+    with caplog.at_level("INFO"), failure:
+        fit(FailsAtFive() if fails else Net(), tmp_path, saver, **keywords)
     (row,) = json.loads((tmp_path / LEDGER_FILE).read_text())["ledger"]
     assert (row["status"], row["numbers"]["num_saves"]) == ("applied", 1)
     (path,) = tmp_path.glob("*.ckpt")
@@ -101,15 +99,6 @@ def test_a_checkpoint_that_is_saved_when_the_run_fails_is_in_the_report(
     printed = [record.getMessage() for record in caplog.records if "Efficiency report" in record.getMessage()]
     assert len(printed) == 1
     assert "saved once" in printed[0]
-
-
-def test_a_checkpoint_in_the_background_is_written_before_the_report(
-    net: Callable[..., Net], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written_slowly(monkeypatch)
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=10)
-    report = fit(net(), tmp_path, saver, plugins=[Durable(asynchronous=True)], enable_checkpointing=True)
-    assert report["ledger"][0]["numbers"]["num_saves"] == 1
 
 
 def test_a_failed_run_is_reported_when_its_last_checkpoint_fails_too(tmp_path: Path) -> None:
@@ -125,35 +114,17 @@ def test_a_failed_run_is_reported_when_its_last_checkpoint_fails_too(tmp_path: P
     assert report["reason"] == "RuntimeError: the label is missing"
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Return a clock that stands still until `now` is set."""
-    watch = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: watch.now))
-    return watch
+def test_waiting_for_data_is_seen_and_validation_is_not_part_of_a_batch(
+    clock: SimpleNamespace, tmp_path: Path
+) -> None:
+    class Timed(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            clock.now += 1.0
+            return super().training_step(batch, batch_idx)
 
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            clock.now += 100.0
 
-class Timed(Net):
-    """Takes a second for a training step and a hundred for a validation step, by a clock that is given."""
-
-    def __init__(self, clock: SimpleNamespace) -> None:
-        super().__init__()
-        self.clock = clock
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.clock.now += 1.0
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.clock.now += 100.0
-
-
-def test_validation_is_not_part_of_a_batchs_time(clock: SimpleNamespace, tmp_path: Path) -> None:
-    measured = fit(Timed(clock), tmp_path, val_check_interval=2, num_sanity_val_steps=0)["measured"]
-    assert measured["batch_time_s"] == measured["batch_time_p90_s"] == 1.0
-
-
-def test_waiting_for_data_is_seen(clock: SimpleNamespace, tmp_path: Path) -> None:
     class SlowData(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
             return 40
@@ -164,8 +135,14 @@ def test_waiting_for_data_is_seen(clock: SimpleNamespace, tmp_path: Path) -> Non
 
     report = EfficiencyReport(dirpath=str(tmp_path))
     loader = torch.utils.data.DataLoader(SlowData(), batch_size=4)
-    make_trainer(callbacks=[report]).fit(Timed(clock), loader)
-    assert report.report["measured"]["data_wait_share"] == 0.8, "four samples a batch, one step"
+    profiler = SimpleProfiler()
+    keywords = {"val_check_interval": 2, "num_sanity_val_steps": 0, "profiler": profiler}
+    trainer = make_trainer(callbacks=[report], **keywords)
+    trainer.fit(Timed(), loader, make_loader(4))
+    measured = report.report["measured"]
+    assert measured["batch_time_s"] == measured["batch_time_p90_s"] == 5.0, "four samples, one step"
+    assert measured["data_wait_share"] == 0.8
+    assert len(profiler.recorded_durations["run_training_batch"]) == 10, "the profiler does its own work"
 
 
 def test_of_several_reports_the_first_reports(net: Callable[..., Net], tmp_path: Path) -> None:
@@ -178,21 +155,19 @@ def test_of_several_reports_the_first_reports(net: Callable[..., Net], tmp_path:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
-def test_a_compiled_model_is_timed_and_not_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_a_compiled_model_is_timed_and_not_counted(how: str, tmp_path: Path) -> None:
     class Block(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.tanh() * 2
 
-    class WithBlock(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block()
-            self.block.compile(fullgraph=True, backend="eager")
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(self.block(x))
-
-    measured = fit(WithBlock(), tmp_path)["measured"]
+    model, block = Net(), Block()
+    if how == "in place":
+        block.compile(fullgraph=True, backend="eager")
+    else:
+        block = torch.compile(block, fullgraph=True, backend="eager")
+    model.dropout = block
+    measured = fit(model, tmp_path)["measured"]
     assert measured["flops_per_sample"] is None
     assert measured["peak_bytes"] is None
     assert measured["num_batches"] > 0

@@ -18,19 +18,15 @@ def show(net: Callable[..., Net], capsys: pytest.CaptureFixture[str], progress: 
     return [line for line in capsys.readouterr().err.splitlines() if "step " in line and "left" in line]
 
 
-def test_every_batch_gets_a_line_when_lines_are_due(
-    net: Callable[..., Net], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("seconds", "steps"), [(1e-9, [*range(1, 11), 10]), (1e9, [10])])
+def test_lines_come_when_they_are_due_and_at_the_end(
+    net: Callable[..., Net], capsys: pytest.CaptureFixture[str], seconds: float, steps: list[int]
 ) -> None:
-    lines = show(net, capsys, Progress(every_n_seconds=1e-9))
-    assert [line.split()[1] for line in lines] == [f"{step}/10" for step in [*range(1, 11), 10]]
-    assert "train_loss" in lines[3]
-    assert "samples/s" in lines[3]
-
-
-def test_a_long_interval_leaves_the_last_line(
-    net: Callable[..., Net], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert [line.split()[1] for line in show(net, capsys, Progress(every_n_seconds=1e9))] == ["10/10"]
+    lines = show(net, capsys, Progress(every_n_seconds=seconds))
+    assert [line.split()[1] for line in lines] == [f"{step}/10" for step in steps]
+    middle = lines[len(lines) // 2]
+    assert "train_loss" in middle
+    assert "samples/s" in middle
 
 
 def test_a_terminals_line_is_rewritten(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,36 +19,26 @@ def fit(sample: TextSample, text_cache: Path, folder: Path) -> GPT:
     torch.manual_seed(0)
     model = GPT(vocab_size=300, context_length=16, d_model=16, num_layers=1, num_heads=2, dropout=0.5)
     data = PythonSource(
-        vocab_size=300,
-        context_length=16,
-        batch_size=2,
-        source_dir=str(text_cache),
-        cache_dir=str(folder),
+        vocab_size=300, context_length=16, batch_size=2, source_dir=str(text_cache), cache_dir=str(folder)
     )
     make_trainer(callbacks=[sample], max_steps=2, limit_val_batches=1).fit(model, datamodule=data)
     return model
 
 
-def test_sample_goes_on_from_the_prompt_and_repeats(
-    text_cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_sample_goes_on_from_the_prompt_and_repeats_and_random_state_is_untouched(
+    text_cache: Path, tmp_path: Path
 ) -> None:
-    first, second = TextSample(prompt="def ", num_tokens=8), TextSample(prompt="def ", num_tokens=8)
-    model = fit(first, text_cache, tmp_path)
-    with caplog.at_level(logging.INFO):
-        logging.getLogger("lightning.pytorch").propagate = True
-        fit(second, text_cache, tmp_path)
-    assert first.text.startswith("def ")
-    assert len(first.text) > len("def ")
-    assert first.text == second.text
-    assert model.training, "the module is in the mode that it was in"
-
-
-def test_random_state_is_untouched(text_cache: Path, tmp_path: Path) -> None:
-    states = []
-    for sample in (TextSample(num_tokens=1), TextSample(num_tokens=9)):
-        fit(sample, text_cache, tmp_path)
+    texts, states = [], []
+    for num_tokens in (8, 8, 1):
+        sample = TextSample(prompt="def ", num_tokens=num_tokens)
+        model = fit(sample, text_cache, tmp_path)
+        assert model.training, "the module is in the mode that it was in"
+        texts.append(sample.text)
         states.append(torch.random.get_rng_state())
-    assert torch.equal(*states)
+    assert texts[0].startswith("def ")
+    assert len(texts[0]) > len("def ")
+    assert texts[0] == texts[1] != texts[2]
+    assert torch.equal(states[0], states[2])
 
 
 def test_a_module_that_cannot_write_is_refused_with_the_remedy(net: Callable[..., Net]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,27 +19,15 @@ from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.planner.dry_run import ExampleBatch
 from lightning_eff.planner.prediction import Prediction
 
-SMALL = ["trainer.accelerator=cpu", "model.num_layers=2", "model.d_model=32", "data.context_length=32"]
+SMALL = ["trainer.accelerator=cpu", "model.num_layers=2", "model.d_model=32"]
+ONE_TOKEN = ["data.batch_size=1", "data.context_length=2"]
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def known(memory_bytes: int, **peaks: int) -> AdvisedRecipe:
+    """Return a recipe of 16 samples whose peaks are given: 1000 bytes without options."""
+    saved = {name.replace("__", "="): size for name, size in peaks.items()}
 
-
-def composer(*words: str) -> Callable[[Sequence[str]], Mapping[str, Any]]:
-    def compose(more: Sequence[str]) -> Mapping[str, Any]:
-        return composition.compose_recipe("baseline", [*SMALL, *words, *more], RecipePath.of([])).values
-
-    return compose
-
-
-class Known(AdvisedRecipe):
-    """A recipe of 16 samples whose peaks are given: 1000 bytes without options."""
-
-    peaks: Mapping[str, int]
-
-    def forecast(self, options: tuple[str, ...]) -> Any:
+    def forecast(options: tuple[str, ...]) -> Any:
         size, flops = 1000, 100
         for word in options:
             if word == "optimizer=adamw_8bit_bnb":
@@ -47,21 +35,16 @@ class Known(AdvisedRecipe):
                 raise ConflictError(msg)
             name, _, value = word.rpartition("=")
             if name.endswith("micro_batch_size"):
-                size -= self.peaks.get("micro_batch", 0) * (16 - int(value))
-            size -= self.peaks.get(word, 0)
+                size -= saved.get("micro_batch", 0) * (16 - int(value))
+            size -= saved.get(word, 0)
             flops += 33 * (word == "+callbacks=gradient_checkpointing")
         prediction = Prediction(flops=flops)
         return SimpleNamespace(num_bytes=size, peak=SimpleNamespace(phase="step"), prediction=prediction)
 
-
-def known(memory_bytes: int, **peaks: int) -> Known:
-    def compose(words: Sequence[str]) -> Mapping[str, Any]:
-        return {"data": {"batch_size": 16}, "callbacks": {}}
-
-    data: Any = None
-    example = ExampleBatch(data, None, None, 16)
-    recipe = Known(compose, DeviceMemory("here", memory_bytes), example)
-    object.__setattr__(recipe, "peaks", {name.replace("__", "="): size for name, size in peaks.items()})
+    values: Any = {"data": {"batch_size": 16}, "callbacks": {}}
+    example = ExampleBatch(values, None, None, 16)
+    recipe = AdvisedRecipe(lambda _: values, DeviceMemory("here", memory_bytes), example)
+    object.__setattr__(recipe, "forecast", forecast)
     return recipe
 
 
@@ -108,7 +91,9 @@ def test_time_is_bounded() -> None:
     assert "time ran out" in str(found)
 
 
-def test_checkpointing_saves_nothing_if_the_peak_is_in_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpointing_saves_nothing_if_the_peak_is_in_the_update(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """With a batch of one token there is nothing to recompute, and the optimizer's state is what counts."""
     tried = (
         ("+callbacks=gradient_checkpointing",),
@@ -116,7 +101,11 @@ def test_checkpointing_saves_nothing_if_the_peak_is_in_the_update(monkeypatch: p
         ("optimizer=in_backward", "trainer.gradient_clip_val=null"),
     )
     monkeypatch.setattr(advice, "CANDIDATES", tried)
-    compose = composer("data.batch_size=1", "data.context_length=2")
+    monkeypatch.chdir(tmp_path)
+
+    def compose(more: Sequence[str]) -> Mapping[str, Any]:
+        return composition.compose_recipe("baseline", [*SMALL, *ONE_TOKEN, *more], RecipePath.of([])).values
+
     recipe = AdvisedRecipe.of(compose, DeviceMemory("here", 2**40))
     found = {each.words: each for each in recipe.alone((), time.monotonic() + 900.0)}
     assert found[tried[0]].why == "saves nothing here"

@@ -17,12 +17,10 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
-from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
-from lightning_eff.planner.prediction import predict
 from lightning_eff.precision.auto import AutoPrecision
-from tests.support.prediction import CNN_OF, GPT_OF, Encoder, Llama, choice, loader_for, trainer_of
+from tests.support.prediction import CNN_OF, GPT_OF, Encoder, Llama, assert_predicted_is_measured, choice
 
 Plugins = dict[str, Any]
 STEPS: dict[str, Callable[[], Plugins]] = {
@@ -114,20 +112,10 @@ def test_predicted_is_measured_in_every_phase(model: str, names: tuple[str, ...]
     make, own = MODELS[model]
 
     def plugins() -> Plugins:
-        """Return new ones: a technique is used up by a run."""
         merged: Plugins = {}
         for given in (own(), *(factor[name]() for factor, name in zip(FACTORS, names, strict=True))):
             callbacks = [*merged.get("callbacks", []), *given.get("callbacks", [])]
             merged |= {**given, "callbacks": callbacks}
         return merged
 
-    loader = loader_for(make)
-    found = predict(make, next(iter(loader)), trainer=lambda: trainer_of(plugins()), num_batches=len(loader))
-    assert found.reason == ""
-    assert found.peak is not None
-    report = EfficiencyReport(dirpath=str(tmp_path))
-    trainer_of(plugins(), report).fit(make(), loader)
-    measured = report.report["memory"]
-    assert found.peak.num_bytes == report.report["measured"]["peak_bytes"] == measured["num_bytes"]
-    assert found.peak.by_phase == measured["by_phase"]
-    assert found.peak.by_category == measured["by_category"]
+    assert_predicted_is_measured(make, plugins, tmp_path)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import pytest
@@ -92,62 +92,39 @@ def test_an_override_that_fits_is_named_and_trains_to_the_end(
     assert code == 0, err
 
 
-def test_without_an_override_that_fits_the_message_says_so(
+def test_without_an_override_that_fits_the_message_says_so_also_where_there_is_no_model(
     tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_memory, "host_memory_limit", lambda: HostMemoryLimit("", 101 * 1024, 100 * 1024))
-    monkeypatch.setattr(out_of_memory, "BUDGET_S", 1.0)
-    code, _, err = command(*words_for("SmallNone", tiny))
-    assert code == 4
-    assert message(err)[-1] == "  no override was found with which a step fits"
-
-
-def test_a_model_that_does_not_fit_is_one_message_too(
-    tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(out_of_memory, "BUDGET_S", 0.0)
     code, _, err = command(*words_for("NoRoom", tiny))
-    assert code == 4
-    assert message("\n" + err)[0] == "error: out of memory during setup"
+    assert (code, message("\n" + err)[0]) == (4, "error: out of memory during setup")
     assert not Path("outputs/baseline").exists()
-
-
-class OutOf(Net):
-    """Out of memory in one hook."""
-
-    def __init__(self, hook: str) -> None:
-        super().__init__()
-        self.hook = hook
-
-    def fail(self, hook: str) -> None:
-        if hook == self.hook:
-            raise MemoryError
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.fail("training_step")
-        loss = super().training_step(batch, batch_idx)
-        loss.register_hook(lambda _: self.fail("backward"))
-        return loss
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.fail("optimizer_step")
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.fail("validation_step")
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.fail("save_checkpoint")
+    code, _, err = command(*words_for("SmallNone", tiny))
+    assert (code, message(err)[-1]) == (4, "  no override was found with which a step fits")
 
 
 @pytest.mark.parametrize(
-    "hook", ["training_step", "backward", "optimizer_step", "validation_step", "save_checkpoint"]
+    ("phase", "hook"),
+    [
+        ("training_step", "training_step"),
+        ("backward", "on_after_backward"),
+        ("optimizer_step", "on_before_optimizer_step"),
+        ("validation_step", "validation_step"),
+        ("save_checkpoint", "on_save_checkpoint"),
+    ],
 )
-def test_the_phase_is_read_from_the_traceback(hook: str, tmp_path: Path) -> None:
+def test_the_phase_is_read_from_the_traceback(phase: str, hook: str, tmp_path: Path) -> None:
+    def fail(*_: Any) -> NoReturn:
+        raise MemoryError
+
     saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
     trainer = make_trainer(callbacks=[saver], enable_checkpointing=True, val_check_interval=2)
+    model = Net()
+    setattr(model, hook, fail)
     with pytest.raises(MemoryError) as failed:
-        trainer.fit(OutOf(hook), make_loader(), make_loader(4))
-    assert phase_of(failed.value) == out_of_memory.PHASES[hook]
+        trainer.fit(model, make_loader(), make_loader(4))
+    assert phase_of(failed.value) == out_of_memory.PHASES[phase]
 
 
 def test_locals_in_the_traceback_are_freed() -> None:

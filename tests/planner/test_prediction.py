@@ -10,22 +10,25 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
 
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.recompute import HostOffload
-from lightning_eff.models.gpt import GPT
-from lightning_eff.monitors.efficiency_report import EfficiencyReport
-from lightning_eff.planner.prediction import Prediction, predict, predict_step
+from lightning_eff.kernels.tile_configs import Shape
+from lightning_eff.planner.prediction import predict
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.quantized_base import QuantizedBase
-from lightning_eff.report.meter import Probe
-from lightning_eff.report.peak import Peak
-from lightning_eff.report.recording import Recorder
-from tests.support.prediction import CNN_OF, GPT_OF, choice, loader_for, trainer_of
+from tests.support.prediction import (
+    CNN_OF,
+    GPT_OF,
+    assert_predicted_is_measured,
+    choice,
+    loader_for,
+    trainer_of,
+)
 
 Plugins = Callable[[], dict[str, Any]]
 
@@ -62,39 +65,18 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_predicted_is_measured(name: str, tmp_path: Path) -> None:
     make, extra = CASES[name]
-    loader = loader_for(make)
-    found = predict(make, next(iter(loader)), trainer=lambda: trainer_of(extra()), num_batches=len(loader))
-    assert found.reason == ""
-    report = EfficiencyReport(dirpath=str(tmp_path))
-    trainer_of(extra(), report).fit(make(), loader)
-    assert found.peak is not None
-    assert found.peak.num_bytes == report.report["measured"]["peak_bytes"]
-    assert sum(found.peak.by_category.values()) == found.peak.num_bytes
+    assert_predicted_is_measured(make, extra, tmp_path)
 
 
-def test_categories_are_those_of_a_real_run() -> None:
-    """The same record of a real run, and of a copy of a model that has its weights already."""
-    real, batch = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.ones(8, 64)
-    adamw = functools.partial(torch.optim.AdamW, foreach=False)
+@pytest.mark.parametrize("size", [4, 2])
+def test_the_rows_of_linear_layers_are_those_of_a_micro_batch(size: int) -> None:
+    def trainer() -> pl.Trainer:
+        window, parts = GradientAccumulation(global_batch_size=8), MicroBatch(micro_batch_size=size)
+        return trainer_of({"callbacks": [TritonGemm(min_features=16), window, parts]})
 
-    def step(net: nn.Module, x: Tensor) -> Tensor:
-        return net(x).square().mean()
-
-    found = predict_step(real, batch, step, adamw)
-    recorder, optimizer = Recorder(), adamw(real.parameters())
-    probe = Probe(recorder)
-    for _ in range(2):
-        probe.begin(batch, real, [optimizer])
-        step(real, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        probe.end()
-    measured = Peak.of(recorder)
-    assert found.peak is not None
-    assert found.peak.by_phase == measured.by_phase
-    assert found.peak.holders == measured.holders
-    assert found.in_blocks is not None
-    assert found.in_blocks.num_bytes == Peak.of(recorder, block_bytes=512).num_bytes
+    found = predict(GPT_OF, next(iter(loader_for(GPT_OF))), trainer=trainer, num_batches=10).gemms
+    assert {shape.M for shape in found.values()} == {size * 16}
+    assert found["blocks.0.mlp.up"] == Shape.packed(size * 16, 128, 32, torch.float32)
 
 
 def test_a_model_is_copied_and_not_changed() -> None:
@@ -104,29 +86,6 @@ def test_a_model_is_copied_and_not_changed() -> None:
     found = predict(model, next(iter(loader)), trainer=trainer_of({}))
     assert found == predict(GPT_OF, next(iter(loader)), trainer=trainer_of({}))
     assert all(torch.equal(before[name], p) and p.grad is None for name, p in model.named_parameters())
-
-
-class Unfit(GPT):
-    """Reads values through numpy, which fake tensors cannot provide."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        loss.detach().numpy()
-        return loss
-
-
-def test_a_failure_is_the_reason() -> None:
-    make = functools.partial(Unfit, vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2)
-    found = predict(make, next(iter(loader_for(make))), trainer=trainer_of({}))
-    assert found.peak is None
-    assert "numpy" in found.reason
-
-    def broken() -> GPT:
-        text = "no weights here"
-        raise FileNotFoundError(text)
-
-    found = predict(broken, torch.ones(1), trainer=trainer_of({}))
-    assert found == Prediction(reason="FileNotFoundError: no weights here")
 
 
 def test_a_trainer_for_another_device_is_rejected() -> None:

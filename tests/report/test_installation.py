@@ -13,62 +13,55 @@ from lightning_eff.report import installation
 from lightning_eff.report.installation import inspect_machine
 
 
-def find(what: str) -> installation.CheckResult:
-    return next(finding for finding in inspect_machine() if finding.what == what)
+def found() -> dict[str, installation.CheckResult]:
+    return {check.what: check for check in inspect_machine()}
 
 
-def test_an_untested_version_is_a_note_with_the_tested_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = metadata.version
-    assert find("torch").status == "ok", "a build's suffix (+cpu) makes no difference"
-    monkeypatch.setattr(metadata, "version", lambda name: "2.6.7" if name == "lightning" else real(name))
-    finding = find("lightning")
-    assert (finding.found, finding.status) == ("2.6.7 (tested with 2.6.6)", "note")
-    assert finding.fix == "pip install 'lightning==2.6.6'"
-    monkeypatch.setattr(metadata, "version", lambda name: "0")
-    assert find("triton").found == "0 (tested with 3.7.1)", "a marker behind the version is no part of it"
-
-
-@pytest.mark.parametrize(("package", "status"), [("torch", "problem"), ("deepspeed", "note")])
-def test_a_missing_package_is_a_problem_only_if_required(
-    monkeypatch: pytest.MonkeyPatch, package: str, status: str
+def test_a_package_that_is_missing_or_untested_has_its_pinned_version(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = metadata.version
+    assert found()["torch"].status == "ok", "a build's suffix (+cpu) makes no difference"
 
     def version(name: str) -> str:
-        if name == package:
+        if name in ("torch", "deepspeed"):
             raise metadata.PackageNotFoundError(name)
-        return real(name)
+        return {"lightning": "2.6.7", "triton": "0"}.get(name) or real(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    finding = find(package)
-    assert (finding.found, finding.status) == ("not installed", status)
-    assert finding.fix.startswith(f"pip install '{package}==")
+    checks = found()
+    assert {name: (checks[name].found, checks[name].status) for name in ("torch", "deepspeed")} == {
+        "torch": ("not installed", "problem"),
+        "deepspeed": ("not installed", "note"),
+    }
+    assert checks["torch"].fix.startswith("pip install 'torch==")
+    lightning, fix = checks["lightning"], "pip install 'lightning==2.6.6'"
+    assert (lightning.found, lightning.status, lightning.fix) == ("2.6.7 (tested with 2.6.6)", "note", fix)
+    assert checks["triton"].found == "0 (tested with 3.7.1)", "a marker behind the version is no part of it"
 
 
-def test_a_missing_compiler_or_header_has_an_install_command(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: object
-) -> None:
+def test_what_a_host_lacks_has_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setattr(installation, "find_compiler", lambda _: None)
     monkeypatch.setattr(installation.sysconfig, "get_path", lambda _: str(tmp_path))
-    assert find("compiler").fix == "apt-get install g++"
-    assert find("Python.h").fix == "apt-get install python3-dev"
+    sizes = SimpleNamespace(free=10, total=64 * 2**20)
+    monkeypatch.setattr(installation.shutil, "disk_usage", lambda _: sizes)
+    monkeypatch.setattr(installation.os, "access", lambda *_: False)
+    checks = found()
+    names = ("compiler", "Python.h", "disk", "this folder", "shared memory")
+    assert {checks[name].status for name in names} == {"note"}
+    assert checks["compiler"].fix == "apt-get install g++"
+    assert checks["Python.h"].fix == "apt-get install python3-dev"
+    assert checks["disk"].fix == "output_root=/another/disk"
+    assert checks["this folder"].found == "read-only: runs cannot be written"
+    assert "shm-size" in checks["shared memory"].fix
 
 
-def test_a_gpu_that_torchs_build_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cuda", "fix"), [(None, "pip install"), ("13.0", "nvidia-smi")])
+def test_a_gpu_that_torchs_build_cannot_use_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, fix: str
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert find("gpu").found == "NVIDIA GPU, but torch is a CPU build"
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert find("gpu").status == "problem"
-    assert find("gpu").fix == "nvidia-smi"
-
-
-def test_a_full_disk_and_a_read_only_folder_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        installation.shutil, "disk_usage", lambda _: SimpleNamespace(free=10, total=64 * 2**20)
-    )
-    monkeypatch.setattr(installation.os, "access", lambda *_: False)
-    assert find("disk").fix == "output_root=/another/disk"
-    assert find("this folder").found == "read-only: runs cannot be written"
-    assert "shm-size" in find("shared memory").fix
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    gpu = found()["gpu"]
+    assert (gpu.status, gpu.fix.startswith(fix)) == ("problem", True)

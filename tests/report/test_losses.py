@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -32,19 +33,14 @@ def test_steps_without_a_loss_count_nothing(outputs: object) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2])
-def test_the_report_has_the_loss_of_each_step(tmp_path: object, window: int) -> None:
+@pytest.mark.parametrize("ours", [False, True], ids=["lightning's windows", "exact ones"])
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
+def test_the_report_has_the_loss_of_each_step(tmp_path: object, window: int, *, ours: bool) -> None:
     model, monitor = Net(dropout=0.0), EfficiencyReport(dirpath=str(tmp_path))
-    trainer = make_trainer(callbacks=[monitor], max_steps=5, accumulate_grad_batches=window)
-    trainer.fit(model, make_loader())
+    keywords: dict[str, Any] = {"callbacks": [monitor], "accumulate_grad_batches": window}
+    if ours:
+        keywords = {"callbacks": [monitor, GradientAccumulation(global_batch_size=4 * window)]}
+    make_trainer(max_steps=5, **keywords).fit(model, make_loader())
     means = [sum(model.losses[i : i + window]) / window for i in range(0, 5 * window, window)]
     expected = [[step, pytest.approx(mean, rel=1e-6)] for step, mean in enumerate(means, 1)]
     assert monitor.report["losses"] == expected
-
-
-def test_losses_under_exact_accumulation_are_not_rescaled(tmp_path: object) -> None:
-    model, monitor = Net(dropout=0.0), EfficiencyReport(dirpath=str(tmp_path))
-    loader = make_loader()
-    window = GradientAccumulation(global_batch_size=2 * (loader.batch_size or 0))
-    make_trainer(callbacks=[monitor, window], max_steps=3).fit(model, loader)
-    means = [sum(model.losses[i : i + 2]) / 2 for i in range(0, 6, 2)]
-    assert [value for _, value in monitor.report["losses"]] == pytest.approx(means, rel=1e-6)

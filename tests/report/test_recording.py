@@ -171,10 +171,3 @@ def test_tied_weights_are_one_storage_and_layers_one_holder() -> None:
     weights = next(each for each in peak.holders if each.category == "parameters")
     assert (weights.path, weights.count, weights.num_bytes) == ("*.weight", 3, 1200)
     assert Peak.of(Recorder()).num_bytes == 0, "a record of nothing"
-
-
-def test_module_hooks_are_removed_afterwards() -> None:
-    before = len(torch.nn.modules.module._global_forward_pre_hooks)
-    record(Net(), None, 1)
-    assert len(torch.nn.modules.module._global_forward_pre_hooks) == before
-    assert not torch.nn.modules.module._global_forward_hooks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.models.cnn import CNN
 from lightning_eff.models.gpt import GPT
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
+from lightning_eff.planner.prediction import predict
 from tests.support.models import make_trainer
 
 
@@ -79,3 +82,20 @@ def loader_for(make: Callable[[], pl.LightningModule]) -> DataLoader[Any]:
 
 def trainer_of(extra: dict[str, Any], *watching: pl.Callback) -> pl.Trainer:
     return make_trainer(**{"max_steps": 2} | extra | {"callbacks": [*extra.get("callbacks", []), *watching]})
+
+
+def assert_predicted_is_measured(
+    make: Callable[[], pl.LightningModule], plugins: Callable[[], dict[str, Any]], folder: Path
+) -> None:
+    """Predict a training and run it; `plugins` returns new ones each time, since a run uses them up."""
+    loader = loader_for(make)
+    found = predict(make, next(iter(loader)), trainer=lambda: trainer_of(plugins()), num_batches=len(loader))
+    assert found.reason == ""
+    assert found.peak is not None
+    report = EfficiencyReport(dirpath=str(folder))
+    trainer_of(plugins(), report).fit(make(), loader)
+    measured = report.report["memory"]
+    assert found.peak.num_bytes == report.report["measured"]["peak_bytes"] == measured["num_bytes"]
+    assert found.peak.by_phase == measured["by_phase"]
+    assert found.peak.by_category == measured["by_category"]
+    assert sum(found.peak.by_category.values()) == found.peak.num_bytes

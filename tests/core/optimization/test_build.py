@@ -37,33 +37,38 @@ def test_a_decay_is_a_keyword_or_a_default() -> None:
     assert len(build(layer, functools.partial(InBackward, weight_decay=0.0)).param_groups) == 1
 
 
-def test_a_modules_own_groups_keep_their_share_of_the_rate_and_what_they_leave_out(
-    net: Callable[..., Net],
+def shares(model: Net) -> Any:
+    head = {"params": model.second.parameters(), "lr": 0.4}
+    return torch.optim.SGD([{"params": model.first.parameters()}, head], lr=0.1)
+
+
+def no_default_rate(model: Net) -> Any:
+    rates = {model.first: 3e-5, model.second: 3e-4}
+    return torch.optim.AdamW([{"params": layer.parameters(), "lr": lr} for layer, lr in rates.items()])
+
+
+def no_decay(model: Net) -> Any:
+    groups = [{"params": [model.first.weight], "weight_decay": 0.0}, {"params": [model.second.weight]}]
+    return torch.optim.AdamW(groups, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    ("own", "factory", "key", "expected"),
+    [
+        (shares, ADAMW, "lr", [1.0, 1.0, 4.0, 4.0]),
+        (shares, ADAMW, "weight_decay", [0.5, 0.0, 0.5, 0.0]),
+        (no_default_rate, functools.partial(torch.optim.SGD, lr=0.1), "lr", [0.01, 0.01, 0.1, 0.1]),
+        (no_decay, ADAMW, "weight_decay", [0.0, 0.5]),
+    ],
+)
+def test_a_modules_own_groups_keep_their_shares_and_what_they_leave_out(
+    net: Callable[..., Net], own: Any, factory: Any, key: str, expected: list[float]
 ) -> None:
     model = net()
-    head = {"params": model.second.parameters(), "lr": 0.4}
-    model.configure_optimizers = lambda: torch.optim.SGD([{"params": model.first.parameters()}, head], lr=0.1)
-    optimizer = fitted(model, ADAMW)
-    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    assert rates == {
-        id(model.first.weight): 1.0,
-        id(model.first.bias): 1.0,
-        id(model.second.weight): 4.0,
-        id(model.second.bias): 4.0,
-    }
-    assert [decays[id(p)] for p in (model.first.weight, model.first.bias)] == [0.5, 0.0]
-
-
-def test_a_group_without_decay_of_the_modules_own_stays_without(net: Callable[..., Net]) -> None:
-    model = net()
-    groups: list[dict[str, Any]] = [
-        {"params": [model.first.weight], "weight_decay": 0.0},
-        {"params": [model.second.weight]},
-    ]
-    model.configure_optimizers = lambda: torch.optim.AdamW(groups, weight_decay=0.1)
-    optimizer = fitted(model, ADAMW)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.5]
+    model.configure_optimizers = lambda: own(model)
+    optimizer = fitted(model, factory)
+    found = {id(p): group[key] for group in optimizer.param_groups for p in group["params"]}
+    assert [found[id(p)] for p in model.parameters() if id(p) in found] == pytest.approx(expected)
 
 
 def test_several_optimizers_of_the_modules_own_are_refused(net: Callable[..., Net]) -> None:
@@ -91,17 +96,6 @@ def test_settings_and_classes_look_inside() -> None:
         torch.optim.SGD,
     ]
     assert optimizer_classes(lambda groups: None) == []
-
-
-def test_where_no_group_uses_the_default_rate_shares_are_of_the_largest(net: Callable[..., Net]) -> None:
-    model = net()
-    groups: list[dict[str, Any]] = [
-        {"params": model.first.parameters(), "lr": 3e-5},
-        {"params": model.second.parameters(), "lr": 3e-4},
-    ]
-    model.configure_optimizers = lambda: torch.optim.AdamW(groups)
-    optimizer = fitted(model, functools.partial(torch.optim.SGD, lr=0.1))
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.1])
 
 
 @pytest.mark.parametrize("form", ["lists", "dict", "dicts", "stepped by the module"])
