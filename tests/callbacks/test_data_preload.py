@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_eff.callbacks._data_preload import worker_trials
 from lightning_eff.callbacks.data_preload import DataPreload
-from lightning_eff.core.errors import ConfigError, ConflictError
+from lightning_eff.core.errors import ConflictError
 from tests.support.models import Net, make_loader, make_trainer
 from tests.support.ranks import run_two_ranks
 
@@ -264,17 +264,6 @@ def test_samples_that_cannot_be_asked_for_by_number_are_not_measured_and_trained
     model = trained(preload, DataLoader(ByName(), batch_size=1, sampler=["a", "b", "c"]), net, max_epochs=1)
     assert len(model.losses) == 3
     assert "0 workers, not measured: a trial failed (KeyError: 0)" in preload.outcome().did
-
-
-def test_numbers_outside_their_range_are_refused() -> None:
-    for keywords, message in (
-        ({"num_workers": "many"}, "num_workers='many'"),
-        ({"prefetch_factor": 0}, "at least 1"),
-        ({"num_batches_ahead": -1}, "at least 0"),
-        ({"max_measure_s": 0.0}, "above 0"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            DataPreload(**keywords)
 
 
 def test_loaders_that_are_made_anew_are_prepared_anew(net: Callable[..., Net]) -> None:

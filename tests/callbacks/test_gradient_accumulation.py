@@ -135,19 +135,3 @@ def test_several_loaders_are_refused(net: Callable[..., Net]) -> None:
         make_trainer(callbacks=[GradientAccumulation(global_batch_size=8)]).fit(
             net(), {"a": make_loader(), "b": make_loader()}
         )
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({}, "global_batch_size=None"),
-        ({"global_batch_size": 8, "schedule": {0: 8}}, "global_batch_size=8"),
-        ({"schedule": {1: 8}}, "sizes by epoch or step, from 0 on"),
-        ({"schedule": {0: 0}}, r"schedule={0: 0}: expected a mapping \(a whole"),
-        ({"schedule": {0: 8, -1: 8}}, r"schedule={0: 8, -1: 8}: expected a mapping"),
-        ({"global_batch_size": 8, "schedule_by": "batch"}, "one of epoch, step"),
-    ],
-)
-def test_invalid_options_are_rejected(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        GradientAccumulation(**keywords)

@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
 from lightning_eff.callbacks.torch_compile import TorchCompile
-from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.core.errors import ConflictError
 from lightning_eff.models.gpt import GPT
 from lightning_eff.report.live_bytes import LiveBytes
-from tests.support.models import Deep, Net, make_loader, make_trainer
+from tests.support.models import Deep, make_loader, make_trainer
 
 NUM_LAYERS = 4
 PRODUCTS_A_BLOCK = 4
@@ -193,22 +193,6 @@ def test_the_report_says_which_blocks_and_how_often(deep: Callable[..., Deep]) -
     assert outcome.numbers == {"blocks": ["blocks.0", "blocks.2"], "num_blocks": 3, "recomputations": 10}
 
 
-def test_a_model_without_blocks_says_so(net: Callable[..., Net]) -> None:
-    with pytest.warns(NoEffectWarning, match="found no repeated blocks: name them with blocks="):
-        make_trainer(callbacks=[GradientCheckpointing()], max_steps=1).fit(net(), make_loader())
-
-
-def test_blocks_that_are_never_called_say_so(deep: Callable[..., Deep]) -> None:
-    model = deep()
-    model.unused = nn.Linear(2, 2).requires_grad_(False)
-    with pytest.warns(
-        NoEffectWarning, match=r"recomputed nothing: 1 of 1 blocks recomputed \(full\), 0 times"
-    ):
-        make_trainer(callbacks=[GradientCheckpointing(blocks=["unused"])], max_steps=1).fit(
-            model, make_loader()
-        )
-
-
 @pytest.mark.parametrize("whose", ["the model's own", "Hugging Face's"])
 def test_a_model_that_recomputes_on_its_own_is_refused(deep: Callable[..., Deep], whose: str) -> None:
     model = deep()
@@ -223,16 +207,6 @@ def test_a_model_that_recomputes_on_its_own_is_refused(deep: Callable[..., Deep]
     with pytest.raises(ConflictError, match=found):
         trainer.fit(model, make_loader())
     assert "configure_model" not in model.__dict__
-
-
-def test_selective_is_refused_with_the_compiler_and_its_remedies_work(deep: Callable[..., Deep]) -> None:
-    compiled = TorchCompile(backend="eager")
-    trainer = make_trainer(callbacks=[GradientCheckpointing(policy="selective"), compiled], max_steps=1)
-    with pytest.raises(ConflictError, match=r'try: GradientCheckpointing\(policy="budget"\)'):
-        trainer.fit(deep(), make_loader())
-    for policy, other in (("budget", "aot_eager_decomp_partition"), ("full", "eager")):
-        callbacks = [TorchCompile(backend=other), GradientCheckpointing(policy=policy)]
-        make_trainer(callbacks=callbacks, max_steps=1).fit(deep(), make_loader())
 
 
 def test_a_budget_needs_the_compiler_and_is_restored(deep: Callable[..., Deep]) -> None:
@@ -257,16 +231,6 @@ def test_a_budget_needs_the_compiler_and_is_restored(deep: Callable[..., Deep]) 
     assert set(seen) == {0.25}
     assert config.activation_memory_budget == 1.0
     assert budget.outcome().did == "the compiler keeps 25% of the activations of each graph"
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("policy", "some"), ("every_n_blocks", 0), ("memory_budget", 1.5), ("memory_budget", -0.1)],
-)
-def test_values_out_of_range_are_named(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
-        GradientCheckpointing(**{key: value})
-    assert (caught.value.key, caught.value.value) == (key, value)
 
 
 def make_llama() -> Any:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
-from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning
 from lightning_eff.kernels.devices import DEVICES
 from tests.support.faults import (
     BATCH,
@@ -86,16 +86,6 @@ def test_a_window_of_several_batches_is_computed_again(phase: str, at: int) -> N
             del each["counts"]
             each["buffers"] = each["buffers"][:3]
     assert is_equal(ours, theirs)
-
-
-def test_a_hidden_limit_is_met_by_halving() -> None:
-    for limit in (1, 2, 5, 6, BATCH):
-        auto = MicroBatch()
-        train(auto, Fault("forward", limit=limit), max_steps=2)
-        size = BATCH
-        while size > limit:
-            size //= 2
-        assert auto.current_size == (size if size < BATCH else None)
 
 
 @pytest.mark.parametrize(
@@ -353,30 +343,6 @@ def test_find_fails_if_not_one_sample_fits_and_the_trainer_is_as_it_was() -> Non
         trainer.fit(stateful_model(Fault("forward", limit=0)), data())
     assert trainer.fit_loop.epoch_loop.automatic_optimization is before
     assert "step" not in vars(trainer.optimizers[0]) or "atomic" not in repr(trainer.optimizers[0].step)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"micro_batch_size": -1}, "micro_batch_size=-1: expected 'auto', or a whole number"),
-        ({"micro_batch_size": "largest"}, "micro_batch_size='largest'"),
-        ({"find": "largest"}, "find='largest': expected true or false"),
-        ({"headroom": 1.0}, "headroom=1.0: expected a fraction"),
-        ({"multiple_of": 0}, "multiple_of=0: expected 'auto', or a whole number"),
-        ({"splitter": 3}, "splitter=3: expected a function"),
-        ({"micro_batch_size": 4, "find": True}, "false with micro_batch_size=4"),
-    ],
-)
-def test_invalid_options_are_rejected(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        MicroBatch(**keywords)
-
-
-def test_a_size_that_no_batch_has_is_no_effect() -> None:
-    callback = MicroBatch(micro_batch_size=64)
-    with pytest.warns(NoEffectWarning, match="no batch had more than 64 samples"):
-        train(callback, max_steps=1)
-    assert not callback.outcome().effective
 
 
 class Opaque:

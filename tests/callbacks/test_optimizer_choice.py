@@ -60,13 +60,6 @@ def test_a_schedule_steps_once_an_optimizer_step_and_is_told_their_number(net: C
     assert "lr 0.005 at the start, 0.001 at the end" in choice.outcome().did
 
 
-def test_what_is_no_optimizers_class_is_refused(net: Callable[..., Net]) -> None:
-    with pytest.raises(ConfigError, match="a class, or functools"):
-        OptimizerChoice(optimizer=torch.optim.SGD(net().parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match="optimizer=None: expected an optimizer"):
-        OptimizerChoice()
-
-
 def test_manual_optimization_is_refused(net: Callable[..., Net]) -> None:
     model = net()
     model.automatic_optimization = False

@@ -183,12 +183,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "text"), WRONG)
-def test_wrong_settings_are_refused_before_there_is_a_model(wrong: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        PeftAdapter(**wrong)
-
-
 UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": ["first", "secnd"]}, r"target_modules='secnd': .* did you mean 'second'"),
     ({"target_modules": "all_linear"}, "PEFT rejects it: .*all_linear.* not found"),
@@ -328,11 +322,3 @@ def test_the_report_counts_layers_and_parameters() -> None:
     total = sum(p.numel() for p in model.parameters())
     assert technique.outcome().did == f"lora in 1 layer; 48 of {total} parameters trained (17.45%, 192 B)"
     assert technique.outcome().numbers["layers"] == ["first"]
-
-
-def test_adapters_are_no_blocks() -> None:
-    """There were two in each adapted layer, its containers `lora_A` and `lora_B`: 7 of 7 with these three."""
-    recomputing = GradientCheckpointing()
-    adapter = PeftAdapter(options={"r": 2}, modules_to_save=["norm"])
-    make_trainer(callbacks=[recomputing, adapter], max_steps=1).fit(Deep(), make_loader())
-    assert recomputing.outcome().did == "3 of 3 blocks recomputed (full), 3 times"

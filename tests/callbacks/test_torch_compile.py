@@ -19,7 +19,7 @@ from lightning_eff.callbacks._compilation import Compilations
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
 from lightning_eff.callbacks.torch_compile import TorchCompile, compile_in_place
 from lightning_eff.core.compiled_call import is_compiled
-from lightning_eff.core.errors import ConfigError, ConflictError, EnvironmentLacksError, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from tests.support.models import Deep, Net, make_loader, make_trainer
 
 
@@ -272,38 +272,6 @@ def test_a_budget_makes_inductor_keep_fewer_bytes() -> None:
         kept.append(sum(t.nbytes for t in y.grad_fn.saved_tensors if not isinstance(t, nn.Parameter)))
         y.sum().backward()
     assert kept[1] < kept[0]
-
-
-def test_a_model_without_blocks_says_so(net: Callable[..., Net]) -> None:
-    with pytest.warns(NoEffectWarning, match="found no repeated blocks"):
-        fit(net(), compiler())
-
-
-def test_a_part_that_is_never_called_says_so(net: Callable[..., Net]) -> None:
-    model = net()
-    model.unused = nn.Linear(2, 2).requires_grad_(False)
-    with pytest.warns(NoEffectWarning, match="compiled no graph"):
-        fit(model, compiler(target="unused"))
-
-
-def test_something_larger_around_recomputed_blocks_is_refused_and_the_remedy_works(
-    deep: Callable[..., Deep],
-) -> None:
-    with pytest.raises(ConflictError, match=r'try: TorchCompile\(target="blocks"\)'):
-        fit(deep(), compiler(target="forward"), GradientCheckpointing())
-    fit(deep(), compiler(target="blocks"), GradientCheckpointing())
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"mode": "fast"}, "one of default, reduce-overhead"),
-        ({"mode": "default", "backend": "eager"}, "the backend eager has no modes"),
-    ],
-)
-def test_values_that_torch_does_not_know_are_named(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TorchCompile(**keywords)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.triton_gemm import TritonGemm, swap, unswap
-from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.kernels import dispatch, linear
 from tests.support.language import LanguageModel, assert_same_training, language_model, token_rows
 from tests.support.models import Net, make_loader, make_trainer
@@ -121,11 +121,6 @@ def test_who_computes_is_asked_for_the_format_of_the_run(
     )
     dtype = {"bf16-mixed": "torch.bfloat16", "32-true": "torch.float32"}[precision]
     assert set(technique.outcome().numbers["layers"].values()) == {f"{dtype} cpu torch"}
-
-
-def test_no_layer_is_reported() -> None:
-    with pytest.warns(NoEffectWarning, match="no linear layer has 128 or more input and output features"):
-        make_trainer(callbacks=[TritonGemm()], max_steps=1).fit(Net(), make_loader())
 
 
 def test_an_exception_takes_it_back() -> None:

@@ -262,12 +262,6 @@ def test_a_name_that_is_not_here_is_refused_offline(monkeypatch: pytest.MonkeyPa
         HFCausalLM(name="nowhere/at-all")
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "pad_to_multiple_of"])
-def test_numbers_out_of_range_are_named(tiny_llama: Path, key: str) -> None:
-    with pytest.raises(ValueError, match=f"{key}=0 must be at least 1"):
-        HFCausalLM(name=str(tiny_llama), **{key: 0})
-
-
 def test_data_with_more_tokens_than_rows_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     folder = copy_of(tiny_llama, tmp_path / "small", vocab_size=200)
     (tmp_path / "a.txt").write_text("abc")

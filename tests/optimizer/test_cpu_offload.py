@@ -53,23 +53,6 @@ class Elsewhere(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
 
-def test_a_checkpoint_is_the_plain_optimizers_and_is_loaded_to_the_host_for_the_same_copies() -> None:
-    layer, optimizer = stepped(2)
-    saved = optimizer.state_dict()
-    assert all(type(state) is dict for state in saved["state"].values())
-    plain = torch.optim.AdamW(layer.parameters(), lr=0.5)
-    plain.load_state_dict(saved)
-    other = CpuOffload(layer.parameters(), lr=0.7)
-    other.load_state_dict(plain.state_dict())
-    assert other.param_groups[0]["lr"] == 0.1
-    assert [id(p) for p in other.param_groups[0]["params"]] == [id(p) for p in layer.parameters()]
-    for parameter in layer.parameters():
-        assert torch.equal(other.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
-    layer(torch.ones(1, 4)).sum().backward()
-    other.step()
-    assert float(other.state[layer.weight]["step"]) == 3.0
-
-
 def test_what_others_write_to_a_parameter_is_where_the_next_step_begins() -> None:
     layer, optimizer = stepped()
     bias = layer.bias.detach().clone()

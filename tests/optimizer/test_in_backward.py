@@ -19,7 +19,6 @@ from lightning_eff.core.optimization.first_gradients import GradientError
 from lightning_eff.monitors.gradient_check import GradientCheck
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
-from lightning_eff.optimizer.muon import Muon
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.report.live_bytes import LiveBytes
 from tests.support.models import Net, make_loader, make_trainer
@@ -68,22 +67,6 @@ def test_tied_weights_are_to_the_bit_what_the_plain_optimizer_makes_of_them() ->
             schedule.step()
     for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(left, right)
-
-
-def test_its_checkpoint_and_the_plain_optimizers_load_each_other() -> None:
-    model = stack(2)
-    ours = InBackward(model.parameters(), lr=0.01, weight_decay=0.0)
-    model(torch.randn(2, 64)).sum().backward()
-    ours.step()
-    plain = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
-    plain.load_state_dict(ours.state_dict())
-    assert plain.param_groups[0]["lr"] == 0.01
-    again = InBackward(model.parameters(), lr=0.7)
-    again.load_state_dict(plain.state_dict())
-    for parameter in model.parameters():
-        assert torch.equal(again.state[parameter]["exp_avg"], ours.state[parameter]["exp_avg"])
-    model(torch.ones(1, 64)).sum().backward()
-    assert float(again.state[model[0].weight]["step"]) == 2.0
 
 
 def test_each_parameters_gradient_is_scaled_down_to_its_own_norm() -> None:
@@ -147,23 +130,6 @@ def test_what_needs_the_gradients_afterwards_is_refused(keywords: dict[str, Any]
         rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
 
 
-def test_a_modules_own_clipping_is_refused_too(net: Callable[..., Net]) -> None:
-    class Clips(Net):
-        def configure_gradient_clipping(self, *arguments: Any, **keywords: Any) -> None:
-            return None
-
-    with pytest.raises(ConflictError, match=r"Clips\.configure_gradient_clipping"):
-        make_trainer(callbacks=[OptimizerChoice(optimizer=FACTORY)]).fit(Clips(), make_loader())
-
-
-def test_bad_settings_are_refused() -> None:
-    layer = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"max_parameter_norm=0.0: expected a number above 0, or None"):
-        InBackward(layer.parameters(), max_parameter_norm=0.0)
-    with pytest.raises(ConfigError, match=r"optimizer\.lr=0.5: expected lr on the outer optimizer alone"):
-        InBackward(layer.parameters(), optimizer=functools.partial(torch.optim.SGD, lr=0.5))
-
-
 def test_the_gradient_check_sees_gradients_that_are_freed(net: Callable[..., Net]) -> None:
     model = net()
     model.unused = nn.Linear(2, 2)
@@ -189,12 +155,6 @@ def test_an_optimizer_that_counts_in_its_groups_is_refused() -> None:
     layer.weight.grad = torch.ones(2, 2)
     with pytest.raises(ConfigError, match="one that keeps its state for each parameter"):
         optimizer.step()
-
-
-@pytest.mark.parametrize(("outer", "inner"), [(InBackward, Muon), (CpuOffload, InBackward)])
-def test_a_wrapper_in_a_wrapper_is_refused(outer: Any, inner: Any) -> None:
-    with pytest.raises(ConfigError, match="one that steps any parameter on its own"):
-        outer(nn.Linear(2, 2).parameters(), optimizer=inner)
 
 
 def test_a_second_gradient_before_the_step_is_an_error_and_not_a_second_step() -> None:

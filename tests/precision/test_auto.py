@@ -180,20 +180,6 @@ def test_a_modules_own_lbfgs_with_fp16_is_refused_where_it_would_step(net: Calla
         make_trainer(plugins=[AutoPrecision(precision="16-mixed")]).fit(model, make_loader())
 
 
-def test_a_model_without_a_layer_to_cast_is_said() -> None:
-    class Bare(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            del self.first, self.second, self.norm
-            self.scale = nn.Parameter(torch.ones(8, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x.unsqueeze(-1).mul(self.scale).sum(1)
-
-    with pytest.warns(NoEffectWarning, match="no effect: no linear, convolution or recurrent layer"):
-        make_trainer(plugins=[AutoPrecision(precision="bf16-mixed")], max_steps=1).fit(Bare(), make_loader())
-
-
 def test_tf32_without_cuda_is_said_and_with_it_set_and_restored(net: Callable[..., Net]) -> None:
     with pytest.warns(NoEffectWarning, match="tf32=True has no effect on cpu"):
         make_trainer(plugins=[AutoPrecision(precision="32-true", tf32=True)], max_steps=1).fit(

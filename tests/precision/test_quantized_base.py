@@ -476,11 +476,6 @@ def test_a_second_fit_and_an_evaluation_find_nothing_to_do() -> None:
     assert set(again.outcome().numbers["layers"]) == set(LINEARS)
 
 
-def test_a_format_of_products_that_casts_16_bit_weights_is_refused() -> None:
-    with pytest.raises(ConfigError, match="compute_dtype='fp32': expected bf16 or auto"):
-        QuantizedBase(quant_type="bf16", compute_dtype="fp32")
-
-
 def test_a_missing_bitsandbytes_is_told_with_the_line_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
@@ -84,3 +86,13 @@ def make_trainer(**keywords: object) -> pl.Trainer:
         "max_steps": 10,
     }
     return pl.Trainer(**(quiet | keywords))  # pyright: ignore[reportArgumentType]
+
+
+def fit(
+    model: pl.LightningModule, *callbacks: pl.Callback, loader: Any = None, **keywords: Any
+) -> pl.Trainer:
+    """Train for ten steps, or as keywords of the Trainer say, which is returned."""
+    resumed = keywords.pop("ckpt_path", None)
+    trainer = make_trainer(callbacks=list(callbacks), **keywords)
+    trainer.fit(model, make_loader() if loader is None else loader, ckpt_path=resumed)
+    return trainer
