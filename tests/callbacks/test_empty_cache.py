@@ -11,7 +11,7 @@ from lightning_eff.callbacks import empty_cache
 from lightning_eff.callbacks.empty_cache import EmptyCache, Released, release
 from lightning_eff.core import allocator
 from lightning_eff.core.errors import NoEffectWarning
-from tests.support.models import Net, make_loader, make_trainer
+from tests.support.models import Net, fit, make_loader, make_trainer
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_empties_once_per_n_optimizer_steps(
 def test_a_device_without_a_cache_warns(net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "has_cache", lambda device: False)
     with pytest.warns(NoEffectWarning, match="the allocator of cpu has no cache"):
-        make_trainer(callbacks=[EmptyCache(every_n_steps=1)], max_steps=2).fit(net(), make_loader())
+        fit(net(), EmptyCache(every_n_steps=1), max_steps=2)
     with pytest.raises(ValueError, match="has no cache to empty"):
         release("cpu")
 

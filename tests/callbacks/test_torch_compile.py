@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,7 +20,10 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.torch_compile import TorchCompile, compile_in_place
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
-from tests.support.models import Deep, Net, make_loader, make_trainer
+from tests.support.models import Deep, Net, make_loader
+from tests.support.models import fit as train
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs one for the CPU")
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +34,8 @@ def fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def fit(model: Net, *callbacks: Any, loader: Any = None, **keywords: Any) -> Net:
-    make_trainer(callbacks=list(callbacks), **({"max_steps": 6} | keywords)).fit(
-        model, loader or make_loader()
-    )
+def fit(model: Net, *callbacks: Any, **keywords: Any) -> Net:
+    train(model, *callbacks, **({"max_steps": 6} | keywords))
     return model
 
 
@@ -68,11 +69,8 @@ def test_only_what_is_compiled_meanwhile_is_counted_and_the_backward_graphs_time
 
 
 def test_a_reset_of_the_compiler_during_the_run_does_no_harm() -> None:
-    class Resets(pl.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            torch.compiler.reset()
-
-    fit(Net(), compiler(target="forward"), Resets(), max_steps=2)
+    resets = LambdaCallback(on_train_batch_end=lambda *_: torch.compiler.reset())
+    fit(Net(), compiler(target="forward"), resets, max_steps=2)
 
 
 @pytest.mark.parametrize("checkpointing", [None, "full"])
@@ -153,16 +151,14 @@ def test_graph_breaks_are_reported_with_their_reason_or_refused() -> None:
 
 
 def test_past_the_limit_of_recompilations_the_run_stops() -> None:
-    model = Net()
-    model.calls = 0
-    model.__class__ = Counting
-    loader = make_loader(num_samples=64, batch_size=4)
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        fit(model, compiler(target="forward", backend="eager"), loader=loader, max_steps=16)
+        fit(Counting(), compiler(target="forward", backend="eager"), max_steps=16)
 
 
 class Counting(Net):
     """A number that is different in every step, which each graph takes for a constant."""
+
+    calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -241,7 +237,7 @@ def test_a_module_of_pytorchs_own_is_compiled() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+@needs_compiler
 def test_inductor_trains_like_the_plain_model(deep: Callable[..., Deep]) -> None:
     callback = TorchCompile()
     plain, model = fit(deep(dropout=0.0), max_steps=50), fit(deep(dropout=0.0), callback, max_steps=50)
@@ -252,7 +248,7 @@ def test_inductor_trains_like_the_plain_model(deep: Callable[..., Deep]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+@needs_compiler
 def test_a_budget_makes_inductor_keep_fewer_bytes() -> None:
     """Counted on the compiled forward's autograd nodes: what they save for the backward pass."""
     from torch._functorch import config

@@ -17,6 +17,7 @@ from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.kernels import dispatch, linear
 from tests.support.language import LanguageModel, assert_same_training, language_model, token_rows
 from tests.support.models import Net, make_loader, make_trainer
+from tests.support.ranks import is_equal
 
 
 def layers() -> nn.Module:
@@ -100,8 +101,7 @@ def test_accumulation_can_be_left_out() -> None:
     ours, plain = language_model(True), language_model(True)
     fit(ours, [technique, GradientAccumulation(global_batch_size=8)], num_steps=5)
     fit(plain, [GradientAccumulation(global_batch_size=8)], num_steps=5)
-    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert is_equal([*ours.parameters()], [*plain.parameters()])
     outcome = technique.outcome()
     assert outcome.did == "1 linear layer swapped: 1 by torch's library: the only one on cpu"
     assert not outcome.effective
@@ -126,8 +126,7 @@ def test_who_computes_is_asked_for_the_format_of_the_run(
 def test_an_exception_takes_it_back() -> None:
     class Stops(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            text = "stop"
-            raise ValueError(text)
+            raise ValueError("stop")
 
     model = Stops()
     model.unused = nn.Linear(8, 8).requires_grad_(requires_grad=False)

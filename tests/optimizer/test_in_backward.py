@@ -21,7 +21,8 @@ from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.report.live_bytes import LiveBytes
-from tests.support.models import Net, make_loader, make_trainer
+from tests.support.models import Net, fit, make_trainer
+from tests.support.ranks import is_equal
 
 FACTORY = functools.partial(InBackward, lr=0.01)
 
@@ -65,8 +66,7 @@ def test_tied_weights_are_to_the_bit_what_the_plain_optimizer_makes_of_them() ->
         plain.zero_grad()
         for schedule in schedules:
             schedule.step()
-    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(left, right)
+    assert is_equal([*ours.parameters()], [*theirs.parameters()])
 
 
 def test_each_parameters_gradient_is_scaled_down_to_its_own_norm() -> None:
@@ -135,9 +135,9 @@ def test_the_gradient_check_sees_gradients_that_are_freed(net: Callable[..., Net
     model.unused = nn.Linear(2, 2)
     callbacks = [OptimizerChoice(optimizer=FACTORY), GradientCheck()]
     with pytest.raises(GradientError, match=r"2 parameters \(unused.weight, unused.bias\) have no gradient"):
-        make_trainer(callbacks=callbacks).fit(model, make_loader())
+        fit(model, *callbacks)
     callbacks = [OptimizerChoice(optimizer=FACTORY), GradientCheck()]
-    make_trainer(callbacks=callbacks, max_steps=2).fit(net(), make_loader())
+    fit(net(), *callbacks, max_steps=2)
 
 
 class Counting(torch.optim.SGD):

@@ -91,8 +91,9 @@ def make_trainer(**keywords: object) -> pl.Trainer:
 def fit(
     model: pl.LightningModule, *callbacks: pl.Callback, loader: Any = None, **keywords: Any
 ) -> pl.Trainer:
-    """Train for ten steps, or as keywords of the Trainer say, which is returned."""
+    """Train for ten steps or, as the Trainer's keywords say, for more or for whole epochs."""
     resumed = keywords.pop("ckpt_path", None)
-    trainer = make_trainer(callbacks=list(callbacks), **keywords)
+    steps = {"max_steps": -1} if "max_epochs" in keywords else {}
+    trainer = make_trainer(callbacks=list(callbacks), **(steps | keywords))
     trainer.fit(model, make_loader() if loader is None else loader, ckpt_path=resumed)
     return trainer
