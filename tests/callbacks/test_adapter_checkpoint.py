@@ -245,8 +245,7 @@ def test_whole_checkpoints_load_too_and_what_is_missing_is_told(tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["ckpt", "safetensors"])
 def test_the_checkpoint_of_an_earlier_run_is_the_base(kind: str, tmp_path: Path) -> None:
     trained = make()
-    trainer = make_trainer(max_steps=8, plugins=[Durable()])
-    trainer.fit(trained, make_loader())
+    trainer = train(trained, max_steps=8, plugins=[Durable()])
     path = tmp_path / f"base.{kind}"
     if kind == "ckpt":
         trainer.save_checkpoint(path)
@@ -282,9 +281,7 @@ def test_two_values_for_one_tensor_are_refused() -> None:
 
 
 def test_a_base_that_does_not_fit_is_refused_before_anything_is_assigned(saved: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(max_steps=1, plugins=[Durable()])
-    trainer.fit(Net(), make_loader())
-    trainer.save_checkpoint(tmp_path / "net.ckpt")
+    train(Net(), max_steps=1, plugins=[Durable()]).save_checkpoint(tmp_path / "net.ckpt")
     (tmp_path / "cut.ckpt").write_bytes((tmp_path / "net.ckpt").read_bytes()[:-9])
     (tmp_path / "no.safetensors").write_bytes(b"12345678{}")
     wrong = {
@@ -358,9 +355,8 @@ def test_a_true_precision_resumes_and_is_compared_in_the_format_that_was_saved(t
             return super().training_step((batch[0].bfloat16(), batch[1]), batch_idx)
 
     for steps, resume in ((4, None), (6, tmp_path / "end.ckpt")):
-        trainer = make_trainer(callbacks=[PeftAdapter(**LORA)], max_steps=steps, precision="bf16-true")
-        trainer.fit(make(kind=Low), make_loader(), ckpt_path=resume)
-        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        settings = {"max_steps": steps, "precision": "bf16-true", "ckpt_path": resume}
+        train(make(kind=Low), PeftAdapter(**LORA), **settings).save_checkpoint(tmp_path / "end.ckpt")
     record = torch.load(tmp_path / "end.ckpt", weights_only=True)[CHECKPOINT_KEY]["base"]
     other = make(kind=Low)
     adapt(other, **LORA)

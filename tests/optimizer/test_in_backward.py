@@ -7,9 +7,9 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
@@ -111,16 +111,10 @@ def test_afterwards_backward_leaves_gradients_alone(end: str) -> None:
     ("keywords", "found"),
     [
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
-        (
-            {"gradient_clip_val": 1.0},
-            r"partial\(InBackward, max_parameter_norm=1.0\) and Trainer\(gradient_clip_val=None\)",
-        ),
+        ({"gradient_clip_val": 1.0}, r"\(InBackward, max_parameter_norm=1.0\) and Trainer\(gradient_clip_va"),
         ({"plugins": [AutoPrecision(precision="16-mixed")]}, "a gradient scaler"),
         ({"strategy": "ddp", "devices": 2}, "2 devices"),
-        (
-            {"callbacks": [pl.callbacks.GradientAccumulationScheduler(scheduling={1: 2})]},
-            "GradientAccumulationScheduler",
-        ),
+        ({"callbacks": [GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
     ],
 )
 def test_what_needs_the_gradients_afterwards_is_refused(keywords: dict[str, Any], found: str) -> None:
@@ -133,11 +127,9 @@ def test_what_needs_the_gradients_afterwards_is_refused(keywords: dict[str, Any]
 def test_the_gradient_check_sees_gradients_that_are_freed(net: Callable[..., Net]) -> None:
     model = net()
     model.unused = nn.Linear(2, 2)
-    callbacks = [OptimizerChoice(optimizer=FACTORY), GradientCheck()]
     with pytest.raises(GradientError, match=r"2 parameters \(unused.weight, unused.bias\) have no gradient"):
-        fit(model, *callbacks)
-    callbacks = [OptimizerChoice(optimizer=FACTORY), GradientCheck()]
-    fit(net(), *callbacks, max_steps=2)
+        fit(model, OptimizerChoice(optimizer=FACTORY), GradientCheck())
+    fit(net(), OptimizerChoice(optimizer=FACTORY), GradientCheck(), max_steps=2)
 
 
 class Counting(torch.optim.SGD):
@@ -171,11 +163,8 @@ def test_a_second_gradient_before_the_step_is_an_error_and_not_a_second_step() -
 
 @pytest.mark.filterwarnings("ignore:CpuOffload does nothing here")
 def test_sparse_gradients_are_used() -> None:
-    results = []
-    for kind in (
-        torch.optim.SGD,
-        *(functools.partial(k, optimizer=torch.optim.SGD) for k in (InBackward, CpuOffload)),
-    ):
+    sgd, results = torch.optim.SGD, []
+    for kind in (sgd, *(functools.partial(kind, optimizer=sgd) for kind in (InBackward, CpuOffload))):
         torch.manual_seed(0)
         table = nn.Embedding(4, 2, sparse=True)
         optimizer = kind(table.parameters(), lr=0.1, weight_decay=0.0)

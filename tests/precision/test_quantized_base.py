@@ -143,12 +143,11 @@ def test_trains_to_the_bit_as_the_libraries_alone(quant_type: str, compute: str)
     biases = {p.dtype for n, p in model.named_parameters() if n.endswith("base_layer.bias")}
     assert quant_type == "int8" or biases == {DTYPES[compute]}
     assert model.losses[0] != model.losses[-10], "nothing was trained"
-    theirs, base = dict(plain.named_parameters()), low_bits(model)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, theirs[name]), name
+    base = low_bits(model)
+    assert is_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
     assert len(base) == len(LINEARS)
-    for name, tensors in low_bits(plain).items():  # of its 8-bit layers the library hides the scales
-        assert all(torch.equal(a, b) for a, b in zip(base[name], tensors, strict=True)), name
+    found = low_bits(plain)  # of its 8-bit layers the library hides the scales
+    assert is_equal({name: base[name] for name in found}, found)
 
 
 def trained(model: nn.Module) -> dict[str, Any]:
@@ -269,7 +268,7 @@ def test_evaluation_computes_what_training_does_and_leaves_no_trace(quant_type: 
     layer.eval()
     with torch.no_grad():
         assert torch.equal(layer(x.detach()), training)
-    assert all(torch.equal(a, b) for a, b in zip(before, low_bits(layer)["weight"], strict=True))
+    assert is_equal(low_bits(layer)["weight"], before)
     assert not getattr(layer, "support_avx512bf16_for_cpu", False)
     (gradient,) = torch.autograd.grad(layer.train()(x).sum(), x)
     torch.testing.assert_close(gradient, dequantize(layer.weight).sum(0).expand_as(x))
@@ -441,12 +440,9 @@ def test_a_second_fit_and_an_evaluation_find_nothing_to_do() -> None:
     trainer.validate(model, make_loader(8), verbose=False)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, make_loader(), make_loader(8))
-    assert all(
-        torch.equal(a, b) for n, ts in low_bits(model).items() for a, b in zip(before[n], ts, strict=True)
-    )
+    assert is_equal(low_bits(model), before)
     assert plugin.outcome().did == told
-    again = QuantizedBase()
-    fit(model, PeftAdapter(options=LORA), plugins=[again], max_steps=1)
+    fitted(again := QuantizedBase(), model=model, max_steps=1)
     assert set(again.outcome().numbers["layers"]) == set(LINEARS)
 
 
