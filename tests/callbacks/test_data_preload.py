@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_eff.callbacks._data_preload import worker_trials
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.core.errors import ConflictError
-from tests.support.models import Net, fit, make_loader
+from tests.support.models import Net, fit, make_loader, seeded
 from tests.support.ranks import run_two_ranks
 
 # torchdata 0.11 on torch 2.13
@@ -107,21 +107,16 @@ def test_the_loader_keeps_its_own_settings(net: Callable[..., Net], monkeypatch:
     assert pickle.loads(pickle.dumps(preload)).outcome().did == preload.outcome().did
 
 
-@pytest.mark.parametrize("where", ["step", "sample"])
-def test_after_a_failure_nothing_is_left_and_its_reason_is_told(where: str, net: Callable[..., Net]) -> None:
+def test_after_a_failure_nothing_is_left_and_its_reason_is_told(net: Callable[..., Net]) -> None:
     class Breaks(Samples):
         def __getitem__(self, index: int) -> Any:
-            if index == 25 and where == "sample":
+            if index == 25:
                 raise RuntimeError("on purpose")
             return super().__getitem__(index)
 
-    def stop(trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 5 and where == "step":
-            raise RuntimeError("on purpose")
-
     loader = DataLoader(Breaks(wait_s=0.001), batch_size=4)
     with pytest.raises(RuntimeError, match="on purpose"):
-        trained(DataPreload(num_workers=2), loader, net(), LambdaCallback(on_train_batch_start=stop))
+        trained(DataPreload(num_workers=2), loader, net())
     assert loader.num_workers == 0
     assert loader._iterator is None
 
@@ -184,8 +179,7 @@ def test_every_loader_of_a_combined_one_is_prepared(net: Callable[..., Net], mod
 
     results = []
     for preload in (None, DataPreload(num_workers=0), DataPreload(num_workers=1)):
-        torch.manual_seed(1)
-        results.append(trained(preload, combined(), Two(dropout=0.0), max_epochs=2).losses)
+        results.append(trained(preload, combined(), seeded(Two, dropout=0.0), max_epochs=2).losses)
         if preload:
             assert len(preload.outcome().numbers["num_workers"]) == 2
     assert results[0] == results[1] == results[2]
@@ -217,21 +211,12 @@ def test_a_stream_keeps_its_workers_and_is_read_when_it_is_asked(net: Callable[.
     assert not preload.outcome().effective
 
 
-class ByName(Dataset[Any]):
-    """Samples that a sampler of its own asks for by name."""
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, name: str) -> Any:
-        return torch.zeros(8), {"a": 0, "b": 1, "c": 2}[name]
-
-
 def test_samples_that_cannot_be_asked_for_by_number_are_not_measured_and_trained_on(
     net: Callable[..., Net],
 ) -> None:
     preload = DataPreload()
-    loader = DataLoader(ByName(), batch_size=1, sampler=["a", "b", "c"])
+    by_name: Any = {"a": (torch.zeros(8), 0), "b": (torch.ones(8), 1), "c": (torch.ones(8), 2)}
+    loader = DataLoader(by_name, batch_size=1, sampler=list(by_name))
     model = trained(preload, loader, net(), max_epochs=1)
     assert len(model.losses) == 3
     assert "0 workers, not measured: a trial failed (KeyError: 0)" in preload.outcome().did

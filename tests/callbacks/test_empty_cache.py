@@ -11,26 +11,20 @@ from lightning_eff.callbacks import empty_cache
 from lightning_eff.callbacks.empty_cache import EmptyCache, Released, release
 from lightning_eff.core import allocator
 from lightning_eff.core.errors import NoEffectWarning
-from tests.support.models import Net, fit, make_loader, make_trainer
+from tests.support.models import Net, fit
 
 
 @pytest.mark.parametrize(
-    ("every", "accumulate", "emptied"), [(3, 1, [3, 6, 9]), (2, 5, [2, 4])], ids=["steps", "not batches"]
+    ("every", "accumulate", "steps", "emptied"), [(3, 1, 10, [3, 6, 9]), (2, 5, 5, [2, 4])]
 )
 def test_empties_once_per_n_optimizer_steps(
-    every: int,
-    accumulate: int,
-    emptied: list[int],
-    net: Callable[..., Net],
-    monkeypatch: pytest.MonkeyPatch,
+    every: int, accumulate: int, steps: int, emptied: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    callback, seen = EmptyCache(every_n_steps=every), list[int]()
-    max_steps = 10 // accumulate + 3 * (accumulate > 1)
-    trainer = make_trainer(callbacks=[callback], accumulate_grad_batches=accumulate, max_steps=max_steps)
+    model, callback, seen = Net(), EmptyCache(every_n_steps=every), list[int]()
     monkeypatch.setattr(
-        empty_cache, "release", lambda device: seen.append(trainer.global_step) or Released(5, 0.001)
+        empty_cache, "release", lambda _: seen.append(model.global_step) or Released(5, 0.001)
     )
-    trainer.fit(net(), make_loader())
+    trainer = fit(model, callback, accumulate_grad_batches=accumulate, max_steps=steps)
     assert seen == emptied
     assert float(trainer.callback_metrics["eff/empty_cache_returned_bytes"]) == 5.0
     times, num_bytes = len(emptied), 5 * len(emptied)

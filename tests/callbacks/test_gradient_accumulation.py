@@ -7,9 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
@@ -90,17 +89,14 @@ def test_a_remainder_is_refused_with_the_numbers_that_fit(
     assert message in str(error.value)
 
 
-class Stream(IterableDataset[Any]):
-    """Yields full batches, without a batch_size."""
-
-    def __iter__(self) -> Any:
-        yield torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
-
-
 @pytest.mark.parametrize(
     ("others", "keywords", "text"),
     [
-        ([], {"loader": DataLoader(Stream(), batch_size=None)}, "a training loader with a batch_size"),
+        (
+            [],
+            {"loader": DataLoader([*make_loader(8)], batch_size=None)},
+            "a training loader with a batch_size",
+        ),
         ([], {"loader": {"a": make_loader(), "b": make_loader()}}, "one training loader: batches of 2 load"),
         ([], {"accumulate_grad_batches": 2}, "1 with GradientAccumulation"),
         ([GradientAccumulationScheduler({0: 2})], {}, "both would decide how many batches make a step"),

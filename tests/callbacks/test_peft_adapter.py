@@ -25,7 +25,7 @@ from lightning_eff.kernels import linear
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.gradient_check import GradientCheck
 from tests.support.adapters import METHODS, Exact
-from tests.support.models import Deep, Net, fit
+from tests.support.models import Deep, Net, fit, seeded
 from tests.support.techniques import SGD, plain_loop
 
 WIDE = ["blocks.0.linear", "blocks.1.linear", "blocks.2.linear"]  # square, as some methods want them
@@ -34,10 +34,7 @@ NEARLY = {"hra", "randlora"}
 
 
 def exact() -> Exact:
-    torch.manual_seed(1)
-    model = Exact(dropout=0.0).double()
-    torch.manual_seed(2)
-    return model
+    return seeded(Exact, dropout=0.0).double()
 
 
 def adapt_by_hand(model: Exact, method: str, options: dict[str, Any]) -> Exact:
@@ -71,9 +68,9 @@ def test_every_method_begins_at_the_model_as_it_was_and_trains_like_a_plain_loop
     torch.manual_seed(3)
     expected = plain_loop(adapt_by_hand(plain, method, options), "64-true", 20)
     assert ours.losses == pytest.approx(expected, rel=1e-10)
-    reference = dict(plain.named_parameters())
-    for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter, reference[name], rtol=1e-9, atol=1e-11)
+    found, reference = dict(ours.named_parameters()), dict(plain.named_parameters())
+    torch.testing.assert_close(found, reference, rtol=1e-9, atol=1e-11)
+    for name, parameter in found.items():
         if not parameter.requires_grad and ".base_layer." in name:
             assert torch.equal(parameter, base.get_parameter(name.replace(".base_layer", ""))), name
     assert any(not torch.equal(ours.get_parameter(n), value) for n, value in start.items())
@@ -154,12 +151,11 @@ def test_two_models_in_a_module_are_adapted_and_all_else_is_frozen() -> None:
             self.teacher, self.student, self.scale = Net(), Net(), nn.Parameter(torch.ones(()))
 
     model = Pair()
-    names = list(adapt(model, target_modules=["first"]))
-    assert names == ["teacher.first", "student.first"]
+    assert list(adapt(model, target_modules=["first"])) == ["teacher.first", "student.first"]
     assert not model.scale.requires_grad
     assert not model.student.second.weight.requires_grad
-    only = Pair()
-    assert list(adapt(only, target_modules=r"student\.(first|second)")) == ["student.first", "student.second"]
+    only = adapt(Pair(), target_modules=r"student\.(first|second)")
+    assert list(only) == ["student.first", "student.second"]
 
 
 UNFIT: list[tuple[dict[str, Any], str]] = [

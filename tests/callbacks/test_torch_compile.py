@@ -20,8 +20,9 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.torch_compile import TorchCompile, compile_in_place
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
-from tests.support.models import Deep, Net, make_loader
+from tests.support.models import Deep, Net, make_loader, seeded
 from tests.support.models import fit as train
+from tests.support.techniques import assert_equal
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs one for the CPU")
 
@@ -34,7 +35,7 @@ def fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def fit(model: Net, *callbacks: Any, **keywords: Any) -> Net:
+def fit(model: Any, *callbacks: Any, **keywords: Any) -> Any:
     train(model, *callbacks, **({"max_steps": 6} | keywords))
     return model
 
@@ -88,18 +89,11 @@ def test_a_short_last_batch_makes_one_more_graph_and_no_third(
 
 
 @pytest.mark.parametrize("target", ["forward", "norm", ["blocks", "loss"]])
-def test_every_target_trains_like_the_plain_model(deep: Callable[..., Deep], target: Any) -> None:
-    def with_loss() -> Deep:
-        model = deep(dropout=0.0)
-        model.__class__ = WithLoss
-        return model
-
+def test_every_target_trains_like_the_plain_model(target: Any) -> None:
     callback = compiler(target=target)
-    plain, model = fit(with_loss()), fit(with_loss(), callback)
+    plain, model = (fit(seeded(WithLoss, dropout=0.0), *others) for others in ([], [callback]))
     assert callback.outcome().effective
-    assert model.losses == pytest.approx(plain.losses, rel=1e-5)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert_equal(model, plain, plain.losses, 1e-5)
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
@@ -242,9 +236,7 @@ def test_inductor_trains_like_the_plain_model(deep: Callable[..., Deep]) -> None
     callback = TorchCompile()
     plain, model = fit(deep(dropout=0.0), max_steps=50), fit(deep(dropout=0.0), callback, max_steps=50)
     assert callback.outcome().numbers["graphs"] == 1
-    assert model.losses == pytest.approx(plain.losses, rel=1e-5)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert_equal(model, plain, plain.losses, 1e-5)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_eff.data.text import Text
 from lightning_eff.models.hf_causal_lm import HFCausalLM
-from tests.support.models import fit, make_trainer
+from tests.support.models import fit
 from tests.support.ranks import is_equal
 
 DOCUMENTS = [[5, 6, 7, 8, 9], [40, 41, 42], [100, 90, 80, 70, 60, 50]]
@@ -84,8 +84,7 @@ def test_a_packed_loss_is_the_weighted_mean_of_its_documents(tiny_llama: Path) -
     assert int(whole["weight"]) == sum(int(step["weight"]) for step in alone) == 11
     torch.testing.assert_close(whole["loss"], total / 11, rtol=1e-12, atol=0.0)
     gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in (whole["loss"], total / 11)]
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
     across = {key: value for key, value in packed().items() if key != "position_ids"}
     assert (step_of(model, across)["loss"] - whole["loss"]).abs() > 1e-4
 
@@ -247,7 +246,7 @@ def test_data_with_more_tokens_than_rows_is_refused(tiny_llama: Path, tmp_path: 
     data = Text(paths=str(tmp_path / "a.txt"), val_fraction=0.0, cache_dir=str(tmp_path / "cache"))
     model = HFCausalLM(name=str(folder), pretrained=False)
     with pytest.raises(ValueError, match=r"257 tokens, but .* 200 rows\n  try: model.vocab_size=257"):
-        make_trainer().fit(model, datamodule=data)
+        fit(model, loader=data)
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
@@ -255,6 +254,5 @@ def test_the_share_of_padding_is_a_metric(tiny_llama: Path, tmp_path: Path) -> N
     for index in range(4):
         (tmp_path / f"{index}.txt").write_text("abc" * 4)
     data = Text(paths=str(tmp_path), context_length=16, val_fraction=0.0, cache_dir=str(tmp_path / "cache"))
-    trainer = make_trainer(max_steps=1)
-    trainer.fit(HFCausalLM(name=str(tiny_llama)), datamodule=data)
+    trainer = fit(HFCausalLM(name=str(tiny_llama)), loader=data, max_steps=1)
     assert trainer.callback_metrics["padding_fraction"] == pytest.approx(3 / 16)

@@ -77,8 +77,8 @@ def test_each_parameters_gradient_is_scaled_down_to_its_own_norm() -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     model(torch.ones(4, 64)).square().sum().mul(100.0).backward()
     optimizer.step()
-    for old, new in zip(before, model.parameters(), strict=True):
-        assert torch.linalg.vector_norm(old - new.detach()) == pytest.approx(0.5, rel=1e-4)
+    moved = [float((old - new).norm()) for old, new in zip(before, model.parameters(), strict=True)]
+    assert moved == pytest.approx([0.5, 0.5], rel=1e-4)
 
 
 def test_a_gradient_that_is_there_already_is_used_by_step() -> None:
@@ -173,5 +173,4 @@ def test_sparse_gradients_are_used() -> None:
             optimizer.step()
             optimizer.zero_grad()
         results.append(table.weight.detach())
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    assert is_equal(results[1:], [results[0]] * 2)

@@ -30,7 +30,7 @@ from lightning_eff.core.technique import Verdict
 from lightning_eff.models.hf_causal_lm import HFCausalLM
 from lightning_eff.precision._quantized_linear import Linear4bit, dequantize, quantize
 from lightning_eff.precision.quantized_base import QuantizedBase
-from tests.support.models import Deep, fit, make_loader, make_trainer
+from tests.support.models import Deep, fit, make_loader, make_trainer, seeded
 from tests.support.ranks import is_equal
 from tests.support.techniques import SGD, plain_loop
 
@@ -52,10 +52,7 @@ class Frozen(Deep):
 
 
 def make(dropout: float = 0.1) -> Frozen:
-    torch.manual_seed(1)
-    model = Frozen(dropout=dropout)
-    torch.manual_seed(2)
-    return model
+    return seeded(Frozen, dropout=dropout)
 
 
 def fitted(plugin: QuantizedBase, *callbacks: Any, model: Frozen | None = None, **keywords: Any) -> Frozen:
@@ -343,7 +340,6 @@ def test_a_method_begins_at_the_quantized_model_or_is_refused(method: str) -> No
     """HRA and DEFT take 8-bit codes for weights without an error: the first output is off by 0.9."""
     options: dict[str, Any] = {"road": {"group_size": 8}, "oft": {"oft_block_size": 4}}
     options |= {"randlora": {"r": 4}, "gralora": {"r": 4}, "fourierft": {"n_frequency": 9}}
-    torch.manual_seed(1)
     model = make(0.0).requires_grad_(False)
     QuantizedBase(quant_type="int8", device="cpu").apply(model)
     x = torch.randn(2, 8)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+Made = TypeVar("Made", bound=nn.Module)
 
 
 class Net(pl.LightningModule):
@@ -65,6 +67,14 @@ class Deep(Net):
         for block in self.blocks:
             x = block(x)
         return self.second(self.norm(x))
+
+
+def seeded(kind: type[Made], *, seed: int = 1, **keywords: Any) -> Made:
+    """Return a model with weights that depend on the seed alone, before a random state that does not."""
+    torch.manual_seed(seed)
+    model = kind(**keywords)
+    torch.manual_seed(2)
+    return model
 
 
 def make_loader(num_samples: int = 40, batch_size: int = 4) -> DataLoader[tuple[Tensor, ...]]:
