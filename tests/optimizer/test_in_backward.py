@@ -77,7 +77,7 @@ def test_each_parameters_gradient_is_scaled_down_to_its_own_norm() -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     model(torch.ones(4, 64)).square().sum().mul(100.0).backward()
     optimizer.step()
-    moved = [float((old - new).norm()) for old, new in zip(before, model.parameters(), strict=True)]
+    moved = [(old - new).norm().item() for old, new in zip(before, model.parameters(), strict=True)]
     assert moved == pytest.approx([0.5, 0.5], rel=1e-4)
 
 
